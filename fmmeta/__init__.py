@@ -1,0 +1,23 @@
+"""fmmeta: meta-train foundation models that do not fit on one GPU. Imports are lazy: `import fmmeta` costs nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fmmeta.config import Config as Config
+    from fmmeta.config import UsageError as UsageError
+    from fmmeta.train import MetaTrainer as MetaTrainer
+
+__version__ = "0.1.0"
+__all__ = ["Config", "MetaTrainer", "UsageError"]
+
+_HOME = {"Config": "fmmeta.config", "UsageError": "fmmeta.config", "MetaTrainer": "fmmeta.train"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fmmeta' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,169 @@
+"""From a Config to the parts of a run: sources, groups, model, worker. The one place where the rooms are wired together.
+
+Whatever can fail for one rank alone (files, downloads, memory) runs inside `together`, so that all ranks fail as one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmmeta.config import Config, UsageError
+from fmmeta.meta.inner import Batches, InnerLoop
+from fmmeta.models.learner import Learner
+from fmmeta.models.load import Description, describe, empty_learner, load_learner, load_tokenizer
+from fmmeta.parallel import ds_config, memory
+from fmmeta.parallel.communicator import Ranks, World
+from fmmeta.parallel.layout import Layout
+from fmmeta.parallel.plain import PlainWorker
+from fmmeta.parallel.shards import param_groups
+from fmmeta.parallel.worker import Worker
+from fmmeta.tasks.batch import Dealer
+from fmmeta.tasks.source import Sources, TaskSource, load_sources
+
+Notice = Callable[[str], None]
+
+
+@dataclass
+class Plan:
+    """What is known before weights are read."""
+
+    description: Description
+    tokenizer: Any
+    sources: Sources
+    deepspeed: dict[str, Any]
+    precision: ds_config.Precision
+
+
+def plan(config: Config, world: World, notice: Notice) -> Plan:
+    """Read and check everything but the weights. Collective: world."""
+    with world.comm.together("reading settings, model configuration and data"):
+        deepspeed, precision = ds_config.read(config.deepspeed, config.bf16, notice)
+        description = describe(config)
+        tokenizer = load_tokenizer(config, description, notice)
+        sources = load_sources(config, tokenizer, notice)
+    notice(sources.summary)
+    prints = set(world.comm.gather_bytes(sources.fingerprint.encode()))
+    if len(prints) > 1:
+        raise UsageError(f"dataset={config.dataset[0]} is not the same on every rank ({len(prints)} versions); share one copy")
+    return Plan(description, tokenizer, sources, deepspeed, precision)
+
+
+def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ranks:
+    """Choose the group size and make the groups. Collective: world."""
+    sizes = None
+    with world.comm.together("sizing the model"):
+        learner = empty_learner(config, plan.description)
+        params = sum(param.numel() for param in learner.parameters())
+        rows = min(config.micro_batch_size, config.k_shot * (config.n_way if config.task_type == "classification" else 1))
+        sizes = memory.Sizes.of(plan.description.hf_config, params, rows, config.max_length, config.task_type == "causal_lm")
+        if config.group_size != "auto":
+            Layout(world.launch, int(config.group_size))
+    if config.group_size == "auto":
+        group_size, why = memory.choose_group_size(world, sizes, plan.precision)
+        notice(why)
+    else:
+        group_size = int(config.group_size)
+    engine = engine_of(config, plan, group_size)
+    ranks = world.split(group_size, default_group=engine == "deepspeed")
+    stage = f"DeepSpeed ZeRO {plan.precision.zero_stage}" if engine == "deepspeed" else "plain PyTorch, nothing to shard"
+    notice(f"{ranks.layout} on {world.device.type}; {stage}; {'bf16' if plan.precision.bf16 else 'fp32'}")
+    return ranks
+
+
+def engine_of(config: Config, plan: Plan, group_size: int) -> str:
+    """A group of one has nothing to shard: unless it offloads, plain PyTorch does the same for less."""
+    if config.engine == "plain" and group_size > 1:
+        raise UsageError(f"engine=plain holds a whole model on one rank, but group_size={group_size}; use engine=auto")
+    if config.engine == "auto":
+        return "deepspeed" if group_size > 1 or plan.precision.offload else "plain"
+    return config.engine
+
+
+@dataclass
+class Parts:
+    """A worker that holds theta, and what a run needs besides."""
+
+    worker: Worker
+    theta: Tensor
+    frozen: dict[str, Tensor]  # untrained tensors by name, on the first rank, for export
+    inner: InnerLoop
+    dealer: Dealer
+
+    def batches(self, source: TaskSource) -> Callable[[Any], Batches]:
+        """A function from a task of `source` to this rank's micro-batches."""
+
+        def draw(task: Any) -> Batches:
+            episode = source.episode(task)
+            return Batches(self.dealer.deal(episode.support), self.dealer.deal(episode.query))
+
+        return draw
+
+
+def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
+    """Read the weights and start the worker; the replicas are equal afterwards. Collective: world."""
+    with ranks.world.together("loading the model"):
+        learner = load_learner(config, plan.description)
+        per_task = learner.head_names if config.head_init != "learned" else ()
+        groups = param_groups(learner, per_task, config.weight_decay > 0)
+    frozen = untrained(learner)
+    check_equal(ranks, fingerprint_of(frozen), "frozen weights and buffers")
+    layout = ranks.layout
+    if engine_of(config, plan, layout.group_size) == "plain":
+        worker: Worker = PlainWorker(learner, groups, ranks.device, plan.precision.bf16)
+    else:
+        from fmmeta.parallel.engine import DeepSpeedWorker
+
+        filled = ds_config.complete(plan.deepspeed, plan.precision, getattr(plan.description.hf_config, "hidden_size", 768))
+        worker = DeepSpeedWorker(learner, groups, filled, ranks.group)
+    theta = ranks.cross.broadcast_(worker.read())
+    worker.write(theta)
+    equal_replicas(ranks, theta)
+    classes = config.n_way if config.task_type == "classification" else 0
+    inner = InnerLoop(config.inner_steps, config.inner_lr, config.head_init, learner.head_names, classes)
+    pad = plan.tokenizer.pad_token_id
+    dealer = Dealer(plan.description.hf_config.pad_token_id if pad is None else pad, config.micro_batch_size,
+                    layout.group_rank, layout.group_size)  # fmt: skip
+    return Parts(worker, theta, frozen if ranks.first else {}, inner, dealer)
+
+
+def untrained(learner: Learner) -> dict[str, Tensor]:
+    """Copies of frozen parameters and saved buffers, before an engine shards them."""
+    state = learner.state_dict()
+    trained = {name for name, param in learner.named_parameters(remove_duplicate=False) if param.requires_grad}
+    return {name: value.detach().cpu().clone() for name, value in state.items() if name not in trained}
+
+
+def fingerprint_of(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def hash_vector(vector: Tensor) -> int:
+    """A 64-bit hash of an fp32 vector's bits and their places, computed where the vector lives."""
+    total, mask = 0, 2**64 - 1
+    for number, part in enumerate(vector.split(2**24)):
+        bits = part.contiguous().view(torch.int32).long()
+        places = torch.arange(1, len(bits) + 1, device=bits.device, dtype=torch.int64)
+        total = (total * 1000003 + int((bits * (places * 2654435761 + number)).sum())) & mask
+    return total
+
+
+def equal_replicas(ranks: Ranks, theta: Tensor) -> None:
+    """Check that ranks with the same shard hold the same bits. Collective: world."""
+    hashes = ranks.world.gather_bytes(str(hash_vector(theta)).encode())
+    size = ranks.layout.group_size
+    if any(hashes[rank] != hashes[rank % size] for rank in range(len(hashes))):
+        raise RuntimeError("theta differs between groups although it was broadcast; check the hardware and the network")
+
+
+def check_equal(ranks: Ranks, mine: str, what: str) -> None:
+    if len(set(ranks.world.gather_bytes(mine.encode()))) > 1:
+        raise UsageError(f"the {what} are not the same on every rank; let every node read the same checkpoint")

@@ -1,0 +1,104 @@
+"""Checkpoints: theta and the outer optimizer as named slices of parameters, readable on any layout.
+
+    checkpoint-N/
+      shard-RRRRR.safetensors    per rank of the first group: `vector/parameter@offset` -> fp32 [length]
+      state.json                 outer step, optimizer steps, settings; written last
+
+Written beside the run as tmp-checkpoint-N and renamed by rank 0 when every rank is done. No pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmmeta.config import UsageError
+from fmmeta.parallel.communicator import Ranks
+from fmmeta.parallel.shards import ParamMap
+
+STATE = "state.json"
+
+
+def save(folder: Path, vectors: dict[str, Tensor], params: ParamMap, state: dict[str, Any], ranks: Ranks, keep: int) -> None:
+    """Write `vectors` ([S] each) and `state` to `folder`, a checkpoint-N; keep the newest `keep`. Collective: world."""
+    from safetensors.torch import save_file
+
+    temporary = folder.with_name(f"tmp-{folder.name}")
+    with ranks.world.together("preparing a checkpoint"):
+        if ranks.first:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+    with ranks.world.together("writing a checkpoint"):
+        if ranks.layout.group_index == 0 and (ranks.layout.group_rank == 0 or not params.replicated):
+            file = temporary / f"shard-{ranks.layout.group_rank:05d}.safetensors"
+            save_file({f"{name}/{fragment.name}@{fragment.offset}": vector[fragment.here].cpu().clone()
+                       for name, vector in vectors.items() for fragment in params.fragments}, file)  # fmt: skip
+            sync(file)
+    with ranks.world.together("finishing a checkpoint"):
+        if ranks.first:
+            (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+            sync(temporary / STATE)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(temporary, folder)
+            sync(folder.parent)
+            for old in complete(folder.parent)[:-keep]:
+                shutil.rmtree(old)
+
+
+def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict[str, Tensor]:
+    """Read this rank's slices of the vectors in `names`, whatever layout wrote them; [S] each, like `like`."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        files = [safe_open(file, "pt") for file in sorted(folder.glob("shard-*.safetensors"))]
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{folder} cannot be read ({error}); give an older checkpoint") from None
+    where: dict[str, list[tuple[int, int, Any, str]]] = defaultdict(list)  # vector/parameter -> begin, end, file, key
+    for file in files:
+        for key in file.keys():
+            path, _, offset = key.rpartition("@")
+            length = file.get_slice(key).get_shape()[0]
+            where[path].append((int(offset), int(offset) + length, file, key))
+    vectors = {name: torch.zeros_like(like) for name in names}
+    for name, vector in vectors.items():
+        for fragment in params.fragments:
+            missing = fragment.length
+            for begin, end, file, key in where[f"{name}/{fragment.name}"]:
+                low, high = max(begin, fragment.offset), min(end, fragment.offset + fragment.length)
+                if low < high:
+                    at = fragment.begin + low - fragment.offset
+                    vector[at : at + high - low] = file.get_slice(key)[low - begin : high - begin].to(vector)
+                    missing -= high - low
+            if missing:
+                raise UsageError(f"{folder} lacks {missing} elements of {name}/{fragment.name}; give another checkpoint")
+    return vectors
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"resume_from_checkpoint={folder} is no checkpoint ({error}); give a checkpoint-N folder") from None
+
+
+def complete(output_dir: Path) -> list[Path]:
+    """Whole checkpoints of a run, oldest first."""
+    found = [folder for folder in output_dir.glob("checkpoint-*") if (folder / STATE).is_file()]
+    numbered = [(folder.name.removeprefix("checkpoint-"), folder) for folder in found]
+    return [folder for _, folder in sorted((int(number), folder) for number, folder in numbered if number.isdigit())]
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,102 @@
+"""The command line: flags and `--config` files become a Config, errors become one line and exit code 2.
+
+Nothing else lives here. `launch/train.py` and the console script `fmmeta` both call `main`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fmmeta.config import Config, UsageError
+
+COMMANDS = {"train": "meta-train a checkpoint (one process; `deepspeed launch/train.py` starts more)"}
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Console script `fmmeta COMMAND [--flags]`."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: fmmeta COMMAND [--flags]\n\n" + "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items()))
+        print("\n`fmmeta COMMAND --help` lists the flags.")
+        sys.exit(0 if argv else 2)
+    if argv[0] not in COMMANDS:
+        fail(f"command={argv[0]} is unknown{nearest(argv[0], list(COMMANDS))}; use {', '.join(COMMANDS)}")
+    train(argv[1:])
+
+
+def train(argv: list[str] | None = None) -> NoReturn:
+    """Entry of `launch/train.py`: the same on every rank; only rank 0 speaks."""
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv)
+        from fmmeta.train import MetaTrainer
+
+        MetaTrainer(config).train()
+    except UsageError as error:
+        fail(str(error))
+    sys.exit(0)
+
+
+def fail(message: str) -> NoReturn:
+    """Print one line on rank 0 and end with exit code 2 on every rank."""
+    if int(os.environ.get("FMMETA_GLOBAL_RANK", os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))) == 0:
+        print(f"fmmeta: error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(3)  # launchers kill the others at the first exit; let rank 0 be that one
+    sys.exit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def parse(argv: list[str]) -> Config:
+    """Turn flags into a Config. `--config FILE` (YAML or JSON) gives defaults that flags override."""
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser(Config, description="Meta-train an HF checkpoint.", allow_abbrev=False)
+    parser.__class__ = type("HfParser", (Parser, HfArgumentParser), {})
+    parser.add_argument("--config", help="YAML or JSON file with the same names as the flags; flags win")
+    known = [option for action in parser._actions for option in action.option_strings]
+    from_file = read_config(argv, [name.removeprefix("--") for name in known])
+    parser.set_defaults(**from_file)
+    values, unknown = parser.parse_known_args(argv)
+    for flag in unknown:
+        name = flag.split("=")[0]
+        raise UsageError(f"{name} is not a flag{nearest(name, known)}; --help lists them")
+    given = vars(values)
+    given.pop("config")
+    return Config(**given)
+
+
+def read_config(argv: list[str], known: list[str]) -> dict[str, Any]:
+    only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only.add_argument("--config")
+    path = only.parse_known_args(argv)[0].config
+    if path is None:
+        return {}
+    import yaml
+
+    if not Path(path).is_file():
+        raise UsageError(f"config={path} is not a file; give a YAML or JSON file of settings")
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"config={path} cannot be read: {' '.join(str(error).split())}; mend the file") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"config={path} holds no settings; write `name: value` lines")
+    for name in values:
+        if name not in known or name == "config":
+            raise UsageError(f"config={path} sets {name}, which is no setting{nearest(str(name), known)}; remove it")
+    return values
+
+
+def nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,163 @@
+"""The settings of a run: one dataclass per subject, together the flags of the command line.
+
+Owns names, defaults, help texts and the checks that need no file and no other process. It reads nothing
+and starts nothing, so that `import fmmeta` stays cheap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+TASK_TYPES = ("classification", "causal_lm")
+POOLINGS = ("auto", "model", "mean", "cls")
+HEAD_INITS = ("zero", "learned", "prototype")
+ALGORITHMS = ("fomaml", "reptile")
+OUTER_OPTIMIZERS = ("adamw", "sgd")
+SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
+ENGINES = ("auto", "deepspeed", "plain")
+
+
+class UsageError(ValueError):
+    """Something the user gave cannot work. The text is one line: the value, what is wrong, what to do."""
+
+
+def setting(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+    metadata = {"help": text.replace("%", "%%"), **({"choices": list(choices)} if choices else {})}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelConfig:
+    model_name_or_path: str = setting("tiny", "HF folder or hub id; 'tiny' is the built-in model, trained from scratch")
+    task_type: str = setting("classification", "What a task asks of the model", TASK_TYPES)
+    pooling: str = setting("auto", "Sentence vector of an encoder; auto: as the folder says, else the model's own", POOLINGS)
+    head_init: str = setting("prototype", "Classifier head at the start of each task: zeros, a meta-learned one, "
+                             "or the class means of the support set (ProtoMAML)", HEAD_INITS)
+    attn_implementation: str | None = setting(None, "Passed to transformers: eager, sdpa, flash_attention_2, ...")
+    trust_remote_code: bool = setting(False, "Let transformers run code that comes with the checkpoint")
+
+
+@dataclass
+class TaskConfig:
+    dataset: list[str] = setting(["letters"], "'letters' (built-in suite), a .jsonl/.csv/.parquet file (.gz too), "
+                                 "a folder of them, or a hub id")
+    dataset_config_name: str | None = setting(None, "Configuration of a hub data set")
+    text_column: str | None = setting(None, "Column of the text (default: text, sentence or utterance)")
+    label_column: str | None = setting(None, "Column of the class (default: label, intent or class)")
+    stratum_column: str | None = setting(None, "Column of the category that meta-batches are balanced by "
+                                         "(default: stratum, category or domain, where there is one)")
+    task_column: str | None = setting(None, "Column of the task's name (default: task, where there is one)")
+    input_column: str | None = setting(None, "causal_lm: column of the input (default: input, prompt or question)")
+    output_column: str | None = setting(None, "causal_lm: column of the answer (default: output, answer or target)")
+    class_splits: str | None = setting(None, "JSON file of class splits: {\"01\": {\"train\": [...], \"valid\": [...], "
+                                       "\"test\": [...]}} (default: the folder's class_splits.json, where there is one)")
+    split: str | None = setting(None, "Which of the class splits (default: the first)")
+    task_splits: str | None = setting(None, "JSON file of task splits: {\"train\": [...], \"valid\": [...], \"test\": [...]} "
+                                      "(default: the folder's task_splits.json, where there is one)")
+    n_way: int = setting(5, "Classes per episode")
+    k_shot: int = setting(5, "Support examples per class; per task for causal_lm")
+    num_query: int = setting(5, "Query examples per class; per task for causal_lm")
+    max_length: int = setting(128, "Longest text in tokens; the rest is cut off")
+
+
+@dataclass
+class MetaConfig:
+    algorithm: str = setting("fomaml", "Meta-gradient rule", ALGORITHMS)
+    meta_batch_size: int = setting(4, "Tasks per meta-batch over all groups")
+    meta_accumulation_steps: int = setting(1, "Meta-batches per outer step, reduced across groups once")
+    inner_steps: int = setting(5, "Gradient steps on the support set")
+    inner_lr: float = setting(0.1, "Step size of the inner SGD")
+    outer_lr: float | None = setting(None, "Peak outer learning rate (default: 1e-3 for the built-in model, "
+                                     "2e-5 for a checkpoint, 1.0 for outer SGD)")
+    outer_optimizer: str = setting("adamw", "Optimizer of theta", OUTER_OPTIMIZERS)
+    weight_decay: float = setting(0.01, "Weight decay of theta; never on norms and biases")
+    adam_epsilon: float = setting(1e-6, "Epsilon of AdamW; it holds down coordinates whose gradient is rounding noise")
+    outer_steps: int = setting(300, "Outer steps of the run")
+    warmup_steps: int = setting(0, "Outer steps of linear warm-up")
+    lr_scheduler_type: str = setting("cosine", "Schedule of the outer learning rate, as transformers names it", SCHEDULES)
+    max_grad_norm: float = setting(1.0, "Clip the meta-gradient to this norm over the whole model; 0 leaves it alone")
+    max_bad_steps: int = setting(3, "Stop after this many outer steps in a row without one finite task")
+    seed: int = setting(42, "Seed of the tasks, the episodes and every fresh weight")
+
+
+@dataclass
+class ParallelConfig:
+    deepspeed: str | None = setting(None, "DeepSpeed JSON, as HF users have it; see ds_configs/")
+    group_size: str = setting("auto", "Ranks that hold one model together; auto: the fewest that hold it by estimate")
+    micro_batch_size: int = setting(32, "Most examples of one forward pass on one rank")
+    engine: str = setting("auto", "What runs the model inside a group; auto: DeepSpeed wherever a group "
+                          "shares or offloads a model, plain PyTorch in a group of one that does not", ENGINES)
+    bf16: bool = setting(False, "bf16 weights and activations over fp32 shards (where the DeepSpeed file says auto or nothing)")
+    local_rank: int = setting(-1, "Passed by launchers; leave it alone")
+
+
+@dataclass
+class RunConfig:
+    output_dir: str | None = setting(None, "Folder of the run (default: runs/<date>-<algorithm>-<dataset>)")
+    save_steps: int = setting(100, "Outer steps between checkpoints; 0: none")
+    save_total_limit: int = setting(2, "Checkpoints to keep")
+    resume_from_checkpoint: str = setting("latest", "A checkpoint folder, latest (of output_dir, if there is one), or never")
+    eval_steps: int = setting(0, "Outer steps between evaluations on validation tasks; 0: none")
+    eval_episodes: int = setting(100, "Episodes of each evaluation; 0: evaluate nothing")
+    logging_steps: int = setting(10, "Outer steps between lines of metrics.jsonl")
+
+
+@dataclass
+class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
+    """Every setting of a run. Raises `UsageError` in one line where values contradict each other."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            check_choice(item.name, getattr(self, item.name), item.metadata.get("choices"))
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise UsageError(f"{name}={getattr(self, name)} is below {least}; use {least} or more")
+        if self.group_size != "auto" and not (str(self.group_size).isdigit() and int(self.group_size) > 0):
+            raise UsageError(f"group_size={self.group_size} is neither a positive number nor auto; use auto, 1, 2, 4, ...")
+        self.group_size = str(self.group_size)
+        if self.inner_lr <= 0:
+            raise UsageError(f"inner_lr={self.inner_lr} is not above 0; use 0.01 to 0.3 for SGD")
+        if isinstance(self.dataset, str):
+            self.dataset = [self.dataset]
+        if len(self.dataset) != 1:
+            raise UsageError(f"dataset={' '.join(self.dataset)} names {len(self.dataset)} data sets; give one")
+
+    @property
+    def builtin_model(self) -> bool:
+        return self.model_name_or_path == "tiny"
+
+    def resolved_outer_lr(self) -> float:
+        if self.outer_lr is not None:
+            return self.outer_lr
+        return 1.0 if self.outer_optimizer == "sgd" else 1e-3 if self.builtin_model else 2e-5
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "outer_lr": self.resolved_outer_lr()}
+
+
+LEAST = {
+    "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
+    "inner_steps": 1, "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
+    "micro_batch_size": 1, "save_steps": 0, "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
+    "logging_steps": 1, "weight_decay": 0,
+}  # fmt: skip
+
+# Settings that may differ between a run and its continuation: they do not change theta.
+FREE_ON_RESUME = {
+    "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
+    "eval_episodes", "group_size", "micro_batch_size", "engine", "deepspeed", "max_bad_steps", "attn_implementation",
+}  # fmt: skip
+
+
+def check_choice(name: str, value: Any, choices: list[str] | None) -> None:
+    if choices and value not in choices:
+        raise UsageError(f"{name}={value} is unknown; use {' or '.join(filter(None, [', '.join(choices[:-1]), choices[-1]]))}")
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Names the settings that would make a continuation another run, as `name: before -> now`."""
+    keys = sorted((set(before) | set(now)) - FREE_ON_RESUME)
+    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]

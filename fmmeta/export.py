@@ -1,0 +1,80 @@
+"""From theta to an ordinary HF folder: config, safetensors, tokenizer, and fmmeta.json with what adaptation needs.
+
+`from_pretrained` reads it without fmmeta. An encoder with fmmeta's pooling becomes a sentence-transformers folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmmeta.config import Config
+from fmmeta.models.learner import PooledClassifier
+from fmmeta.models.load import Description, cached_file, empty_learner
+from fmmeta.parallel.communicator import Ranks
+from fmmeta.parallel.worker import Worker
+
+
+def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor], config: Config, description: Description,
+           tokenizer: Any, ranks: Ranks) -> None:  # fmt: skip
+    """Write `folder`. `frozen`: tensors that are not trained, by name. One parameter is gathered at a time, on the first
+    group only. Collective: world.
+    """
+    skeleton = empty_learner(config, description)
+    shapes = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}
+    weights = dict(frozen)
+    if ranks.layout.group_index == 0:
+        for name, shape in shapes.items():
+            whole = worker.whole(theta, name, shape)
+            if ranks.first:
+                weights[name] = whole.cpu()
+    with ranks.world.together("exporting the model"):
+        if ranks.first:
+            write(folder, skeleton, weights, config, description, tokenizer)
+
+
+def write(folder: Path, skeleton: Any, weights: dict[str, Tensor], config: Config, description: Description, tokenizer: Any) -> None:
+    from safetensors.torch import save_file
+
+    for key, value in description.dropouts.items():
+        setattr(skeleton.hf.config, key, value)
+    inside = {name.removeprefix("hf."): value.contiguous() for name, value in weights.items() if name.startswith("hf.")}
+    skeleton.hf.config.dtype = torch.float32
+    skeleton.hf.save_pretrained(folder, state_dict=inside)
+    tokenizer.save_pretrained(folder)
+    if isinstance(skeleton, PooledClassifier):
+        sentence_transformers(folder, config, description)
+        if config.head_init == "learned":
+            save_file({name: weights[name].contiguous() for name in skeleton.head_names}, folder / "head.safetensors")
+    defaults = {"task_type": config.task_type, "pooling": description.pooling, "head_init": config.head_init,
+                "algorithm": config.algorithm, "n_way": config.n_way, "k_shot": config.k_shot, "inner_steps": config.inner_steps,
+                "inner_lr": config.inner_lr, "max_length": config.max_length}  # fmt: skip
+    (folder / "fmmeta.json").write_text(json.dumps(defaults, indent=1) + "\n", encoding="utf-8")
+
+
+def sentence_transformers(folder: Path, config: Config, description: Description) -> None:
+    """The files by which sentence-transformers knows the pooling; a Normalize module is kept if the source had one."""
+    package = "sentence_transformers.models"
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    source = None if config.builtin_model else cached_file(config, "modules.json")
+    if source and any("Normalize" in module["type"] for module in json.loads(Path(source).read_text(encoding="utf-8"))):
+        modules.append(("2_Normalize", "Normalize"))
+    listed = [{"idx": i, "name": str(i), "path": path, "type": f"{package}.{kind}"} for i, (path, kind) in enumerate(modules)]
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    files: dict[str, Any] = {
+        "modules.json": listed,
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": description.hf_config.hidden_size,
+            "pooling_mode_cls_token": description.pooling == "cls",
+            "pooling_mode_mean_tokens": description.pooling == "mean",
+            "pooling_mode_max_tokens": False,
+            "pooling_mode_mean_sqrt_len_tokens": False,
+        },
+        "sentence_bert_config.json": {"max_seq_length": config.max_length, "do_lower_case": False},
+    }
+    for name, value in files.items():
+        (folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

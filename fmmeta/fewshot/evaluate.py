@@ -1,0 +1,73 @@
+"""Few-shot evaluation: adapt to held-out tasks, look at their query sets before and after.
+
+Episodes are fixed by (seed, split) and spread over the groups; the scores do not depend on how.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from torch import Tensor
+
+from fmmeta.meta.inner import Batches, InnerLoop
+from fmmeta.parallel.communicator import Ranks
+from fmmeta.parallel.worker import Worker
+from fmmeta.tasks.schedule import Task, deal
+
+
+@dataclass(frozen=True)
+class Score:
+    """One episode: loss and accuracy on its query set, at theta and at phi."""
+
+    slot: int
+    stratum: str
+    loss_before: float
+    accuracy_before: float
+    loss_after: float
+    accuracy_after: float
+
+
+def evaluate_tasks(worker: Worker, theta: Tensor, inner: InnerLoop, tasks: Sequence[Task], batches: Callable[[Task], Batches],
+                   ranks: Ranks, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Score]:  # fmt: skip
+    """Score every task; this group takes its share of them. Leaves `theta` in the worker. Collective: world.
+
+    Before: theta with the head as each task starts it (class means, if head_init is prototype). After: phi.
+    """
+    worker.write(theta)
+    slots = {task.seed: slot for slot, task in enumerate(tasks)}
+    mine = deal(tasks, ranks.layout.num_groups)[ranks.layout.group_index]
+    scores = []
+    for done, task in enumerate(mine):
+        progress(done, len(mine))
+        episode = batches(task)
+        inner.start(worker, theta, episode.support)
+        before = worker.forward(episode.query)
+        inner.run(worker, episode.support)
+        after = worker.forward(episode.query)
+        worker.write(theta)
+        scores.append(Score(slots[task.seed], task.stratum, before.loss, before.accuracy, after.loss, after.accuracy))
+    spoken = scores if ranks.layout.group_rank == 0 else []
+    parts = ranks.world.gather_bytes(json.dumps([asdict(score) for score in spoken]).encode())
+    return sorted((Score(**score) for part in parts for score in json.loads(part)), key=lambda score: score.slot)
+
+
+def mean_ci95(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half the width of its 95 % interval over episodes (1.96 standard errors)."""
+    n = len(values)
+    mean = sum(values) / n
+    if n < 2:
+        return mean, math.nan
+    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
+    return mean, 1.96 * math.sqrt(variance / n)
+
+
+def per_stratum(scores: Sequence[Score]) -> dict[str, float]:
+    """Mean accuracy after adaptation by stratum."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        found[score.stratum].append(score.accuracy_after)
+    return {stratum: mean_ci95(values)[0] for stratum, values in sorted(found.items())}

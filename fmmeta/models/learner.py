@@ -1,0 +1,94 @@
+"""What is trained: an HF model, and for classification its head, behind one forward.
+
+    learner(input_ids [B, T], attention_mask [B, T]) -> logits [B, C] or [B, T, V]
+    learner(..., want="features")                    -> [B, D], what the classifier head sees
+
+Three kinds: a sequence classifier as transformers ships it (pooling: model), an encoder with fmmeta's pooling and a
+linear head, and a causal language model. `hf` is the part that export saves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmmeta.config import UsageError
+
+
+class Learner(nn.Module):
+    """Common part: the HF model as `hf`, and the names of the head's weight and bias."""
+
+    head_names: tuple[str, ...] = ()  # weight, then bias where there is one
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__()
+        self.hf = hf
+
+
+class CausalLearner(Learner):
+    """A causal language model; it has no head of its own to reset."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, want: str = "logits") -> Tensor:
+        assert want == "logits", "a language model has no class features"
+        return self.hf(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+
+class PooledClassifier(Learner):
+    """An encoder, mean or cls pooling over its last hidden states, and a linear head."""
+
+    head_names = ("head.weight", "head.bias")
+
+    def __init__(self, hf: Any, classes: int, pooling: str) -> None:
+        super().__init__(hf)
+        self.pooling = pooling
+        self.head = nn.Linear(hf.config.hidden_size, classes)
+        for name, param in hf.named_parameters():
+            if name.split(".")[0] == "pooler":  # never reached: it would get no gradient
+                param.requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, want: str = "logits") -> Tensor:
+        hidden = self.hf(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        features = pool(hidden, attention_mask, self.pooling)
+        return features if want == "features" else self.head(features)
+
+
+class NativeClassifier(Learner):
+    """AutoModelForSequenceClassification with its own pooling; the head is its last linear layer."""
+
+    def __init__(self, hf: Any, classes: int) -> None:
+        super().__init__(hf)
+        base = hf.base_model_prefix
+        found = [(name, module) for name, module in hf.named_modules() if isinstance(module, nn.Linear)
+                 and module.out_features == classes and name.split(".")[0] != base]  # fmt: skip
+        if not found:
+            raise UsageError(f"model_name_or_path={hf.config.name_or_path} ({type(hf).__name__}) has no linear classifier "
+                             "on top; use --pooling mean")  # fmt: skip
+        name, self_head = found[-1]
+        self.head_path = f"hf.{name}"
+        self.head_names = tuple(f"hf.{name}.{part}" for part, _ in self_head.named_parameters())
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, want: str = "logits") -> Tensor:
+        if want == "logits":
+            return self.hf(input_ids=input_ids, attention_mask=attention_mask).logits
+        seen: list[Tensor] = []
+        head = self.get_submodule(self.head_path)
+        hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            self.hf(input_ids=input_ids, attention_mask=attention_mask)
+        finally:
+            hook.remove()
+        features = seen[0]
+        if features.ndim == 3:  # decoders score every token and keep the last one
+            last = attention_mask.long().sum(1) - 1
+            features = features[torch.arange(len(features), device=features.device), last]
+        return features
+
+
+def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
+    """[B, T, D] and [B, T] -> [B, D]: mean over the tokens, or the first token."""
+    if pooling == "cls":
+        return hidden[:, 0]
+    mask = mask.unsqueeze(-1).to(hidden.dtype)
+    return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)

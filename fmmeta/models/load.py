@@ -1,0 +1,161 @@
+"""From a folder, a hub id or `tiny` to a learner and its tokenizer. Weights come from safetensors, never from pickles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmmeta.config import Config, UsageError
+from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
+from fmmeta.models.tiny import byte_tokenizer, tiny_config
+
+DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "resid_pdrop", "embd_pdrop",
+            "attn_pdrop", "classifier_dropout", "hidden_dropout", "dropout", "activation_dropout", "summary_first_dropout",
+            "seq_classif_dropout", "pooler_dropout", "mlp_dropout", "classifier_dropout_prob")  # fmt: skip
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of a model before its weights are read."""
+
+    hf_config: Any
+    pooling: str  # model, mean or cls
+    dropouts: dict[str, Any]  # as the checkpoint has them; training runs without, export puts them back
+
+
+def describe(config: Config) -> Description:
+    """Read and check a model's configuration. Raises `UsageError` for what cannot be meta-trained."""
+    from transformers import AutoConfig
+
+    name = config.model_name_or_path
+    if config.builtin_model:
+        hf_config = tiny_config(config.task_type, max(512, config.max_length))
+    else:
+        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+            raise UsageError(f"model_name_or_path={name} holds no config.json; give a Hugging Face folder or hub id")
+        if not Path(name).exists() and (name.startswith((".", "/")) or name.count("/") > 1):
+            raise UsageError(f"model_name_or_path={name} is not a folder; check the path")
+        try:
+            hf_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        except (OSError, ValueError, KeyError) as error:
+            raise UsageError(f"model_name_or_path={name} cannot be read: {one_line(error)}") from None
+    if any((getattr(hf_config, key, None) or 0) > 1 for key in EXPERTS):
+        raise UsageError(f"model_name_or_path={name} is a mixture of experts ({hf_config.model_type}), which is not "
+                         "supported yet; use a dense model")  # fmt: skip
+    if getattr(hf_config, "quantization_config", None) is not None:
+        raise UsageError(f"model_name_or_path={name} is quantised, and its weights cannot be trained; use the full one")
+    dropouts = {key: getattr(hf_config, key) for key in DROPOUTS if isinstance(getattr(hf_config, key, None), float)}
+    for key in dropouts:
+        setattr(hf_config, key, 0.0)
+    if hf_config.pad_token_id is None:
+        hf_config.pad_token_id = first_of(hf_config.eos_token_id) or 0
+    return Description(hf_config, resolve_pooling(config), dropouts)
+
+
+def first_of(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) else value
+
+
+def resolve_pooling(config: Config) -> str:
+    """`auto` follows a sentence-transformers folder's 1_Pooling/config.json; otherwise the model's own pooling."""
+    if config.task_type != "classification" or config.pooling != "auto":
+        return "model" if config.task_type != "classification" else config.pooling
+    if config.builtin_model:
+        return "mean"
+    path = cached_file(config, "1_Pooling/config.json")
+    if path is None:
+        return "model"
+    modes = json.loads(Path(path).read_text(encoding="utf-8"))
+    if modes.get("pooling_mode_cls_token") or modes.get("pooling_mode") == "cls":
+        return "cls"
+    if modes.get("pooling_mode_mean_tokens") or modes.get("pooling_mode") == "mean":
+        return "mean"
+    raise UsageError(f"pooling=auto: {path} asks for a pooling that is not mean or cls; choose one with --pooling")
+
+
+def cached_file(config: Config, name: str) -> str | None:
+    from transformers.utils import cached_file as find
+
+    try:
+        return find(config.model_name_or_path, name, _raise_exceptions_for_missing_entries=False,
+                    _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False)  # fmt: skip
+    except (OSError, ValueError):
+        return None
+
+
+def load_tokenizer(config: Config, description: Description, notice: Callable[[str], None]) -> Any:
+    """The checkpoint's tokenizer; bytes for the built-in model and for checkpoints that have none."""
+    from transformers import AutoTokenizer
+
+    if not config.builtin_model:
+        files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
+        if any(cached_file(config, name) for name in files):
+            try:
+                return AutoTokenizer.from_pretrained(config.model_name_or_path, trust_remote_code=config.trust_remote_code)
+            except Exception as error:
+                raise UsageError(f"model_name_or_path={config.model_name_or_path}: its tokenizer cannot be read: "
+                                 f"{one_line(error)}") from None  # fmt: skip
+        notice(f"{config.model_name_or_path} has no tokenizer: texts are read as bytes")
+    tokenizer = byte_tokenizer()
+    if description.hf_config.vocab_size < len(tokenizer):
+        raise UsageError(f"model_name_or_path={config.model_name_or_path} has no tokenizer, and its vocab_size="
+                         f"{description.hf_config.vocab_size} is below the byte tokenizer's {len(tokenizer)}; add a tokenizer")  # fmt: skip
+    return tokenizer
+
+
+def load_learner(config: Config, description: Description) -> Learner:
+    """Read the weights in fp32; fresh ones (the built-in model, a new head) depend on the seed only."""
+    auto, kwargs = auto_class(config, description)
+    torch.manual_seed(config.seed)
+    try:
+        if config.builtin_model:
+            hf = auto.from_config(description.hf_config, **kwargs)
+        else:
+            hf = auto.from_pretrained(config.model_name_or_path, config=description.hf_config, dtype=torch.float32,
+                                      use_safetensors=True, trust_remote_code=config.trust_remote_code,
+                                      ignore_mismatched_sizes=config.task_type == "classification", **kwargs)  # fmt: skip
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise UsageError(f"model_name_or_path={config.model_name_or_path} cannot be loaded: {one_line(error)}") from None
+    torch.manual_seed(config.seed)
+    learner = wrap(hf, config, description)
+    if config.head_init != "learned":
+        for name in learner.head_names:
+            learner.get_parameter(name).data.zero_()
+    return learner.train()
+
+
+def empty_learner(config: Config, description: Description) -> Learner:
+    """The same learner without storage: to count its parameters, and to save under its names."""
+    auto, kwargs = auto_class(config, description)
+    with torch.device("meta"):
+        return wrap(auto.from_config(description.hf_config, **kwargs), config, description)
+
+
+def auto_class(config: Config, description: Description) -> tuple[Any, dict[str, Any]]:
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kwargs = {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
+    if config.task_type == "causal_lm":
+        return AutoModelForCausalLM, kwargs
+    if description.pooling != "model":
+        return AutoModel, kwargs
+    description.hf_config.num_labels = config.n_way
+    return AutoModelForSequenceClassification, kwargs
+
+
+def wrap(hf: Any, config: Config, description: Description) -> Learner:
+    if config.task_type == "causal_lm":
+        return CausalLearner(hf)
+    if description.pooling == "model":
+        return NativeClassifier(hf, config.n_way)
+    return PooledClassifier(hf, config.n_way, description.pooling)
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,170 @@
+"""Process groups, and the only module that imports torch.distributed.
+
+Each worker group is its own default world, so that DeepSpeed and transformers see nothing but the model
+they shard (docs/design.md). Three communicators exist beside each other:
+
+    world   every process; gloo; control only: agreement, small byte strings, barriers
+    group   the ranks that hold one model; the default process group of each of them
+    cross   equal group_rank in every group; carries the meta-gradient shards and nothing else
+
+A communicator has few verbs: sum, broadcast, gather bytes, barrier. No pickles travel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fmmeta.config import UsageError
+from fmmeta.parallel.layout import Launch, Layout
+
+TIMEOUT = timedelta(minutes=30)
+
+
+class PeerError(RuntimeError):
+    """Another rank failed with something that is no user error; its own log holds the traceback."""
+
+
+class Communicator:
+    """A set of `size` ranks, this one being `rank`. With one rank every verb returns at once."""
+
+    def __init__(self, backend: Any, rank: int, size: int, device: torch.device) -> None:
+        self.backend, self.rank, self.size, self.device = backend, rank, size, device
+        self.bytes_sent = 0  # payload handed to the reductions since it was last set to 0
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace `tensor` by its sum over the ranks. Collective: this communicator."""
+        if self.size > 1:
+            staged = tensor.to(self.device)
+            self.backend.allreduce([staged]).wait()
+            if staged is not tensor:
+                tensor.copy_(staged)
+            self.bytes_sent += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def broadcast_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace `tensor` by rank 0's. Collective: this communicator."""
+        if self.size > 1:
+            staged = tensor.to(self.device)
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            self.backend.broadcast([staged], options).wait()
+            if staged is not tensor:
+                tensor.copy_(staged)
+        return tensor
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Return every rank's byte string, in the order of ranks. Collective: this communicator."""
+        if self.size == 1:
+            return [payload]
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(payload)
+        self.sum_(lengths)
+        table = torch.zeros(self.size, max(1, int(lengths.max())), dtype=torch.uint8)
+        table[self.rank, : len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
+        self.sum_(table)
+        return [bytes(row[:length].tolist()) for row, length in zip(table, lengths.tolist(), strict=True)]
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective: this communicator."""
+        self.sum_(torch.zeros(1))
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """Run a block without collectives on every rank; if one raises, all raise.
+
+        A `UsageError` anywhere becomes the same `UsageError` everywhere (the lowest rank's). Any other
+        exception is raised where it happened and becomes a `PeerError` elsewhere. Collective: this communicator.
+        """
+        failure: BaseException | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        kind = "" if failure is None else "usage:" if isinstance(failure, UsageError) else "crash:"
+        answers = self.gather_bytes(f"{kind}{failure if failure else ''}".encode())
+        failed = [(rank, text.decode()) for rank, text in enumerate(answers) if text]
+        if failed:
+            rank, text = min(failed, key=lambda item: (not item[1].startswith("crash:"), item[0]))
+            if isinstance(failure, Exception) and not isinstance(failure, UsageError):
+                raise failure
+            if text.startswith("usage:"):
+                raise UsageError(text.removeprefix("usage:")) from failure
+            raise PeerError(f"rank {rank} failed while {doing}: {text.removeprefix('crash:')}")
+
+
+@dataclass
+class Ranks:
+    """The communicators of one process, handed to everything that needs to talk."""
+
+    layout: Layout
+    world: Communicator
+    group: Communicator
+    cross: Communicator
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks, logs and writes for all."""
+        return self.layout.launch.global_rank == 0
+
+
+class World:
+    """Every process of the launch, before groups exist: `join`, agree on a group size, `split`, `leave`."""
+
+    def __init__(self, launch: Launch, device: torch.device) -> None:
+        self.launch, self.device = launch, device
+        os.environ["FMMETA_GLOBAL_RANK"] = str(launch.global_rank)  # RANK will be the group's
+        backend, self.store = None, dist.HashStore() if launch.world_size == 1 else None
+        if self.store is None:
+            os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port),
+                              RANK=str(launch.global_rank), WORLD_SIZE=str(launch.world_size))  # fmt: skip
+            self.store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+            store = dist.PrefixStore("world", self.store)
+            backend = dist.ProcessGroupGloo(store, launch.global_rank, launch.world_size, TIMEOUT)
+        self.comm = Communicator(backend, launch.global_rank, launch.world_size, torch.device("cpu"))
+
+    def split(self, group_size: int, default_group: bool = True) -> Ranks:
+        """Make groups of `group_size`; with `default_group` each becomes the default world of its processes.
+
+        Sets RANK and WORLD_SIZE to the group's values, which DeepSpeed and transformers read. Collective: world.
+        """
+        layout = Layout(self.launch, group_size)
+        os.environ.update(RANK=str(layout.group_rank), WORLD_SIZE=str(group_size), LOCAL_RANK=str(self.launch.local_rank))
+        on_gpu = self.device.type == "cuda"
+        group_backend = None
+        if default_group or group_size > 1:
+            store = dist.PrefixStore(f"group{layout.group_index}", self.store)
+            dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=layout.group_rank,
+                                    world_size=group_size, timeout=TIMEOUT)  # fmt: skip
+            group_backend = dist.group.WORLD
+        cross_backend = None
+        if layout.num_groups > 1:
+            store = dist.PrefixStore(f"cross{layout.group_rank}", self.store)
+            make = dist.ProcessGroupNCCL if on_gpu else dist.ProcessGroupGloo
+            cross_backend = make(store, layout.group_index, layout.num_groups, TIMEOUT)
+        group = Communicator(group_backend, layout.group_rank, group_size, self.device)
+        cross = Communicator(cross_backend, layout.group_index, layout.num_groups, self.device)
+        return Ranks(layout, self.comm, group, cross, self.device)
+
+    def close(self) -> None:
+        """Close the process groups of this process. Not collective, so that it also serves after a failure."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def pick_device(launch: Launch) -> torch.device:
+    """The GPU of this local rank, or the CPU with its cores shared out over the ranks of the node."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local_rank)
+        return torch.device("cuda", launch.local_rank)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
+    return torch.device("cpu")

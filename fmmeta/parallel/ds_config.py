@@ -1,0 +1,171 @@
+"""The user's DeepSpeed JSON, completed: "auto" filled, our part set, what would break meta-training refused.
+
+Source of each rule: docs/design.md, "What DeepSpeed does by itself".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fmmeta.config import UsageError
+
+# block -> what to use instead. Dropped with a notice where every value in it is "auto".
+OURS = {
+    "optimizer": "--outer_optimizer, --outer_lr and --inner_lr",
+    "scheduler": "--lr_scheduler_type and --warmup_steps",
+    "gradient_clipping": "--max_grad_norm, which clips the meta-gradient",
+    "train_batch_size": "--meta_batch_size, --n_way and --k_shot",
+    "train_micro_batch_size_per_gpu": "--micro_batch_size",
+    "gradient_accumulation_steps": "--micro_batch_size; the support set decides how many passes there are",
+}
+# block -> why it is refused whenever it is on
+REFUSED = {
+    "fp16": "loss scaling skips inner steps on its own; use bf16 or fp32",
+    "amp": "Apex AMP scales losses on its own; use bf16 or fp32",
+    "torch_autocast": "it changes precision behind the fp32 shards; use bf16",
+    "elasticity": "DeepSpeed removed it",
+    "compression_training": "it changes weights between steps",
+    "data_efficiency": "it changes the data by step count, and inner steps would count",
+    "curriculum_learning": "it changes the data by step count, and inner steps would count",
+    "progressive_layer_drop": "it drops layers by step count, and inner steps would count",
+    "eigenvalue": "it is tied to DeepSpeed's own training loop",
+    "autotuning": "it starts runs of its own; use --group_size auto",
+    "tensor_parallel": "it is not supported yet",
+    "sequence_parallel_size": "it is not supported yet",
+    "pipeline": "it is not supported yet",
+    "hybrid_engine": "it is for RLHF generation",
+    "zero_quantized_weights": "it makes passes inexact",
+    "zero_quantized_gradients": "it makes passes inexact",
+    "zero_quantized_nontrainable_weights": "it makes passes inexact",
+    "zero_hpz_partition_size": "it keeps second copies of the weights that a restore does not reach",
+    "mics_shard_size": "groups are made by --group_size",
+    "zenflow": "it updates parts of the weights later",
+    "super_offload": "it replaces the optimizer step",
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Settings of the DeepSpeed file that the rest of a run needs to know."""
+
+    zero_stage: int
+    bf16: bool
+    offload: bool
+
+
+def read(path: str | None, bf16: bool, notice: Callable[[str], None]) -> tuple[dict[str, Any], Precision]:
+    """Read and check a DeepSpeed file; no file means ZeRO 0.
+
+    Raises `UsageError` naming the key, its value and what to use. `notice` gets a line per dropped block.
+    """
+    config = load(path) if path else {"zero_optimization": {"stage": 0}}
+    name = Path(path).name if path else "the default"
+    for key, instead in OURS.items():
+        if key in config:
+            value = config.pop(key)
+            if not all_auto(value):
+                raise UsageError(f"deepspeed={name} sets {key}={short(value)}, which fmmeta owns; remove it and use {instead}")
+            notice(f"{name}: {key} is auto and left to fmmeta ({instead})")
+    zero = config.setdefault("zero_optimization", {"stage": 0})
+    if not isinstance(zero, dict):
+        raise UsageError(f"deepspeed={name} sets zero_optimization={short(zero)}; write {{\"stage\": 2}}")
+    for block in (config, zero):
+        for key in [k for k in block if k in REFUSED]:
+            if is_on(block[key]):
+                raise UsageError(f"deepspeed={name} sets {key}={short(block[key])}: {REFUSED[key]}; remove it")
+            del block[key]
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise UsageError(f"deepspeed={name} sets zero_optimization.stage={short(stage)}; use 0, 1, 2 or 3")
+    offload = check_offload(zero, stage, name)
+    asked = config.get("bf16", {}).get("enabled", "auto")
+    bf16 = bf16 if asked == "auto" else bool(asked)
+    return config, Precision(stage, bf16, offload)
+
+
+def complete(config: dict[str, Any], precision: Precision, hidden_size: int) -> dict[str, Any]:
+    """Fill "auto" values and set what meta-training relies on. `hidden_size` sizes the ZeRO-3 buckets as HF does."""
+    config = json.loads(json.dumps(config))
+    zero = config["zero_optimization"]
+    sizes = {
+        "reduce_bucket_size": hidden_size * hidden_size,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    zero.update({key: max(1, value) for key, value in sizes.items() if zero.get(key) == "auto"})
+    zero["stage3_gather_16bit_weights_on_model_save"] = False
+    config["bf16"] = {"enabled": precision.bf16}
+    drop_auto(config)
+    config.update(
+        train_micro_batch_size_per_gpu=1,
+        gradient_accumulation_steps=1,
+        gradient_clipping=0.0,  # DeepSpeed clips at 1.0 unless told otherwise, inner steps included
+        zero_allow_untested_optimizer=True,
+        zero_force_ds_cpu_optimizer=False,
+        communication_data_type="fp32",
+        steps_per_print=None,
+    )
+    if precision.zero_stage > 0:  # ZeRO 0 refuses to accumulate in another type than the model's
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def load(path: str) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise UsageError(f"deepspeed={path} is not a file; see ds_configs/ for ready ones")
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"deepspeed={path} is not JSON ({error}); mend the file") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"deepspeed={path} holds no JSON object; see ds_configs/ for ready ones")
+    return config
+
+
+def check_offload(zero: dict[str, Any], stage: int, name: str) -> bool:
+    """Return whether anything is offloaded to the CPU; refuse NVMe and partial offload."""
+    on = False
+    for key in ("offload_optimizer", "offload_param"):
+        block = zero.get(key) or {}
+        device = block.get("device", "none")
+        if device in (None, "none", "auto"):
+            zero.pop(key, None)
+            continue
+        if device != "cpu":
+            raise UsageError(f"deepspeed={name} sets {key}.device={device}; shards must stay in memory: use cpu or none")
+        if block.get("ratio", 1.0) != 1.0:
+            raise UsageError(f"deepspeed={name} sets {key}.ratio={block['ratio']}, which needs DeepSpeed's own Adam; use 1.0")
+        least = 3 if key == "offload_param" else 1
+        if stage < least:
+            raise UsageError(f"deepspeed={name} sets {key} at zero_optimization.stage={stage}; use stage {least} or more")
+        on = True
+    return on
+
+
+def all_auto(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(key == "type" or all_auto(item) for key, item in value.items()) and "auto" in json.dumps(value)
+    return value == "auto"
+
+
+def is_on(value: Any) -> bool:
+    if isinstance(value, dict):
+        return value.get("enabled", bool(value)) not in (False, "auto")
+    return value not in (False, None, "auto", 0, 1) or value is True
+
+
+def drop_auto(block: dict[str, Any]) -> None:
+    for key, value in list(block.items()):
+        if value == "auto":
+            del block[key]
+        elif isinstance(value, dict):
+            drop_auto(value)
+
+
+def short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

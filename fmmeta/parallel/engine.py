@@ -1,0 +1,94 @@
+"""The worker's verbs over a DeepSpeed engine (ZeRO 0 to 3, with or without CPU offload).
+
+The optimizer handed to DeepSpeed is a tap: it holds no state, communicates nothing and applies the update of the
+day to the tensors that DeepSpeed shows it. DeepSpeed calls it once per step, per parameter group or per sub-group,
+and not at all when it finds a non-finite gradient, so everything is keyed by tensor and nothing relies on the call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmmeta.parallel import shards
+from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.worker import Update, Worker
+
+
+class ShardTap(torch.optim.Optimizer):
+    """Applies `self.update` to whatever fp32 tensors DeepSpeed presents; see `Update`."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.0})
+        self.update: Update | None = None
+        self.where: dict[int, slice] = {}  # address of a shard -> its place in the vector
+        self.bad: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every tensor that has a gradient; remember whether one of them was not finite."""
+        assert self.update is not None, "the tap runs only inside Worker.step"
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    grad = param.grad.reshape(-1).float()
+                    bad = ~torch.isfinite(grad.sum())
+                    self.bad = bad if self.bad is None else self.bad | bad
+                    self.update(param.data.view(-1), grad, self.where[param.data_ptr()])
+
+
+class DeepSpeedWorker(Worker):
+    """One engine over the ranks of `group`, which must be the default process group. `config`: see ds_config.complete."""
+
+    def __init__(self, model: nn.Module, groups: list[dict[str, Any]], config: dict[str, Any], group: Communicator) -> None:
+        deepspeed = import_deepspeed()
+        self.group, self.device = group, group.device
+        names = {id(p): (name, tuple(p.shape)) for name, p in model.named_parameters()}  # ZeRO 3 empties the shapes
+        self.tap = ShardTap(groups)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.tap, config=config, dist_init_required=False)
+        self.model = self.engine
+        self.shards = shards.of_engine(self.engine, group.rank)
+        self.params = self.shards.param_map(names)
+        begin = 0
+        for tensor in self.shards.tensors:
+            self.tap.where[tensor.data_ptr()] = slice(begin, begin + tensor.numel())
+            begin += tensor.numel()
+        self.places = list(self.tap.where.values())
+
+    def read(self) -> Tensor:
+        return torch.cat(self.shards.tensors)
+
+    def write(self, vector: Tensor) -> None:
+        torch._foreach_copy_(self.shards.tensors, [vector[place] for place in self.places])
+        self.shards.refresh()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss * self.group.size, scale_wrt_gas=False)  # DeepSpeed averages over ranks; we sum
+
+    def apply(self, update: Update) -> Tensor:
+        self.tap.update, self.tap.bad = update, None
+        self.engine.step()
+        skipped = not self.engine.was_step_applied()
+        if skipped or self.tap.bad is None:
+            return torch.tensor(skipped, device=self.device)
+        return self.tap.bad.to(self.device)
+
+
+def import_deepspeed() -> Any:
+    """Import DeepSpeed quietly and without its CPU shared-memory op, which would start a compiler at first use."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    import deepspeed
+    import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm"):
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(verbose=False)
+    return deepspeed
+
+

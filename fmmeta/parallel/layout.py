@@ -1,0 +1,111 @@
+"""Which process is which: from a launcher's environment to groups and places in them. Arithmetic only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fmmeta.config import UsageError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher told this process: its place among all processes and on its node."""
+
+    global_rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Launch:
+        """Read deepspeed's, torchrun's and accelerate's variables, else srun's, else one process."""
+        if "RANK" in env and "WORLD_SIZE" in env:
+            world_size = number(env, "WORLD_SIZE")
+            local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or str(world_size)
+            launch = cls(number(env, "RANK"), world_size, number(env, "LOCAL_RANK", 0), int(local),
+                         env.get("MASTER_ADDR", "127.0.0.1"), number(env, "MASTER_PORT", 29500))  # fmt: skip
+        elif "SLURM_PROCID" in env and number(env, "SLURM_STEP_NUM_TASKS", number(env, "SLURM_NTASKS", 1)) > 1:
+            launch = cls.from_slurm(env)
+        else:
+            launch = cls()
+        if not 0 <= launch.global_rank < launch.world_size:
+            raise UsageError(f"RANK={launch.global_rank} is not below WORLD_SIZE={launch.world_size}; check the launcher")
+        return launch
+
+    @classmethod
+    def from_slurm(cls, env: Mapping[str, str]) -> Launch:
+        """One process per task of `srun`. Without MASTER_ADDR the first node of the step is the meeting point."""
+        world_size = number(env, "SLURM_STEP_NUM_TASKS", number(env, "SLURM_NTASKS", 1))
+        per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world_size)
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+        return cls(
+            global_rank=number(env, "SLURM_PROCID"),
+            world_size=world_size,
+            local_rank=number(env, "SLURM_LOCALID", 0),
+            local_world_size=int(re.match(r"\d+", per_node).group()) if re.match(r"\d+", per_node) else world_size,  # type: ignore[union-attr]
+            master_addr=env.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1"),
+            master_port=number(env, "MASTER_PORT", 20000 + number(env, "SLURM_JOB_ID", 0) % 20000),
+        )
+
+
+def number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = env.get(name, default)
+    try:
+        return int(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise UsageError(f"environment variable {name}={value} is not a number; check the launcher") from None
+
+
+def first_host(nodelist: str) -> str:
+    """First name of a SLURM node list: `gpu[03-05,09],cpu1` -> `gpu03`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist)
+    if match is None:
+        raise UsageError(f"SLURM node list {nodelist!r} has no host in it; set MASTER_ADDR")
+    prefix, first, suffix = match.groups()
+    return prefix + (first or "") + (suffix or "")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism: world_size = num_groups x group_size, groups being runs of consecutive ranks.
+
+    Consecutive ranks keep a group inside a node wherever it fits into one.
+    """
+
+    launch: Launch
+    group_size: int
+
+    def __post_init__(self) -> None:
+        world_size = self.launch.world_size
+        if self.group_size < 1 or world_size % self.group_size:
+            sizes = [str(d) for d in divisors(world_size)]
+            raise UsageError(f"group_size={self.group_size} does not divide world_size={world_size}; use {any_of(sizes)}")
+
+    @property
+    def num_groups(self) -> int:
+        return self.launch.world_size // self.group_size
+
+    @property
+    def group_index(self) -> int:
+        return self.launch.global_rank // self.group_size
+
+    @property
+    def group_rank(self) -> int:
+        return self.launch.global_rank % self.group_size
+
+    def __str__(self) -> str:
+        ranks = "rank" if self.group_size == 1 else "ranks"
+        groups = "group" if self.num_groups == 1 else "groups"
+        return f"{self.num_groups} {groups} of {self.group_size} {ranks}"
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def any_of(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

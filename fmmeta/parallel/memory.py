@@ -1,0 +1,107 @@
+"""How much memory a rank needs, by estimate, and the smallest group that has it.
+
+Bytes per rank for P trainable parameters in a group of M ranks, w bytes per working weight (docs/memory.md):
+
+    weights      P w        / M at ZeRO 3
+    gradients    P 4        / M at ZeRO 2 and 3
+    master       P 4        / M at ZeRO 1 to 3; none in fp32 at ZeRO 0, where the weights are the masters
+    meta         5 P 4      / M at ZeRO 1 to 3: theta, meta-gradient, one captured direction, two Adam moments
+    activations  B T L (34 H + 5 A T) w / 2     Korthikanti et al. 2022 (arXiv 2205.05198), equation 2
+    logits       3 B T V 4  (causal_lm)
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fmmeta.config import UsageError
+from fmmeta.parallel.communicator import World
+from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.layout import divisors
+
+GIB = 2**30
+HEADROOM = 0.9  # allocators, buckets and the runtime need the rest
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the estimate needs of a model and its batches."""
+
+    params: int
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int  # 0 where no logits over the vocabulary are made
+    rows: int  # of a micro-batch
+    tokens: int  # of a row
+
+    @classmethod
+    def of(cls, hf_config: Any, params: int, rows: int, tokens: int, causal: bool) -> Sizes:
+        text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+        return cls(params, getattr(text, "num_hidden_layers", 12), getattr(text, "hidden_size", 768),
+                   getattr(text, "num_attention_heads", 12), getattr(text, "vocab_size", 0) if causal else 0, rows, tokens)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one rank by kind."""
+
+    weights: int
+    gradients: int
+    master: int
+    meta: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def __str__(self) -> str:
+        return " + ".join(f"{kind} {size / GIB:.3g}" for kind, size in asdict(self).items() if size) + f" = {self.total / GIB:.3g} GiB"
+
+
+def estimate(sizes: Sizes, precision: Precision, group_size: int) -> Estimate:
+    """Peak bytes of one rank in a group of `group_size`."""
+    stage, width = precision.zero_stage, 2 if precision.bf16 else 4
+    share = [1 if stage < least else group_size for least in (3, 2, 1)]
+    fp32 = 4 * sizes.params
+    per_token = 34 * sizes.hidden + 5 * sizes.heads * sizes.tokens
+    return Estimate(
+        weights=sizes.params * width // share[0],
+        gradients=fp32 // share[1],
+        master=0 if stage == 0 and not precision.bf16 else fp32 // share[2],
+        meta=5 * fp32 // share[2],
+        activations=sizes.rows * sizes.tokens * sizes.layers * per_token * width // 2,
+        logits=12 * sizes.rows * sizes.tokens * sizes.vocab,
+    )
+
+
+def free_bytes(device: torch.device, local_world_size: int) -> int:
+    """Memory that one rank may use: its GPU's, or its share of what the host has free."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    import psutil
+
+    return psutil.virtual_memory().available // local_world_size
+
+
+def choose_group_size(world: World, sizes: Sizes, precision: Precision) -> tuple[int, str]:
+    """Smallest divisor of the local ranks at which the estimate fits, and the arithmetic. Collective: world.
+
+    Raises `UsageError` on every rank if none does.
+    """
+    local = world.launch.local_world_size
+    free = free_bytes(world.device, local)
+    free = min(int(text) for text in world.comm.gather_bytes(str(free).encode()))
+    for size in divisors(local):
+        if world.launch.world_size % size == 0:
+            needed = estimate(sizes, precision, size)
+            if needed.total <= HEADROOM * free:
+                return size, f"group_size {size} (auto): {needed}, of {free / GIB:.3g} GiB free per rank"
+    raise UsageError(f"group_size=auto finds no room: {local} ranks of a group need {needed} each at ZeRO "
+                     f"{precision.zero_stage}, and {free / GIB:.3g} GiB are free; use a higher ZeRO stage, offload, more "
+                     "GPUs or a smaller --micro_batch_size")  # fmt: skip

@@ -1,0 +1,194 @@
+"""Where each parameter lives on this rank, and the only place with DeepSpeed's private names.
+
+A rank's part of the model is seen as one flat fp32 vector of S elements, laid out as
+
+    [ shard 0 | shard 1 | ... ]        one shard per tensor that DeepSpeed's optimizer wrapper steps
+      `decay` ... | `no_decay` ... | `head` ...      parameter groups, in this order, each contiguous
+
+Everything above this file (snapshots, meta-gradients, outer moments, reductions) is arithmetic on such vectors.
+A `ParamMap` says which slice of which parameter each element is. Padding that ZeRO adds belongs to no parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+GROUPS = ("decay", "no_decay", "head")
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """`length` elements of parameter `name`, from `offset` of the flattened parameter, lying at `begin` of the vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int
+    offset: int
+    length: int
+
+    @property
+    def here(self) -> slice:
+        return slice(self.begin, self.begin + self.length)
+
+    @property
+    def there(self) -> slice:
+        return slice(self.offset, self.offset + self.length)
+
+
+@dataclass(frozen=True)
+class ParamMap:
+    """Names for the elements of a rank's flat vector.
+
+    `replicated`: every rank of the group holds all of it (ZeRO 0), so sums over the model need no communication.
+    """
+
+    fragments: tuple[Fragment, ...]
+    numel: int
+    groups: Mapping[str, slice]
+    replicated: bool
+
+    def named(self, names: Iterable[str]) -> list[Fragment]:
+        wanted = set(names)
+        return [fragment for fragment in self.fragments if fragment.name in wanted]
+
+    def put(self, vector: Tensor, name: str, value: Tensor) -> None:
+        """Write this rank's slice of a whole parameter into `vector`."""
+        for fragment in self.named([name]):
+            vector[fragment.here] = value.reshape(-1)[fragment.there].to(vector)
+
+    def whole(self, vector: Tensor, name: str, shape: tuple[int, ...], sum_over_group: Callable[[Tensor], Tensor]) -> Tensor:
+        """Assemble one parameter from the vectors of the group. Collective: group (none if replicated)."""
+        flat = vector.new_zeros(torch.Size(shape).numel())
+        for fragment in self.named([name]):
+            flat[fragment.there] = vector[fragment.here]
+        return (flat if self.replicated else sum_over_group(flat)).view(shape)
+
+
+def param_groups(model: nn.Module, head: Iterable[str], weight_decay: bool) -> list[dict[str, Any]]:
+    """Sort trainable parameters into GROUPS: no weight decay on vectors (norms, biases); `head` apart when it is per task.
+
+    Without `weight_decay` all but the head are one group.
+    """
+    head = set(head)
+    sorted_into: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            sorted_into["head" if name in head else "decay" if weight_decay and param.ndim > 1 else "no_decay"].append(param)
+    return [{"params": params, "name": name} for name, params in sorted_into.items() if params]
+
+
+Piece = tuple[nn.Parameter, int, int, int]  # parameter, offset in its shard, offset in the parameter, elements
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The fp32 tensors that a DeepSpeed optimizer wrapper owns, what lies in them, and how the model learns of a change."""
+
+    tensors: list[Tensor]
+    pieces: list[list[Piece]]
+    group_names: list[str]  # of each tensor
+    refresh: Callable[[], None]
+    replicated: bool
+
+    def param_map(self, names: Mapping[int, tuple[str, tuple[int, ...]]]) -> ParamMap:
+        """`names`: id of a parameter -> its name and whole shape."""
+        fragments, groups, begin = [], {}, 0
+        for tensor, pieces, group in zip(self.tensors, self.pieces, self.group_names, strict=True):
+            for param, at, offset, length in pieces:
+                name, shape = names[id(param)]
+                fragments.append(Fragment(name, shape, begin + at, offset, length))
+            first = groups[group].start if group in groups else begin
+            begin += tensor.numel()
+            groups[group] = slice(first, begin)
+        return ParamMap(tuple(fragments), begin, groups, self.replicated)
+
+
+def of_engine(engine: Any, group_rank: int) -> Shards:
+    """Find the shards of a `deepspeed.initialize`d engine on its rank `group_rank`. Raises `TypeError` for a wrapper that is not known here."""
+    wrapper = type(engine.optimizer).__name__
+    if wrapper not in ADAPTERS:
+        raise TypeError(f"DeepSpeed optimizer wrapper {wrapper} is not one of {', '.join(ADAPTERS)}; "
+                        "use a tested DeepSpeed version (setup.py)")  # fmt: skip
+    return ADAPTERS[wrapper](engine.optimizer, group_rank)
+
+
+def _unsharded(tap: Any, group_rank: int) -> Shards:
+    """ZeRO 0, fp32: the parameters are the shards."""
+    params = [(p, group["name"]) for group in tap.param_groups for p in group["params"]]
+    return Shards([p.data.view(-1) for p, _ in params], [[(p, 0, 0, p.numel())] for p, _ in params],
+                  [name for _, name in params], lambda: None, replicated=True)  # fmt: skip
+
+
+def _unfused(wrapper: Any, group_rank: int) -> Shards:
+    """ZeRO 0, bf16: FP16_UnfusedOptimizer keeps one fp32 copy per parameter."""
+    pairs = [(master, param, group["name"]) for masters, params, group in
+             zip(wrapper.fp32_groups, wrapper.fp16_groups, wrapper.param_groups, strict=True)
+             for master, param in zip(masters, params, strict=True)]  # fmt: skip
+
+    def refresh() -> None:
+        torch._foreach_copy_([param.data for _, param, _ in pairs], [master.data for master, _, _ in pairs])
+
+    return Shards([m.data.view(-1) for m, _, _ in pairs], [[(p, 0, 0, p.numel())] for _, p, _ in pairs],
+                  [name for _, _, name in pairs], refresh, replicated=True)  # fmt: skip
+
+
+def _linked(params: Iterable[nn.Parameter]) -> list[Piece]:
+    """ZeRO 1 and 2 and BF16_Optimizer: DeepSpeed links each parameter to its slice of the flat partition."""
+    pieces = []
+    for param in params:
+        link = param._hp_mapping  # type: ignore[attr-defined]
+        if link is not None:
+            there, here = link.lp_fragment_address, link.hp_fragment_address
+            pieces.append((param, here.start, there.start, here.numel))
+    return pieces
+
+
+def _zero_1_2(wrapper: Any, group_rank: int) -> Shards:
+    names = [group["name"] for group in wrapper.optimizer.param_groups]
+    return Shards([t.data for t in wrapper.single_partition_of_fp32_groups], [_linked(g) for g in wrapper.bit16_groups],
+                  names, wrapper.update_lp_params, replicated=False)  # fmt: skip
+
+
+def _zero_1_bf16(wrapper: Any, group_rank: int) -> Shards:
+    names = [group["name"] for group in wrapper.optimizer.param_groups]
+    return Shards([t.data for t in wrapper.fp32_groups_flat_partition], [_linked(g) for g in wrapper.bf16_groups],
+                  names, wrapper.update_lp_params, replicated=False)  # fmt: skip
+
+
+def _zero_3(wrapper: Any, group_rank: int) -> Shards:
+    """ZeRO 3: every parameter is cut into equal parts over the ranks; parts lie one after another in sub-groups."""
+    pieces = []
+    for sub_group in wrapper.fp16_groups:
+        at, found = 0, []
+        for param in sub_group:
+            part = param.partition_numel()
+            offset = group_rank * part
+            length = max(0, min(part, param.ds_numel - offset))
+            if length:
+                found.append((param, at, offset, length))
+            at += part
+        pieces.append(found)
+    names = [wrapper.optimizer.param_groups[wrapper.sub_group_to_group_id[i]]["name"] for i in range(len(pieces))]
+
+    def refresh() -> None:
+        wrapper._partition_all_parameters()
+        for i in range(len(wrapper.fp16_groups)):
+            wrapper._reassign_or_swap_out_partitioned_parameters(i)
+        if wrapper.persistent_parameters:
+            wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
+
+    return Shards([t.data for t in wrapper.fp32_partitioned_groups_flat], pieces, names, refresh, replicated=False)
+
+
+ADAPTERS: dict[str, Callable[[Any, int], Shards]] = {
+    "ShardTap": _unsharded,
+    "FP16_UnfusedOptimizer": _unfused,
+    "DeepSpeedZeroOptimizer": _zero_1_2,
+    "BF16_Optimizer": _zero_1_bf16,
+    "DeepSpeedZeroOptimizer_Stage3": _zero_3,
+}

@@ -1,0 +1,137 @@
+"""A worker: one model, held by the ranks of a group, and the few verbs that meta-learners are written in.
+
+    read() -> vector                     copy of this rank's fp32 shards                theta, phi_k
+    write(vector)                        put it in and refresh the working weights      restore, outer step
+    step(batches, update) -> Pass        forward, backward, update the shards           inner step
+    gradient(batches, restore) -> vector, Pass      the same, capturing instead         query gradient
+    forward(batches) -> Pass             loss and accuracy, no gradient                 evaluation
+    features(batches) -> [[B, D]]        what the classifier head sees, no gradient     prototypes
+    dot(a, b) -> float                   over the whole model, each element once
+
+A vector is the flat fp32 tensor of S elements described in shards.py. Every rank of a group calls the same verbs in
+the same order with the same number of micro-batches; groups are independent of each other and never wait here.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fmmeta.models.losses import objective
+from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.shards import ParamMap
+from fmmeta.tasks.batch import MicroBatch
+
+Update = Callable[[Tensor, Tensor, slice], None]
+"""Changes a shard in place, given its gradient and where it lies in the vector. Local: it must not communicate."""
+
+
+@dataclass
+class Pass:
+    """What one pass over a set of examples gave, summed over the ranks of the group.
+
+    loss: mean over the set; accuracy: share of examples that are right; finite: loss and gradient, on every rank.
+    """
+
+    stats: Tensor  # float64 [4]: loss, right examples, examples, non-finite ranks; stays on the device until it is read
+
+    @property
+    def loss(self) -> float:
+        return float(self.stats[0])
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.stats[1] / self.stats[2].clamp(min=1))
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.stats[0]) and float(self.stats[3]) == 0
+
+
+class Worker(ABC):
+    """The verbs over two primitives: `accumulate` gradients of micro-batches, `apply` an update to the shards."""
+
+    params: ParamMap
+    model: nn.Module
+    group: Communicator
+    device: torch.device
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """Return a copy of this rank's shards, fp32 [S]."""
+
+    @abstractmethod
+    def write(self, vector: Tensor) -> None:
+        """Replace the shards and refresh the working weights. Collective: group."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of a rank's part of the loss to what this pass has gathered. Collective: group."""
+
+    @abstractmethod
+    def apply(self, update: Update) -> Tensor:
+        """Hand each shard and its gradient, summed over the group, to `update`; refresh.
+
+        Returns whether this rank met a non-finite gradient or a refused step, as a 0-d tensor. Collective: group.
+        """
+
+    def step(self, batches: Sequence[MicroBatch], update: Update) -> Pass:
+        """One optimisation step on the mean loss over `batches`. Collective: group."""
+        stats = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(batches):
+            loss = self._loss(batch, stats)
+            self.backward(loss, last=index == len(batches) - 1)
+        stats[3] = self.apply(update)
+        return Pass(self.group.sum_(stats))
+
+    def gradient(self, batches: Sequence[MicroBatch], restore: Tensor | None = None) -> tuple[Tensor, Pass]:
+        """Return the gradient of the mean loss, fp32 [S]; leave the weights alone, or put `restore` in. Collective: group."""
+        captured = torch.zeros_like(restore) if restore is not None else torch.zeros_like(self.read())
+
+        def capture(shard: Tensor, grad: Tensor, where: slice) -> None:
+            captured[where] = grad
+            if restore is not None:
+                shard.copy_(restore[where])
+
+        result = self.step(batches, capture)
+        if restore is not None and not result.finite:
+            self.write(restore)  # a skipped step restores nothing
+        return captured, result
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[MicroBatch]) -> Pass:
+        """Loss and accuracy over `batches`. Collective: group."""
+        stats = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            self._loss(batch, stats)
+        return Pass(self.group.sum_(stats))
+
+    @torch.no_grad()
+    def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Input of the classifier head for the rows of each micro-batch of this rank, fp32 [B, D]. Collective: group."""
+        return [self._call(batch.to(self.device), want="features").float() for batch in batches]
+
+    def dot(self, a: Tensor, b: Tensor) -> float:
+        """Inner product over the whole model. Collective: group (none if replicated)."""
+        product = torch.zeros((), dtype=torch.float64, device=a.device)
+        for x, y in zip(a.split(2**22), b.split(2**22), strict=True):  # in pieces: fp64 copies are twice the size
+            product += torch.dot(x.double(), y.double())
+        return float(product if self.params.replicated else self.group.sum_(product))
+
+    def whole(self, vector: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One whole parameter out of the group's vectors. Collective: group."""
+        return self.params.whole(vector, name, shape, self.group.sum_)
+
+    def _call(self, batch: MicroBatch, want: str = "logits") -> Tensor:
+        return self.model(batch.input_ids, batch.attention_mask, want=want)
+
+    def _loss(self, batch: MicroBatch, stats: Tensor) -> Tensor:
+        batch = batch.to(self.device)
+        loss, right, rows = objective(self._call(batch), batch)
+        stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
+        return loss

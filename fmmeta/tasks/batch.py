@@ -1,0 +1,98 @@
+"""Examples as tokens, and a set of them cut into this rank's micro-batches.
+
+A set (support or query) is dealt over the ranks of a group so that every rank gets the same number of micro-batches,
+rows of like length lie together, and the weights make the losses add up to the mean over the whole set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORE = -100  # no loss is taken at this label
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row: its tokens, and its class or (causal_lm) one label per token, IGNORE on the prompt."""
+
+    input_ids: Sequence[int]
+    labels: int | Sequence[int]
+
+    @property
+    def label_tokens(self) -> int:
+        return 1 if isinstance(self.labels, int) else sum(label != IGNORE for label in self.labels)
+
+
+@dataclass
+class MicroBatch:
+    """Rows that go through the model together, padded to the longest of them.
+
+    labels: class per row [B], or token per position [B, T] with IGNORE where no loss is taken.
+    weights [B]: 1 / (rows or label tokens of the whole set); 0 for a row that only fills the batch.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+    weights: Tensor
+
+    def to(self, device: torch.device) -> MicroBatch:
+        if self.input_ids.device == device:
+            return self
+        return MicroBatch(*(t.to(device, non_blocking=True) for t in vars(self).values()))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the rows that count, padding left out."""
+        return int(self.attention_mask[self.weights > 0].sum())
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """How a group cuts sets into micro-batches: this rank's share, at most `micro_batch_size` rows at a time."""
+
+    pad_token_id: int
+    micro_batch_size: int = 32
+    group_rank: int = 0
+    group_size: int = 1
+
+    def deal(self, examples: Sequence[Example]) -> list[MicroBatch]:
+        """This rank's micro-batches of a set; as many as every other rank of the group gets.
+
+        A rank without rows gets one row of weight 0, since it has to join the collectives.
+        """
+        total = sum(example.label_tokens for example in examples)
+        ordered = sorted(examples, key=lambda example: len(example.input_ids), reverse=True)
+        rounds = -(-len(ordered) // (self.group_size * self.micro_batch_size))
+        parts = even_parts(ordered, rounds * self.group_size)[self.group_rank :: self.group_size]
+        return [collate(part, 1 / total, self.pad_token_id) if part else collate(ordered[-1:], 0.0, self.pad_token_id)
+                for part in parts]  # fmt: skip
+
+
+def even_parts(rows: Sequence[Example], count: int) -> list[Sequence[Example]]:
+    """Cut into `count` runs whose sizes differ by one at most."""
+    size, extra = divmod(len(rows), count)
+    bounds = [i * size + min(i, extra) for i in range(count + 1)]
+    return [rows[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def collate(rows: Sequence[Example], weight: float, pad_token_id: int) -> MicroBatch:
+    """Pad rows on the right to the longest of them."""
+    longest = max(len(row.input_ids) for row in rows)
+    input_ids = torch.full((len(rows), longest), pad_token_id, dtype=torch.long)
+    mask = torch.zeros(len(rows), longest, dtype=torch.long)
+    per_token = not isinstance(rows[0].labels, int)
+    labels = torch.full((len(rows), longest) if per_token else (len(rows),), IGNORE, dtype=torch.long)
+    for i, row in enumerate(rows):
+        n = len(row.input_ids)
+        input_ids[i, :n] = torch.as_tensor(row.input_ids)
+        mask[i, :n] = 1
+        if per_token:
+            labels[i, :n] = torch.as_tensor(row.labels)
+        else:
+            labels[i] = row.labels  # type: ignore[assignment]
+    return MicroBatch(input_ids, mask, labels, torch.full((len(rows),), weight))

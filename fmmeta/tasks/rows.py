@@ -1,0 +1,116 @@
+"""Rows of a data set: local .jsonl, .csv and .parquet files (.gz too), folders of them, or a hub id.
+
+Local files are read line by line here, so that an error can name the file and the line.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fmmeta.config import UsageError
+
+ENDINGS = (".jsonl", ".csv", ".parquet")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Values by column, and where they come from (`file:line`)."""
+
+    values: dict[str, Any]
+    origin: str
+
+
+def read_rows(dataset: str, config_name: str | None = None) -> list[Row]:
+    """Read every row of a file, a folder or a hub data set. Raises `UsageError` naming file and line."""
+    path = Path(dataset)
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if ending(file))
+        if not files:
+            raise UsageError(f"dataset={dataset} holds no {', '.join(ENDINGS)} file (.gz too); name a folder that does")
+    elif path.is_file():
+        if not ending(path):
+            raise UsageError(f"dataset={dataset} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them")
+        files = [path]
+    elif path.is_absolute() or dataset.startswith(".") or ending(path) or dataset.count("/") > 1:
+        raise UsageError(f"dataset={dataset} is not a file or folder; check the path")
+    else:
+        return read_hub(dataset, config_name)
+    return [row for file in files for row in read_file(file)]
+
+
+def ending(path: Path) -> str | None:
+    name = path.name.removesuffix(".gz")
+    return next((end for end in ENDINGS if name.endswith(end)), None)
+
+
+def read_file(path: Path) -> list[Row]:
+    readers = {".jsonl": jsonl, ".csv": csv_rows, ".parquet": parquet}
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            rows = list(readers[ending(path) or ""](path, file))  # type: ignore[arg-type]
+    except (OSError, EOFError) as error:
+        raise UsageError(f"{path} cannot be read: {error}; mend or remove the file") from None
+    if not rows:
+        raise UsageError(f"{path} is empty; remove it or fill it")
+    return rows
+
+
+def jsonl(path: Path, file: io.BufferedReader) -> Iterator[Row]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line.decode("utf-8"))
+        except ValueError as error:  # malformed JSON or UTF-8
+            raise UsageError(f"{path}:{number} is not a line of JSON ({error}); mend the line") from None
+        if not isinstance(values, dict):
+            raise UsageError(f'{path}:{number} is no JSON object; write {{"text": ..., "label": ...}}')
+        yield Row(values, f"{path}:{number}")
+
+
+def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row]:
+    reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8", newline=""), strict=True)
+    try:
+        for values in reader:
+            if None in values or None in values.values():
+                raise UsageError(f"{path}:{reader.line_num} has another number of fields than the header; mend the line")
+            yield Row(values, f"{path}:{reader.line_num}")
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}:{reader.line_num + 1} is not a line of CSV ({error}); mend the line") from None
+
+
+def parquet(path: Path, file: io.BufferedReader) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(io.BytesIO(file.read()))
+    except pyarrow.ArrowException as error:
+        raise UsageError(f"{path} is not a parquet file ({error}); mend or remove it") from None
+    for number, values in enumerate(table.to_pylist(), 1):
+        yield Row(values, f"{path}:{number}")
+
+
+def read_hub(dataset: str, config_name: str | None) -> list[Row]:
+    """All splits of a hub data set (or of its cached copy when HF_HUB_OFFLINE is set); class ids become names."""
+    import datasets
+
+    try:
+        splits = datasets.load_dataset(dataset, config_name)
+    except Exception as error:  # the hub has many ways to say no
+        text = " ".join(str(error).split())
+        raise UsageError(f"dataset={dataset} is neither a path nor a readable hub data set ({text}); check the name") from None
+    rows = []
+    for split, part in splits.items():
+        names = {column: feature for column, feature in part.features.items() if isinstance(feature, datasets.ClassLabel)}
+        for number, values in enumerate(part, 1):
+            named = {column: feature.int2str(values[column]) for column, feature in names.items()}
+            rows.append(Row({**values, **named}, f"{dataset}[{split}]:{number}"))
+    return rows

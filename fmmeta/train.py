@@ -1,0 +1,254 @@
+"""The training loop. It knows the verbs of a worker and the order of an outer step, and nothing of files or sharding."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmmeta import build, checkpoint, record
+from fmmeta.config import Config, UsageError
+from fmmeta.export import export
+from fmmeta.fewshot.evaluate import Score, evaluate_tasks, mean_ci95, per_stratum
+from fmmeta.meta.algorithms import Direction, make_rule
+from fmmeta.meta.outer import MetaGradient, Outer, OuterStep
+from fmmeta.parallel.communicator import Ranks, World, pick_device
+from fmmeta.parallel.layout import Launch
+from fmmeta.progress import Progress
+from fmmeta.tasks.schedule import Schedule
+from fmmeta.tasks.source import TaskSource
+
+TRAIN, VALID, TEST = range(3)  # streams of the schedule
+
+
+@dataclass
+class Result:
+    """What `MetaTrainer.train` returns on every rank. Accuracies are means over the held-out episodes."""
+
+    output_dir: Path
+    outer_steps: int
+    before: float | None = None
+    after: float | None = None
+    after_from_start: float | None = None
+
+
+class MetaTrainer:
+    """Meta-train as `config` says. In a notebook: `MetaTrainer(Config(...)).train()`; under a launcher the same, on every rank."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def train(self) -> Result:
+        """Run to the end, or go on where an earlier process stopped. Raises `UsageError`. Collective: world."""
+        launch = Launch.from_env(os.environ)
+        self.progress = Progress(speaks=launch.global_rank == 0)
+        world = World(launch, pick_device(launch))
+        try:
+            return self._train(world)
+        finally:
+            world.close()
+
+    def _train(self, world: World) -> Result:
+        config, notice = self.config, self.progress.notice
+        plan = build.plan(config, world, notice)
+        start = record.open_run(config, plan.sources.fingerprint, world.comm)
+        if start.finished:
+            notice(f"{start.folder} holds this run, finished; its model is in {start.folder / 'model'}")
+            return Result(start.folder, config.outer_steps)
+        ranks = build.form_groups(config, plan, world, notice)
+        parts = build.build(config, plan, ranks)
+        notice(f"output_dir {start.folder}")
+        run = Run(config, plan, ranks, parts, start, self.progress)
+        run.resume()
+        run.loop()
+        return run.finish()
+
+
+class Run:
+    """The state of one run and the steps of its life: resume, loop, finish."""
+
+    def __init__(self, config: Config, plan: build.Plan, ranks: Ranks, parts: build.Parts, start: record.Start,
+                 progress: Progress) -> None:  # fmt: skip
+        self.config, self.plan, self.ranks, self.parts = config, plan, ranks, parts
+        self.folder, self.start, self.progress = start.folder, start, progress
+        self.worker, self.theta = parts.worker, parts.theta
+        self.initial = self.theta.to("cpu", copy=True) if config.eval_episodes else None  # for the table at the end; host memory
+        self.rule = make_rule(config.algorithm, parts.inner)
+        self.outer = Outer(self.theta, self.worker, config)
+        self.schedule = Schedule(plan.sources.train.items, config.meta_batch_size * config.meta_accumulation_steps, config.seed, TRAIN)
+        self.outer_step, self.bad_steps = 0, 0
+
+    def resume(self) -> None:
+        """Take theta, the optimizer and the position from a checkpoint, if there is one. Collective: world."""
+        found = self.start.checkpoint
+        with self.ranks.world.together("reading the checkpoint"):
+            if found is not None:
+                state = checkpoint.read_state(found)
+                vectors = checkpoint.load(found, state["vectors"], self.worker.params, self.theta)
+                self.theta.copy_(vectors.pop("theta"))
+                self.outer.load_state(vectors, state["optimizer_steps"])
+                self.outer_step, self.bad_steps = state["outer_step"], state["bad_steps"]
+            self.metrics = record.Metrics(self.folder, self.outer_step, self.ranks.first)
+            if self.ranks.first:
+                self._write_run(finished=False)
+        if found is not None:
+            self.worker.write(self.theta)
+            self.progress.notice(f"resumed from {found}, outer step {self.outer_step}")
+
+    def loop(self) -> None:
+        """Outer steps until the last one. Collective: world."""
+        config = self.config
+        batches = self.parts.batches(self.plan.sources.train)
+        meta, first, layout = MetaGradient(self.theta), self.outer_step, self.ranks.layout
+        self.progress.start("outer step")
+        while self.outer_step < config.outer_steps:
+            tally = Tally()
+            for task in self.schedule.share(self.outer_step, layout.num_groups, layout.group_index):
+                episode = batches(task)
+                direction = self.rule.direction(self.worker, self.theta, episode)
+                meta.add(direction)
+                tally.add(direction, sum(episode.tokens))
+            weight = tally.agree(self.ranks)
+            moved = self.outer.step(meta.reduce(self.ranks.cross, weight), self.outer_step)
+            if moved.applied:
+                self.worker.write(self.theta)
+            meta.clear()
+            self.outer_step += 1
+            self._after_step(moved, tally, first)
+
+    def _after_step(self, moved: OuterStep, tally: Tally, first: int) -> None:
+        config, step = self.config, self.outer_step
+        self.bad_steps = 0 if moved.applied else self.bad_steps + 1
+        values = {"step": step, **tally.values, "grad_norm": moved.grad_norm, "lr": moved.lr,
+                  "comm_bytes": self.ranks.cross.bytes_sent}  # fmt: skip
+        self.ranks.cross.bytes_sent = 0
+        last = step == config.outer_steps
+        if step % config.logging_steps == 0 or last or step == 1 or tally.values["skipped_tasks"]:
+            self.metrics.write({key: None if isinstance(v, float) and math.isnan(v) else v for key, v in values.items()})
+        text = f"loss {values['query_loss']:.4f}  accuracy {100 * values['accuracy']:.1f} %"
+        skipped = f"  skipped {values['skipped_tasks']}" if values["skipped_tasks"] else ""
+        self.progress.line("outer step", step, config.outer_steps, text + skipped, first)
+        if self.bad_steps >= config.max_bad_steps:
+            raise UsageError(f"inner_lr={config.inner_lr}: no task was finite in {self.bad_steps} outer steps in a row (the last "
+                             f"is {step}); lower --inner_lr or --outer_lr, and continue from the last checkpoint")  # fmt: skip
+        if config.save_steps and step % config.save_steps == 0 and not last:
+            self.save()
+        if config.eval_steps and step % config.eval_steps == 0 and self.plan.sources.valid is not None:
+            scores = self._scores(self.plan.sources.valid, VALID, "validation")
+            self.metrics.write({"step": step, "valid_accuracy": mean_ci95([s.accuracy_after for s in scores])[0],
+                                "valid_loss": mean_ci95([s.loss_after for s in scores])[0]})  # fmt: skip
+
+    def save(self) -> None:
+        """Write checkpoint-N. Collective: world."""
+        vectors, optimizer_steps = self.outer.state()
+        vectors = {"theta": self.theta, **vectors}
+        state = {"outer_step": self.outer_step, "optimizer_steps": optimizer_steps, "bad_steps": self.bad_steps,
+                 "vectors": list(vectors), "layout": str(self.ranks.layout),
+                 "settings": record.settings_of(self.config, self.plan.sources.fingerprint)}  # fmt: skip
+        folder = self.folder / f"checkpoint-{self.outer_step}"
+        checkpoint.save(folder, vectors, self.worker.params, state, self.ranks, self.config.save_total_limit)
+
+    def finish(self) -> Result:
+        """Export, evaluate on held-out tasks, show the table, close run.json. Collective: world."""
+        if self.config.save_steps:
+            self.save()
+        export(self.folder / "model", self.theta, self.worker, self.parts.frozen, self.config, self.plan.description,
+               self.plan.tokenizer, self.ranks)  # fmt: skip
+        result = Result(self.folder, self.outer_step)
+        held_out: dict[str, Any] = {}
+        if self.plan.sources.test is None:
+            self.progress.notice("no held-out tasks: nothing to compare")
+        elif self.initial is not None:
+            held_out = self._held_out(self.plan.sources.test, result)
+        with self.ranks.world.together("closing the run"):
+            if self.ranks.first:
+                self._write_run(finished=True, held_out=held_out)
+        self.progress.notice(f"model {self.folder / 'model'}")
+        return result
+
+    def _held_out(self, source: TaskSource, result: Result) -> dict[str, Any]:
+        """The table: the same episodes from theta and from the weights at the start."""
+        trained = self._scores(source, TEST, "held-out tasks")
+        self.theta.copy_(self.initial)  # type: ignore[arg-type]
+        started = self._scores(source, TEST, "held-out tasks, weights at the start")
+        gain = [a.accuracy_after - b.accuracy_after for a, b in zip(trained, started, strict=True)]
+        rows = {
+            "before adaptation, meta-trained": ([s.accuracy_before for s in trained], [s.loss_before for s in trained]),
+            "after adaptation, weights at the start": ([s.accuracy_after for s in started], [s.loss_after for s in started]),
+            "after adaptation, meta-trained": ([s.accuracy_after for s in trained], [s.loss_after for s in trained]),
+        }
+        shown = [[name, percent(accuracy), f"{mean_ci95(loss)[0]:.4f}"] for name, (accuracy, loss) in rows.items()]
+        shown.append(["gain of meta-training (paired)", percent(gain), ""])
+        config = self.config
+        ways = f"{config.n_way}-way {config.k_shot}-shot" if config.task_type == "classification" else f"{config.k_shot}-shot"
+        self.progress.table(f"{len(trained)} held-out {ways} episodes, {config.inner_steps} inner steps "
+                            f"(head at the start of a task: {config.head_init})", ["", "accuracy %", "loss"], shown)  # fmt: skip
+        strata = {name: [f"{100 * value:.1f}" for value in (per_stratum(started)[name], accuracy)]
+                  for name, accuracy in per_stratum(trained).items()}  # fmt: skip
+        if len(strata) > 1:
+            self.progress.table("after adaptation, by stratum", ["", "start", "meta-trained"], [[k, *v] for k, v in strata.items()])
+        result.before, result.after = (mean_ci95(list(rows[k][0]))[0] for k in list(rows)[::2])
+        result.after_from_start = mean_ci95(rows["after adaptation, weights at the start"][0])[0]
+        means = {name: {"accuracy": mean_ci95(a), "loss": mean_ci95(b)} for name, (a, b) in rows.items()}
+        return {**means, "gain": mean_ci95(gain), "per_stratum": per_stratum(trained), "episodes": len(trained)}
+
+    def _scores(self, source: TaskSource, stream: int, what: str) -> list[Score]:
+        tasks = Schedule(source.items, self.config.eval_episodes, self.config.seed, stream).meta_batch(0)
+        self.progress.start(what)
+        return evaluate_tasks(self.worker, self.theta, self.parts.inner, tasks, self.parts.batches(source), self.ranks,
+                              lambda done, total: self.progress.line(what, done, total))  # fmt: skip
+
+    def _write_run(self, **facts: Any) -> None:
+        record.write_run(self.folder, self.config, self.plan.sources.fingerprint, str(self.ranks.layout), **facts)
+
+
+class Tally:
+    """What the tasks of one outer step gave: this group's numbers, then (after `agree`) everybody's in `values`."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.weight, self.skipped, self.tokens = 0.0, 0, 0
+        self.support_loss = self.query_loss = self.accuracy = 0.0
+        self.values: dict[str, Any] = {}
+
+    def add(self, direction: Direction, tokens: int) -> None:
+        self.tokens += tokens
+        if not direction.finite:
+            self.skipped += 1
+            return
+        self.weight += direction.weight
+        self.support_loss += direction.weight * direction.support.loss
+        self.query_loss += direction.weight * direction.query.loss
+        self.accuracy += direction.weight * direction.query.accuracy
+
+    def agree(self, ranks: Ranks) -> float:
+        """Sum over all groups; return the summed weight of the finite tasks. Collective: world."""
+        waiting = time.monotonic()
+        mine = torch.tensor([self.weight, self.support_loss, self.query_loss, self.accuracy, self.skipped,
+                             self.tokens], dtype=torch.float64)  # fmt: skip
+        if ranks.layout.group_rank != 0:  # one voice per group; tokens are each rank's own
+            mine[:5] = 0
+        ranks.world.sum_(mine)
+        wait = torch.tensor([time.monotonic() - waiting], dtype=torch.float64)
+        ranks.world.sum_(wait)
+        weight, support, query, accuracy, skipped, tokens = mine.tolist()
+        means = {"support_loss": support, "query_loss": query, "accuracy": accuracy}
+        self.values = {
+            "seconds": time.monotonic() - self.began,
+            "tokens": int(tokens),
+            **{name: value / weight if weight else math.nan for name, value in means.items()},
+            "skipped_tasks": int(skipped),
+            "wait_seconds": float(wait) / ranks.world.size,
+        }
+        return weight
+
+
+def percent(values: list[float]) -> str:
+    mean, half = mean_ci95(values)
+    return f"{100 * mean:.1f} ± {100 * half:.1f}"
+

@@ -1,0 +1,63 @@
+"""Small checkpoints and data files that tests make for themselves."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import torch
+
+from fmmeta.models.tiny import byte_tokenizer
+
+WORDS = "river stone lantern quiet maple thunder copper ribbon silver meadow harbor candle velvet orchard pepper".split()
+
+
+def save_llama(folder: Path, tied: bool = True) -> Path:
+    """A 2-layer Llama with RMSNorms and, by default, tied embeddings."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+                         vocab_size=259, max_position_embeddings=128, tie_word_embeddings=tied, pad_token_id=0,
+                         bos_token_id=1, eos_token_id=2, initializer_range=0.1)  # fmt: skip
+    return save(LlamaForCausalLM(config), folder)
+
+
+def save_bert(folder: Path) -> Path:
+    """A 2-layer BERT classifier with LayerNorms, biases and dropout in its configuration."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=259,
+                        max_position_embeddings=128, type_vocab_size=1, num_labels=5, pad_token_id=0, initializer_range=0.1)  # fmt: skip
+    return save(BertForSequenceClassification(config), folder)
+
+
+def save(model, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    byte_tokenizer(128).save_pretrained(folder)
+    return folder
+
+
+def write_classes(path: Path, classes: int = 12, rows: int = 6, strata: int = 3) -> Path:
+    """Labelled texts of unequal length."""
+    rng = random.Random(0)
+    with path.open("w") as file:
+        for c in range(classes):
+            for _ in range(rows):
+                text = " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 6)))
+                file.write(json.dumps({"text": f"{WORDS[c]} {text}", "label": f"c{c}", "stratum": f"s{c % strata}"}) + "\n")
+    return path
+
+
+def write_pairs(path: Path, tasks: int = 9, rows: int = 12, strata: int = 3) -> Path:
+    """Named tasks of input/output pairs of unequal length."""
+    rng = random.Random(0)
+    with path.open("w") as file:
+        for t in range(tasks):
+            for _ in range(rows):
+                words = [rng.choice(WORDS) for _ in range(rng.randint(1, 5))]
+                row = {"task": f"t{t}", "category": f"s{t % strata}", "input": " ".join(words), "output": words[t % len(words)][: t + 1]}
+                file.write(json.dumps(row) + "\n")
+    return path
