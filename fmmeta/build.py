@@ -69,19 +69,20 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
         notice(why)
     else:
         group_size = int(config.group_size)
-    engine = engine_of(config, plan, group_size)
+    engine = engine_of(config, plan, group_size, world.device)
     ranks = world.split(group_size, default_group=engine == "deepspeed")
     stage = f"DeepSpeed ZeRO {plan.precision.zero_stage}" if engine == "deepspeed" else "plain PyTorch, nothing to shard"
     notice(f"{ranks.layout} on {world.device.type}; {stage}; {'bf16' if plan.precision.bf16 else 'fp32'}")
     return ranks
 
 
-def engine_of(config: Config, plan: Plan, group_size: int) -> str:
-    """A group of one has nothing to shard: unless it offloads, plain PyTorch does the same for less."""
+def engine_of(config: Config, plan: Plan, group_size: int, device: torch.device) -> str:
+    """A group of one has nothing to shard: unless it offloads a GPU, plain PyTorch does the same for less."""
     if config.engine == "plain" and group_size > 1:
         raise UsageError(f"engine=plain holds a whole model on one rank, but group_size={group_size}; use engine=auto")
     if config.engine == "auto":
-        return "deepspeed" if group_size > 1 or plan.precision.offload else "plain"
+        offloads = plan.precision.offload and device.type != "cpu"
+        return "deepspeed" if group_size > 1 or offloads else "plain"
     return config.engine
 
 
@@ -114,7 +115,7 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     frozen = untrained(learner)
     check_equal(ranks, fingerprint_of(frozen), "frozen weights and buffers")
     layout = ranks.layout
-    if engine_of(config, plan, layout.group_size) == "plain":
+    if engine_of(config, plan, layout.group_size, ranks.device) == "plain":
         worker: Worker = PlainWorker(learner, groups, ranks.device, plan.precision.bf16)
     else:
         from fmmeta.parallel.engine import DeepSpeedWorker

@@ -62,7 +62,7 @@ def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict
         raise UsageError(f"{folder} cannot be read ({error}); give an older checkpoint") from None
     where: dict[str, list[tuple[int, int, Any, str]]] = defaultdict(list)  # vector/parameter -> begin, end, file, key
     for file in files:
-        for key in file.keys():
+        for key in file.keys():  # noqa: SIM118  (a safetensors handle is no dict)
             path, _, offset = key.rpartition("@")
             length = file.get_slice(key).get_shape()[0]
             where[path].append((int(offset), int(offset) + length, file, key))

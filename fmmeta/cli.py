@@ -10,8 +10,9 @@ import difflib
 import os
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from fmmeta.config import Config, UsageError
 
@@ -60,12 +61,11 @@ def parse(argv: list[str]) -> Config:
     """Turn flags into a Config. `--config FILE` (YAML or JSON) gives defaults that flags override."""
     from transformers import HfArgumentParser
 
-    parser = HfArgumentParser(Config, description="Meta-train an HF checkpoint.", allow_abbrev=False)
+    parser = HfArgumentParser(cast(Any, Config), description="Meta-train an HF checkpoint.", allow_abbrev=False)
     parser.__class__ = type("HfParser", (Parser, HfArgumentParser), {})
     parser.add_argument("--config", help="YAML or JSON file with the same names as the flags; flags win")
     known = [option for action in parser._actions for option in action.option_strings]
-    from_file = read_config(argv, [name.removeprefix("--") for name in known])
-    parser.set_defaults(**from_file)
+    parser.set_defaults(**read_config(argv))
     values, unknown = parser.parse_known_args(argv)
     for flag in unknown:
         name = flag.split("=")[0]
@@ -75,8 +75,9 @@ def parse(argv: list[str]) -> Config:
     return Config(**given)
 
 
-def read_config(argv: list[str], known: list[str]) -> dict[str, Any]:
-    only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+def read_config(argv: list[str]) -> dict[str, Any]:
+    """Settings of the `--config` file as text, which argparse then checks as it checks flags; null is the default."""
+    only = Parser(add_help=False, allow_abbrev=False)
     only.add_argument("--config")
     path = only.parse_known_args(argv)[0].config
     if path is None:
@@ -91,10 +92,14 @@ def read_config(argv: list[str], known: list[str]) -> dict[str, Any]:
         raise UsageError(f"config={path} cannot be read: {' '.join(str(error).split())}; mend the file") from None
     if not isinstance(values, dict):
         raise UsageError(f"config={path} holds no settings; write `name: value` lines")
-    for name in values:
-        if name not in known or name == "config":
+    known = [item.name for item in fields(Config)]
+    for name, value in values.items():
+        if name not in known:
             raise UsageError(f"config={path} sets {name}, which is no setting{nearest(str(name), known)}; remove it")
-    return values
+        if isinstance(value, dict) or (isinstance(value, list) and name != "dataset"):
+            raise UsageError(f"config={path} sets {name}={value}, which is not one value; write `{name}: value`")
+    return {name: [str(v) for v in value] if isinstance(value, list) else str(value)
+            for name, value in values.items() if value is not None}  # fmt: skip
 
 
 def nearest(name: str, known: list[str]) -> str:

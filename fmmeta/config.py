@@ -34,29 +34,41 @@ class ModelConfig:
     model_name_or_path: str = setting("tiny", "HF folder or hub id; 'tiny' is the built-in model, trained from scratch")
     task_type: str = setting("classification", "What a task asks of the model", TASK_TYPES)
     pooling: str = setting("auto", "Sentence vector of an encoder; auto: as the folder says, else the model's own", POOLINGS)
-    head_init: str = setting("prototype", "Classifier head at the start of each task: zeros, a meta-learned one, "
-                             "or the class means of the support set (ProtoMAML)", HEAD_INITS)
+    head_init: str = setting(
+        "prototype",
+        "Classifier head at the start of each task: zeros, a meta-learned one, or the class means of the support set (ProtoMAML)",
+        HEAD_INITS,
+    )
     attn_implementation: str | None = setting(None, "Passed to transformers: eager, sdpa, flash_attention_2, ...")
     trust_remote_code: bool = setting(False, "Let transformers run code that comes with the checkpoint")
 
 
 @dataclass
 class TaskConfig:
-    dataset: list[str] = setting(["letters"], "'letters' (built-in suite), a .jsonl/.csv/.parquet file (.gz too), "
-                                 "a folder of them, or a hub id")
+    dataset: list[str] = setting(
+        ["letters"], "'letters' (built-in suite), a .jsonl/.csv/.parquet file (.gz too), a folder of them, or a hub id"
+    )
     dataset_config_name: str | None = setting(None, "Configuration of a hub data set")
     text_column: str | None = setting(None, "Column of the text (default: text, sentence or utterance)")
     label_column: str | None = setting(None, "Column of the class (default: label, intent or class)")
-    stratum_column: str | None = setting(None, "Column of the category that meta-batches are balanced by "
-                                         "(default: stratum, category or domain, where there is one)")
+    stratum_column: str | None = setting(
+        None,
+        "Column of the category that meta-batches are balanced by (default: stratum, category or domain, where there is one)",
+    )
     task_column: str | None = setting(None, "Column of the task's name (default: task, where there is one)")
     input_column: str | None = setting(None, "causal_lm: column of the input (default: input, prompt or question)")
     output_column: str | None = setting(None, "causal_lm: column of the answer (default: output, answer or target)")
-    class_splits: str | None = setting(None, "JSON file of class splits: {\"01\": {\"train\": [...], \"valid\": [...], "
-                                       "\"test\": [...]}} (default: the folder's class_splits.json, where there is one)")
+    class_splits: str | None = setting(
+        None,
+        'JSON file of class splits: {"01": {"train": [...], "valid": [...], '
+        '"test": [...]}} (default: the folder\'s class_splits.json, where there is one)',
+    )
     split: str | None = setting(None, "Which of the class splits (default: the first)")
-    task_splits: str | None = setting(None, "JSON file of task splits: {\"train\": [...], \"valid\": [...], \"test\": [...]} "
-                                      "(default: the folder's task_splits.json, where there is one)")
+    task_splits: str | None = setting(
+        None,
+        'JSON file of task splits: {"train": [...], "valid": [...], "test": [...]} '
+        "(default: the folder's task_splits.json, where there is one)",
+    )
     n_way: int = setting(5, "Classes per episode")
     k_shot: int = setting(5, "Support examples per class; per task for causal_lm")
     num_query: int = setting(5, "Query examples per class; per task for causal_lm")
@@ -70,8 +82,9 @@ class MetaConfig:
     meta_accumulation_steps: int = setting(1, "Meta-batches per outer step, reduced across groups once")
     inner_steps: int = setting(5, "Gradient steps on the support set")
     inner_lr: float = setting(0.1, "Step size of the inner SGD")
-    outer_lr: float | None = setting(None, "Peak outer learning rate (default: 1e-3 for the built-in model, "
-                                     "2e-5 for a checkpoint, 1.0 for outer SGD)")
+    outer_lr: float | None = setting(
+        None, "Peak outer learning rate (default: 1e-3 for the built-in model, 2e-5 for a checkpoint, 1.0 for outer SGD)"
+    )
     outer_optimizer: str = setting("adamw", "Optimizer of theta", OUTER_OPTIMIZERS)
     weight_decay: float = setting(0.01, "Weight decay of theta; never on norms and biases")
     adam_epsilon: float = setting(1e-6, "Epsilon of AdamW; it holds down coordinates whose gradient is rounding noise")
@@ -88,8 +101,12 @@ class ParallelConfig:
     deepspeed: str | None = setting(None, "DeepSpeed JSON, as HF users have it; see ds_configs/")
     group_size: str = setting("auto", "Ranks that hold one model together; auto: the fewest that hold it by estimate")
     micro_batch_size: int = setting(32, "Most examples of one forward pass on one rank")
-    engine: str = setting("auto", "What runs the model inside a group; auto: DeepSpeed wherever a group "
-                          "shares or offloads a model, plain PyTorch in a group of one that does not", ENGINES)
+    engine: str = setting(
+        "auto",
+        "What runs the model inside a group; auto: DeepSpeed wherever a group "
+        "shares or offloads a model, plain PyTorch in a group of one that does not",
+        ENGINES,
+    )
     bf16: bool = setting(False, "bf16 weights and activations over fp32 shards (where the DeepSpeed file says auto or nothing)")
     local_rank: int = setting(-1, "Passed by launchers; leave it alone")
 

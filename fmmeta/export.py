@@ -37,7 +37,9 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
             write(folder, skeleton, weights, config, description, tokenizer)
 
 
-def write(folder: Path, skeleton: Any, weights: dict[str, Tensor], config: Config, description: Description, tokenizer: Any) -> None:
+def write(
+    folder: Path, skeleton: Any, weights: dict[str, Tensor], config: Config, description: Description, tokenizer: Any
+) -> None:
     from safetensors.torch import save_file
 
     for key, value in description.dropouts.items():

@@ -89,7 +89,13 @@ def read_run(folder: Path) -> dict[str, Any] | None:
 def write_run(folder: Path, config: Config, fingerprint: str, layout: str, **facts: Any) -> None:
     """Write run.json: every resolved setting, versions, git commit, data fingerprint, and `facts`."""
     versions = {name: version(name) for name in PACKAGES}
-    run = {"settings": settings_of(config, fingerprint), "layout": layout, "versions": versions, "git_commit": git_commit(), **facts}
+    run = {
+        "settings": settings_of(config, fingerprint),
+        "layout": layout,
+        "versions": versions,
+        "git_commit": git_commit(),
+        **facts,
+    }
     temporary = folder / "run.json.tmp"
     temporary.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
     temporary.replace(folder / "run.json")

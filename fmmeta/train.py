@@ -38,7 +38,7 @@ class Result:
 
 
 class MetaTrainer:
-    """Meta-train as `config` says. In a notebook: `MetaTrainer(Config(...)).train()`; under a launcher the same, on every rank."""
+    """Meta-train as `config` says: `MetaTrainer(Config(...)).train()`, in a notebook or on every rank of a launch."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -80,7 +80,9 @@ class Run:
         self.initial = self.theta.to("cpu", copy=True) if config.eval_episodes else None  # for the table at the end; host memory
         self.rule = make_rule(config.algorithm, parts.inner)
         self.outer = Outer(self.theta, self.worker, config)
-        self.schedule = Schedule(plan.sources.train.items, config.meta_batch_size * config.meta_accumulation_steps, config.seed, TRAIN)
+        self.schedule = Schedule(
+            plan.sources.train.items, config.meta_batch_size * config.meta_accumulation_steps, config.seed, TRAIN
+        )
         self.outer_step, self.bad_steps = 0, 0
 
     def resume(self) -> None:
@@ -191,7 +193,9 @@ class Run:
         strata = {name: [f"{100 * value:.1f}" for value in (per_stratum(started)[name], accuracy)]
                   for name, accuracy in per_stratum(trained).items()}  # fmt: skip
         if len(strata) > 1:
-            self.progress.table("after adaptation, by stratum", ["", "start", "meta-trained"], [[k, *v] for k, v in strata.items()])
+            self.progress.table(
+                "after adaptation, by stratum", ["", "start", "meta-trained"], [[k, *v] for k, v in strata.items()]
+            )
         result.before, result.after = (mean_ci95(list(rows[k][0]))[0] for k in list(rows)[::2])
         result.after_from_start = mean_ci95(rows["after adaptation, weights at the start"][0])[0]
         means = {name: {"accuracy": mean_ci95(a), "loss": mean_ci95(b)} for name, (a, b) in rows.items()}
@@ -251,4 +255,3 @@ class Tally:
 def percent(values: list[float]) -> str:
     mean, half = mean_ci95(values)
     return f"{100 * mean:.1f} ± {100 * half:.1f}"
-

@@ -50,6 +50,10 @@ def reference_run(learner: Any, steps: Sequence[Sequence[Episode]], config: Conf
     result = Reference([], [])
     for episodes in steps:
         start = {name: theta[name.replace(".", "/")].detach() for name in names}
+        if not episodes:  # no task counts: theta stays, the schedule goes on
+            scheduler.step()
+            result.thetas.append(start)
+            continue
         directions = [direction(learner, start, episode, config, bf16) for episode in episodes]
         mean = {name: torch.stack([d[name] for d in directions]).mean(0) for name in meta_params}
         result.meta_grads.append({name: g.clone() for name, g in mean.items()})

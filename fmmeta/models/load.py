@@ -32,7 +32,10 @@ class Description:
 def describe(config: Config) -> Description:
     """Read and check a model's configuration. Raises `UsageError` for what cannot be meta-trained."""
     from transformers import AutoConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # one per rank and file otherwise
+    logging.set_verbosity_error()
     name = config.model_name_or_path
     if config.builtin_model:
         hf_config = tiny_config(config.task_type, max(512, config.max_length))
@@ -104,8 +107,10 @@ def load_tokenizer(config: Config, description: Description, notice: Callable[[s
         notice(f"{config.model_name_or_path} has no tokenizer: texts are read as bytes")
     tokenizer = byte_tokenizer()
     if description.hf_config.vocab_size < len(tokenizer):
-        raise UsageError(f"model_name_or_path={config.model_name_or_path} has no tokenizer, and its vocab_size="
-                         f"{description.hf_config.vocab_size} is below the byte tokenizer's {len(tokenizer)}; add a tokenizer")  # fmt: skip
+        raise UsageError(
+            f"model_name_or_path={config.model_name_or_path} has no tokenizer, and its vocab_size="
+            f"{description.hf_config.vocab_size} is below the byte tokenizer's {len(tokenizer)}; add a tokenizer"
+        )
     return tokenizer
 
 

@@ -34,7 +34,7 @@ def tiny_config(task_type: str, max_length: int) -> Any:
     """Configuration of the built-in model."""
     from transformers import BertConfig, LlamaConfig
 
-    shared = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "pad_token_id": 0,
+    shared: dict[str, Any] = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "pad_token_id": 0,
               "vocab_size": BYTES + 3, "max_position_embeddings": max_length}  # fmt: skip
     if task_type == "classification":
         return BertConfig(intermediate_size=4 * HIDDEN, type_vocab_size=1, **shared)

@@ -122,8 +122,10 @@ class World:
     def __init__(self, launch: Launch, device: torch.device) -> None:
         self.launch, self.device = launch, device
         os.environ["FMMETA_GLOBAL_RANK"] = str(launch.global_rank)  # RANK will be the group's
-        backend, self.store = None, dist.HashStore() if launch.world_size == 1 else None
-        if self.store is None:
+        os.environ.setdefault("DS_ACCELERATOR", device.type)
+        backend = None
+        self.store: dist.Store = dist.HashStore()
+        if launch.world_size > 1:
             os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port),
                               RANK=str(launch.global_rank), WORLD_SIZE=str(launch.world_size))  # fmt: skip
             self.store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
@@ -148,7 +150,7 @@ class World:
         cross_backend = None
         if layout.num_groups > 1:
             store = dist.PrefixStore(f"cross{layout.group_rank}", self.store)
-            make = dist.ProcessGroupNCCL if on_gpu else dist.ProcessGroupGloo
+            make: Any = dist.ProcessGroupNCCL if on_gpu else dist.ProcessGroupGloo
             cross_backend = make(store, layout.group_index, layout.num_groups, TIMEOUT)
         group = Communicator(group_backend, layout.group_rank, group_size, self.device)
         cross = Communicator(cross_backend, layout.group_index, layout.num_groups, self.device)

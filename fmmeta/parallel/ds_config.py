@@ -72,7 +72,7 @@ def read(path: str | None, bf16: bool, notice: Callable[[str], None]) -> tuple[d
             notice(f"{name}: {key} is auto and left to fmmeta ({instead})")
     zero = config.setdefault("zero_optimization", {"stage": 0})
     if not isinstance(zero, dict):
-        raise UsageError(f"deepspeed={name} sets zero_optimization={short(zero)}; write {{\"stage\": 2}}")
+        raise UsageError(f'deepspeed={name} sets zero_optimization={short(zero)}; write {{"stage": 2}}')
     for block in (config, zero):
         for key in [k for k in block if k in REFUSED]:
             if is_on(block[key]):
@@ -82,7 +82,7 @@ def read(path: str | None, bf16: bool, notice: Callable[[str], None]) -> tuple[d
     if stage not in (0, 1, 2, 3):
         raise UsageError(f"deepspeed={name} sets zero_optimization.stage={short(stage)}; use 0, 1, 2 or 3")
     offload = check_offload(zero, stage, name)
-    asked = config.get("bf16", {}).get("enabled", "auto")
+    asked = block_of(config, "bf16", '{"enabled": true}', name).get("enabled", "auto")
     bf16 = bf16 if asked == "auto" else bool(asked)
     return config, Precision(stage, bf16, offload)
 
@@ -130,7 +130,7 @@ def check_offload(zero: dict[str, Any], stage: int, name: str) -> bool:
     """Return whether anything is offloaded to the CPU; refuse NVMe and partial offload."""
     on = False
     for key in ("offload_optimizer", "offload_param"):
-        block = zero.get(key) or {}
+        block = block_of(zero, key, '{"device": "cpu"}', name)
         device = block.get("device", "none")
         if device in (None, "none", "auto"):
             zero.pop(key, None)
@@ -146,6 +146,13 @@ def check_offload(zero: dict[str, Any], stage: int, name: str) -> bool:
     return on
 
 
+def block_of(parent: dict[str, Any], key: str, example: str, name: str) -> dict[str, Any]:
+    block = parent.get(key) or {}
+    if not isinstance(block, dict):
+        raise UsageError(f"deepspeed={name} sets {key}={short(block)}; write {example}")
+    return block
+
+
 def all_auto(value: Any) -> bool:
     if isinstance(value, dict):
         return all(key == "type" or all_auto(item) for key, item in value.items()) and "auto" in json.dumps(value)
@@ -155,7 +162,7 @@ def all_auto(value: Any) -> bool:
 def is_on(value: Any) -> bool:
     if isinstance(value, dict):
         return value.get("enabled", bool(value)) not in (False, "auto")
-    return value not in (False, None, "auto", 0, 1) or value is True
+    return value not in (False, None, "auto", 0, 1, -1) or value is True
 
 
 def drop_auto(block: dict[str, Any]) -> None:

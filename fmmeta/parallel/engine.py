@@ -8,7 +8,6 @@ and not at all when it finds a non-finite gradient, so everything is keyed by te
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import torch
@@ -30,8 +29,12 @@ class ShardTap(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every tensor that has a gradient; remember whether one of them was not finite."""
-        assert self.update is not None, "the tap runs only inside Worker.step"
+        """Update every tensor that has a gradient; remember whether one of them was not finite.
+
+        Without an update it does nothing: FP16_UnfusedOptimizer takes a step on zeros when it is made.
+        """
+        if self.update is None:
+            return
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -48,6 +51,8 @@ class DeepSpeedWorker(Worker):
         deepspeed = import_deepspeed()
         self.group, self.device = group, group.device
         names = {id(p): (name, tuple(p.shape)) for name, p in model.named_parameters()}  # ZeRO 3 empties the shapes
+        bf16 = config["bf16"]["enabled"]
+        exact = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad} if bf16 else {}
         self.tap = ShardTap(groups)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.tap, config=config, dist_init_required=False)
         self.model = self.engine
@@ -58,6 +63,11 @@ class DeepSpeedWorker(Worker):
             self.tap.where[tensor.data_ptr()] = slice(begin, begin + tensor.numel())
             begin += tensor.numel()
         self.places = list(self.tap.where.values())
+        if exact:  # DeepSpeed makes its fp32 shards from weights that it has rounded to bf16
+            theta = self.read()
+            for name, value in exact.items():
+                self.params.put(theta, name, value)
+            self.write(theta)
 
     def read(self) -> Tensor:
         return torch.cat(self.shards.tensors)
@@ -73,6 +83,7 @@ class DeepSpeedWorker(Worker):
     def apply(self, update: Update) -> Tensor:
         self.tap.update, self.tap.bad = update, None
         self.engine.step()
+        self.tap.update = None
         skipped = not self.engine.was_step_applied()
         if skipped or self.tap.bad is None:
             return torch.tensor(skipped, device=self.device)
@@ -81,7 +92,6 @@ class DeepSpeedWorker(Worker):
 
 def import_deepspeed() -> Any:
     """Import DeepSpeed quietly and without its CPU shared-memory op, which would start a compiler at first use."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed
     import deepspeed.ops
 
@@ -90,5 +100,3 @@ def import_deepspeed() -> Any:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)
     return deepspeed
-
-

@@ -41,8 +41,9 @@ class Sizes:
     @classmethod
     def of(cls, hf_config: Any, params: int, rows: int, tokens: int, causal: bool) -> Sizes:
         text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-        return cls(params, getattr(text, "num_hidden_layers", 12), getattr(text, "hidden_size", 768),
-                   getattr(text, "num_attention_heads", 12), getattr(text, "vocab_size", 0) if causal else 0, rows, tokens)  # fmt: skip
+        layers, hidden = getattr(text, "num_hidden_layers", 12), getattr(text, "hidden_size", 768)
+        heads, vocab = getattr(text, "num_attention_heads", 12), getattr(text, "vocab_size", 0)
+        return cls(params, layers, hidden, heads, vocab if causal else 0, rows, tokens)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,10 @@ class Estimate:
         return sum(asdict(self).values())
 
     def __str__(self) -> str:
-        return " + ".join(f"{kind} {size / GIB:.3g}" for kind, size in asdict(self).items() if size) + f" = {self.total / GIB:.3g} GiB"
+        return (
+            " + ".join(f"{kind} {size / GIB:.3g}" for kind, size in asdict(self).items() if size)
+            + f" = {self.total / GIB:.3g} GiB"
+        )
 
 
 def estimate(sizes: Sizes, precision: Precision, group_size: int) -> Estimate:

@@ -109,7 +109,10 @@ class Shards:
 
 
 def of_engine(engine: Any, group_rank: int) -> Shards:
-    """Find the shards of a `deepspeed.initialize`d engine on its rank `group_rank`. Raises `TypeError` for a wrapper that is not known here."""
+    """Find the shards of a `deepspeed.initialize`d engine on its rank `group_rank`.
+
+    Raises `TypeError` for an optimizer wrapper that is not known here.
+    """
     wrapper = type(engine.optimizer).__name__
     if wrapper not in ADAPTERS:
         raise TypeError(f"DeepSpeed optimizer wrapper {wrapper} is not one of {', '.join(ADAPTERS)}; "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def even_parts(rows: Sequence[Example], count: int) -> list[Sequence[Example]]:
     """Cut into `count` runs whose sizes differ by one at most."""
     size, extra = divmod(len(rows), count)
     bounds = [i * size + min(i, extra) for i in range(count + 1)]
-    return [rows[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [rows[a:b] for a, b in pairwise(bounds)]
 
 
 def collate(rows: Sequence[Example], weight: float, pad_token_id: int) -> MicroBatch:

@@ -9,10 +9,11 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fmmeta.config import UsageError
 
@@ -55,7 +56,7 @@ def read_file(path: Path) -> list[Row]:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             rows = list(readers[ending(path) or ""](path, file))  # type: ignore[arg-type]
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read: {error}; mend or remove the file") from None
     if not rows:
         raise UsageError(f"{path} is empty; remove it or fill it")
@@ -67,7 +68,7 @@ def jsonl(path: Path, file: io.BufferedReader) -> Iterator[Row]:
         if not line.strip():
             continue
         try:
-            values = json.loads(line.decode("utf-8"))
+            values = json.loads(line.decode("utf-8-sig"))
         except ValueError as error:  # malformed JSON or UTF-8
             raise UsageError(f"{path}:{number} is not a line of JSON ({error}); mend the line") from None
         if not isinstance(values, dict):
@@ -76,14 +77,20 @@ def jsonl(path: Path, file: io.BufferedReader) -> Iterator[Row]:
 
 
 def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row]:
-    reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8", newline=""), strict=True)
+    reader = csv.reader((line.decode("utf-8-sig") for line in file), strict=True)  # line by line: errors know their line
+    header, done = None, 0  # done: lines before the row at hand
     try:
-        for values in reader:
-            if None in values or None in values.values():
+        for cells in reader:
+            if header is None:
+                header = cells
+            elif cells and len(cells) != len(header):
                 raise UsageError(f"{path}:{reader.line_num} has another number of fields than the header; mend the line")
-            yield Row(values, f"{path}:{reader.line_num}")
+            elif cells:
+                yield Row(dict(zip(header, cells, strict=True)), f"{path}:{reader.line_num}")
+            done = reader.line_num
     except (csv.Error, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}:{reader.line_num + 1} is not a line of CSV ({error}); mend the line") from None
+        line = done + 1 if isinstance(error, csv.Error) else reader.line_num + 1
+        raise UsageError(f"{path}:{line} is not a line of CSV ({error}); mend the line") from None
 
 
 def parquet(path: Path, file: io.BufferedReader) -> Iterator[Row]:
@@ -110,7 +117,7 @@ def read_hub(dataset: str, config_name: str | None) -> list[Row]:
     rows = []
     for split, part in splits.items():
         names = {column: feature for column, feature in part.features.items() if isinstance(feature, datasets.ClassLabel)}
-        for number, values in enumerate(part, 1):
+        for number, values in enumerate(cast("Iterable[dict[str, Any]]", part), 1):
             named = {column: feature.int2str(values[column]) for column, feature in names.items()}
             rows.append(Row({**values, **named}, f"{dataset}[{split}]:{number}"))
     return rows

@@ -26,6 +26,7 @@ from fmmeta.tasks.schedule import Item, Task
 from fmmeta.tasks.splits import SPLITS, check_splits, own_splits, read_splits
 from fmmeta.tasks.table import Table, tabulate
 
+
 @dataclass(frozen=True)
 class Episode:
     """What one task shows (support) and asks (query). `classes`: name of each label, empty for causal_lm."""
@@ -39,7 +40,8 @@ class Episode:
 class TaskSource(Protocol):
     """Tasks of one split: cheap descriptions, and episodes drawn from them."""
 
-    items: Sequence[Item]
+    @property
+    def items(self) -> Sequence[Item]: ...
 
     def episode(self, task: Task) -> Episode: ...
 
@@ -50,7 +52,8 @@ class PairSource:
     def __init__(self, tasks: Mapping[str, list[Example]], strata: Mapping[str, str], k_shot: int, num_query: int) -> None:
         self.k_shot, self.num_query = k_shot, num_query
         self.pairs = list(tasks.values())
-        self.items = [Item(name, strata[name], expected_tokens(rows, k_shot + num_query)) for name, rows in tasks.items()]
+        drawn = k_shot + num_query
+        self.items: Sequence[Item] = [Item(name, strata[name], expected_tokens(rows, drawn)) for name, rows in tasks.items()]
 
     def episode(self, task: Task) -> Episode:
         rows = self.pairs[task.item]
@@ -69,16 +72,17 @@ class ClassSource:
     def __init__(self, pools: Mapping[str, Mapping[str, list[Example]]], strata: Mapping[str, str],
                  n_way: int, k_shot: int, num_query: int) -> None:  # fmt: skip
         self.n_way, self.k_shot, self.num_query = n_way, k_shot, num_query
-        self.items: list[Item] = []
+        items: list[Item] = []
         self.draws: list[tuple[Mapping[str, list[Example]], str | None]] = []  # pool and leading class of each item
         per_class = k_shot + num_query
         for pool_name, pool in pools.items():
             leads: list[str | None] = [None] if pool_name else list(pool)
+            tokens = n_way * expected_tokens([row for rows in pool.values() for row in rows], per_class)
             for lead in leads:
                 name = lead or pool_name
-                tokens = n_way * expected_tokens([row for rows in pool.values() for row in rows], per_class)
-                self.items.append(Item(name, strata[name], tokens))
+                items.append(Item(name, strata[name], tokens))
                 self.draws.append((pool, lead))
+        self.items: Sequence[Item] = items
 
     def episode(self, task: Task) -> Episode:
         rng = np.random.default_rng(task.seed)
@@ -118,6 +122,8 @@ def load_sources(config: Config, tokenizer: Any, notice: Callable[[str], None]) 
     rows, splits = letters() if name == "letters" else (read_rows(name, config.dataset_config_name), None)
     table = tabulate(rows, config, notice)
     named_tasks = table.task[0] != ""
+    if splits and (config.class_splits or config.task_splits or config.split):
+        raise UsageError(f"dataset={name} has splits of its own; leave --class_splits, --task_splits and --split out")
     splits = splits or read_splits(config, named_tasks, notice)
     strata = dict(zip(table.member, table.stratum, strict=True))
     if splits is None:

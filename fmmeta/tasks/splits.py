@@ -22,6 +22,8 @@ def read_splits(config: Config, named_tasks: bool, notice: Callable[[str], None]
     if path is None:
         beside = Path(config.dataset[0]) / f"{setting}.json"
         if not beside.is_file():
+            if config.split is not None:
+                raise UsageError(f"split={config.split} needs a file of splits; give one with --{setting}")
             return None
         path = str(beside)
         notice(f"{setting}: {path}")

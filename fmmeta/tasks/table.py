@@ -30,7 +30,11 @@ def tabulate(rows: Sequence[Row], config: Config, notice: Callable[[str], None])
     """Pick the columns, check that every row fills them, and drop rows that say the same twice."""
     columns = sorted({column for row in rows for column in row.values})
     causal = config.task_type == "causal_lm"
-    left = pick(config, columns, "input_column", also="text_column" if causal else None) if causal else pick(config, columns, "text_column")
+    left = (
+        pick(config, columns, "input_column", also="text_column" if causal else None)
+        if causal
+        else pick(config, columns, "text_column")
+    )
     right = pick(config, columns, "output_column", also="label_column") if causal else pick(config, columns, "label_column")
     task = pick(config, columns, "task_column", required=causal)
     stratum = pick(config, columns, "stratum_column", required=False)

@@ -1,0 +1,34 @@
+# Each target works on a fresh clone with Python 3.10 to 3.12: it makes .venv, installs, runs.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test parity check clean
+
+demo: .venv/.installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 launch/train.py --deepspeed ds_configs/zero2.json $(FLAGS)
+
+test: .venv/.installed-test
+	$(BIN)/python -m pytest
+
+parity: .venv/.installed-test
+	FMMETA_PARITY=full $(BIN)/python -m pytest tests/distributed/test_parity.py
+
+check: .venv/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: setup.py .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+.venv/.installed-test: setup.py .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@ .venv/.installed
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,177 @@
+"""The parity matrix: every layout, ZeRO stage, rule, model and precision against the oracle.
+
+`full()` is the product of the axes that the promise names, the others cycling through it; `pairwise()` is a cover in
+which every pair of values of any two axes occurs together.
+Each case runs 3 outer steps of 3 tasks (uneven over 2 groups) with 5 or 15 support rows (uneven over 2 ranks).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from fmmeta.config import Config
+from fmmeta.meta.reference import Reference, reference_run
+from fmmeta.models.load import describe, load_learner, load_tokenizer
+from fmmeta.tasks.schedule import Schedule
+from fmmeta.tasks.source import load_sources
+from tests.launch import run_ranks
+from tests.models import save_bert, save_llama, write_classes, write_pairs
+
+LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))  # groups, ranks of a group
+AXES: dict[str, tuple[Any, ...]] = {
+    "layout": LAYOUTS,
+    "stage": ("plain", 0, 1, 2, 3),  # plain: no DeepSpeed
+    "algorithm": ("fomaml", "reptile"),
+    "groups": ("one", "several"),  # parameter groups
+    "sub_group": ("default", "tiny"),
+    "model": ("llama", "bert"),
+    "dtype": ("fp32", "bf16"),
+    "outer": ("sgd", "adamw"),
+    "head": ("zero", "learned", "prototype"),
+    "extra": ("none", "micro", "offload"),  # micro-batches of one row; optimizer offload
+}
+TOLERANCE = {("fp32", "sgd"): 1e-5, ("fp32", "adamw"): 1e-4, ("bf16", "sgd"): 0.1, ("bf16", "adamw"): 0.1}
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: tuple[int, int]
+    stage: int | str
+    algorithm: str
+    groups: str
+    sub_group: str
+    model: str
+    dtype: str
+    outer: str
+    head: str
+    extra: str
+
+    @property
+    def id(self) -> str:
+        layout = "x".join(map(str, self.layout))
+        stage = self.stage if self.stage == "plain" else f"zero{self.stage}"
+        return "-".join([layout, str(stage), *map(str, list(vars(self).values())[2:])])
+
+    @property
+    def possible(self) -> bool:
+        """Whether the values fit together: offload shards something, plain holds everything, only ZeRO 3 has sub-groups."""
+        return (
+            not (self.extra == "offload" and self.stage in ("plain", 0))
+            and not (self.stage == "plain" and self.layout[1] > 1)
+            and not (self.sub_group == "tiny" and self.stage != 3)
+            and not (self.model == "llama" and self.head != "zero")
+        )
+
+
+def cases() -> list[Case]:
+    return [case for values in itertools.product(*AXES.values()) if (case := Case(*values)).possible]
+
+
+def full() -> list[Case]:
+    """Every layout x stage x rule x groups x sub-groups x model x dtype, with the remaining axes taking turns."""
+    by_core: dict[tuple[Any, ...], list[Case]] = {}
+    for case in cases():
+        by_core.setdefault(tuple(vars(case).values())[:7], []).append(case)
+    return [options[(7 * turn) % len(options)] for turn, options in enumerate(by_core.values())]
+
+
+def pairwise() -> list[Case]:
+    """Greedy cover: every pair of values that some possible case holds is held by a chosen one."""
+    everything = [(case, pairs(case)) for case in cases()]
+    open_pairs = set().union(*(p for _, p in everything))
+    chosen = []
+    while open_pairs:
+        case, found = max(everything, key=lambda entry: len(entry[1] & open_pairs))
+        chosen.append(case)
+        open_pairs -= found
+    return chosen
+
+
+def pairs(case: Case) -> set[tuple[Any, ...]]:
+    values = list(vars(case).items())
+    return set(itertools.combinations(values, 2))
+
+
+class Bench:
+    """Checkpoints, data and DeepSpeed files of the matrix, in a temporary folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.models = {"llama": save_llama(folder / "llama"), "bert": save_bert(folder / "bert")}
+        self.data = {"llama": write_pairs(folder / "pairs.jsonl"), "bert": write_classes(folder / "classes.jsonl")}
+        self.reference = cache(self._reference)
+
+    def settings(self, case: Case) -> dict[str, Any]:
+        """Step sizes are such that theta travels much further than fp32 rounds, and chaos stays small in bf16."""
+        causal = case.model == "llama"
+        prototype_lr = 0.01 if case.algorithm == "fomaml" else 0.1
+        inner_lr = 0.1 if causal else prototype_lr if case.head == "prototype" else 0.3
+        return {
+            "model_name_or_path": str(self.models[case.model]), "dataset": [str(self.data[case.model])],
+            "task_type": "causal_lm" if causal else "classification", "pooling": "model", "head_init": case.head,
+            "n_way": 2 if causal else 5, "k_shot": 5 if causal else 3 if case.head == "prototype" else 1, "num_query": 3,
+            "algorithm": case.algorithm, "meta_batch_size": 3, "inner_steps": 2, "inner_lr": inner_lr, "outer_steps": 3,
+            "outer_optimizer": case.outer, "outer_lr": 0.5 if case.outer == "sgd" else 3e-3, "warmup_steps": 1,
+            "lr_scheduler_type": "linear", "adam_epsilon": 1e-4, "max_grad_norm": 0.5,
+            "weight_decay": 0.1 if case.groups == "several" else 0.0, "bf16": case.dtype == "bf16",
+        }  # fmt: skip
+
+    def run(self, chosen: list[Case]) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+        """Run cases of one layout in one set of processes; return theta and facts by case."""
+        num_groups, group_size = chosen[0].layout
+        listed = []
+        for case in chosen:
+            ds = self.folder / f"{case.id}.json"
+            zero: dict[str, Any] = {"stage": 0 if case.stage == "plain" else case.stage}
+            if case.sub_group == "tiny":
+                zero["sub_group_size"] = 1000
+            if case.extra == "offload":
+                zero["offload_optimizer"] = {"device": "cpu"}
+            ds.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
+            config = {**self.settings(case), "deepspeed": str(ds), "group_size": str(group_size),
+                      "engine": "plain" if case.stage == "plain" else "deepspeed",
+                      "micro_batch_size": 1 if case.extra == "micro" else 32}  # fmt: skip
+            listed.append({"id": case.id, "config": config})
+        file = self.folder / f"cases-{num_groups}x{group_size}-{len(listed)}.json"
+        file.write_text(json.dumps(listed))
+        out = self.folder / f"out-{num_groups}x{group_size}"
+        out.mkdir(exist_ok=True)
+        run_ranks(["-m", "tests.distributed.run_cases", str(file), str(out)], num_groups * group_size, timeout_s=1500).ok()
+        return {
+            case.id: (load_file(out / f"{case.id}.safetensors"), json.loads((out / f"{case.id}.json").read_text()))
+            for case in chosen
+        }
+
+    def error(self, case: Case, theta: dict[str, torch.Tensor]) -> float:
+        """|theta - oracle| / |oracle - theta_0|, over the whole model."""
+        settings = self.settings(case)
+        wanted, began = self.reference(json.dumps(settings, sort_keys=True))
+        final = wanted.thetas[-1]
+        assert sorted(theta) == sorted(final)
+        off = sum(float((theta[name] - final[name]).double().square().sum()) for name in final)
+        travelled = sum(float((final[name] - began[name]).double().square().sum()) for name in final)
+        return (off / travelled) ** 0.5
+
+    def _reference(self, settings: str) -> tuple[Reference, dict[str, torch.Tensor]]:
+        config = Config(**json.loads(settings))
+        description = describe(config)
+        tokenizer = load_tokenizer(config, description, print)
+        learner = load_learner(config, description)
+        source = load_sources(config, tokenizer, print).train
+        schedule = Schedule(source.items, config.meta_batch_size, config.seed, 0)
+        steps = [[source.episode(task) for task in schedule.meta_batch(step)] for step in range(config.outer_steps)]
+        began = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
+        if not config.bf16:
+            learner = learner.double()  # an oracle without rounding errors of its own
+        return reference_run(learner, steps, config, config.bf16), began
+
+
+__all__ = ["LAYOUTS", "TOLERANCE", "Bench", "Case", "cases", "full", "pairwise"]

@@ -1,0 +1,81 @@
+"""Started on every rank by tests: runs many small meta-trainings in one set of processes, and saves what came out.
+
+    python -m tests.distributed.run_cases CASES.json OUT_DIR
+
+A case is {"id", "config": settings, "poison": [[outer step, slot, "support" | "query"], ...]}; all cases of a file have the
+same group size. Poison makes a task's loss infinite on that set. For each case the first rank writes
+OUT_DIR/<id>.safetensors (theta, whole) and OUT_DIR/<id>.json (facts).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from fmmeta import build
+from fmmeta.config import Config
+from fmmeta.models.load import empty_learner, load_learner
+from fmmeta.parallel.communicator import World, pick_device
+from fmmeta.parallel.layout import Launch
+from fmmeta.progress import Progress
+from fmmeta.record import Start
+from fmmeta.train import Run
+
+
+def poison(parts: build.Parts, chosen: dict[tuple[int, int], str]) -> None:
+    """Weigh the rows of the chosen tasks infinitely: loss and gradients are no numbers then, as after a divergence."""
+    clean = parts.batches
+
+    def batches(source):
+        draw = clean(source)
+
+        def poisoned(task):
+            episode = draw(task)
+            for batch in getattr(episode, chosen[task.seed[2:]]) if task.seed[2:] in chosen else []:
+                batch.weights *= float("inf")
+            return episode
+
+        return poisoned
+
+    parts.batches = batches  # type: ignore[method-assign]
+
+
+def main(cases_file: str, out: str) -> None:
+    launch = Launch.from_env(os.environ)
+    world = World(launch, pick_device(launch))
+    ranks = None
+    for case in json.loads(Path(cases_file).read_text()):
+        config = Config(**{"save_steps": 0, "eval_episodes": 0, "logging_steps": 1, **case["config"]})
+        plan = build.plan(config, world, lambda text: None)
+        if ranks is None:
+            ranks = world.split(int(config.group_size))
+        parts = build.build(config, plan, ranks)
+        began = load_learner(config, plan.description)
+        off = [float((parts.worker.whole(parts.theta, name, tuple(p.shape)).cpu() - p).abs().max())
+               for name, p in began.named_parameters() if p.requires_grad]  # fmt: skip
+        folder = Path(out) / case["id"]
+        folder.mkdir(exist_ok=True)
+        run = Run(config, plan, ranks, parts, Start(folder, None, False), Progress(speaks=False))
+        poison(parts, {(step, slot): which for step, slot, which in case.get("poison", [])})
+        run.resume()
+        run.loop()
+        theta = {}
+        skeleton = empty_learner(config, plan.description)
+        for name, param in skeleton.named_parameters():
+            if param.requires_grad:
+                theta[name] = parts.worker.whole(run.theta, name, tuple(param.shape)).cpu()
+        if launch.global_rank == 0:
+            save_file(theta, folder.with_suffix(".safetensors"))
+            facts = {"engine": type(parts.worker).__name__, "groups": list(parts.worker.params.groups),
+                     "wrapper": type(parts.worker.engine.optimizer).__name__ if hasattr(parts.worker, "engine") else None,
+                     "numel": parts.worker.params.numel, "start_off": max(off)}  # fmt: skip
+            folder.with_suffix(".json").write_text(json.dumps(facts))
+    world.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

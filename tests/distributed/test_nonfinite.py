@@ -1,0 +1,92 @@
+"""A task that is not finite is dropped with its weight, in whatever group it ran; theta is what the others make it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fmmeta.config import Config
+from fmmeta.meta.reference import reference_run
+from fmmeta.models.load import describe, load_learner, load_tokenizer
+from fmmeta.tasks.schedule import Schedule
+from fmmeta.tasks.source import load_sources
+from tests.launch import run_ranks
+from tests.models import save_llama, write_pairs
+
+# Three tasks per step; with two groups, one of them runs a single one. Poisoned (outer step, slot, set):
+POISONS = {
+    "first": [[0, 0, "support"]],
+    "last": [[2, 2, "query"]],
+    "two": [[1, 0, "query"], [1, 2, "support"]],
+    "every": [[1, 0, "support"], [1, 1, "query"], [1, 2, "support"]],
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nonfinite")
+    return folder, save_llama(folder / "llama"), write_pairs(folder / "pairs.jsonl")
+
+
+def settings(model, data, **extra):
+    return {"model_name_or_path": str(model), "dataset": [str(data)], "task_type": "causal_lm", "k_shot": 5, "num_query": 3,
+            "meta_batch_size": 3, "inner_steps": 2, "outer_steps": 3, "outer_optimizer": "sgd", "outer_lr": 0.5,
+            "lr_scheduler_type": "linear", **extra}  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("groups", "group_size"), [(2, 1), (2, 2)])
+def test_theta_is_what_the_other_tasks_make_it(files, groups, group_size):
+    folder, model, data = files
+    stages = ("plain", 0) if group_size == 1 else (0, 1, 2, 3)
+    listed = []
+    for stage in stages:
+        ds = folder / f"zero{stage}.json"
+        ds.write_text(json.dumps({"zero_optimization": {"stage": 0 if stage == "plain" else stage}}))
+        for algorithm in ("fomaml", "reptile"):
+            for name, poison in POISONS.items():
+                engine = "plain" if stage == "plain" else "deepspeed"
+                config = settings(model, data, deepspeed=str(ds), algorithm=algorithm, group_size=str(group_size), engine=engine)
+                listed.append({"id": f"{stage}-{algorithm}-{name}", "config": config, "poison": poison})
+    out = folder / f"out-{groups}x{group_size}"
+    out.mkdir()
+    (out / "cases.json").write_text(json.dumps(listed))
+    run_ranks(["-m", "tests.distributed.run_cases", str(out / "cases.json"), str(out)], groups * group_size, timeout_s=500).ok()
+    for case in listed:
+        wanted, began = oracle(Config(**case["config"]), case["poison"])
+        theta = load_file(out / f"{case['id']}.safetensors")
+        off = torch.cat([(theta[name] - wanted[name]).flatten() for name in wanted]).norm()
+        travelled = torch.cat([(wanted[name] - began[name]).flatten() for name in wanted]).norm()
+        assert off / travelled < 1e-5, case["id"]
+        metrics = [json.loads(line) for line in (out / case["id"] / "metrics.jsonl").read_text().splitlines()]
+        skipped = [sum(step == line["step"] - 1 for step, *_ in case["poison"]) for line in metrics]
+        assert [line["skipped_tasks"] for line in metrics] == skipped, case["id"]
+
+
+def oracle(config, poison):
+    """The reference run without the poisoned tasks; a step that loses all of them leaves theta alone."""
+    description = describe(config)
+    learner = load_learner(config, description)
+    source = load_sources(config, load_tokenizer(config, description, print), print).train
+    schedule = Schedule(source.items, config.meta_batch_size, config.seed, 0)
+    dropped = {(step, slot) for step, slot, _ in poison}
+    steps = []
+    for step in range(config.outer_steps):
+        tasks = schedule.meta_batch(step)
+        steps.append([source.episode(task) for slot, task in enumerate(tasks) if (step, slot) not in dropped])
+    began = {name: p.detach().clone() for name, p in learner.named_parameters()}
+    return reference_run(learner, steps, config).thetas[-1], began
+
+
+def test_a_run_without_finite_tasks_ends_and_says_so(files, tmp_path):
+    _, model, data = files
+    flags = {"model_name_or_path": model, "dataset": data, "task_type": "causal_lm", "num_query": 3, "meta_batch_size": 2,
+             "outer_steps": 20, "inner_lr": 1e30, "max_bad_steps": 4, "output_dir": tmp_path / "run", "eval_episodes": 0}  # fmt: skip
+    ended = run_ranks(["launch/train.py", *(f"--{key}={value}" for key, value in flags.items())], 2)
+    assert ended.codes == [2, 2]
+    assert "no task was finite in 4 outer steps in a row (the last is 4); lower --inner_lr" in ended.output[0]
+    assert not ended.output[1].strip()
+    assert "Traceback" not in ended.output[0]

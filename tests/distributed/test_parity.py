@@ -1,0 +1,59 @@
+"""The layout does not change the result: every case of the matrix ends where the oracle ends."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+
+from tests.distributed.matrix import LAYOUTS, TOLERANCE, Bench, Case, cases, full, pairs, pairwise
+
+CHOSEN = full() if os.environ.get("FMMETA_PARITY") == "full" else pairwise()
+WRAPPERS = {
+    "plain": None,
+    0: "ShardTap",
+    1: "DeepSpeedZeroOptimizer",
+    2: "DeepSpeedZeroOptimizer",
+    3: "DeepSpeedZeroOptimizer_Stage3",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """theta and facts of every chosen case, each layout run once for all its cases."""
+    bench = Bench(tmp_path_factory.mktemp("parity"))
+    done: dict[tuple[int, int], dict] = {}
+
+    def outcome(case: Case):
+        if case.layout not in done:
+            done[case.layout] = bench.run([c for c in CHOSEN if c.layout == case.layout])
+        theta, facts = done[case.layout][case.id]
+        return bench.error(case, theta), facts
+
+    return outcome
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", sorted(CHOSEN, key=lambda case: LAYOUTS.index(case.layout)), ids=lambda case: case.id)
+def test_ends_where_the_oracle_ends(case, outcomes):
+    error, facts = outcomes(case)
+    assert error < TOLERANCE[case.dtype, case.outer]
+    assert facts["start_off"] == 0  # the masters are the checkpoint's weights, not a rounded copy
+    assert facts["engine"] == ("PlainWorker" if case.stage == "plain" else "DeepSpeedWorker")
+    if case.dtype == "fp32":
+        assert facts["wrapper"] == WRAPPERS[case.stage]
+
+
+def test_the_cover_holds_every_pair():
+    everything = set().union(*(pairs(case) for case in cases()))
+    assert everything == set().union(*(pairs(case) for case in pairwise()))
+
+
+def test_the_full_matrix_holds_what_is_promised():
+    listed = full()
+    assert len(listed) == len({case.id for case in listed})
+    for layout, stage, algorithm, model in itertools.product(LAYOUTS, (0, 1, 2, 3), ("fomaml", "reptile"), ("llama", "bert")):
+        found = [c for c in listed if (c.layout, c.stage, c.algorithm, c.model) == (layout, stage, algorithm, model)]
+        assert {c.dtype for c in found} == {"fp32", "bf16"}
+        assert {c.groups for c in found} == {"one", "several"}

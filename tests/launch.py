@@ -1,0 +1,64 @@
+"""Start N processes as a launcher would, on loopback, and wait for them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Ended:
+    """How a set of ranks ended: exit codes and output by rank."""
+
+    codes: list[int]
+    output: list[str]
+
+    def ok(self) -> Ended:
+        assert not any(self.codes), f"exit codes {self.codes}\n" + "\n".join(text[-4000:] for text in self.output)
+        return self
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The parent's environment without a launcher's variables."""
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FMMETA_GLOBAL_RANK")
+    kept = {key: value for key, value in os.environ.items() if key not in dropped}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(arguments: Sequence[str], ranks: int, timeout_s: float = 300, per_rank: dict[int, dict[str, str]] | None = None,
+              cwd: Path = ROOT) -> Ended:  # fmt: skip
+    """Run `python ARGUMENTS` once per rank with torchrun's variables. After `timeout_s` all are killed and the test fails."""
+    port = str(free_port())
+    processes = []
+    for rank in range(ranks):
+        env = environment(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **(per_rank or {}).get(rank, {}))  # fmt: skip
+        processes.append(subprocess.Popen([sys.executable, *arguments], env=env, cwd=cwd, text=True,
+                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT))  # fmt: skip
+    deadline = time.monotonic() + timeout_s
+    output = []
+    try:
+        for process in processes:
+            output.append(process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0])
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+        texts = [process.communicate()[0] for process in processes[len(output) :]]
+        raise AssertionError(
+            f"ranks still ran after {timeout_s} s:\n" + "\n".join(t[-3000:] for t in [*output, *texts])
+        ) from None
+    return Ended([process.returncode for process in processes], output)

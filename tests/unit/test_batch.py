@@ -1,0 +1,135 @@
+"""Micro-batches: however a set is cut and dealt over ranks, the parts of the loss add up to its mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fmmeta.models.losses import objective
+from fmmeta.tasks.batch import IGNORE, Dealer, Example, MicroBatch, collate
+
+PAD, VOCAB, CLASSES = 0, 50, 4
+TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))
+
+
+@dataclass
+class Cut:
+    """A set, and how it is cut."""
+
+    rows: list[Example]
+    group_size: int
+    micro_batch_size: int
+
+    def by_rank(self) -> list[list[MicroBatch]]:
+        return [Dealer(PAD, self.micro_batch_size, rank, self.group_size).deal(self.rows) for rank in range(self.group_size)]
+
+    def all(self) -> list[MicroBatch]:
+        return [batch for batches in self.by_rank() for batch in batches]
+
+
+@st.composite
+def cuts(draw, causal: bool | None = None) -> Cut:
+    causal = draw(st.booleans()) if causal is None else causal
+    rows = []
+    for number, length in enumerate(draw(st.lists(st.integers(2, 12), min_size=1, max_size=20))):
+        ids = [number + 1, *draw(st.lists(st.integers(1, VOCAB - 1), min_size=length - 1, max_size=length - 1))]
+        prompt = draw(st.integers(1, length - 1))
+        labels = [IGNORE] * prompt + ids[prompt:] if causal else number % CLASSES
+        rows.append(Example(ids, labels))
+    return Cut(rows, draw(st.integers(1, 4)), draw(st.integers(1, 6)))
+
+
+def rows_of(batch: MicroBatch) -> list[tuple[tuple[int, ...], object]]:
+    """Rows that count, without padding."""
+    found = []
+    for ids, mask, labels, weight in zip(batch.input_ids, batch.attention_mask, batch.labels, batch.weights, strict=True):
+        if weight > 0:
+            n = int(mask.sum())
+            found.append((tuple(ids[:n].tolist()), int(labels) if labels.ndim == 0 else tuple(labels[:n].tolist())))
+    return found
+
+
+@given(cuts())
+def test_ranks_get_the_same_number_of_micro_batches(cut):
+    rounds = {len(batches) for batches in cut.by_rank()}
+    assert rounds == {-(-len(cut.rows) // (cut.group_size * cut.micro_batch_size))}
+
+
+@given(cuts())
+def test_rows_that_count_are_the_set(cut):
+    wanted = [(tuple(r.input_ids), r.labels if isinstance(r.labels, int) else tuple(r.labels)) for r in cut.rows]
+    assert sorted((row for batch in cut.all() for row in rows_of(batch)), key=repr) == sorted(wanted, key=repr)
+
+
+@given(cuts())
+def test_weights_sum_to_one(cut):
+    """Over rows for classes, over label tokens for causal_lm."""
+    total = 0.0
+    for batch in cut.all():
+        counted = 1 if batch.labels.ndim == 1 else (batch.labels != IGNORE).sum(1)
+        total += float((batch.weights.double() * counted).sum())
+    assert total == pytest.approx(1, abs=1e-6)
+
+
+@given(cuts())
+def test_size_padding_and_fillers(cut):
+    for batch in cut.all():
+        lengths = batch.attention_mask.sum(1)
+        assert 1 <= len(lengths) <= cut.micro_batch_size
+        assert batch.input_ids.shape[1] == lengths.max()  # no wider than its longest row
+        assert (batch.input_ids[batch.attention_mask == 0] == PAD).all()
+        for mask, n in zip(batch.attention_mask, lengths, strict=True):
+            assert mask.tolist() == [1] * n + [0] * (len(mask) - n)
+        if batch.labels.ndim == 2:
+            assert (batch.labels[batch.attention_mask == 0] == IGNORE).all()
+        if (batch.weights == 0).any():
+            assert len(batch.weights) == 1  # a filler stands alone: a rank without rows
+            assert batch.tokens == 0
+
+
+def test_a_rank_without_rows_gets_a_filler():
+    parts = Cut([Example([5, 6], 1)], group_size=3, micro_batch_size=2).by_rank()
+    assert [[batch.weights.tolist() for batch in batches] for batches in parts] == [[[1.0]], [[0.0]], [[0.0]]]
+
+
+def test_rows_of_like_length_lie_together():
+    rows = [Example([1] * n, 0) for n in (2, 9, 3, 8, 2, 9)]
+    assert [batch.input_ids.shape[1] for batch in Dealer(PAD, 2).deal(rows)] == [9, 8, 2]
+
+
+@given(cuts(causal=False))
+def test_parts_of_the_class_loss_add_up_to_the_mean(cut):
+    """The "model" scores the mean of its tokens' rows of a table."""
+
+    def logits(batch: MicroBatch) -> torch.Tensor:
+        mask = batch.attention_mask[..., None]
+        return ((TABLE[batch.input_ids] * mask).sum(1) / mask.sum(1))[:, :CLASSES]
+
+    loss, right, rows = (sum(part) for part in zip(*(objective(logits(b), b) for b in cut.all()), strict=True))
+    scores = torch.stack([TABLE[list(row.input_ids)].mean(0)[:CLASSES] for row in cut.rows])
+    labels = torch.tensor([row.labels for row in cut.rows])
+    assert float(loss) == pytest.approx(float(F.cross_entropy(scores, labels)), rel=1e-5)
+    assert (int(right), int(rows)) == (int((scores.argmax(1) == labels).sum()), len(cut.rows))
+
+
+@given(cuts(causal=True))
+def test_parts_of_the_token_loss_add_up_to_the_mean(cut):
+    """The "model" predicts a next token from the one before."""
+    loss, _, rows = (sum(part) for part in zip(*(objective(TABLE[b.input_ids], b) for b in cut.all()), strict=True))
+    scores = torch.cat([TABLE[list(row.input_ids)][:-1] for row in cut.rows])
+    labels = torch.tensor([label for row in cut.rows for label in row.labels[1:]])
+    assert float(loss) == pytest.approx(float(F.cross_entropy(scores, labels, ignore_index=IGNORE)), rel=1e-5)
+    assert int(rows) == len(cut.rows)
+
+
+def test_a_causal_row_is_right_when_every_label_token_is():
+    follows = torch.full((VOCAB, VOCAB), 0.0)
+    follows[1, 2] = follows[2, 3] = 1.0  # 1 -> 2 -> 3, else -> 0
+    batch = collate([Example([1, 2, 3], [IGNORE, 2, 3]), Example([1, 2, 4], [IGNORE, 2, 4])], 0.25, PAD)
+    _, right, rows = objective(follows[batch.input_ids], batch)
+    assert (int(right), int(rows)) == (1, 2)

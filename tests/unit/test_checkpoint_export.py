@@ -1,0 +1,288 @@
+"""What a run leaves on disk: checkpoints that any layout reads, an HF folder, and run.json's refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fmmeta import checkpoint
+from fmmeta.build import untrained
+from fmmeta.config import Config
+from fmmeta.export import export
+from fmmeta.models.load import describe, load_learner, load_tokenizer
+from fmmeta.parallel.plain import PlainWorker
+from fmmeta.parallel.shards import Fragment, ParamMap, param_groups
+from fmmeta.record import Metrics, find_start, write_run
+from tests.models import WORDS, save_bert, save_llama
+from tests.unit.helpers import one_rank, refusal
+
+SHAPES = {"a": (4, 3), "b": (5,), "c": (2, 2)}
+
+
+def param_map(*pieces: tuple[str, int, int], gap: int = 0, replicated: bool = False) -> ParamMap:
+    """Pieces (name, offset, length) in a row, `gap` elements of padding after each."""
+    fragments, begin = [], 0
+    for name, offset, length in pieces:
+        fragments.append(Fragment(name, SHAPES[name], begin, offset, length))
+        begin += length + gap
+    return ParamMap(tuple(fragments), begin, {"no_decay": slice(0, begin)}, replicated)
+
+
+WHOLE = param_map(("a", 0, 12), ("b", 0, 5), ("c", 0, 4), replicated=True)
+CUT = param_map(("c", 0, 1), ("b", 3, 2), ("a", 7, 5), ("b", 0, 3), ("c", 1, 3), ("a", 0, 7), gap=2)
+FIRST = param_map(("a", 0, 12), ("b", 0, 2), gap=1)  # the two ranks of a group
+SECOND = param_map(("b", 2, 3), ("c", 0, 4))
+
+
+def parameters(seed: float) -> dict[str, Tensor]:
+    return {name: seed + torch.arange(torch.Size(shape).numel(), dtype=torch.float32) for name, shape in SHAPES.items()}
+
+
+def laid_out(params: ParamMap, values: dict[str, Tensor]) -> Tensor:
+    vector = torch.full((params.numel,), -1.0)
+    for name, value in values.items():
+        params.put(vector, name, value)
+    return vector
+
+
+def saved(tmp_path: Path, params: ParamMap, step: int = 3, keep: int = 2) -> Path:
+    vectors = {"theta": laid_out(params, parameters(100)), "exp_avg": laid_out(params, parameters(500))}
+    folder = tmp_path / f"checkpoint-{step}"
+    checkpoint.save(folder, vectors, params, {"outer_step": step, "vectors": list(vectors)}, one_rank(), keep)
+    return folder
+
+
+def assert_holds(folder: Path, params: ParamMap) -> None:
+    found = checkpoint.load(folder, ["theta", "exp_avg"], params, torch.zeros(params.numel))
+    for name, seed in (("theta", 100), ("exp_avg", 500)):
+        wanted = laid_out(params, parameters(seed))
+        assert torch.equal(found[name], torch.where(wanted < 0, 0.0, wanted))  # padding stays zero
+
+
+@pytest.mark.parametrize("reader", [WHOLE, CUT, FIRST, SECOND], ids=["whole", "cut", "first", "second"])
+@pytest.mark.parametrize("writer", [WHOLE, CUT], ids=["whole", "cut"])
+def test_any_layout_reads_what_any_other_wrote(tmp_path, writer, reader):
+    folder = saved(tmp_path, writer)
+    assert_holds(folder, reader)
+    assert checkpoint.read_state(folder)["outer_step"] == 3
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+def two_shards(tmp_path: Path) -> Path:
+    """A checkpoint as two ranks write it."""
+    folder = saved(tmp_path, FIRST)
+    theirs = {f"{vector}/{f.name}@{f.offset}": laid_out(SECOND, parameters(seed))[f.here].clone()
+              for vector, seed in (("theta", 100), ("exp_avg", 500)) for f in SECOND.fragments}  # fmt: skip
+    save_file(theirs, folder / "shard-00001.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("reader", [WHOLE, CUT, SECOND], ids=["whole", "cut", "second"])
+def test_shards_of_two_ranks_are_one_checkpoint(tmp_path, reader):
+    assert_holds(two_shards(tmp_path), reader)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    folder = two_shards(tmp_path)
+    (folder / "shard-00001.safetensors").unlink()
+    assert refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)) == (
+        f"{folder} lacks 3 elements of theta/b; give another checkpoint"
+    )
+
+
+def test_a_damaged_shard_is_named(tmp_path):
+    folder = saved(tmp_path, WHOLE)
+    (folder / "shard-00000.safetensors").write_bytes(b"\x00" * 10)
+    message = refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel))
+    assert message.startswith(f"{folder} cannot be read (")
+    assert message.endswith("; give an older checkpoint")
+
+
+def test_the_newest_are_kept_by_number(tmp_path):
+    for step in (9, 10, 11):
+        saved(tmp_path, WHOLE, step, keep=2)
+    assert [folder.name for folder in checkpoint.complete(tmp_path)] == ["checkpoint-10", "checkpoint-11"]
+    assert not (tmp_path / "checkpoint-9").exists()
+
+
+def test_saving_twice_replaces(tmp_path):
+    folder = saved(tmp_path, CUT)
+    (folder / "stray").write_text("x")
+    assert_holds(saved(tmp_path, WHOLE), CUT)
+    assert not (folder / "stray").exists()
+
+
+def test_half_written_folders_are_no_checkpoints(tmp_path):
+    whole = saved(tmp_path, WHOLE)
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "tmp-checkpoint-8").mkdir()
+    (tmp_path / "checkpoint-final").mkdir()
+    (tmp_path / "checkpoint-final" / "state.json").write_text("{}")
+    assert checkpoint.complete(tmp_path) == [whole]
+    message = refusal(checkpoint.read_state, tmp_path / "checkpoint-7")
+    assert message.startswith(f"resume_from_checkpoint={tmp_path / 'checkpoint-7'} is no checkpoint (")
+    assert message.endswith("; give a checkpoint-N folder")
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return save_bert(tmp_path_factory.mktemp("bert"))
+
+
+def exported(source: Path | str, folder: Path, **settings) -> tuple[Config, PlainWorker]:
+    """Load, move theta off the checkpoint, export."""
+    config = Config(model_name_or_path=str(source), n_way=3, **settings)
+    description = describe(config)
+    tokenizer = load_tokenizer(config, description, pytest.fail)
+    learner = load_learner(config, description)
+    frozen = untrained(learner)
+    per_task = learner.head_names if config.head_init != "learned" else ()
+    worker = PlainWorker(learner, param_groups(learner, per_task, True), torch.device("cpu"))
+    theta = worker.read()
+    theta += 0.05 * torch.randn(theta.shape, generator=torch.Generator().manual_seed(2))
+    worker.write(theta)
+    export(folder, theta, worker, frozen, config, description, tokenizer, one_rank())
+    return config, worker
+
+
+def inputs(folder: Path) -> dict[str, Tensor]:
+    from transformers import AutoTokenizer
+
+    batch = AutoTokenizer.from_pretrained(folder)([WORDS[0], " ".join(WORDS[:3])], padding=True, return_tensors="pt")
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+
+def assert_same_logits(found: Tensor, wanted: Tensor, mask: Tensor) -> None:
+    """Where the mask shows tokens, if the logits are per token; bitwise would be too much to ask of another kernel."""
+    if found.ndim == 3:
+        found, wanted = found[mask.bool()], wanted[mask.bool()]
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert float(wanted.std()) > 1e-3
+
+
+def test_export_of_a_sequence_classifier(tmp_path, bert):
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    _, worker = exported(bert, tmp_path, pooling="model", head_init="learned")
+    batch = inputs(tmp_path)
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert_same_logits(plain(**batch).logits, worker.model(**batch), batch["attention_mask"])
+    assert plain.config.num_labels == 3
+    assert plain.config.hidden_dropout_prob == AutoConfig.from_pretrained(bert).hidden_dropout_prob == 0.1
+    assert plain.config.attention_probs_dropout_prob == 0.1
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("head_init", ["learned", "prototype"])
+def test_export_of_a_pooled_encoder(tmp_path, bert, pooling, head_init):
+    from transformers import AutoModel
+
+    _, worker = exported(bert, tmp_path, pooling=pooling, head_init=head_init)
+    batch = inputs(tmp_path)
+    plain = AutoModel.from_pretrained(tmp_path).eval()
+    mask = batch["attention_mask"][..., None]
+    with torch.no_grad():
+        hidden = plain(**batch).last_hidden_state
+        features = hidden[:, 0] if pooling == "cls" else (hidden * mask).sum(1) / mask.sum(1)
+        assert_same_logits(features, worker.model(**batch, want="features"), batch["attention_mask"])
+        if head_init == "learned":
+            head = load_file(tmp_path / "head.safetensors")
+            logits = features @ head["head.weight"].T + head["head.bias"]
+            assert_same_logits(logits, worker.model(**batch), batch["attention_mask"])
+    assert (tmp_path / "head.safetensors").exists() == (head_init == "learned")
+    assert plain.config.hidden_dropout_prob == 0.1
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    assert [(m["path"], m["type"].split(".")[-1]) for m in modules] == [("", "Transformer"), ("1_Pooling", "Pooling")]
+    modes = json.loads((tmp_path / "1_Pooling" / "config.json").read_text())
+    assert (modes["pooling_mode_mean_tokens"], modes["pooling_mode_cls_token"]) == (pooling == "mean", pooling == "cls")
+    assert modes["word_embedding_dimension"] == 32
+    assert json.loads((tmp_path / "sentence_bert_config.json").read_text())["max_seq_length"] == 128
+
+
+def test_an_exported_encoder_is_read_again_with_its_pooling(tmp_path, bert):
+    exported(bert, tmp_path / "one", pooling="cls")
+    again = Config(model_name_or_path=str(tmp_path / "one"), n_way=3)
+    assert describe(again).pooling == "cls"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_export_of_a_language_model(tmp_path, tied):
+    from transformers import AutoModelForCausalLM
+
+    source = save_llama(tmp_path / "llama", tied)
+    _, worker = exported(source, tmp_path / "out", task_type="causal_lm")
+    batch = inputs(tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert_same_logits(plain(**batch).logits, worker.model(**batch), batch["attention_mask"])
+    assert ("lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")) is not tied
+    assert plain.config.tie_word_embeddings is tied
+
+
+def test_export_of_the_builtin_model(tmp_path):
+    config, worker = exported("tiny", tmp_path)
+    batch = inputs(tmp_path)
+    from transformers import AutoModel
+
+    plain = AutoModel.from_pretrained(tmp_path).eval()
+    mask = batch["attention_mask"][..., None]
+    with torch.no_grad():
+        features = (plain(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
+        assert_same_logits(features, worker.model(**batch, want="features"), batch["attention_mask"])
+    defaults = json.loads((tmp_path / "fmmeta.json").read_text())
+    assert {name: defaults[name] for name in ("head_init", "inner_steps", "inner_lr", "n_way", "algorithm")} == {
+        "head_init": config.head_init, "inner_steps": config.inner_steps, "inner_lr": config.inner_lr, "n_way": 3,
+        "algorithm": config.algorithm,
+    }  # fmt: skip
+    assert defaults["pooling"] == "mean"
+
+
+def test_a_run_is_continued_or_refused(tmp_path):
+    config = Config(output_dir=str(tmp_path / "run"), seed=1)
+    assert find_start(config, "f").checkpoint is None
+    write_run(tmp_path / "run", config, "f", "1 group of 1 rank", finished=False)
+    newest = saved(tmp_path / "run", WHOLE, 4)
+    assert find_start(config, "f").checkpoint == newest
+    assert not find_start(config, "f").finished
+    other = Config(output_dir=str(tmp_path / "run"), seed=2, inner_steps=9)
+    assert refusal(find_start, other, "f") == (
+        f"output_dir={tmp_path / 'run'} holds a run with other settings (inner_steps: {config.inner_steps} -> 9; seed: 1 -> 2); "
+        "use these or another output_dir"
+    )
+    assert "dataset_fingerprint: f -> g" in refusal(find_start, config, "g")
+    never = Config(output_dir=str(tmp_path / "run"), seed=1, resume_from_checkpoint="never")
+    assert refusal(find_start, never, "f") == (
+        f"output_dir={tmp_path / 'run'} holds a run, and resume_from_checkpoint=never; choose another output_dir"
+    )
+    write_run(tmp_path / "run", config, "f", "1 group of 1 rank", finished=True)
+    assert find_start(config, "f").finished
+
+
+def test_folders_that_cannot_be_used(tmp_path):
+    (tmp_path / "file").write_text("")
+    message = refusal(find_start, Config(output_dir=str(tmp_path / "file" / "run")), "f")
+    assert message == f"output_dir={tmp_path / 'file' / 'run'} cannot be made: Not a directory; choose another"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{")
+    assert refusal(find_start, Config(output_dir=str(tmp_path / "run")), "f") == (
+        f"{tmp_path / 'run' / 'run.json'} cannot be read; mend or remove it, or choose another output_dir"
+    )
+    none = Config(output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(tmp_path / "none"))
+    assert refusal(find_start, none, "f").startswith(f"resume_from_checkpoint={tmp_path / 'none'} is no checkpoint (")
+
+
+def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
+    metrics = Metrics(tmp_path, 0, writes=True)
+    for step in (1, 2, 3):
+        metrics.write({"step": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    Metrics(tmp_path, 2, writes=True).write({"step": 3, "again": True})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]

@@ -1,0 +1,90 @@
+"""Settings: every refusal by its text, defaults that depend on other settings, and what a continuation may change."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from fmmeta.config import FREE_ON_RESUME, LEAST, Config, changed_settings
+from tests.unit.helpers import refusal
+
+CHOICES = {item.name: item.metadata["choices"] for item in fields(Config) if "choices" in item.metadata}
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("task_type", "task_type=x is unknown; use classification or causal_lm"),
+    ("head_init", "head_init=x is unknown; use zero, learned or prototype"),
+    ("engine", "engine=x is unknown; use auto, deepspeed or plain"),
+    ("outer_optimizer", "outer_optimizer=x is unknown; use adamw or sgd"),
+])  # fmt: skip
+def test_an_unknown_choice_is_refused(name, said):
+    assert refusal(Config, **{name: "x"}) == said
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_are_checked(name):
+    assert refusal(Config, **{name: "nonsense"}).startswith(f"{name}=nonsense is unknown; use ")
+    assert all(getattr(Config(**{name: choice}), name) == choice for choice in CHOICES[name])
+
+
+@pytest.mark.parametrize(("name", "least"), LEAST.items())
+def test_lower_bounds(name, least):
+    assert refusal(Config, **{name: least - 1}) == f"{name}={least - 1} is below {least}; use {least} or more"
+    assert getattr(Config(**{name: least}), name) == least
+
+
+@pytest.mark.parametrize("value", ["0", "-2", "many", "1.5", ""])
+def test_group_size_is_a_number_or_auto(value):
+    assert refusal(Config, group_size=value) == (
+        f"group_size={value} is neither a positive number nor auto; use auto, 1, 2, 4, ..."
+    )
+
+
+@pytest.mark.parametrize("value", ["auto", "4", 4])
+def test_group_size_is_kept_as_text(value):
+    assert Config(group_size=value).group_size == str(value)
+
+
+@pytest.mark.parametrize("value", [0, -0.1])
+def test_inner_lr_is_positive(value):
+    assert refusal(Config, inner_lr=value) == f"inner_lr={value} is not above 0; use 0.01 to 0.3 for SGD"
+
+
+@pytest.mark.parametrize(("dataset", "said"), [
+    ([], "dataset= names 0 data sets; give one"),
+    (["a", "b"], "dataset=a b names 2 data sets; give one"),
+])  # fmt: skip
+def test_one_data_set_is_given(dataset, said):
+    assert refusal(Config, dataset=dataset) == said
+    assert Config(dataset="a.csv").dataset == ["a.csv"]
+
+
+def test_defaults_are_not_shared():
+    Config().dataset.append("other")
+    assert len(Config().dataset) == 1
+
+
+@pytest.mark.parametrize(("settings", "lr"), [
+    ({}, 1e-3),
+    ({"model_name_or_path": "bert"}, 2e-5),
+    ({"outer_optimizer": "sgd"}, 1.0),
+    ({"outer_optimizer": "sgd", "outer_lr": 0.25}, 0.25),
+])  # fmt: skip
+def test_outer_lr_follows_model_and_optimizer(settings, lr):
+    assert Config(**settings).resolved_outer_lr() == lr
+    assert Config(**settings).as_dict()["outer_lr"] == lr
+
+
+def test_every_setting_has_a_help_text():
+    assert [item.name for item in fields(Config) if len(item.metadata.get("help", "")) < 10] == []
+
+
+def test_changed_settings_are_named():
+    before, now = Config().as_dict(), Config(seed=7, group_size="2", output_dir="x", inner_lr=0.5).as_dict()
+    assert changed_settings(before, now) == [f"inner_lr: {Config().inner_lr} -> 0.5", "seed: 42 -> 7"]
+    assert changed_settings({**before, "dataset_fingerprint": "a"}, before) == ["dataset_fingerprint: a -> None"]
+
+
+def test_free_settings_exist():
+    assert {item.name for item in fields(Config)} >= FREE_ON_RESUME

@@ -1,0 +1,169 @@
+"""The DeepSpeed file: what HF users have works, what would break meta-training is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fmmeta.parallel.ds_config import OURS, REFUSED, Precision, complete, read
+from tests.unit.helpers import ROOT, refusal
+
+HF = {  # a typical file of transformers' documentation
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3, "offload_optimizer": {"device": "none", "pin_memory": True}, "offload_param": {"device": "none"},
+        "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9, "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def ds_file(tmp_path):
+    def write(value) -> str:
+        path = tmp_path / "ds.json"
+        path.write_text(value if isinstance(value, str) else json.dumps(value))
+        return str(path)
+
+    return write
+
+
+def test_an_hf_file_works_as_it_is(ds_file):
+    notices: list[str] = []
+    config, precision = read(ds_file(HF), bf16=True, notice=notices.append)
+    assert precision == Precision(zero_stage=3, bf16=True, offload=False)
+    assert notices == [f"ds.json: {key} is auto and left to fmmeta ({instead})" for key, instead in OURS.items()]
+    done = complete(config, precision, hidden_size=64)
+    assert "auto" not in json.dumps(done)
+    assert not {"optimizer", "scheduler", "fp16", "train_batch_size"} & set(done)
+    zero = done["zero_optimization"]
+    assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (4096, 3686)
+    assert zero["stage3_param_persistence_threshold"] == 640
+    assert (zero["sub_group_size"], zero["overlap_comm"]) == (1e9, True)  # the user's own values stay
+    assert not {"offload_optimizer", "offload_param"} & set(zero)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_completed_file_leaves_gradients_alone(stage):
+    config = {"zero_optimization": {"stage": stage}, "gradient_clipping": 1.0}
+    done = complete(config, Precision(stage, False, False), 8)
+    assert done["gradient_clipping"] == 0.0
+    assert (done["train_micro_batch_size_per_gpu"], done["gradient_accumulation_steps"]) == (1, 1)
+    assert (done["communication_data_type"], done["bf16"]) == ("fp32", {"enabled": False})
+    assert done["zero_allow_untested_optimizer"] is True
+    assert done["zero_force_ds_cpu_optimizer"] is False
+    assert done.get("data_types") == ({"grad_accum_dtype": "fp32"} if stage else None)
+    assert config == {"zero_optimization": {"stage": stage}, "gradient_clipping": 1.0}  # the argument is not touched
+
+
+@pytest.mark.parametrize(("asked", "flag", "bf16"), [
+    ({}, True, True), ({}, False, False), ({"bf16": {"enabled": "auto"}}, True, True), ({"bf16": {"enabled": True}}, False, True),
+    ({"bf16": {"enabled": False}}, True, False), ({"bf16": None}, True, True),
+])  # fmt: skip
+def test_bf16_by_file_or_flag(ds_file, asked, flag, bf16):
+    assert read(ds_file(asked), flag, pytest.fail)[1] == Precision(0, bf16, False)
+
+
+def test_no_file_is_zero_0():
+    assert read(None, False, pytest.fail) == ({"zero_optimization": {"stage": 0}}, Precision(0, False, False))
+
+
+VALUES = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+    "gradient_clipping": 1.0, "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", OURS)
+def test_what_fmmeta_owns_is_refused_by_name(ds_file, key):
+    shown = json.dumps(VALUES[key])
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    assert refusal(read, ds_file({key: VALUES[key]}), False, pytest.fail) == (
+        f"deepspeed=ds.json sets {key}={shown}, which fmmeta owns; remove it and use {OURS[key]}"
+    )
+
+
+def test_one_value_among_autos_is_refused(ds_file):
+    mixed = {**HF["optimizer"], "params": {**HF["optimizer"]["params"], "lr": 3e-5}}
+    assert "sets optimizer=" in refusal(read, ds_file({**HF, "optimizer": mixed}), False, print)
+
+
+BLOCKS = {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2, "zero_hpz_partition_size": 2,
+          "mics_shard_size": 4, "zero_quantized_weights": True, "zero_quantized_gradients": True,
+          "zero_quantized_nontrainable_weights": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", REFUSED)
+@pytest.mark.parametrize("inside_zero", [False, True])
+def test_what_breaks_meta_training_is_refused_by_name(ds_file, key, inside_zero):
+    value = BLOCKS.get(key, {"enabled": True})
+    config = {"zero_optimization": {"stage": 2, key: value}} if inside_zero else {key: value}
+    assert refusal(read, ds_file(config), False, pytest.fail) == (
+        f"deepspeed=ds.json sets {key}={json.dumps(value)}: {REFUSED[key]}; remove it"
+    )
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("fp16", {"enabled": False}), ("fp16", {"enabled": "auto"}), ("fp16", {}), ("amp", None), ("elasticity", {"enabled": False}),
+    ("sequence_parallel_size", 1), ("zero_hpz_partition_size", 1), ("mics_shard_size", -1), ("zero_quantized_weights", False),
+])  # fmt: skip
+def test_what_is_off_is_dropped(ds_file, key, value):
+    config, _ = read(ds_file({key: value, "zero_optimization": {"stage": 1, key: value}}), False, pytest.fail)
+    assert config == {"zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize(("zero", "said"), [
+    (2, 'sets zero_optimization=2; write {"stage": 2}'),
+    ({"stage": 4}, "sets zero_optimization.stage=4; use 0, 1, 2 or 3"),
+    ({"stage": "auto"}, 'sets zero_optimization.stage="auto"; use 0, 1, 2 or 3'),
+    ({"stage": 3, "offload_param": {"device": "nvme"}},
+     "sets offload_param.device=nvme; shards must stay in memory: use cpu or none"),
+    ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+     "sets offload_optimizer.ratio=0.5, which needs DeepSpeed's own Adam; use 1.0"),
+    ({"stage": 2, "offload_param": {"device": "cpu"}}, "sets offload_param at zero_optimization.stage=2; use stage 3 or more"),
+    ({"stage": 0, "offload_optimizer": {"device": "cpu"}},
+     "sets offload_optimizer at zero_optimization.stage=0; use stage 1 or more"),
+    ({"stage": 2, "offload_optimizer": "cpu"}, 'sets offload_optimizer="cpu"; write {"device": "cpu"}'),
+])  # fmt: skip
+def test_zero_settings_that_cannot_work(ds_file, zero, said):
+    assert refusal(read, ds_file({"zero_optimization": zero}), False, pytest.fail) == f"deepspeed=ds.json {said}"
+
+
+def test_bf16_is_an_object(ds_file):
+    assert refusal(read, ds_file({"bf16": True}), False, pytest.fail) == (
+        'deepspeed=ds.json sets bf16=true; write {"enabled": true}'
+    )
+
+
+def test_offload_is_noticed(ds_file):
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "none"}}
+    config, precision = read(ds_file({"zero_optimization": zero}), False, pytest.fail)
+    assert precision == Precision(3, False, True)
+    assert config["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("{", "is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); mend the file"),
+    ("[]", "holds no JSON object; see ds_configs/ for ready ones"),
+])  # fmt: skip
+def test_an_unreadable_file(ds_file, text, said):
+    path = ds_file(text)
+    assert refusal(read, path, False, pytest.fail) == f"deepspeed={path} {said}"
+    assert refusal(read, path + ".no", False, pytest.fail) == f"deepspeed={path}.no is not a file; see ds_configs/ for ready ones"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda file: file.stem)
+def test_every_shipped_file_passes(file):
+    notices: list[str] = []
+    config, precision = read(str(file), False, notices.append)
+    assert precision.zero_stage == int(file.stem.removeprefix("zero")[0])
+    assert precision.offload == ("offload" in file.stem)
+    assert "auto" not in json.dumps(complete(config, precision, 64))
+    assert notices == []

@@ -1,0 +1,84 @@
+"""Rooms: data flows down the list, one module talks to torch.distributed, one to DeepSpeed, and `import fmmeta` is cheap."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import environment
+from tests.unit.helpers import ROOT
+
+PACKAGE = ROOT / "fmmeta"
+ORDER = [
+    {"config"},
+    {"tasks"},
+    {"models"},
+    {"parallel"},
+    {"meta"},
+    {"checkpoint", "export", "fewshot"},
+    {"progress", "record", "build"},
+    {"train"},
+    {"cli"},
+]
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of everything a file imports, at the top or lazily."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively; write the full name"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room(name: str) -> str:
+    """`fmmeta.tasks.batch.Example` -> `tasks`."""
+    return name.split(".")[1]
+
+
+def place(path: Path) -> int:
+    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    return next(number for number, rooms in enumerate(ORDER) if own in rooms)
+
+
+def test_every_module_has_a_room():
+    known = set().union(*ORDER)
+    assert [str(path) for path in FILES if path.relative_to(PACKAGE).with_suffix("").parts[0] not in known] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_room_imports_from_rooms_above_it(path):
+    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    above = set().union(*ORDER[: place(path)], {own})
+    assert {room(name) for name in imported(path) if name.startswith("fmmeta.")} <= above
+
+
+@pytest.mark.parametrize(("package", "owner"), [("torch.distributed", "communicator.py"), ("deepspeed", "engine.py")])
+def test_one_module_alone_imports(package, owner):
+    users = {path.name for path in FILES for name in imported(path) if name == package or name.startswith(f"{package}.")}
+    assert users == {owner}
+
+
+def test_torch_distributed_is_not_reached_by_its_full_name():
+    assert [path.name for path in FILES if "torch.distributed." in path.read_text() and path.name != "communicator.py"] == []
+
+
+@pytest.mark.parametrize("module", ["fmmeta", "fmmeta.config", "fmmeta.cli", "fmmeta.parallel.layout", "fmmeta.tasks.schedule"])
+def test_cheap_modules_import_nothing_heavy(module):
+    code = f"import time; t = time.perf_counter(); import {module}; t = time.perf_counter() - t; import json, sys; "
+    code += "print(json.dumps([t, sorted({name.split('.')[0] for name in sys.modules})]))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment(), timeout=60)
+    seconds, loaded = json.loads(ran.stdout)
+    assert not {"torch", "transformers", "deepspeed", "datasets"} & set(loaded)
+    if module == "fmmeta":
+        assert seconds < 0.5
+        assert "dataclasses" not in loaded  # not even the settings

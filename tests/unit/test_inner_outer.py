@@ -1,0 +1,367 @@
+"""The mathematics on one process: inner steps, head starts, the rules by their definitions, and the outer step."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fmmeta.config import SCHEDULES, Config
+from fmmeta.fewshot.evaluate import Score, evaluate_tasks, mean_ci95, per_stratum
+from fmmeta.meta.algorithms import Direction, make_rule
+from fmmeta.meta.inner import Batches, InnerLoop, sgd
+from fmmeta.meta.outer import MetaGradient, Outer
+from fmmeta.models.learner import NativeClassifier, PooledClassifier
+from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.plain import PlainWorker
+from fmmeta.parallel.shards import param_groups
+from fmmeta.parallel.worker import Pass
+from fmmeta.tasks.batch import Dealer, Example
+from fmmeta.tasks.schedule import Task
+from tests.unit.helpers import one_rank
+
+CPU = torch.device("cpu")
+LR, STEPS, CLASSES = 0.1, 3, 3
+RNG = torch.Generator().manual_seed(5)
+
+
+def rows(count: int) -> list[Example]:
+    """Rows of 2 to 6 tokens, the classes in turn."""
+    return [Example(torch.randint(1, 40, (2 + i % 5,), generator=RNG).tolist(), i % CLASSES) for i in range(count)]
+
+
+SUPPORT, QUERY = rows(9), rows(6)
+
+
+def encoder(pooling: str) -> nn.Module:
+    """A small BERT with weights large enough that gradients are no rounding noise, and a head that is not zero."""
+    from transformers import BertConfig, BertForSequenceClassification, BertModel
+
+    torch.manual_seed(1)
+    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=40,
+                        max_position_embeddings=16, type_vocab_size=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+                        num_labels=CLASSES, initializer_range=0.3)  # fmt: skip
+    if pooling == "model":
+        return NativeClassifier(BertForSequenceClassification(config), CLASSES)
+    return PooledClassifier(BertModel(config), CLASSES, pooling)
+
+
+def worker_of(model: nn.Module, head_init: str = "learned", bf16: bool = False) -> PlainWorker:
+    per_task = model.head_names if head_init != "learned" else ()
+    return PlainWorker(model, param_groups(model, per_task, weight_decay=True), CPU, bf16)
+
+
+def batches(micro_batch_size: int = 4) -> Batches:
+    dealer = Dealer(0, micro_batch_size)
+    return Batches(dealer.deal(SUPPORT), dealer.deal(QUERY))
+
+
+def inner_loop(model: nn.Module, head_init: str) -> InnerLoop:
+    return InnerLoop(STEPS, LR, head_init, model.head_names, CLASSES)
+
+
+def by_name(worker: PlainWorker, vector: Tensor) -> dict[str, Tensor]:
+    trained = [(name, param) for name, param in worker.model.named_parameters() if param.requires_grad]
+    return {name: worker.whole(vector, name, tuple(param.shape)) for name, param in trained}
+
+
+def call(model: nn.Module, row: Example, **want: str) -> Tensor:
+    ids = torch.tensor([list(row.input_ids)])
+    return model(ids, torch.ones_like(ids), **want)
+
+
+def mean_loss(model: nn.Module, examples: Sequence[Example]) -> Tensor:
+    """The mean over a set, row by row."""
+    return F.cross_entropy(torch.cat([call(model, row) for row in examples]), torch.tensor([row.labels for row in examples]))
+
+
+def gradients(model: nn.Module, examples: Sequence[Example]) -> dict[str, Tensor]:
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    found = torch.autograd.grad(mean_loss(model, examples), list(trained.values()))
+    return dict(zip(trained, found, strict=True))
+
+
+def means_by_hand(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        features = torch.cat([call(model, row, want="features") for row in SUPPORT])
+    return torch.stack([features[torch.tensor([row.labels == c for row in SUPPORT])].mean(0) for c in range(CLASSES)])
+
+
+def adapted_copy(model: nn.Module, head_init: str) -> nn.Module:
+    """What the words say: copy the model, start its head, take SGD steps on the support set."""
+    phi = copy.deepcopy(model)
+    if head_init == "prototype":
+        means = means_by_hand(phi)
+        with torch.no_grad():
+            phi.get_parameter(phi.head_names[0]).copy_(2 * means)
+            phi.get_parameter(phi.head_names[1]).copy_(-means.square().sum(1))
+    optimizer = torch.optim.SGD([param for param in phi.parameters() if param.requires_grad], lr=LR)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        mean_loss(phi, SUPPORT).backward()
+        optimizer.step()
+    return phi
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    """Relative to the whole vector, as docs/design.md measures it."""
+    assert list(found) == list(wanted)
+    off = math.sqrt(sum(float((found[name] - wanted[name]).square().sum()) for name in wanted))
+    size = math.sqrt(sum(float(value.square().sum()) for value in wanted.values()))
+    assert size > 1e-2
+    assert off < tolerance * size
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "model"])
+def test_prototypes_are_class_means(pooling):
+    model = encoder(pooling)
+    means = means_by_hand(model)
+    worker = worker_of(model, "prototype")
+    theta = worker.read()
+    inner_loop(model, "prototype").start(worker, theta, batches().support)
+    weight, bias = (model.get_parameter(name) for name in model.head_names)
+    torch.testing.assert_close(weight.detach(), 2 * means)
+    torch.testing.assert_close(bias.detach(), -means.square().sum(1))
+    rest = worker.params.groups["head"].start
+    assert torch.equal(worker.read()[:rest], theta[:rest])
+
+
+@pytest.mark.parametrize("head_init", ["zero", "learned"])
+def test_other_head_starts_change_nothing(head_init):
+    model = encoder("mean")
+    worker = worker_of(model, head_init)
+    theta = worker.read()
+    inner_loop(model, head_init).start(worker, theta, batches().support)
+    assert torch.equal(worker.read(), theta)
+
+
+def test_sgd_update():
+    shard = torch.tensor([1.0, 2.0])
+    sgd(0.5)(shard, torch.tensor([4.0, -2.0]), slice(0, 2))
+    assert shard.tolist() == [-1.0, 3.0]
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4, 32])
+def test_a_step_takes_the_gradient_of_the_whole_set(micro_batch_size):
+    model = encoder("mean")
+    wanted = gradients(model, SUPPORT)
+    worker = worker_of(model)
+    found, passed = worker.gradient(batches(micro_batch_size).support)
+    assert_same(by_name(worker, found), wanted)
+    assert passed.loss == pytest.approx(mean_loss(model, SUPPORT).item(), rel=1e-5)
+    assert passed.finite
+
+
+@pytest.mark.parametrize("head_init", ["zero", "learned", "prototype"])
+@pytest.mark.parametrize("pooling", ["mean", "model"])
+def test_fomaml_is_the_query_gradient_of_an_adapted_copy(pooling, head_init):
+    model = encoder(pooling)
+    wanted = gradients(adapted_copy(model, head_init), QUERY)
+    worker = worker_of(model, head_init)
+    direction = make_rule("fomaml", inner_loop(model, head_init)).direction(worker, worker.read(), batches())
+    assert_same(by_name(worker, direction.shards), wanted)
+    assert (direction.weight, direction.finite) == (1.0, True)
+
+
+@pytest.mark.parametrize("head_init", ["zero", "learned", "prototype"])
+def test_reptile_is_theta_minus_phi(head_init):
+    model = encoder("mean")
+    phi = dict(adapted_copy(model, head_init).named_parameters())
+    worker = worker_of(model, head_init)
+    theta = by_name(worker, worker.read())
+    direction = make_rule("reptile", inner_loop(model, head_init)).direction(worker, worker.read(), batches())
+    assert_same(by_name(worker, direction.shards), {name: value - phi[name].detach() for name, value in theta.items()})
+
+
+@pytest.mark.parametrize("rule", ["fomaml", "reptile"])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("poison", [False, True])
+def test_theta_is_restored_bitwise(rule, bf16, poison):
+    """After a task that was not finite as well, and then its direction says so."""
+    model = encoder("mean")
+    worker = worker_of(model, "prototype", bf16)
+    theta = worker.read()
+    before = [param.detach().clone() for param in model.parameters()]
+    episode = batches()
+    inner = InnerLoop(STEPS, 1e38 if poison else LR, "prototype", model.head_names, CLASSES)
+    direction = make_rule(rule, inner).direction(worker, theta, episode)
+    assert direction.finite is not poison
+    assert torch.equal(worker.read(), theta)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    again = make_rule(rule, inner_loop(model, "prototype")).direction(worker, theta, episode)
+    assert again.finite  # nothing of the bad task is left, in gradients neither
+
+
+def test_untrained_parameters_are_left_out():
+    model = encoder("mean")
+    worker = worker_of(model)
+    assert {f.name for f in worker.params.fragments} == {n for n, p in model.named_parameters() if "pooler" not in n}
+
+
+def test_parameter_groups():
+    model = encoder("model")
+    groups = {group["name"]: group["params"] for group in param_groups(model, model.head_names, weight_decay=True)}
+    names = {id(param): name for name, param in model.named_parameters()}
+    assert [names[id(p)] for p in groups["head"]] == list(model.head_names)
+    assert all(p.ndim > 1 for p in groups["decay"])
+    assert all(p.ndim == 1 for p in groups["no_decay"])
+    assert sum(map(len, groups.values())) == len(names)
+    assert [g["name"] for g in param_groups(model, (), weight_decay=False)] == ["no_decay"]
+
+
+def outer_of(worker: PlainWorker, theta: Tensor, **settings) -> Outer:
+    fixed = {"outer_optimizer": "sgd", "outer_lr": 0.5, "lr_scheduler_type": "constant"}
+    return Outer(theta, worker, Config(**{**fixed, "max_grad_norm": 0.0, "weight_decay": 0.0, **settings}))
+
+
+def test_outer_sgd_moves_against_the_meta_gradient():
+    worker = worker_of(encoder("mean"))
+    theta = worker.read()
+    grad = torch.randn(theta.shape, generator=RNG)
+    began, asked = theta.clone(), grad.clone()
+    moved = outer_of(worker, theta).step(grad, 0)
+    torch.testing.assert_close(theta, began - 0.5 * asked)
+    assert moved.applied
+    assert moved.grad_norm == pytest.approx(float(asked.double().norm()))
+
+
+@pytest.mark.parametrize("largest", [0.1, 1e6])
+def test_clipping_is_over_the_whole_model(largest):
+    worker = worker_of(encoder("mean"), "zero")
+    theta = worker.read()
+    grad = torch.randn(theta.shape, generator=RNG)
+    head = worker.params.groups["head"]
+    counted = grad.clone()
+    counted[head] = 0  # a head that starts anew in every task has no part in the norm
+    norm = float(counted.double().norm())
+    began = theta.clone()
+    moved = outer_of(worker, theta, max_grad_norm=largest).step(grad, 0)
+    assert moved.grad_norm == pytest.approx(norm)
+    torch.testing.assert_close(theta - began, -0.5 * counted * min(1, largest / norm), atol=1e-6, rtol=1e-4)
+
+
+def test_weight_decay_is_on_the_decay_group_alone():
+    worker = worker_of(encoder("mean"))
+    theta = worker.read()
+    began = theta.clone()
+    outer = outer_of(worker, theta, outer_optimizer="adamw", outer_lr=0.1, weight_decay=0.2)
+    outer.step(torch.zeros_like(theta), 0)
+    decay, rest = worker.params.groups["decay"], worker.params.groups["no_decay"]
+    torch.testing.assert_close(theta[decay], began[decay] * (1 - 0.1 * 0.2))
+    assert torch.equal(theta[rest], began[rest])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("head_init", "moves"), [("zero", False), ("prototype", False), ("learned", True)])
+def test_the_head_moves_only_if_learned(optimizer, head_init, moves):
+    model = encoder("mean")
+    worker = worker_of(model, head_init)
+    theta = worker.read()
+    began = by_name(worker, theta)
+    outer_of(worker, theta, outer_optimizer=optimizer, weight_decay=0.1).step(torch.ones_like(theta), 0)
+    now = by_name(worker, theta)
+    assert {name for name in now if torch.equal(now[name], began[name])} == (set() if moves else set(model.head_names))
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+def test_theta_stays_without_a_finite_meta_gradient(bad):
+    worker = worker_of(encoder("mean"))
+    theta = worker.read()
+    began = theta.clone()
+    grad = None if bad is None else torch.full_like(theta, bad)
+    assert not outer_of(worker, theta).step(grad, 0).applied
+    assert torch.equal(theta, began)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_lr_is_that_of_transformers(name, warmup):
+    from transformers import get_scheduler
+
+    worker = worker_of(encoder("mean"))
+    outer = outer_of(worker, worker.read(), lr_scheduler_type=name, warmup_steps=warmup, outer_steps=20)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    scheduler = get_scheduler(name, optimizer, warmup, 20)
+    wanted = []
+    for _ in range(20):
+        wanted.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert [outer.lr(step) for step in range(20)] == pytest.approx(wanted)
+    assert [outer.lr(step) for step in reversed(range(20))] == pytest.approx(wanted[::-1])  # a function of the step alone
+
+
+def test_outer_steps_are_those_of_torch():
+    worker = worker_of(encoder("mean"))
+    theta = worker.read()
+    param = nn.Parameter(theta.clone())
+    plain = torch.optim.AdamW([param], lr=0.01, eps=1e-6, weight_decay=0.0)
+    outer = outer_of(worker, theta, outer_optimizer="adamw", outer_lr=0.01)
+    for step in range(3):
+        grad = torch.randn(theta.shape, generator=RNG)
+        param.grad = grad.clone()
+        plain.step()
+        outer.step(grad, step)
+    torch.testing.assert_close(theta, param.detach())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_resumed_outer_goes_on_alike(optimizer):
+    worker = worker_of(encoder("mean"), "zero")
+    grads = [torch.randn(worker.params.numel, generator=RNG) for _ in range(4)]
+    settings = {"outer_optimizer": optimizer, "outer_lr": 0.01, "lr_scheduler_type": "cosine", "weight_decay": 0.1}
+    straight, broken = worker.read(), worker.read()
+    outer = outer_of(worker, straight, **settings)
+    for step, grad in enumerate(grads):
+        outer.step(grad.clone(), step)
+    first = outer_of(worker, broken, **settings)
+    for step in (0, 1):
+        first.step(grads[step].clone(), step)
+    second = outer_of(worker, broken, **settings)
+    second.load_state(*first.state())
+    for step in (2, 3):
+        second.step(grads[step].clone(), step)
+    assert torch.equal(straight, broken)
+
+
+def passed(finite: bool = True) -> Pass:
+    return Pass(torch.tensor([0.5, 1, 1, 0 if finite else 1], dtype=torch.float64))
+
+
+def test_meta_gradient_is_the_weighted_mean_of_finite_tasks():
+    meta, alone = MetaGradient(torch.zeros(2)), Communicator(None, 0, 1, CPU)
+    meta.add(Direction(torch.tensor([1.0, 2.0]), 1.0, True, passed(), passed()))
+    meta.add(Direction(torch.tensor([4.0, 8.0]), 3.0, True, passed(), passed()))
+    meta.add(Direction(torch.tensor([math.nan, 1.0]), 1.0, False, passed(), passed(finite=False)))
+    assert meta.weight == 4
+    assert meta.reduce(alone, meta.weight).tolist() == [3.25, 6.5]
+    meta.clear()
+    assert (meta.sum.tolist(), meta.weight, meta.reduce(alone, 0.0)) == ([0, 0], 0, None)
+
+
+def test_evaluation_scores_before_and_after_and_leaves_theta():
+    model = encoder("mean")
+    phi = adapted_copy(model, "zero")
+    before, after = mean_loss(model, QUERY).item(), mean_loss(phi, QUERY).item()
+    worker = worker_of(model, "zero")
+    theta = worker.read()
+    worker.write(torch.zeros_like(theta))  # evaluation puts theta in by itself
+    tasks = [Task(0, f"t{i}", f"s{i}", 10 + i, (0, 0, 0, i)) for i in range(2)]
+    scores = evaluate_tasks(worker, theta, inner_loop(model, "zero"), tasks, lambda task: batches(), one_rank())
+    assert torch.equal(worker.read(), theta)
+    assert [(score.slot, score.stratum) for score in scores] == [(0, "s0"), (1, "s1")]
+    for score in scores:
+        assert (score.loss_before, score.loss_after) == pytest.approx((before, after), rel=1e-4)
+
+
+def test_summaries_of_scores():
+    assert mean_ci95([1.0, 2.0, 3.0, 4.0]) == pytest.approx((2.5, 1.96 * math.sqrt((5 / 3) / 4)))
+    assert mean_ci95([1.0])[0] == 1.0
+    assert math.isnan(mean_ci95([1.0])[1])
+    scores = [Score(i, stratum, 0, 0, 0, accuracy) for i, (stratum, accuracy) in enumerate([("b", 0.5), ("a", 1.0), ("b", 1.0)])]
+    assert per_stratum(scores) == {"a": 1.0, "b": 0.75}

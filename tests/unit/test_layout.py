@@ -1,0 +1,150 @@
+"""Who is who: launchers' variables, groups of ranks, and the size of a group from an estimate of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fmmeta.parallel import memory
+from fmmeta.parallel.communicator import World
+from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.layout import Launch, Layout, first_host
+from fmmeta.parallel.memory import Sizes, choose_group_size, estimate
+from tests.unit.helpers import refusal
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+            "MASTER_ADDR": "n0", "MASTER_PORT": "1234"}  # fmt: skip
+DEEPSPEED = {**{name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}, "LOCAL_SIZE": "2"}
+SLURM = {"SLURM_PROCID": "6", "SLURM_NTASKS": "8", "SLURM_LOCALID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+         "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "41234"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("env", "launch"), [
+    ({}, Launch(0, 1, 0, 1)),
+    (TORCHRUN, Launch(5, 8, 1, 4, "n0", 1234)),
+    (DEEPSPEED, Launch(5, 8, 1, 2, "n0", 1234)),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, Launch(1, 2, 0, 2, "127.0.0.1", 29500)),
+    (SLURM, Launch(6, 8, 2, 4, "gpu03", 20000 + 41234 % 20000)),
+    ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "7"}, Launch(6, 8, 2, 4, "head", 7)),
+    ({**SLURM, **TORCHRUN}, Launch(5, 8, 1, 4, "n0", 1234)),  # torchrun under srun
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Launch(0, 1, 0, 1)),  # a batch script's own process
+    ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Launch(0, 1, 0, 1)),  # srun -n1 in a larger job
+])  # fmt: skip
+def test_launch_from_variables(env, launch):
+    assert Launch.from_env(env) == launch
+
+
+@pytest.mark.parametrize(("env", "said"), [
+    ({**TORCHRUN, "RANK": "8"}, "RANK=8 is not below WORLD_SIZE=8; check the launcher"),
+    ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not below WORLD_SIZE=8; check the launcher"),
+    ({**TORCHRUN, "WORLD_SIZE": "eight"}, "environment variable WORLD_SIZE=eight is not a number; check the launcher"),
+    ({**SLURM, "SLURM_PROCID": ""}, "environment variable SLURM_PROCID= is not a number; check the launcher"),
+])  # fmt: skip
+def test_bad_variables(env, said):
+    assert refusal(Launch.from_env, env) == said
+
+
+@pytest.mark.parametrize(("nodelist", "host"), [
+    ("node7", "node7"), ("a1,a2", "a1"), ("gpu[03-05,09],cpu1", "gpu03"), ("gpu[7,9]", "gpu7"), ("n[1-2]-ib,n3-ib", "n1-ib"),
+    ("rack-a-[001-004]", "rack-a-001"), ("x[12]", "x12"), ("login.cluster,b", "login.cluster"),
+])  # fmt: skip
+def test_first_host(nodelist, host):
+    assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize("nodelist", ["", "[1-2]", ",a"])
+def test_a_list_without_hosts(nodelist):
+    assert refusal(first_host, nodelist) == f"SLURM node list {nodelist!r} has no host in it; set MASTER_ADDR"
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_groups_are_runs_of_ranks(num_groups, group_size):
+    layouts = [Layout(Launch(rank, num_groups * group_size), group_size) for rank in range(num_groups * group_size)]
+    assert {layout.num_groups for layout in layouts} == {num_groups}
+    places = [(layout.group_index, layout.group_rank) for layout in layouts]
+    assert places == [(g, m) for g in range(num_groups) for m in range(group_size)]
+
+
+@pytest.mark.parametrize(
+    ("group_size", "world_size", "use"), [(3, 8, "1, 2, 4 or 8"), (2, 7, "1 or 7"), (2, 1, "1"), (0, 4, "1, 2 or 4")]
+)
+def test_group_size_divides_the_world(group_size, world_size, use):
+    assert refusal(Layout, Launch(0, world_size), group_size) == (
+        f"group_size={group_size} does not divide world_size={world_size}; use {use}"
+    )
+
+
+def test_layout_reads_as_words():
+    assert str(Layout(Launch(0, 4), 2)) == "2 groups of 2 ranks"
+    assert str(Layout(Launch(0, 1), 1)) == "1 group of 1 rank"
+
+
+SIZES = Sizes(params=1000, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=10)
+ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
+
+
+@pytest.mark.parametrize(("stage", "bf16", "group_size", "kinds"), [
+    (0, False, 4, (4000, 4000, 0, 20000)),  # in fp32 the weights are the masters
+    (0, True, 4, (2000, 4000, 4000, 20000)),
+    (1, False, 4, (4000, 4000, 1000, 5000)),
+    (2, True, 4, (2000, 1000, 1000, 5000)),
+    (3, True, 4, (500, 1000, 1000, 5000)),
+    (3, False, 1, (4000, 4000, 4000, 20000)),
+])  # fmt: skip
+def test_estimate_by_hand(stage, bf16, group_size, kinds):
+    found = estimate(SIZES, Precision(stage, bf16, False), group_size)
+    assert (found.weights, found.gradients, found.master, found.meta) == kinds
+    assert found.activations == ACTIVATIONS * (1 if bf16 else 2)
+    assert (found.logits, found.total) == (0, sum(kinds) + found.activations)
+
+
+def test_logits_are_counted_for_language_models():
+    sizes = Sizes(**{**vars(SIZES), "vocab": 100})
+    assert estimate(sizes, Precision(0, False, False), 1).logits == 3 * 3 * 10 * 100 * 4
+
+
+def test_estimate_reads_as_a_sum():
+    sizes = Sizes(params=2**28, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
+    assert str(estimate(sizes, Precision(0, False, False), 1)) == "weights 1 + gradients 1 + meta 5 = 7 GiB"
+
+
+def world_of(monkeypatch, world_size: int, local_world_size: int, free: int) -> World:
+    """A world of one process that believes in more ranks, `free` bytes on each."""
+    world = World(Launch(), torch.device("cpu"))
+    world.launch = Launch(0, world_size, 0, local_world_size)
+    monkeypatch.setattr(memory, "free_bytes", lambda device, local: free)
+    return world
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 4, 8])
+def test_the_smallest_group_that_fits(monkeypatch, wanted):
+    """Just enough memory for a group size is just too little for the next smaller one."""
+    precision = Precision(3, False, False)
+    free = int(estimate(SIZES, precision, wanted).total / memory.HEADROOM) + 1
+    size, why = choose_group_size(world_of(monkeypatch, 16, 8, free), SIZES, precision)
+    assert size == wanted
+    assert why.startswith(f"group_size {wanted} (auto): weights ")
+
+
+def test_a_group_stays_inside_a_node_and_divides_the_world(monkeypatch):
+    precision = Precision(3, False, False)
+    free = int(estimate(SIZES, precision, 4).total / memory.HEADROOM) + 1
+    assert choose_group_size(world_of(monkeypatch, 6, 6, free), SIZES, precision)[0] == 6
+    assert "2 ranks of a group need" in refusal(choose_group_size, world_of(monkeypatch, 16, 2, free), SIZES, precision)
+
+
+def test_no_room_at_all(monkeypatch):
+    sizes = Sizes(params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
+    world = world_of(monkeypatch, 8, 4, 2**32)
+    assert refusal(choose_group_size, world, sizes, Precision(2, False, False)) == (
+        "group_size=auto finds no room: 4 ranks of a group need weights 4 + gradients 1 + master 1 + meta 5 = 11 GiB each at "
+        "ZeRO 2, and 4 GiB are free; use a higher ZeRO stage, offload, more GPUs or a smaller --micro_batch_size"
+    )
+
+
+def test_memory_of_the_host_is_shared_by_its_ranks():
+    import psutil
+
+    assert memory.free_bytes(torch.device("cpu"), 1000) <= psutil.virtual_memory().total // 1000

@@ -1,0 +1,131 @@
+"""Models as found: poolings, fresh heads by seed, dropout off, and every refusal by its text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fmmeta.config import Config
+from fmmeta.models.learner import NativeClassifier
+from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
+from tests.models import save_bert, save_llama
+from tests.unit.helpers import refusal
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return save_bert(tmp_path_factory.mktemp("bert"))
+
+
+def changed(folder, source, **values):
+    """A copy of a checkpoint's configuration with other values, without weights."""
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+    return folder
+
+
+@pytest.mark.parametrize(("pooling", "head"), [
+    ("model", ("hf.classifier.weight", "hf.classifier.bias")), ("mean", ("head.weight", "head.bias")),
+    ("cls", ("head.weight", "head.bias")),
+])  # fmt: skip
+@pytest.mark.parametrize("head_init", ["zero", "learned", "prototype"])
+def test_heads(bert, pooling, head, head_init):
+    config = Config(model_name_or_path=str(bert), pooling=pooling, head_init=head_init, n_way=4)
+    learners = [load_learner(config, describe(config)) for _ in range(2)]
+    assert learners[0].head_names == head
+    assert learners[0].get_parameter(head[0]).shape == (4, 32)
+    assert bool(learners[0].get_parameter(head[0]).any()) == (head_init == "learned")
+    for (name, a), (_, b) in zip(learners[0].named_parameters(), learners[1].named_parameters(), strict=True):
+        assert torch.equal(a, b), name  # a fresh head follows the seed
+    empty = empty_learner(config, describe(config))
+    assert [(n, p.shape) for n, p in empty.named_parameters()] == [(n, p.shape) for n, p in learners[0].named_parameters()]
+
+
+def test_dropout_is_off_in_training(bert):
+    config = Config(model_name_or_path=str(bert), n_way=4)
+    description = describe(config)
+    assert description.dropouts == {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    learner = load_learner(config, description)
+    assert learner.training
+    assert {module.p for module in learner.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
+
+
+@pytest.mark.parametrize(("modes", "pooling"), [
+    (None, "model"), ({"pooling_mode_cls_token": True}, "cls"), ({"pooling_mode_mean_tokens": True}, "mean"),
+    ({"pooling_mode": "mean"}, "mean"),
+])  # fmt: skip
+def test_pooling_auto_follows_the_folder(tmp_path, bert, modes, pooling):
+    changed(tmp_path, bert)
+    if modes is not None:
+        (tmp_path / "1_Pooling").mkdir()
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(modes))
+    assert describe(Config(model_name_or_path=str(tmp_path))).pooling == pooling
+    assert describe(Config(model_name_or_path=str(tmp_path), pooling="cls")).pooling == "cls"
+
+
+def test_other_poolings_are_refused(tmp_path, bert):
+    (tmp_path / "1_Pooling").mkdir()
+    file = tmp_path / "1_Pooling" / "config.json"
+    file.write_text('{"pooling_mode_max_tokens": true}')
+    assert refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert)))) == (
+        f"pooling=auto: {file} asks for a pooling that is not mean or cls; choose one with --pooling"
+    )
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    ({"num_experts": 8}, "is a mixture of experts (bert), which is not supported yet; use a dense model"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "is quantised, and its weights cannot be trained; use the full one"),
+    ({"model_type": "nonsense"}, "cannot be read: "),
+])  # fmt: skip
+def test_models_that_cannot_be_trained(tmp_path, bert, values, said):
+    message = refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert, **values))))
+    assert message.startswith(f"model_name_or_path={tmp_path} {said}")
+
+
+def test_folders_without_a_model(tmp_path):
+    assert refusal(describe, Config(model_name_or_path=str(tmp_path))) == (
+        f"model_name_or_path={tmp_path} holds no config.json; give a Hugging Face folder or hub id"
+    )
+    for missing in (str(tmp_path / "none"), "./none", "a/b/c"):
+        assert refusal(describe, Config(model_name_or_path=missing)) == (
+            f"model_name_or_path={missing} is not a folder; check the path"
+        )
+
+
+def test_weights_that_are_not_there(tmp_path, bert):
+    config = Config(model_name_or_path=str(changed(tmp_path, bert)))
+    assert refusal(load_learner, config, describe(config)).startswith(f"model_name_or_path={tmp_path} cannot be loaded: ")
+
+
+def test_a_checkpoint_without_tokenizer_reads_bytes(tmp_path, bert):
+    notices: list[str] = []
+    config = Config(model_name_or_path=str(changed(tmp_path, bert)))
+    tokenizer = load_tokenizer(config, describe(config), notices.append)
+    assert notices == [f"{tmp_path} has no tokenizer: texts are read as bytes"]
+    assert tokenizer.decode(tokenizer("über")["input_ids"], skip_special_tokens=True) == "über"
+    changed(tmp_path, bert, vocab_size=100)
+    assert refusal(load_tokenizer, config, describe(config), notices.append) == (
+        f"model_name_or_path={tmp_path} has no tokenizer, and its vocab_size=100 is below the byte tokenizer's 259; "
+        "add a tokenizer"
+    )
+
+
+def test_a_model_without_a_linear_classifier(bert):
+    from transformers import AutoModelForSequenceClassification
+
+    hf = AutoModelForSequenceClassification.from_pretrained(bert)
+    assert refusal(NativeClassifier, hf, 99) == (
+        f"model_name_or_path={bert} (BertForSequenceClassification) has no linear classifier on top; use --pooling mean"
+    )
+
+
+def test_a_decoder_as_classifier(tmp_path):
+    """A decoder scores the last token that is no padding, and its features are those of that token."""
+    config = Config(model_name_or_path=str(save_llama(tmp_path)), n_way=3, pooling="model", head_init="learned")
+    learner = load_learner(config, describe(config))
+    assert learner.head_names == ("hf.score.weight",)
+    ids, mask = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11]]), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    features = learner(ids, mask, want="features")
+    torch.testing.assert_close(features @ learner.get_parameter("hf.score.weight").T, learner(ids, mask))

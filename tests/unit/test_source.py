@@ -1,0 +1,254 @@
+"""From data to episodes: columns, refusals by their text, episodes as pure functions of their seed, and the real data."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fmmeta.config import Config
+from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.tasks.batch import IGNORE
+from fmmeta.tasks.encode import encode_pairs, encode_texts
+from fmmeta.tasks.schedule import Schedule
+from fmmeta.tasks.source import Episode, Sources, load_sources
+from tests.models import write_classes, write_pairs
+from tests.unit.helpers import DATA, refusal, write_rows
+
+TOKENIZER = byte_tokenizer()
+SMALL = {"n_way": 2, "k_shot": 2, "num_query": 3, "max_length": 64}
+
+
+def load(path: Path | str, notices: list[str] | None = None, **settings) -> Sources:
+    config = Config(dataset=[str(path)], **{**SMALL, **settings})
+    return load_sources(config, TOKENIZER, (notices if notices is not None else []).append)
+
+
+def episodes(sources: Sources, steps: int = 5, seed: int = 3) -> list[Episode]:
+    schedule = Schedule(sources.train.items, 4, seed)
+    return [sources.train.episode(task) for step in range(steps) for task in schedule.meta_batch(step)]
+
+
+def text_of(row) -> str:
+    return TOKENIZER.decode(row.input_ids, skip_special_tokens=True)
+
+
+@pytest.fixture
+def classes(tmp_path):
+    return write_classes(tmp_path / "classes.jsonl")
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    return write_pairs(tmp_path / "pairs.jsonl")
+
+
+def test_episodes_are_a_function_of_the_seed(classes):
+    assert episodes(load(classes)) == episodes(load(classes))
+    assert episodes(load(classes), seed=3) != episodes(load(classes), seed=4)
+
+
+def test_episode_of_a_labelled_set(classes):
+    sources = load(classes, n_way=3)
+    for episode in episodes(sources):
+        assert len(set(episode.classes)) == 3
+        assert episode.task.name in episode.classes  # the class that leads it
+        for rows, per_class in ((episode.support, 2), (episode.query, 3)):
+            assert Counter(row.labels for row in rows) == dict.fromkeys(range(3), per_class)
+        support, query = ({text_of(row) for row in rows} for rows in (episode.support, episode.query))
+        assert not support & query
+        assert len(support) + len(query) == 15
+    assert len({e.classes.index(e.task.name) for e in episodes(sources)}) == 3  # labels are permuted
+    assert sorted(item.name for item in sources.train.items) == sorted({e.task.name for e in episodes(sources, 12)})
+
+
+def test_rows_carry_the_label_of_their_class(classes):
+    class_of = {row["text"]: row["label"] for row in map(json.loads, classes.read_text().splitlines())}
+    for episode in episodes(load(classes)):
+        assert all(class_of[text_of(row)] == episode.classes[row.labels] for row in episode.support + episode.query)
+
+
+def test_episode_of_named_pairs(pairs):
+    sources = load(pairs, task_type="causal_lm")
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    for episode in episodes(sources):
+        texts = [text_of(row) for row in episode.support + episode.query]
+        of_task = [f"Input: {row['input']}\nOutput: {row['output']}" for row in rows if row["task"] == episode.task.name]
+        assert (len(episode.support), len(episode.query), len(set(texts))) == (2, 3, 5)
+        assert set(texts) <= set(of_task)
+        assert episode.classes == ()
+
+
+def test_named_tasks_keep_their_classes_apart():
+    """The built-in suite: an episode never mixes tasks, and its splits share no task."""
+    sources = load("letters", n_way=5)
+    for episode in episodes(sources, steps=2):
+        family = episode.task.name.split("-")[0]
+        assert {name.split()[0] for name in episode.classes} == {family}
+    names = [{item.name for item in source.items} for source in (sources.train, sources.valid, sources.test)]
+    assert sum(map(len, names)) == len(set.union(*names))
+    assert len({item.stratum for item in sources.train.items}) == len({name.split("-")[0] for name in names[0]})
+
+
+def test_items_know_their_expected_tokens(tmp_path):
+    rows = [{"text": c * 9, "label": c, "n": i} for c in "abcdef" for i in range(5)]
+    for row in rows:
+        row["text"] += str(row.pop("n"))
+    item = load(write_rows(tmp_path / "d.jsonl", rows)).train.items[0]
+    assert item.tokens == 2 * 5 * 11  # ways, rows per class, <bos> and ten letters
+
+
+def test_fingerprint_follows_the_data(tmp_path, classes):
+    first = load(classes).fingerprint
+    assert load(classes).fingerprint == first
+    assert load(write_classes(tmp_path / "other.jsonl", classes=11)).fingerprint != first
+    assert load(classes, max_length=10).fingerprint != first
+
+
+def test_repeated_rows_are_left_out_with_a_notice(tmp_path):
+    rows = [{"text": f"{c}{i % 6}", "label": c} for c in "abcdef" for i in range(8)]
+    notices: list[str] = []
+    sources = load(write_rows(tmp_path / "d.jsonl", rows), notices)
+    assert notices[0] == "12 of 48 rows repeat another one and are left out"
+    assert "36 rows" in sources.summary
+
+
+@pytest.mark.parametrize(("columns", "settings"), [
+    ({"text": "sentence", "label": "intent"}, {}),
+    ({"text": "utterance", "label": "class"}, {}),
+    ({"text": "body", "label": "y", "stratum": "z"}, {"text_column": "body", "label_column": "y", "stratum_column": "z"}),
+])  # fmt: skip
+def test_columns_by_usual_or_given_name(tmp_path, classes, columns, settings):
+    rows = [json.loads(line) for line in classes.read_text().splitlines()]
+    renamed = [{columns.get(key, key): value for key, value in row.items()} for row in rows]
+    path = write_rows(tmp_path / "renamed.jsonl", renamed)
+    assert load(path, **settings).fingerprint == load(classes).fingerprint
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"text_column": "body"}, "text_column=body is no column of dataset={path}; it has label, stratum, text"),
+    ({"stratum_column": "x"}, "stratum_column=x is no column of dataset={path}; it has label, stratum, text"),
+    ({"task_type": "causal_lm"},
+     "dataset={path} has none of the columns task; it has label, stratum, text: name one with --task_column"),
+    ({"k_shot": 4},
+     "k_shot=4 and num_query=3 need 7 rows, but class 'c{any}' has 6; lower them or leave it out of the {any} split"),
+    ({"n_way": 13}, "n_way=13 is above the 12 classes of the train split; lower n_way"),
+    ({"split": "01"}, "split=01 needs a file of splits; give one with --class_splits"),
+])  # fmt: skip
+def test_settings_that_do_not_fit_the_data(classes, settings, said):
+    message = refusal(load, classes, **settings)
+    begin, *rest = said.format(path=classes, any="\0").split("\0")
+    assert message.startswith(begin)
+    assert message.endswith(rest[-1] if rest else begin)
+
+
+def test_missing_columns_are_named(tmp_path):
+    path = write_rows(tmp_path / "d.jsonl", [{"body": "x", "label": "y"}])
+    assert refusal(load, path) == (
+        f"dataset={path} has none of the columns text, sentence, utterance; it has body, label: name one with --text_column"
+    )
+    assert refusal(load, path, text_column="body", label_column="kind") == (
+        f"label_column=kind is no column of dataset={path}; it has body, label"
+    )
+
+
+@pytest.mark.parametrize(("value", "shown"), [(None, "None"), ("", "''"), ([1], "[1]"), ({"a": 1}, "{'a': 1}")])
+def test_a_cell_without_text_is_named(tmp_path, value, shown):
+    path = write_rows(tmp_path / "d.jsonl", [{"text": "x", "label": "y"}, {"text": value, "label": "y"}])
+    assert refusal(load, path) == f"{path}:2 has text={shown}, which is no text; mend the row"
+
+
+def test_too_small_tasks_are_named(tmp_path):
+    few = write_rows(tmp_path / "few.jsonl", [{"task": "t", "input": str(i), "output": "o"} for i in range(4)])
+    assert refusal(load, few, task_type="causal_lm") == (
+        "k_shot=2 and num_query=3 need 5 rows, but task 't' has 4; lower them or leave it out of the train split"
+    )
+    one = [{"task": "t", "text": str(i), "label": "only"} for i in range(5)]
+    assert refusal(load, write_rows(tmp_path / "one.jsonl", one)) == "n_way=2 is above the 1 classes of task 't'; lower n_way"
+    assert refusal(load, write_rows(tmp_path / "four.jsonl", one[:4])) == (
+        "k_shot=2 and num_query=3 need 5 rows, but class 'only' of task 't' has 4; lower them or leave it out of the train split"
+    )
+
+
+@pytest.mark.parametrize(("splits", "said"), [
+    ({"train": ["c0", "c1", "c99"]},
+     "the train split names the class 'c99', which the data set does not have; mend the split file"),
+    ({"train": ["c0", "c1"], "test": ["c1", "c2"]}, "the class 'c1' is in the train and the test split; keep it in one"),
+    ({"train": ["c0", "c1"], "valid": ["c2"]}, "n_way=2 is above the 1 classes of the valid split; lower n_way"),
+    ({"train": [], "test": ["c1", "c2"]},
+     "dataset={path} has nothing to train on: its train split is empty; mend the split file"),
+])  # fmt: skip
+def test_splits_that_do_not_fit_the_data(tmp_path, classes, splits, said):
+    file = tmp_path / "splits.json"
+    file.write_text(json.dumps(splits))
+    assert refusal(load, classes, class_splits=str(file)) == said.format(path=classes)
+
+
+def test_splits_divide_the_classes(tmp_path, classes):
+    file = tmp_path / "splits.json"
+    file.write_text(json.dumps({"train": ["c0", "c3"], "test": ["c1", "c2", "c4"]}))
+    sources = load(classes, class_splits=str(file))
+    assert [item.name for item in sources.train.items] == ["c0", "c3"]
+    assert sources.valid is None
+    assert [item.name for item in sources.test.items] == ["c1", "c2", "c4"]
+
+
+@pytest.mark.parametrize("setting", ["class_splits", "task_splits", "split"])
+def test_the_builtin_suite_takes_no_other_splits(setting):
+    assert refusal(load, "letters", **{setting: "01"}) == (
+        "dataset=letters has splits of its own; leave --class_splits, --task_splits and --split out"
+    )
+
+
+def test_answers_alone_carry_labels():
+    (row,) = encode_pairs(TOKENIZER, ["abc"], ["yes"], 64)
+    answer = TOKENIZER(" yes", add_special_tokens=False)["input_ids"] + [TOKENIZER.eos_token_id]
+    assert row.input_ids[0] == TOKENIZER.bos_token_id
+    assert row.input_ids[-5:] == answer
+    assert row.labels == [IGNORE] * (len(row.input_ids) - 5) + answer
+
+
+@pytest.mark.parametrize(("max_length", "label_tokens"), [(10, 5), (5, 4), (4, 3)])
+def test_long_pairs_lose_the_start_of_the_prompt(max_length, label_tokens):
+    (row,) = encode_pairs(TOKENIZER, ["a long question"], ["yes"], max_length)
+    assert (len(row.input_ids), row.label_tokens) == (max_length, label_tokens)
+    assert row.labels[0] == IGNORE  # something precedes the answer
+    assert len(encode_texts(TOKENIZER, ["a long question"], max_length)[0]) == max_length
+
+
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data sets are not at {DATA}")
+
+
+@needs_data
+@pytest.mark.parametrize(("name", "split", "classes", "strata"), [
+    ("banking77", "01", (25, 25, 27), 1), ("banking77", "05", (25, 25, 27), 1), ("clinc150", "03", (50, 50, 50), 10),
+])  # fmt: skip
+def test_real_classes_load_with_their_own_splits(name, split, classes, strata):
+    sources = load(DATA / name, n_way=5, k_shot=5, num_query=15, split=split)
+    wanted = json.loads((DATA / name / "class_splits.json").read_text())[split]
+    made = {"train": sources.train, "valid": sources.valid, "test": sources.test}
+    assert tuple(len(source.items) for source in made.values()) == classes
+    assert all({item.name for item in source.items} == set(wanted[part]) for part, source in made.items())
+    assert len({item.stratum for source in made.values() for item in source.items}) == strata
+    assert len(episodes(sources, steps=1)[0].query) == 75
+
+
+@needs_data
+@pytest.mark.parametrize(("name", "tasks"), [("instruction_induction", 16), ("function_vectors", 39)])
+def test_real_tasks_load_with_their_own_splits(name, tasks):
+    sources = load(DATA / name, task_type="causal_lm", k_shot=5, num_query=5)
+    wanted = json.loads((DATA / name / "task_splits.json").read_text())
+    made = {"train": sources.train, "valid": sources.valid, "test": sources.test}
+    assert all({item.name for item in source.items} == set(wanted[part]) for part, source in made.items())
+    assert sum(len(source.items) for source in made.values()) == tasks
+    assert all(row.label_tokens > 0 for episode in episodes(sources) for row in episode.query)
+
+
+@needs_data
+def test_real_classes_without_a_split_file():
+    notices: list[str] = []
+    sources = load(DATA / "fewrel_val_wiki", notices, n_way=5)
+    assert [len(source.items) for source in (sources.train, sources.valid, sources.test)] == [6, 5, 5]
+    assert "no split file: 6 train, 5 valid, 5 test, by a hash of their names" in notices

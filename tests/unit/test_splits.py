@@ -1,0 +1,111 @@
+"""Splits: from a file, from the data folder's own file, or by a hash; and every refusal by its text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fmmeta.config import Config
+from fmmeta.tasks.splits import check_splits, own_splits, read_splits
+from tests.unit.helpers import refusal
+
+FIVE = {"01": {"train": ["a"], "valid": ["b"], "test": ["c"]}, "02": {"train": ["c"], "valid": ["a"], "test": ["b"]}}
+
+
+def config_for(path, **settings) -> Config:
+    return Config(dataset=["data"], class_splits=str(path), **settings)
+
+
+def written(tmp_path, value) -> str:
+    path = tmp_path / "splits.json"
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return str(path)
+
+
+@pytest.mark.parametrize(("value", "settings", "train"), [
+    (FIVE, {}, ["a"]), (FIVE, {"split": "02"}, ["c"]), ({"train": [1, 2], "test": []}, {}, ["1", "2"]),
+])  # fmt: skip
+def test_the_chosen_split_is_read(tmp_path, value, settings, train):
+    splits = read_splits(config_for(written(tmp_path, value), **settings), False, pytest.fail)
+    assert splits is not None
+    assert splits["train"] == train
+
+
+@pytest.mark.parametrize(("file", "named_tasks"), [("class_splits", False), ("task_splits", True)])
+def test_the_folder_brings_its_own(tmp_path, file, named_tasks):
+    (tmp_path / f"{file}.json").write_text(json.dumps({"train": ["a"]}))
+    notices: list[str] = []
+    assert read_splits(Config(dataset=[str(tmp_path)]), named_tasks, notices.append) == {"train": ["a"]}
+    assert notices == [f"{file}: {tmp_path / file}.json"]
+    assert read_splits(Config(dataset=[str(tmp_path)]), not named_tasks, notices.append) is None
+
+
+@pytest.mark.parametrize(("value", "settings", "said"), [
+    (FIVE, {"split": "07"}, "split=07 is not in {path}; it has 01, 02"),
+    (FIVE["01"], {"split": "01"}, "split=01 does not fit: {path} holds one split only; leave --split out"),
+    ([1], {}, 'class_splits={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}'),
+    ({}, {}, 'class_splits={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}'),
+    ({"01": {"test": ["a"]}}, {}, 'class_splits={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}'),
+    ({"train": "abc"}, {}, 'class_splits={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}'),
+])  # fmt: skip
+def test_a_file_that_does_not_fit_is_refused(tmp_path, value, settings, said):
+    path = written(tmp_path, value)
+    assert refusal(read_splits, config_for(path, **settings), False, print) == said.format(path=path)
+
+
+def test_an_unreadable_file_is_refused(tmp_path):
+    path = written(tmp_path, "{train")
+    message = refusal(read_splits, config_for(path), False, print)
+    assert message.startswith(f"class_splits={path} is not JSON (Expecting property name")
+    assert message.endswith("; mend the file")
+    none = tmp_path / "none.json"
+    assert refusal(read_splits, config_for(none), False, print) == (
+        f"class_splits={none} is not a file; give a JSON file of splits"
+    )
+
+
+def test_the_other_kind_of_splits_is_refused(tmp_path):
+    path = written(tmp_path, FIVE)
+    tasks = Config(dataset=["data"], task_splits=path)
+    assert refusal(read_splits, config_for(path), True, print) == (
+        f"class_splits={path} does not fit: dataset=data names its tasks; use --task_splits"
+    )
+    assert refusal(read_splits, tasks, False, print) == (
+        f"task_splits={path} does not fit: dataset=data has no task column; use --class_splits"
+    )
+
+
+def test_a_split_without_a_file_is_refused():
+    assert refusal(read_splits, Config(dataset=["data"], split="01"), False, print) == (
+        "split=01 needs a file of splits; give one with --class_splits"
+    )
+
+
+def test_members_must_exist_and_be_in_one_split():
+    strata = {"a": "s", "b": "s"}
+    check_splits({"train": ["a"], "test": ["b"]}, strata, "class")
+    assert refusal(check_splits, {"train": ["a"], "valid": ["x"]}, strata, "class") == (
+        "the valid split names the class 'x', which the data set does not have; mend the split file"
+    )
+    assert refusal(check_splits, {"train": ["a", "b"], "test": ["b"]}, strata, "task") == (
+        "the task 'b' is in the train and the test split; keep it in one"
+    )
+
+
+@given(st.sets(st.text(min_size=1), min_size=1, max_size=40), st.integers(1, 6))
+def test_own_splits_share_out_every_member(names, least):
+    notices: list[str] = []
+    splits = own_splits(dict.fromkeys(sorted(names), "s"), least, notices.append)
+    members = [member for part in splits.values() for member in part]
+    assert sorted(members) == sorted(names)
+    assert splits == own_splits(dict.fromkeys(sorted(names, reverse=True), "s"), least, notices.append)
+    if len(names) < 3 * least:
+        assert list(splits) == ["train"]
+        assert "too few to hold out" in notices[0]
+    else:
+        held_out = max(least, len(names) // 5)
+        assert [len(splits[name]) for name in ("train", "valid", "test")] == [len(names) - 2 * held_out, held_out, held_out]
+        assert f"{held_out} valid, {held_out} test" in notices[0]
