@@ -35,7 +35,7 @@ class ModelConfig:
     task_type: str = setting("classification", "What a task asks of the model", TASK_TYPES)
     pooling: str = setting("auto", "Sentence vector of an encoder; auto: as the folder says, else the model's own", POOLINGS)
     head_init: str = setting(
-        "prototype",
+        "zero",
         "Classifier head at the start of each task: zeros, a meta-learned one, or the class means of the support set (ProtoMAML)",
         HEAD_INITS,
     )
@@ -81,9 +81,9 @@ class MetaConfig:
     meta_batch_size: int = setting(4, "Tasks per meta-batch over all groups")
     meta_accumulation_steps: int = setting(1, "Meta-batches per outer step, reduced across groups once")
     inner_steps: int = setting(5, "Gradient steps on the support set")
-    inner_lr: float = setting(0.1, "Step size of the inner SGD")
-    outer_lr: float | None = setting(
-        None, "Peak outer learning rate (default: 1e-3 for the built-in model, 2e-5 for a checkpoint, 1.0 for outer SGD)"
+    inner_lr: float = setting(None, "Step size of the inner SGD (default: 0.5 for the built-in model, 0.1 for a checkpoint)")
+    outer_lr: float = setting(
+        None, "Peak outer learning rate (default: 1.0 for SGD; for AdamW 3e-3 for the built-in model, 2e-5 for a checkpoint)"
     )
     outer_optimizer: str = setting("adamw", "Optimizer of theta", OUTER_OPTIMIZERS)
     weight_decay: float = setting(0.01, "Weight decay of theta; never on norms and biases")
@@ -135,8 +135,13 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
         if self.group_size != "auto" and not (str(self.group_size).isdigit() and int(self.group_size) > 0):
             raise UsageError(f"group_size={self.group_size} is neither a positive number nor auto; use auto, 1, 2, 4, ...")
         self.group_size = str(self.group_size)
-        if self.inner_lr <= 0:
-            raise UsageError(f"inner_lr={self.inner_lr} is not above 0; use 0.01 to 0.3 for SGD")
+        if self.inner_lr is None:
+            self.inner_lr = 0.5 if self.builtin_model else 0.1
+        if self.outer_lr is None:
+            self.outer_lr = 1.0 if self.outer_optimizer == "sgd" else 3e-3 if self.builtin_model else 2e-5
+        for name in ("inner_lr", "outer_lr", "adam_epsilon"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UsageError(f"{name}={getattr(self, name)} is no positive number; use one, such as 0.1 for inner SGD")
         if isinstance(self.dataset, str):
             self.dataset = [self.dataset]
         if len(self.dataset) != 1:
@@ -146,13 +151,8 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
     def builtin_model(self) -> bool:
         return self.model_name_or_path == "tiny"
 
-    def resolved_outer_lr(self) -> float:
-        if self.outer_lr is not None:
-            return self.outer_lr
-        return 1.0 if self.outer_optimizer == "sgd" else 1e-3 if self.builtin_model else 2e-5
-
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "outer_lr": self.resolved_outer_lr()}
+        return asdict(self)
 
 
 LEAST = {

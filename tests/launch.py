@@ -6,10 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,22 +45,28 @@ def run_ranks(arguments: Sequence[str], ranks: int, timeout_s: float = 300, per_
               cwd: Path = ROOT) -> Ended:  # fmt: skip
     """Run `python ARGUMENTS` once per rank with torchrun's variables. After `timeout_s` all are killed and the test fails."""
     port = str(free_port())
-    processes = []
+    processes, files = [], []
     for rank in range(ranks):
         env = environment(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **(per_rank or {}).get(rank, {}))  # fmt: skip
-        processes.append(subprocess.Popen([sys.executable, *arguments], env=env, cwd=cwd, text=True,
-                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT))  # fmt: skip
+        files.append(tempfile.TemporaryFile("w+"))  # a pipe that nobody reads would stop its rank, and so all of them
+        processes.append(subprocess.Popen([sys.executable, *arguments], env=env, cwd=cwd, stdout=files[-1], stderr=subprocess.STDOUT))
     deadline = time.monotonic() + timeout_s
-    output = []
-    try:
-        for process in processes:
-            output.append(process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0])
-    except subprocess.TimeoutExpired:
-        for process in processes:
+    late = False
+    for process in processes:
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
             process.kill()
-        texts = [process.communicate()[0] for process in processes[len(output) :]]
-        raise AssertionError(
-            f"ranks still ran after {timeout_s} s:\n" + "\n".join(t[-3000:] for t in [*output, *texts])
-        ) from None
+            process.wait()
+            late = True
+    output = [read_back(file) for file in files]
+    if late:
+        raise AssertionError(f"ranks still ran after {timeout_s} s:\n" + "\n".join(text[-3000:] for text in output))
     return Ended([process.returncode for process in processes], output)
+
+
+def read_back(file: IO[str]) -> str:
+    with file:
+        file.seek(0)
+        return file.read()

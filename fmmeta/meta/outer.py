@@ -70,7 +70,7 @@ class Outer:
         self.parts = [(theta[place], place) for place in slices.values()]
         groups = [{"params": [part], "weight_decay": config.weight_decay if name == "decay" else 0.0}
                   for (part, _), name in zip(self.parts, slices, strict=True)]  # fmt: skip
-        peak = config.resolved_outer_lr()
+        peak = config.outer_lr
         if config.outer_optimizer == "adamw":
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=peak, eps=config.adam_epsilon)
         else:

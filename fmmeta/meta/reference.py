@@ -43,7 +43,7 @@ def reference_run(learner: Any, steps: Sequence[Sequence[Episode]], config: Conf
     decayed = [p for p in meta_params.values() if p.ndim > 1]
     rest = [p for p in meta_params.values() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    lr = config.resolved_outer_lr()
+    lr = config.outer_lr
     adamw = config.outer_optimizer == "adamw"
     optimizer = torch.optim.AdamW(groups, lr=lr, eps=config.adam_epsilon) if adamw else torch.optim.SGD(groups, lr=lr)
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.outer_steps)

@@ -8,6 +8,7 @@ and not at all when it finds a non-finite gradient, so everything is keyed by te
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ def import_deepspeed() -> Any:
     import deepspeed
     import deepspeed.ops
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of a client optimizer and of each skipped step
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names DeepSpeed still calls
     if deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm"):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)
