@@ -24,7 +24,7 @@ class Progress:
 
     def line(self, what: str, done: int, total: int, text: str = "", first: int = 0) -> None:
         """Show `done` of `total`; `first` is where this process began, for the estimate of the time left."""
-        if not self.speaks:
+        if not self.speaks or (done == 0 and not self.live):
             return
         now = time.monotonic()
         began = self.began.setdefault(what, now)

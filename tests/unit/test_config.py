@@ -66,13 +66,13 @@ def test_defaults_are_not_shared():
 
 
 @pytest.mark.parametrize(("settings", "lr"), [
-    ({}, 1e-3),
+    ({}, 3e-3),
     ({"model_name_or_path": "bert"}, 2e-5),
     ({"outer_optimizer": "sgd"}, 1.0),
     ({"outer_optimizer": "sgd", "outer_lr": 0.25}, 0.25),
 ])  # fmt: skip
 def test_outer_lr_follows_model_and_optimizer(settings, lr):
-    assert Config(**settings).resolved_outer_lr() == lr
+    assert Config(**settings).outer_lr == lr
     assert Config(**settings).as_dict()["outer_lr"] == lr
 
 

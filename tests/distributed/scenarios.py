@@ -1,0 +1,64 @@
+"""Started on every rank by tests: one small situation by name, printing what came of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from fmmeta import build
+from fmmeta.config import Config, UsageError
+from fmmeta.parallel.communicator import PeerError, World, pick_device
+from fmmeta.parallel.layout import Launch
+
+
+def together(world: World) -> None:
+    """Errors of one rank reach all of them, and the ranks can still talk afterwards."""
+    rank = world.launch.global_rank
+    try:
+        with world.comm.together("testing"):
+            if rank == 1:
+                raise UsageError("value=1 is wrong; use 2")
+    except UsageError as error:
+        print(f"usage {error}")
+    try:
+        with world.comm.together("testing"):
+            if rank == 0:
+                raise RuntimeError("broken")
+    except PeerError as error:
+        print(f"peer {error}")
+    except RuntimeError as error:
+        print(f"own {error}")
+    gathered = world.comm.gather_bytes(f"after {rank}".encode() if rank else b"")
+    print(gathered)
+
+
+def equal_start(world: World) -> None:
+    """Replicas that begin with other weights are made equal; frozen tensors that differ are refused."""
+    rank = world.launch.global_rank
+    config = Config(head_init="learned", group_size="1")
+    plan = build.plan(config, world, lambda text: None)
+    ranks = world.split(1)
+    config.seed += rank  # a broken initialisation: every rank makes its own weights
+    parts = build.build(config, plan, ranks)
+    own = build.load_learner(config, plan.description)
+    moved = max(float((parts.worker.whole(parts.theta, name, p.shape) - p).abs().max()) for name, p in own.named_parameters()
+                if p.requires_grad)  # fmt: skip
+    print(f"hash {build.hash_vector(parts.theta)} moved {moved > 0}")
+    parts.theta[rank] += rank
+    try:
+        build.equal_replicas(ranks, parts.theta)
+    except RuntimeError as error:
+        print(error)
+    try:
+        build.check_equal(ranks, build.fingerprint_of({"table": torch.full((3,), float(rank))}), "frozen weights")
+    except UsageError as error:
+        print(error)
+
+
+if __name__ == "__main__":
+    launch = Launch.from_env(os.environ)
+    world = World(launch, pick_device(launch))
+    globals()[sys.argv[1]](world)
+    world.close()

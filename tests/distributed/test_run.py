@@ -1,0 +1,182 @@
+"""Whole runs from outside: layouts, bytes, resume, bad input, agreement between ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.launch import ROOT, environment, free_port, run_ranks
+from tests.models import write_classes
+
+QUICK = {"outer_steps": 6, "eval_episodes": 0, "save_steps": 0, "logging_steps": 1}
+
+
+def train(folder: Path, ranks: int, timeout_s: float = 200, **flags):
+    given = {**QUICK, "output_dir": folder, **flags}
+    return run_ranks(["launch/train.py", *(f"--{key}={value}" for key, value in given.items())], ranks, timeout_s)
+
+
+def model_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    off = sum(float((a[name] - b[name]).double().square().sum()) for name in a)
+    return (off / sum(float(value.double().square().sum()) for value in a.values())) ** 0.5
+
+
+@pytest.mark.timeout(600)
+def test_the_same_flags_on_other_layouts_give_the_same_model(tmp_path):
+    one = train(tmp_path / "1", 1, deepspeed="ds_configs/zero2.json").ok()
+    two = train(tmp_path / "2", 2, deepspeed="ds_configs/zero2.json").ok()
+    four = train(tmp_path / "4", 4, deepspeed="ds_configs/zero2.json", group_size=2).ok()
+    assert "1 group of 1 rank" in one.output[0]
+    assert "2 groups of 1 rank" in two.output[0]
+    assert "2 groups of 2 ranks on cpu; DeepSpeed ZeRO 2" in four.output[0]
+    assert all(not text.strip() for text in (*two.output[1:], *four.output[1:]))  # one rank speaks
+    assert relative_difference(model_of(tmp_path / "1"), model_of(tmp_path / "2")) < 1e-6
+    assert relative_difference(model_of(tmp_path / "1"), model_of(tmp_path / "4")) < 1e-6
+    assert [line["accuracy"] for line in metrics_of(tmp_path / "1")] == pytest.approx([x["accuracy"] for x in metrics_of(tmp_path / "4")])
+
+
+def test_cross_group_traffic_is_one_reduction_of_the_shard(tmp_path):
+    few = {"meta_batch_size": 4, "inner_steps": 1, "outer_steps": 2}
+    train(tmp_path / "few", 2, **few).ok()
+    train(tmp_path / "many", 2, meta_batch_size=64, inner_steps=10, outer_steps=1, meta_accumulation_steps=1, k_shot=1, num_query=1).ok()
+    parameters = sum(value.numel() for value in model_of(tmp_path / "few").values())
+    pooler = sum(value.numel() for name, value in model_of(tmp_path / "few").items() if name.startswith("pooler"))
+    head = 64 * 5 + 5  # the head is in the shard, though it starts anew in every task
+    expected = 4 * (parameters - pooler + head)
+    seen = [line["comm_bytes"] for folder in ("few", "many") for line in metrics_of(tmp_path / folder)]
+    assert seen == [expected] * 3
+
+
+def test_metrics_and_run_json_hold_what_is_promised(tmp_path):
+    train(tmp_path / "run", 1, outer_steps=2).ok()
+    keys = {"step", "seconds", "tokens", "support_loss", "query_loss", "accuracy", "grad_norm", "lr", "skipped_tasks",
+            "comm_bytes", "wait_seconds"}  # fmt: skip
+    assert all(keys == set(line) for line in metrics_of(tmp_path / "run"))
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert run["finished"]
+    assert run["settings"]["outer_lr"] == 3e-3
+    assert len(run["settings"]["dataset_fingerprint"]) == 64
+    assert {"torch", "deepspeed", "transformers"} <= set(run["versions"])
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
+    settings = {"outer_steps": 12, "save_steps": 4}
+    train(tmp_path / "whole", 2, **settings).ok()
+    flags = {**QUICK, **settings, "output_dir": tmp_path / "killed"}
+    port, processes = str(free_port()), []
+    for rank in range(2):
+        env = environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=port)  # fmt: skip
+        arguments = [sys.executable, "launch/train.py", *(f"--{k}={v}" for k, v in flags.items())]
+        processes.append(subprocess.Popen(arguments, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "killed" / "checkpoint-4").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for process in processes:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not (tmp_path / "killed" / "model").exists()
+    again = train(tmp_path / "killed", 2, **settings).ok()
+    assert "resumed from" in again.output[0]
+    whole, killed = model_of(tmp_path / "whole"), model_of(tmp_path / "killed")
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    losses = [[(line["step"], line["query_loss"]) for line in metrics_of(tmp_path / name)] for name in ("whole", "killed")]
+    assert losses[0] == losses[1]
+    assert sorted(p.name for p in (tmp_path / "killed").glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-8"]
+    finished = train(tmp_path / "killed", 2, **settings).ok()
+    assert "holds this run, finished" in finished.output[0]
+
+    # another layout: ZeRO 3 in one group of two goes on from the same checkpoint
+    shutil.copytree(tmp_path / "killed" / "checkpoint-8", tmp_path / "from")
+    moved = {**settings, "resume_from_checkpoint": tmp_path / "from", "group_size": 2, "deepspeed": "ds_configs/zero3.json"}
+    train(tmp_path / "moved", 2, **moved).ok()
+    assert relative_difference(whole, model_of(tmp_path / "moved")) < 1e-6
+
+    other = train(tmp_path / "killed", 2, **{**settings, "meta_batch_size": 3})
+    assert other.codes == [2, 2]
+    assert "holds a run with other settings (meta_batch_size: 4 -> 3); use these or another output_dir" in other.output[0]
+    never = train(tmp_path / "killed", 2, **settings, resume_from_checkpoint="never")
+    assert never.codes == [2, 2]
+    assert "resume_from_checkpoint=never; choose another output_dir" in never.output[0]
+
+
+def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
+    """Flags, and what the one line must say. One case of each place where checks live; tests/unit has the rest."""
+    data = write_classes(folder / "classes.jsonl")
+    (folder / "empty").mkdir()
+    (folder / "broken.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": \n')
+    (folder / "splits.json").write_text('{"train": ["c0", "no such class"]}')
+    (folder / "fp16.json").write_text('{"fp16": {"enabled": true}}')
+    (folder / "clip.json").write_text('{"gradient_clipping": 1.0}')
+    (folder / "moe").mkdir()
+    (folder / "moe" / "config.json").write_text('{"model_type": "mixtral", "num_local_experts": 8}')
+    return {
+        "unknown flag": ({"inner_step": 3}, "--inner_step is not a flag; did you mean --inner_steps?"),
+        "choice": ({"algorithm": "maml2"}, "maml2"),
+        "group size": ({"group_size": 3}, "group_size=3 does not divide world_size=2; use 1 or 2"),
+        "data set": ({"dataset": folder / "absent.jsonl"}, "absent.jsonl is not a file or folder"),
+        "column": ({"dataset": data, "text_column": "txt"}, "text_column=txt is no column"),
+        "line": ({"dataset": folder / "broken.jsonl"}, "broken.jsonl:2 is not a line of JSON"),
+        "split": ({"dataset": data, "class_splits": folder / "splits.json"}, "'no such class'"),
+        "rows": ({"dataset": data, "k_shot": 9}, "k_shot=9 and num_query=5 need 14 rows"),
+        "n_way": ({"dataset": data, "n_way": 13, "k_shot": 1, "num_query": 1}, "n_way=13 is above"),
+        "model": ({"model_name_or_path": folder / "empty"}, "holds no config.json"),
+        "moe": ({"model_name_or_path": folder / "moe"}, "is a mixture of experts (mixtral)"),
+        "fp16": ({"deepspeed": folder / "fp16.json"}, "use bf16 or fp32"),
+        "clipping": ({"deepspeed": folder / "clip.json"}, "gradient_clipping=1.0, which fmmeta owns"),
+    }
+
+
+@pytest.mark.timeout(600)
+def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
+    for name, (flags, text) in bad_inputs(tmp_path).items():
+        ended = train(tmp_path / "run", 2, timeout_s=60, **flags)
+        assert ended.codes == [2, 2], (name, ended.output)
+        errors = [line for line in ended.output[0].splitlines() if "error" in line]
+        assert len(errors) == 1, (name, ended.output[0])
+        assert text in errors[0], name
+        assert "Traceback" not in ended.output[0] + ended.output[1], name
+        assert not ended.output[1].strip(), name
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def scenario(name: str, ranks: int) -> list[str]:
+    return run_ranks(["-m", "tests.distributed.scenarios", name], ranks, timeout_s=100).ok().output
+
+
+def test_no_rank_raises_alone():
+    outputs = scenario("together", 3)
+    assert all("usage value=1 is wrong; use 2" in text for text in outputs)
+    assert "own broken" in outputs[0]
+    assert all("peer rank 0 failed while testing: broken" in text for text in outputs[1:])
+    assert all("[b'', b'after 1', b'after 2']" in text for text in outputs)
+
+
+def test_initial_weights_are_made_equal_and_checked():
+    first, second = scenario("equal_start", 2)
+    assert first.split()[1] == second.split()[1]
+    assert "moved False" in first
+    assert "moved True" in second
+    for text in (first, second):
+        assert "theta differs between groups" in text
+        assert "the frozen weights are not the same on every rank" in text

