@@ -81,14 +81,16 @@ class MetaConfig:
     meta_batch_size: int = setting(4, "Tasks per meta-batch over all groups")
     meta_accumulation_steps: int = setting(1, "Meta-batches per outer step, reduced across groups once")
     inner_steps: int = setting(5, "Gradient steps on the support set")
-    inner_lr: float = setting(None, "Step size of the inner SGD (default: 0.5 for the built-in model, 0.1 for a checkpoint)")
+    inner_lr: float = setting(0.1, "Step size of the inner SGD")
     outer_lr: float = setting(
-        None, "Peak outer learning rate (default: 1.0 for SGD; for AdamW 3e-3 for the built-in model, 2e-5 for a checkpoint)"
+        None, "Peak outer learning rate (default: 1.0 for SGD; for AdamW 2e-3 for the built-in model, 2e-5 for a checkpoint)"
     )
     outer_optimizer: str = setting("adamw", "Optimizer of theta", OUTER_OPTIMIZERS)
     weight_decay: float = setting(0.01, "Weight decay of theta; never on norms and biases")
-    adam_epsilon: float = setting(1e-6, "Epsilon of AdamW; it holds down coordinates whose gradient is rounding noise")
-    outer_steps: int = setting(300, "Outer steps of the run")
+    adam_epsilon: float = setting(
+        None, "Epsilon of AdamW; it holds down rounding noise (default: 1e-3 for the built-in model, 1e-6 for a checkpoint)"
+    )
+    outer_steps: int = setting(150, "Outer steps of the run")
     warmup_steps: int = setting(0, "Outer steps of linear warm-up")
     lr_scheduler_type: str = setting("cosine", "Schedule of the outer learning rate, as transformers names it", SCHEDULES)
     max_grad_norm: float = setting(1.0, "Clip the meta-gradient to this norm over the whole model; 0 leaves it alone")
@@ -135,10 +137,10 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
         if self.group_size != "auto" and not (str(self.group_size).isdigit() and int(self.group_size) > 0):
             raise UsageError(f"group_size={self.group_size} is neither a positive number nor auto; use auto, 1, 2, 4, ...")
         self.group_size = str(self.group_size)
-        if self.inner_lr is None:
-            self.inner_lr = 0.5 if self.builtin_model else 0.1
         if self.outer_lr is None:
-            self.outer_lr = 1.0 if self.outer_optimizer == "sgd" else 3e-3 if self.builtin_model else 2e-5
+            self.outer_lr = 1.0 if self.outer_optimizer == "sgd" else 2e-3 if self.builtin_model else 2e-5
+        if self.adam_epsilon is None:
+            self.adam_epsilon = 1e-3 if self.builtin_model else 1e-6
         for name in ("inner_lr", "outer_lr", "adam_epsilon"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UsageError(f"{name}={getattr(self, name)} is no positive number; use one, such as 0.1 for inner SGD")

@@ -51,13 +51,17 @@ def test_the_same_flags_on_other_layouts_give_the_same_model(tmp_path):
     assert all(not text.strip() for text in (*two.output[1:], *four.output[1:]))  # one rank speaks
     assert relative_difference(model_of(tmp_path / "1"), model_of(tmp_path / "2")) < 1e-6
     assert relative_difference(model_of(tmp_path / "1"), model_of(tmp_path / "4")) < 1e-6
-    assert [line["accuracy"] for line in metrics_of(tmp_path / "1")] == pytest.approx([x["accuracy"] for x in metrics_of(tmp_path / "4")])
+    assert [line["accuracy"] for line in metrics_of(tmp_path / "1")] == pytest.approx(
+        [x["accuracy"] for x in metrics_of(tmp_path / "4")]
+    )
 
 
 def test_cross_group_traffic_is_one_reduction_of_the_shard(tmp_path):
     few = {"meta_batch_size": 4, "inner_steps": 1, "outer_steps": 2}
     train(tmp_path / "few", 2, **few).ok()
-    train(tmp_path / "many", 2, meta_batch_size=64, inner_steps=10, outer_steps=1, meta_accumulation_steps=1, k_shot=1, num_query=1).ok()
+    train(
+        tmp_path / "many", 2, meta_batch_size=64, inner_steps=10, outer_steps=1, meta_accumulation_steps=1, k_shot=1, num_query=1
+    ).ok()
     parameters = sum(value.numel() for value in model_of(tmp_path / "few").values())
     pooler = sum(value.numel() for name, value in model_of(tmp_path / "few").items() if name.startswith("pooler"))
     head = 64 * 5 + 5  # the head is in the shard, though it starts anew in every task
@@ -73,7 +77,7 @@ def test_metrics_and_run_json_hold_what_is_promised(tmp_path):
     assert all(keys == set(line) for line in metrics_of(tmp_path / "run"))
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["finished"]
-    assert run["settings"]["outer_lr"] == 3e-3
+    assert run["settings"]["outer_lr"] == 2e-3
     assert len(run["settings"]["dataset_fingerprint"]) == 64
     assert {"torch", "deepspeed", "transformers"} <= set(run["versions"])
 

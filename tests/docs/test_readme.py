@@ -58,7 +58,9 @@ def test_command_runs(command, tmp_path):
 def test_python_runs(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     code = code.replace("outer_steps=20, eval_episodes=20", "outer_steps=2, eval_episodes=2")
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert " -> " in ended.stdout
 

@@ -48,7 +48,7 @@ def test_group_size_is_kept_as_text(value):
 
 @pytest.mark.parametrize("value", [0, -0.1])
 def test_inner_lr_is_positive(value):
-    assert refusal(Config, inner_lr=value) == f"inner_lr={value} is not above 0; use 0.01 to 0.3 for SGD"
+    assert refusal(Config, inner_lr=value) == f"inner_lr={value} is no positive number; use one, such as 0.1 for inner SGD"
 
 
 @pytest.mark.parametrize(("dataset", "said"), [
@@ -66,7 +66,7 @@ def test_defaults_are_not_shared():
 
 
 @pytest.mark.parametrize(("settings", "lr"), [
-    ({}, 3e-3),
+    ({}, 2e-3),
     ({"model_name_or_path": "bert"}, 2e-5),
     ({"outer_optimizer": "sgd"}, 1.0),
     ({"outer_optimizer": "sgd", "outer_lr": 0.25}, 0.25),

@@ -301,7 +301,7 @@ def test_outer_steps_are_those_of_torch():
     theta = worker.read()
     param = nn.Parameter(theta.clone())
     plain = torch.optim.AdamW([param], lr=0.01, eps=1e-6, weight_decay=0.0)
-    outer = outer_of(worker, theta, outer_optimizer="adamw", outer_lr=0.01)
+    outer = outer_of(worker, theta, outer_optimizer="adamw", outer_lr=0.01, adam_epsilon=1e-6)
     for step in range(3):
         grad = torch.randn(theta.shape, generator=RNG)
         param.grad = grad.clone()
