@@ -185,7 +185,8 @@ class Run:
             "after adaptation, meta-trained": ([s.accuracy_after for s in trained], [s.loss_after for s in trained]),
         }
         shown = [[name, percent(accuracy), f"{mean_ci95(loss)[0]:.4f}"] for name, (accuracy, loss) in rows.items()]
-        shown.append(["gain of meta-training (paired)", percent(gain), ""])
+        lower = mean_ci95([b.loss_after - a.loss_after for a, b in zip(trained, started, strict=True)])
+        shown.append(["gain of meta-training (paired)", percent(gain), f"{lower[0]:.4f} ± {lower[1]:.4f}"])
         config = self.config
         ways = f"{config.n_way}-way {config.k_shot}-shot" if config.task_type == "classification" else f"{config.k_shot}-shot"
         self.progress.table(f"{len(trained)} held-out {ways} episodes, {config.inner_steps} inner steps "
@@ -199,7 +200,8 @@ class Run:
         result.before, result.after = (mean_ci95(list(rows[k][0]))[0] for k in list(rows)[::2])
         result.after_from_start = mean_ci95(rows["after adaptation, weights at the start"][0])[0]
         means = {name: {"accuracy": mean_ci95(a), "loss": mean_ci95(b)} for name, (a, b) in rows.items()}
-        return {**means, "gain": mean_ci95(gain), "per_stratum": per_stratum(trained), "episodes": len(trained)}
+        gains = {"accuracy": mean_ci95(gain), "loss": lower}
+        return {**means, "gain": gains, "per_stratum": per_stratum(trained), "episodes": len(trained)}
 
     def _scores(self, source: TaskSource, stream: int, what: str) -> list[Score]:
         tasks = Schedule(source.items, self.config.eval_episodes, self.config.seed, stream).meta_batch(0)

@@ -49,7 +49,8 @@ def run_ranks(arguments: Sequence[str], ranks: int, timeout_s: float = 300, per_
     for rank in range(ranks):
         env = environment(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **(per_rank or {}).get(rank, {}))  # fmt: skip
-        files.append(tempfile.TemporaryFile("w+"))  # a pipe that nobody reads would stop its rank, and so all of them
+        # a pipe that nobody reads would stop its rank, and so all of them
+        files.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         processes.append(
             subprocess.Popen([sys.executable, *arguments], env=env, cwd=cwd, stdout=files[-1], stderr=subprocess.STDOUT)
         )

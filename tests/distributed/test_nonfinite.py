@@ -49,7 +49,8 @@ def test_theta_is_what_the_other_tasks_make_it(files, groups, group_size):
         for algorithm in ("fomaml", "reptile"):
             for name, poison in POISONS.items():
                 engine = "plain" if stage == "plain" else "deepspeed"
-                config = settings(model, data, deepspeed=str(ds), algorithm=algorithm, group_size=str(group_size), engine=engine)
+                own = {"deepspeed": str(ds), "algorithm": algorithm, "group_size": str(group_size), "engine": engine}
+                config = settings(model, data, **own)
                 listed.append({"id": f"{stage}-{algorithm}-{name}", "config": config, "poison": poison})
     out = folder / f"out-{groups}x{group_size}"
     out.mkdir()
@@ -83,8 +84,10 @@ def oracle(config, poison):
 
 def test_a_run_without_finite_tasks_ends_and_says_so(files, tmp_path):
     _, model, data = files
-    flags = {"model_name_or_path": model, "dataset": data, "task_type": "causal_lm", "num_query": 3, "meta_batch_size": 2,
-             "outer_steps": 20, "inner_lr": 1e30, "max_bad_steps": 4, "output_dir": tmp_path / "run", "eval_episodes": 0}  # fmt: skip
+    flags = {
+        **{"model_name_or_path": model, "dataset": data, "task_type": "causal_lm", "num_query": 3, "meta_batch_size": 2},
+        **{"outer_steps": 20, "inner_lr": 1e30, "max_bad_steps": 4, "output_dir": tmp_path / "run", "eval_episodes": 0},
+    }
     ended = run_ranks(["launch/train.py", *(f"--{key}={value}" for key, value in flags.items())], 2)
     assert ended.codes == [2, 2]
     assert "no task was finite in 4 outer steps in a row (the last is 4); lower --inner_lr" in ended.output[0]

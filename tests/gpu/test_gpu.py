@@ -1,0 +1,40 @@
+"""On a GPU: NCCL, bf16 and memory. One device is enough; with one, groups have one rank. Skipped where there is none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.distributed.matrix import TOLERANCE, Bench, Case
+from tests.launch import run_ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+CASES = [
+    Case((1, 1), stage, algorithm, "several", "default", model, dtype, "sgd", "zero", "none")
+    for stage in ("plain", 0, 1, 2, 3)
+    for algorithm, model in (("fomaml", "llama"), ("reptile", "bert"))
+    for dtype in ("fp32", "bf16")
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    bench = Bench(tmp_path_factory.mktemp("gpu"))
+    done = bench.run(CASES)
+    return lambda case: bench.error(case, done[case.id][0])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_ends_where_the_oracle_ends(case, outcomes):
+    assert outcomes(case) < TOLERANCE[case.dtype, case.outer]
+
+
+@pytest.mark.timeout(600)
+def test_a_run_uses_the_gpu_and_offload_starts_the_engine(tmp_path):
+    flags = ["--outer_steps=3", "--eval_episodes=4", "--bf16", "--deepspeed=ds_configs/zero3_offload.json"]
+    ended = run_ranks(["launch/train.py", f"--output_dir={tmp_path / 'run'}", *flags], 1).ok()
+    assert "1 group of 1 rank on cuda; DeepSpeed ZeRO 3; bf16" in ended.output[0]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
