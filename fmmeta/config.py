@@ -144,6 +144,11 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
         for name in ("inner_lr", "outer_lr", "adam_epsilon"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UsageError(f"{name}={getattr(self, name)} is no positive number; use one, such as 0.1 for inner SGD")
+        causal = self.task_type == "causal_lm"
+        foreign = ("text_column", "label_column", "pooling") if causal else ("input_column", "output_column")
+        for name in foreign:
+            if getattr(self, name) not in (None, "auto"):
+                raise UsageError(f"{name}={getattr(self, name)} means nothing for task_type={self.task_type}; leave it out")
         if isinstance(self.dataset, str):
             self.dataset = [self.dataset]
         if len(self.dataset) != 1:

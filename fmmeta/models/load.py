@@ -158,7 +158,11 @@ def wrap(hf: Any, config: Config, description: Description) -> Learner:
     if config.task_type == "causal_lm":
         return CausalLearner(hf)
     if description.pooling == "model":
-        return NativeClassifier(hf, config.n_way)
+        learner = NativeClassifier(hf, config.n_way)
+        if config.head_init == "prototype" and len(learner.head_names) < 2:
+            raise UsageError(f"head_init=prototype needs a head with a bias, and that of {type(hf).__name__} has none; "
+                             "use --pooling mean or another --head_init")  # fmt: skip
+        return learner
     return PooledClassifier(hf, config.n_way, description.pooling)
 
 

@@ -116,7 +116,7 @@ class Bench:
         inner_lr = 0.1 if causal else prototype_lr if case.head == "prototype" else 0.3
         return {
             "model_name_or_path": str(self.models[case.model]), "dataset": [str(self.data[case.model])],
-            "task_type": "causal_lm" if causal else "classification", "pooling": "model", "head_init": case.head,
+            "task_type": "causal_lm" if causal else "classification", "pooling": "auto", "head_init": case.head,
             "n_way": 2 if causal else 5, "k_shot": 5 if causal else 3 if case.head == "prototype" else 1, "num_query": 3,
             "algorithm": case.algorithm, "meta_batch_size": 3, "inner_steps": 2, "inner_lr": inner_lr, "outer_steps": 3,
             "outer_optimizer": case.outer, "outer_lr": 0.5 if case.outer == "sgd" else 3e-3, "warmup_steps": 1,

@@ -89,3 +89,12 @@ def test_changed_settings_are_named():
 
 def test_free_settings_exist():
     assert {item.name for item in fields(Config)} >= FREE_ON_RESUME
+
+
+@pytest.mark.parametrize(("settings", "named"), [
+    ({"task_type": "causal_lm", "text_column": "t"}, "text_column=t means nothing for task_type=causal_lm"),
+    ({"task_type": "causal_lm", "pooling": "mean"}, "pooling=mean means nothing for task_type=causal_lm"),
+    ({"output_column": "o"}, "output_column=o means nothing for task_type=classification"),
+])  # fmt: skip
+def test_settings_of_the_other_task_type_are_refused(settings, named):
+    assert refusal(Config, **settings) == f"{named}; leave it out"

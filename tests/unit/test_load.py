@@ -129,3 +129,10 @@ def test_a_decoder_as_classifier(tmp_path):
     ids, mask = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11]]), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     features = learner(ids, mask, want="features")
     torch.testing.assert_close(features @ learner.get_parameter("hf.score.weight").T, learner(ids, mask))
+
+
+def test_prototypes_need_a_bias(tmp_path):
+    """Decoders' classifiers have none, so that class means cannot be written into them."""
+    config = Config(model_name_or_path=str(save_llama(tmp_path / "llama")), head_init="prototype")
+    message = refusal(load_learner, config, describe(config))
+    assert message.startswith("head_init=prototype needs a head with a bias, and that of LlamaForSequenceClassification has none")
