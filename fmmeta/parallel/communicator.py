@@ -124,7 +124,7 @@ class World:
         os.environ["FMMETA_GLOBAL_RANK"] = str(launch.global_rank)  # RANK will be the group's
         os.environ.setdefault("DS_ACCELERATOR", device.type)
         backend = None
-        self.store: dist.Store = dist.HashStore()
+        self.store: dist.Store | None = dist.HashStore()
         if launch.world_size > 1:
             os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port),
                               RANK=str(launch.global_rank), WORLD_SIZE=str(launch.world_size))  # fmt: skip
@@ -132,6 +132,7 @@ class World:
             store = dist.PrefixStore("world", self.store)
             backend = dist.ProcessGroupGloo(store, launch.global_rank, launch.world_size, TIMEOUT)
         self.comm = Communicator(backend, launch.global_rank, launch.world_size, torch.device("cpu"))
+        self.made = [self.comm]
 
     def split(self, group_size: int, default_group: bool = True) -> Ranks:
         """Make groups of `group_size`; with `default_group` each becomes the default world of its processes.
@@ -139,6 +140,7 @@ class World:
         Sets RANK and WORLD_SIZE to the group's values, which DeepSpeed and transformers read. Collective: world.
         """
         layout = Layout(self.launch, group_size)
+        assert self.store is not None, "split before close"
         os.environ.update(RANK=str(layout.group_rank), WORLD_SIZE=str(group_size), LOCAL_RANK=str(self.launch.local_rank))
         on_gpu = self.device.type == "cuda"
         group_backend = None
@@ -154,12 +156,19 @@ class World:
             cross_backend = make(store, layout.group_index, layout.num_groups, TIMEOUT)
         group = Communicator(group_backend, layout.group_rank, group_size, self.device)
         cross = Communicator(cross_backend, layout.group_index, layout.num_groups, self.device)
+        self.made += [group, cross]
         return Ranks(layout, self.comm, group, cross, self.device)
 
     def close(self) -> None:
-        """Close the process groups of this process. Not collective, so that it also serves after a failure."""
+        """Close the process groups of this process. Not collective, so that it also serves after a failure.
+
+        Their threads end here: left to the interpreter's last moments they can abort the process (exit code 134).
+        """
         if dist.is_initialized():
             dist.destroy_process_group()
+        for communicator in self.made:
+            communicator.backend = None
+        self.store = None
 
 
 def pick_device(launch: Launch) -> torch.device:

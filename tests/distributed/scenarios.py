@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 
 from fmmeta import build
+from fmmeta.cli import parse
 from fmmeta.config import Config, UsageError
 from fmmeta.parallel.communicator import PeerError, World, pick_device
 from fmmeta.parallel.layout import Launch
@@ -37,7 +40,7 @@ def together(world: World) -> None:
 def equal_start(world: World) -> None:
     """Replicas that begin with other weights are made equal; frozen tensors that differ are refused."""
     rank = world.launch.global_rank
-    config = Config(head_init="learned", group_size="1")
+    config = Config(task_type="causal_lm", group_size="1")
     plan = build.plan(config, world, lambda text: None)
     ranks = world.split(1)
     config.seed += rank  # a broken initialisation: every rank makes its own weights
@@ -57,8 +60,19 @@ def equal_start(world: World) -> None:
         print(error)
 
 
+def refusals(world: World, file: str) -> None:
+    """Every list of flags in `file` is refused on all ranks with one text; the ranks stay together from one to the next."""
+    for flags in json.loads(Path(file).read_text()):
+        try:
+            config = parse(flags)
+            build.form_groups(config, build.plan(config, world, lambda text: None), world, lambda text: None)
+            print("accepted")
+        except UsageError as error:
+            print(error)
+
+
 if __name__ == "__main__":
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
-    globals()[sys.argv[1]](world)
+    globals()[sys.argv[1]](world, *sys.argv[2:])
     world.close()

@@ -48,6 +48,8 @@ def test_theta_is_what_the_other_tasks_make_it(files, groups, group_size):
         ds.write_text(json.dumps({"zero_optimization": {"stage": 0 if stage == "plain" else stage}}))
         for algorithm in ("fomaml", "reptile"):
             for name, poison in POISONS.items():
+                if group_size == 2 and (name == "last") != (algorithm == "reptile"):
+                    continue  # each place of a poison with one rule is enough for the larger layout
                 engine = "plain" if stage == "plain" else "deepspeed"
                 own = {"deepspeed": str(ds), "algorithm": algorithm, "group_size": str(group_size), "engine": engine}
                 config = settings(model, data, **own)

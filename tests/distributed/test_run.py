@@ -116,13 +116,6 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
     train(tmp_path / "moved", 2, **moved).ok()
     assert relative_difference(whole, model_of(tmp_path / "moved")) < 1e-6
 
-    other = train(tmp_path / "killed", 2, **{**settings, "meta_batch_size": 3})
-    assert other.codes == [2, 2]
-    assert "holds a run with other settings (meta_batch_size: 4 -> 3); use these or another output_dir" in other.output[0]
-    never = train(tmp_path / "killed", 2, **settings, resume_from_checkpoint="never")
-    assert never.codes == [2, 2]
-    assert "resume_from_checkpoint=never; choose another output_dir" in never.output[0]
-
 
 def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
     """Flags, and what the one line must say. One case of each place where checks live; tests/unit has the rest."""
@@ -151,9 +144,14 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
     }
 
 
+FROM_OUTSIDE = ("unknown flag", "group size", "line", "moe")  # whole launches; a launch costs seconds
+
+
 @pytest.mark.timeout(600)
 def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
-    for name, (flags, text) in bad_inputs(tmp_path).items():
+    inputs = bad_inputs(tmp_path)
+    for name in FROM_OUTSIDE:
+        flags, text = inputs[name]
         ended = train(tmp_path / "run", 2, timeout_s=60, **flags)
         assert ended.codes == [2, 2], (name, ended.output)
         errors = [line for line in ended.output[0].splitlines() if "error" in line]
@@ -162,6 +160,18 @@ def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
         assert "Traceback" not in ended.output[0] + ended.output[1], name
         assert not ended.output[1].strip(), name
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
+    inputs = {name: case for name, case in bad_inputs(tmp_path).items() if name not in ("unknown flag", "choice")}
+    flags = [[f"--{key}={value}" for key, value in given.items()] for given, _ in inputs.values()]
+    (tmp_path / "flags.json").write_text(json.dumps(flags))
+    arguments = ["-m", "tests.distributed.scenarios", "refusals", str(tmp_path / "flags.json")]
+    first, second = (text.splitlines() for text in run_ranks(arguments, 2, timeout_s=200).ok().output)
+    assert first == second
+    assert len(first) == len(inputs)
+    for line, (name, (_, text)) in zip(first, inputs.items(), strict=True):
+        assert text in line, name
 
 
 def scenario(name: str, ranks: int) -> list[str]:
