@@ -17,7 +17,7 @@ parity: .venv/.installed-test
 check: .venv/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fmmeta import build, checkpoint, record
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
-from fmmeta.fewshot.evaluate import Score, evaluate_tasks, mean_ci95, per_stratum
-from fmmeta.meta.algorithms import Direction, make_rule
+from fmmeta.fewshot.evaluate import Score, evaluate_tasks, mean_ci95
+from fmmeta.fewshot.heldout import compare, show
+from fmmeta.meta.algorithms import make_rule
 from fmmeta.meta.outer import MetaGradient, Outer, OuterStep
+from fmmeta.meta.tally import Tally
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
@@ -174,34 +173,14 @@ class Run:
         return result
 
     def _held_out(self, source: TaskSource, result: Result) -> dict[str, Any]:
-        """The table: the same episodes from theta and from the weights at the start."""
+        """The same episodes from theta and from the weights at the start. Collective: world."""
         trained = self._scores(source, TEST, "held-out tasks")
         self.theta.copy_(self.initial)  # type: ignore[arg-type]
         started = self._scores(source, TEST, "held-out tasks, weights at the start")
-        gain = [a.accuracy_after - b.accuracy_after for a, b in zip(trained, started, strict=True)]
-        rows = {
-            "before adaptation, meta-trained": ([s.accuracy_before for s in trained], [s.loss_before for s in trained]),
-            "after adaptation, weights at the start": ([s.accuracy_after for s in started], [s.loss_after for s in started]),
-            "after adaptation, meta-trained": ([s.accuracy_after for s in trained], [s.loss_after for s in trained]),
-        }
-        shown = [[name, percent(accuracy), f"{mean_ci95(loss)[0]:.4f}"] for name, (accuracy, loss) in rows.items()]
-        lower = mean_ci95([b.loss_after - a.loss_after for a, b in zip(trained, started, strict=True)])
-        shown.append(["gain of meta-training (paired)", percent(gain), f"{lower[0]:.4f} ± {lower[1]:.4f}"])
-        config = self.config
-        ways = f"{config.n_way}-way {config.k_shot}-shot" if config.task_type == "classification" else f"{config.k_shot}-shot"
-        self.progress.table(f"{len(trained)} held-out {ways} episodes, {config.inner_steps} inner steps "
-                            f"(head at the start of a task: {config.head_init})", ["", "accuracy %", "loss"], shown)  # fmt: skip
-        strata = {name: [f"{100 * value:.1f}" for value in (per_stratum(started)[name], accuracy)]
-                  for name, accuracy in per_stratum(trained).items()}  # fmt: skip
-        if len(strata) > 1:
-            self.progress.table(
-                "after adaptation, by stratum", ["", "start", "meta-trained"], [[k, *v] for k, v in strata.items()]
-            )
-        result.before, result.after = (mean_ci95(list(rows[k][0]))[0] for k in list(rows)[::2])
-        result.after_from_start = mean_ci95(rows["after adaptation, weights at the start"][0])[0]
-        means = {name: {"accuracy": mean_ci95(a), "loss": mean_ci95(b)} for name, (a, b) in rows.items()}
-        gains = {"accuracy": mean_ci95(gain), "loss": lower}
-        return {**means, "gain": gains, "per_stratum": per_stratum(trained), "episodes": len(trained)}
+        compared = compare(trained, started)
+        show(compared, self.config, self.progress)
+        result.before, result.after, result.after_from_start = compared.accuracies
+        return compared.facts()
 
     def _scores(self, source: TaskSource, stream: int, what: str) -> list[Score]:
         tasks = Schedule(source.items, self.config.eval_episodes, self.config.seed, stream).meta_batch(0)
@@ -211,49 +190,3 @@ class Run:
 
     def _write_run(self, **facts: Any) -> None:
         record.write_run(self.folder, self.config, self.plan.sources.fingerprint, str(self.ranks.layout), **facts)
-
-
-class Tally:
-    """What the tasks of one outer step gave: this group's numbers, then (after `agree`) everybody's in `values`."""
-
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.weight, self.skipped, self.tokens = 0.0, 0, 0
-        self.support_loss = self.query_loss = self.accuracy = 0.0
-        self.values: dict[str, Any] = {}
-
-    def add(self, direction: Direction, tokens: int) -> None:
-        self.tokens += tokens
-        if not direction.finite:
-            self.skipped += 1
-            return
-        self.weight += direction.weight
-        self.support_loss += direction.weight * direction.support.loss
-        self.query_loss += direction.weight * direction.query.loss
-        self.accuracy += direction.weight * direction.query.accuracy
-
-    def agree(self, ranks: Ranks) -> float:
-        """Sum over all groups; return the summed weight of the finite tasks. Collective: world."""
-        waiting = time.monotonic()
-        mine = torch.tensor([self.weight, self.support_loss, self.query_loss, self.accuracy, self.skipped,
-                             self.tokens], dtype=torch.float64)  # fmt: skip
-        if ranks.layout.group_rank != 0:  # one voice per group; tokens are each rank's own
-            mine[:5] = 0
-        ranks.world.sum_(mine)
-        wait = torch.tensor([time.monotonic() - waiting], dtype=torch.float64)
-        ranks.world.sum_(wait)
-        weight, support, query, accuracy, skipped, tokens = mine.tolist()
-        means = {"support_loss": support, "query_loss": query, "accuracy": accuracy}
-        self.values = {
-            "seconds": time.monotonic() - self.began,
-            "tokens": int(tokens),
-            **{name: value / weight if weight else math.nan for name, value in means.items()},
-            "skipped_tasks": int(skipped),
-            "wait_seconds": float(wait) / ranks.world.size,
-        }
-        return weight
-
-
-def percent(values: list[float]) -> str:
-    mean, half = mean_ci95(values)
-    return f"{100 * mean:.1f} ± {100 * half:.1f}"
