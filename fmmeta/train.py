@@ -178,7 +178,7 @@ class Run:
         self.theta.copy_(self.initial)  # type: ignore[arg-type]
         started = self._scores(source, TEST, "held-out tasks, weights at the start")
         compared = compare(trained, started)
-        show(compared, self.config, self.progress)
+        show(compared, self.config, self.progress.table)
         result.before, result.after, result.after_from_start = compared.accuracies
         return compared.facts()
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fmmeta.config import Config
 from fmmeta.fewshot.evaluate import Score, mean_ci95, per_stratum
-from fmmeta.progress import Progress
 
 Interval = tuple[float, float]
 """Mean over episodes and half its 95 % interval."""
+Table = Callable[[str, Sequence[str], Sequence[Sequence[str]]], None]
+"""Shows a title, a header and rows (progress.Progress.table)."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ def compare(trained: Sequence[Score], started: Sequence[Score]) -> Compared:
     return Compared({name: (mean_ci95(a), mean_ci95(b)) for name, (a, b) in rows.items()}, (gain, fall), strata, len(trained))
 
 
-def show(compared: Compared, config: Config, progress: Progress) -> None:
-    """Print the table, and one by stratum where there are several."""
+def show(compared: Compared, config: Config, table: Table) -> None:
+    """Show the table, and one by stratum where there are several."""
     rows = [[name, percent(accuracy), f"{loss[0]:.4f}"] for name, (accuracy, loss) in compared.rows.items()]
     gain, fall = compared.gain
     rows.append(["gain of meta-training (paired)", percent(gain), f"{fall[0]:.4f} ± {fall[1]:.4f}"])
@@ -60,10 +61,10 @@ def show(compared: Compared, config: Config, progress: Progress) -> None:
     title = f"{compared.episodes} held-out {way}{config.k_shot}-shot episodes, {config.inner_steps} inner steps"
     if config.task_type == "classification":
         title += f" (head at the start of a task: {config.head_init})"
-    progress.table(title, ["", "accuracy %", "loss"], rows)
+    table(title, ["", "accuracy %", "loss"], rows)
     if len(compared.strata) > 1:
         by_stratum = [[name, *(f"{100 * value:.1f}" for value in values)] for name, values in compared.strata.items()]
-        progress.table("after adaptation, by stratum", ["", "start", "meta-trained"], by_stratum)
+        table("after adaptation, by stratum", ["", "start", "meta-trained"], by_stratum)
 
 
 def percent(interval: Interval) -> str:
