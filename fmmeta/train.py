@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,14 @@ class Run:
     def _after_step(self, moved: OuterStep, tally: Tally, first: int) -> None:
         config, step = self.config, self.outer_step
         self.bad_steps = 0 if moved.applied else self.bad_steps + 1
-        values = {"step": step, **tally.values, "grad_norm": moved.grad_norm, "lr": moved.lr,
-                  "comm_bytes": self.ranks.cross.bytes_sent}  # fmt: skip
+        values = {
+            "step": step,
+            "seconds": time.monotonic() - tally.began,  # the reduction and the outer step are part of it
+            **tally.values,
+            "grad_norm": moved.grad_norm,
+            "lr": moved.lr,
+            "comm_bytes": self.ranks.cross.bytes_sent,
+        }
         self.ranks.cross.bytes_sent = 0
         last = step == config.outer_steps
         if step % config.logging_steps == 0 or last or step == 1 or tally.values["skipped_tasks"]:

@@ -44,7 +44,6 @@ class Tally:
         weight, support, query, accuracy, skipped, tokens = mine.tolist()
         means = {"support_loss": support, "query_loss": query, "accuracy": accuracy}
         self.values = {
-            "seconds": time.monotonic() - self.began,
             "tokens": int(tokens),
             **{name: value / weight if weight else math.nan for name, value in means.items()},
             "skipped_tasks": int(skipped),
