@@ -13,11 +13,14 @@ A communicator has few verbs: sum, broadcast, gather bytes, barrier. No pickles 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,8 @@ from fmmeta.config import UsageError
 from fmmeta.parallel.layout import Launch, Layout
 
 TIMEOUT = timedelta(minutes=30)
+SAY_S = 10.0  # between two words of a rank that waits for another one
+T = TypeVar("T")
 
 
 class PeerError(RuntimeError):
@@ -132,7 +137,48 @@ class World:
             store = dist.PrefixStore("world", self.store)
             backend = dist.ProcessGroupGloo(store, launch.global_rank, launch.world_size, TIMEOUT)
         self.comm = Communicator(backend, launch.global_rank, launch.world_size, torch.device("cpu"))
-        self.made = [self.comm]
+        self.made, self.prepared = [self.comm], 0
+
+    def first_on_node(self, doing: str, work: Callable[[], T], timeout_s: float, say: Callable[[str], None] | None = None) -> T:
+        """Run `work` on the first rank of every node, and when it is done there on the others, which find it prepared.
+
+        The second rank of a node says whom it waits for. Raises on all ranks what was raised on one, and `UsageError` if
+        a rank has waited for `timeout_s`. Collective: world.
+        """
+        assert self.store is not None, "before close"
+        launch, say = self.launch, say or (lambda text: print(f"fmmeta: {text}", file=sys.stderr, flush=True))
+        node = launch.global_rank - launch.local_rank  # global rank of its first rank
+        self.prepared += 1
+        key = f"first_on_node/{self.prepared}/{node}"
+        with self.comm.together(doing):
+            if launch.local_rank == 0:
+                done = "failed"
+                try:
+                    result = work()
+                    done = "done"
+                finally:
+                    self.store.set(key, done)
+                return_value: T | None = result
+            elif self._wait(key, doing, node, timeout_s, say):
+                return_value = work()
+            else:
+                return_value = None  # that rank's error is everybody's
+        return cast("T", return_value)
+
+    def _wait(self, key: str, doing: str, node: int, timeout_s: float, say: Callable[[str], None]) -> bool:
+        assert self.store is not None
+        began, told = time.monotonic(), 0.0
+        while not self.store.check([key]):
+            waited = time.monotonic() - began
+            if waited > timeout_s:
+                raise UsageError(f"prepare_timeout={timeout_s:g}: rank {self.launch.global_rank} has waited {waited:.0f} s for "
+                                 f"rank {node} on {platform.node()} ({doing}); raise it, or look at that rank")  # fmt: skip
+            if waited - told >= SAY_S and self.launch.local_rank == 1:
+                told = waited
+                say(f"rank {self.launch.global_rank} waits for rank {node} on {platform.node()} ({doing}): {waited:.0f} s so "
+                    f"far, {timeout_s:g} s at most")  # fmt: skip
+            time.sleep(0.05)
+        return self.store.get(key) == b"done"
 
     def split(self, group_size: int, default_group: bool = True) -> Ranks:
         """Make groups of `group_size`; with `default_group` each becomes the default world of its processes.
