@@ -103,7 +103,7 @@ class Feed(Reader):
         """Let the loader decide how many processes it wants; report those that died."""
         chosen = self.loader.decide(step_seconds)
         if chosen is not None:
-            share = 100 * self.loader.load_s / step_seconds
+            share = 100 * (self.loader.load_s - self.loader.warm[0]) / (step_seconds - self.loader.warm[1])
             self.notice(f"num_workers=auto: {chosen} (loading takes {share:.2g} % of an outer step)")
         for cause in self.loader.deaths:
             self.notice(f"a loader process died and was replaced: {cause}")

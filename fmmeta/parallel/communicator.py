@@ -133,7 +133,13 @@ class World:
         if launch.world_size > 1:
             os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port),
                               RANK=str(launch.global_rank), WORLD_SIZE=str(launch.world_size))  # fmt: skip
-            self.store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+            try:
+                self.store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+            except dist.DistNetworkError as error:
+                if "EADDRINUSE" not in str(error):
+                    raise
+                raise UsageError(f"master_port={launch.master_port} is in use on {platform.node()}; give the launcher another, "
+                                 f"such as --master_port {launch.master_port + 1}") from None  # fmt: skip
             store = dist.PrefixStore("world", self.store)
             backend = dist.ProcessGroupGloo(store, launch.global_rank, launch.world_size, TIMEOUT)
         self.comm = Communicator(backend, launch.global_rank, launch.world_size, torch.device("cpu"))

@@ -10,10 +10,16 @@ because of data, and nothing communicates: what to do about a bad task is for al
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
+import pickle
+import shutil
+import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch.utils.data
@@ -77,14 +83,28 @@ class Load:
         return Batches(self.dealer.deal(episode.support, classes), self.dealer.deal(episode.query, classes))
 
 
-class Tasks(torch.utils.data.Dataset[Loaded]):
-    """What DataLoader asks for; an index is a task."""
+class Tasks(torch.utils.data.Dataset[str]):
+    """What DataLoader asks for; an index is a task, and what comes back is a file in memory that holds the episode.
 
-    def __init__(self, load: Load) -> None:
-        self.load = load
+    Files, because a process may be killed at any moment: a tensor on its way would be lost with the process that sent
+    it, and half a large message would let the reader wait for ever. A name is written to the pipe whole or not at all.
+    """
 
-    def __getitem__(self, task: Task) -> Loaded:  # type: ignore[override]
-        return self.load(task)
+    def __init__(self, load: Load, folder: str) -> None:
+        self.load, self.folder = load, folder
+
+    def __getitem__(self, task: Task) -> str:  # type: ignore[override]
+        with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
+            pickle.dump(self.load(task), file)
+        return file.name
+
+
+def receive(name: str) -> Loaded:
+    """Take an episode that a process of ours has left."""
+    file = Path(name)
+    loaded = pickle.loads(file.read_bytes())
+    file.unlink()
+    return loaded
 
 
 class EpisodeLoader:
@@ -99,16 +119,17 @@ class EpisodeLoader:
         self.auto = num_workers == "auto"
         self.num_workers = 0 if self.auto else int(num_workers)
         self.budget = (os.cpu_count() or 1) - 1 if budget is None else budget
-        self.stream: Iterator[Loaded] | None = None
+        self.stream: Iterator[str] | None = None
+        self.folder: str | None = None  # of episodes on their way
         self.deaths: list[str] = []  # causes, since they were last asked for
         self.wait_s = self.load_s = 0.0
-        self.rounds = 0
+        self.rounds, self.warm = 0, (0.0, 0.0)  # outer steps, and what the first of them took: it warms up
 
     def fetch(self, tasks: Sequence[Task]) -> list[Loaded]:
         """The next episodes. `wait_s` and `load_s` add up what this process waited, and what loading cost."""
         began = time.perf_counter()
         loaded = [self._next(task) for task in tasks]
-        if self.pin and not self.num_workers:
+        if self.pin:
             loaded = [one.pin_memory() for one in loaded]
         self.wait_s += time.perf_counter() - began
         self.load_s += sum(one.seconds for one in loaded)
@@ -117,13 +138,14 @@ class EpisodeLoader:
     def decide(self, step_seconds: float) -> int | None:
         """`auto`: after a few outer steps, which took `step_seconds` in all, say how many processes it takes, and use them."""
         self.rounds += 1
+        if self.rounds == 1:
+            self.warm = self.load_s, step_seconds
         if not self.auto or self.rounds < MEASURED:
             return None
         self.auto = False
-        if self.load_s <= WAIT_SHARE * step_seconds:
-            return 0
-        compute = max(step_seconds - self.load_s, 1e-9)
-        self.num_workers = max(0, min(self.budget, math.ceil(2 * self.load_s / compute)))
+        load, step = self.load_s - self.warm[0], step_seconds - self.warm[1]
+        if load > WAIT_SHARE * step:
+            self.num_workers = min(self.budget, math.ceil(2 * load / max(step - load, 1e-9)))
         return self.num_workers
 
     def close(self) -> None:
@@ -132,40 +154,54 @@ class EpisodeLoader:
         shutdown = getattr(stream, "_shutdown_workers", None)
         if shutdown:
             shutdown()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = None
 
     def _next(self, task: Task) -> Loaded:
         if not self.num_workers:
             return self.load(task)
         for deaths in range(DEATHS):
             try:
-                self.stream = self.stream or self._start(task)
-                loaded = next(self.stream)
+                if self.stream is None:
+                    self.stream = self._start(task)
+                loaded = receive(next(self.stream))
                 assert loaded.task == task, f"asked for {task}, but the loader is at {loaded.task}"
                 return loaded
             except RuntimeError as error:
                 if "DataLoader worker" not in str(error):
                     raise
-                self.deaths.append(" ".join(str(error).split()))
+                self.deaths.append(cause_of_death(self.stream, error))
                 self.close()
                 self.load.sleep(BACK_OFF_S[min(deaths, len(BACK_OFF_S) - 1)])
         return Loaded(task, None, f"task {task.name}: loader processes died {DEATHS} times in a row, last: {self.deaths[-1]}")
 
-    def _start(self, task: Task) -> Iterator[Loaded]:
-        import multiprocessing
-
+    def _start(self, task: Task) -> Iterator[str]:
+        self.folder = tempfile.mkdtemp(prefix="fmmeta-loader-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
         context = multiprocessing.get_context("forkserver")  # a fork of this process would copy its threads' locks
         context.set_forkserver_preload(["fmmeta.tasks.loader"])
         sampler: Any = self.upcoming(task)
         loader = torch.utils.data.DataLoader(
-            Tasks(self.load), batch_size=None, sampler=sampler, num_workers=self.num_workers, prefetch_factor=self.prefetch,
-            pin_memory=self.pin, persistent_workers=True, multiprocessing_context=context, worker_init_fn=quiet,
+            Tasks(self.load, self.folder), batch_size=None, sampler=sampler, num_workers=self.num_workers,
+            prefetch_factor=self.prefetch, persistent_workers=True, multiprocessing_context=context, worker_init_fn=quiet,
         )  # fmt: skip
         return iter(loader)
 
 
 def quiet(worker: int) -> None:
     """A loader process leaves Ctrl-C to the process that it works for, and computes on one thread."""
-    import signal
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+
+
+def cause_of_death(stream: Any, error: RuntimeError) -> str:
+    """How the processes of a stream ended, by number or signal; what DataLoader says where that is not known."""
+    deadline = time.monotonic() + 1.0
+    while True:
+        ended = {worker.pid: worker.exitcode for worker in getattr(stream, "_workers", ()) if worker.exitcode}
+        if ended or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    said = [f"process {pid} " + (f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}")
+            for pid, code in ended.items()]  # fmt: skip
+    return ", ".join(said) or " ".join(str(error).split())

@@ -100,7 +100,8 @@ class Schedule:
         """The tasks of an outer step that one group runs; shares may be of unequal length, or empty."""
         first = outer_step - outer_step % WINDOW
         if self._dealt and self._dealt[0] == num_groups and first <= self._dealt[1] <= outer_step:
-            _, last, shares, seen = self._dealt
+            _, last, shares, counted = self._dealt
+            seen = [Counter(strata) for strata in counted]  # copies of a schedule go on from here by themselves
         else:
             last, shares, seen = first - 1, [], [Counter() for _ in range(num_groups)]
         for step in range(last + 1, outer_step + 1):

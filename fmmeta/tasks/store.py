@@ -7,6 +7,7 @@ A file appears whole, under a name that says what is in it, so that processes an
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -143,7 +144,8 @@ def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[
                 stream.write_batch(batch.replace_schema_metadata(facts))
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise UsageError(f"{path.parent} cannot be written to ({error}); set HF_DATASETS_CACHE to a folder with room") from None
 
 
