@@ -148,41 +148,40 @@ class World:
     def first_on_node(self, doing: str, work: Callable[[], T], timeout_s: float, say: Callable[[str], None] | None = None) -> T:
         """Run `work` on the first rank of every node, and when it is done there on the others, which find it prepared.
 
-        The second rank of a node says whom it waits for. Raises on all ranks what was raised on one, and `UsageError` if
-        a rank has waited for `timeout_s`. Collective: world.
+        The second rank of a node says whom it waits for. What one rank raises all raise; but after `timeout_s` of waiting
+        for a rank that does not answer, those that wait raise `UsageError` without it. Collective: world.
         """
         assert self.store is not None, "before close"
         launch, say = self.launch, say or (lambda text: print(f"fmmeta: {text}", file=sys.stderr, flush=True))
-        node = launch.global_rank - launch.local_rank  # global rank of its first rank
+        first = launch.global_rank - launch.local_rank
         self.prepared += 1
-        key = f"first_on_node/{self.prepared}/{node}"
+        key, done, result = f"first_on_node/{self.prepared}/{first}", "failed", None
+        prepared = launch.local_rank == 0 or self._wait(key, doing, first, timeout_s, say)
         with self.comm.together(doing):
-            if launch.local_rank == 0:
-                done = "failed"
-                try:
+            try:
+                if prepared:  # if not, that rank's error is everybody's
                     result = work()
                     done = "done"
-                finally:
+            finally:
+                if launch.local_rank == 0:
                     self.store.set(key, done)
-                return_value: T | None = result
-            elif self._wait(key, doing, node, timeout_s, say):
-                return_value = work()
-            else:
-                return_value = None  # that rank's error is everybody's
-        return cast("T", return_value)
+        return cast("T", result)
 
-    def _wait(self, key: str, doing: str, node: int, timeout_s: float, say: Callable[[str], None]) -> bool:
+    def _wait(self, key: str, doing: str, first: int, timeout_s: float, say: Callable[[str], None]) -> bool:
+        """Whether the rank `first` has done it."""
         assert self.store is not None
-        began, told = time.monotonic(), 0.0
+        began, told, mine = time.monotonic(), 0.0, self.launch.global_rank
+        speaks, whom = self.launch.local_rank == 1, f"rank {first} on {platform.node()} ({doing})"
         while not self.store.check([key]):
             waited = time.monotonic() - began
             if waited > timeout_s:
-                raise UsageError(f"prepare_timeout={timeout_s:g}: rank {self.launch.global_rank} has waited {waited:.0f} s for "
-                                 f"rank {node} on {platform.node()} ({doing}); raise it, or look at that rank")  # fmt: skip
-            if waited - told >= SAY_S and self.launch.local_rank == 1:
+                text = f"prepare_timeout={timeout_s:g}: rank {mine} has waited {waited:.0f} s for {whom}; raise it, or look there"
+                if speaks:
+                    say(f"error: {text}")
+                raise UsageError(text)
+            if speaks and waited - told >= SAY_S:
                 told = waited
-                say(f"rank {self.launch.global_rank} waits for rank {node} on {platform.node()} ({doing}): {waited:.0f} s so "
-                    f"far, {timeout_s:g} s at most")  # fmt: skip
+                say(f"rank {mine} waits for {whom}: {waited:.0f} s so far, {timeout_s:g} s at most")
             time.sleep(0.05)
         return self.store.get(key) == b"done"
 

@@ -68,14 +68,19 @@ def ending(path: Path) -> str | None:
 
 def read_file(path: Path, bad: Bad = refuse) -> list[Row]:
     readers = {".jsonl": jsonl, ".csv": csv_rows, ".parquet": parquet}
-    rows: list[Row] = []
+    rows, wrong = list[Row](), list[UsageError]()
+
+    def told(error: UsageError) -> None:
+        wrong.append(error)
+        bad(error)
+
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            rows.extend(readers[ending(path) or ""](path, file, bad))  # type: ignore[arg-type]
+            rows.extend(readers[ending(path) or ""](path, file, told))  # type: ignore[arg-type]
     except (OSError, EOFError, zlib.error) as error:
         bad(UsageError(f"{path} cannot be read: {error}; mend or remove the file"))
         return rows
-    if not rows:
+    if not rows and not wrong:
         bad(UsageError(f"{path} is empty; remove it or fill it"))
     return rows
 

@@ -100,7 +100,10 @@ def prepare(name: str, content: str, read: Callable[[Bad], Sequence[Row]], confi
     store = open_store(path)
     if store is None:
         bad, notes = BadRows(name, config), list[str]()
-        table = tabulate(name, read(bad), config, notes.append, bad, one_task)
+        rows = read(bad)
+        if not rows:
+            bad.judge(0, notes.append)
+        table = tabulate(name, rows, config, notes.append, bad, one_task)
         bad.judge(len(table.left), notes.append)
         write(path, table, config, tokenizer, notes)
         store = Store(path)

@@ -42,11 +42,11 @@ def test_rows_come_back_as_they_went_in(tmp_path):
     path = write_pairs(tmp_path / "pairs.jsonl")
     store, rows = made(path, task_type="causal_lm", max_length=20), [json.loads(line) for line in path.open()]
     wanted = encode_pairs(TOKENIZER, [row["input"] for row in rows], [row["output"] for row in rows], 20)
-    unique = list(
-        {(row["task"], row["input"], row["output"]): number for number, row in reversed(list(enumerate(rows)))}.values()
-    )
-    assert len(store) == len(unique)
-    for number, same in enumerate(sorted(unique)):
+    firsts: dict[tuple[str, ...], int] = {}
+    for number, row in enumerate(rows):
+        firsts.setdefault((row["task"], row["input"], row["output"]), number)
+    assert len(store) == len(firsts)
+    for number, same in enumerate(firsts.values()):
         assert (store.text("left", number), store.text("right", number)) == (rows[same]["input"], rows[same]["output"])
         assert Store.cell(store.ids, number).tolist() == wanted[same].input_ids
         assert Store.cell(store.labels, number).tolist() == wanted[same].labels
@@ -153,9 +153,8 @@ def test_bad_rows_are_refused_or_left_out(tmp_path, line, said):
     assert f"{path}{said}" in refusal(made, path)
     notes = made(path, on_bad_task="skip").notes
     assert len(made(path, on_bad_task="skip")) == 40
-    assert re.match(
-        rf"dataset={re.escape(str(path))}: [12] of 4[12] rows cannot be used; the first: {re.escape(str(path))}:41", notes[0]
-    )
+    name = re.escape(str(path))
+    assert re.match(rf"dataset={name}: [12] of 4[12] rows cannot be used; the first: {name}:41", notes[0])
     assert notes[0].endswith("; left out")
 
 
