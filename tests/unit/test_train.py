@@ -35,8 +35,10 @@ def test_accumulated_meta_batches_are_one_larger_meta_batch(tmp_path):
 
 def test_episodes_of_changing_size_follow_the_oracle(tmp_path):
     """2 to 4 classes of 1 to 3 shots: an episode's loss sees its own classes alone, though the head has four."""
-    settings = {"n_way": 2, "n_way_max": 4, "k_shot": 1, "k_shot_max": 3, "num_query": 2, "outer_steps": 2, "meta_batch_size": 3,
-                "inner_lr": 0.3, "inner_steps": 2, "outer_optimizer": "sgd", "outer_lr": 0.5, "save_steps": 0, "eval_episodes": 0}  # fmt: skip
+    settings = {
+        "n_way": 2, "n_way_max": 4, "k_shot": 1, "k_shot_max": 3, "num_query": 2, "outer_steps": 2, "meta_batch_size": 3,
+        "inner_lr": 0.3, "inner_steps": 2, "outer_optimizer": "sgd", "outer_lr": 0.5, "save_steps": 0, "eval_episodes": 0,
+    }  # fmt: skip
     config = Config(model_name_or_path=str(save_bert(tmp_path / "bert")), output_dir=str(tmp_path / "out"),
                     dataset=[str(write_classes(tmp_path / "rows.jsonl", classes=15))], **settings)  # fmt: skip
     description = describe(config)
