@@ -45,7 +45,7 @@ def skewed(tasks: int) -> Items:
     rng = np.random.default_rng(0)
     rows = np.exp(rng.uniform(np.log(ROWS[0]), np.log(ROWS[1]), tasks))
     rows[:2] = ROWS
-    return Items(Item(f"t{i}", f"s{i % 4}", round(n) * 64) for i, n in enumerate(rng.permutation(rows)))
+    return Items.of(Item(f"t{i}", f"s{i % 4}", round(n) * 64) for i, n in enumerate(rng.permutation(rows)))
 
 
 def episode(task: Task) -> Batches:

@@ -52,7 +52,7 @@ class FolderSource(TaskSource):
             raise UsageError(f"dataset={files[0].path.parent.parent} has two files for the task {twice}; rename one")
         rows = (shape.k_shot + shape.k_shot_max) / 2 + shape.num_query
         drawn = rows * (shape.n_way + shape.n_way_max) / 2
-        self.items = Items(
+        self.items = Items.of(
             Item(file.name, file.stratum, round(drawn * row_tokens(file.path, config.max_length))) for file in files
         )
         self.opened: dict[int, TaskSource] = {}

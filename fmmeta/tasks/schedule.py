@@ -33,15 +33,18 @@ class Item:
 
 
 class Items(Sequence[Item]):
-    """Many items as columns: a million cost megabytes. `stratum` [n] holds codes, numbers into `strata`."""
+    """Many items as columns of equal length: a million cost megabytes. `stratum` [n] holds codes, numbers into `strata`."""
 
-    def __init__(self, items: Iterable[Item]) -> None:
-        items = list(items)
-        codes = {name: code for code, name in enumerate(sorted({item.stratum for item in items}))}
-        self.names: Sequence[str] = [item.name for item in items]
-        self.strata = list(codes)
-        self.stratum = np.array([codes[item.stratum] for item in items], dtype=np.int32)
-        self.tokens = np.array([item.tokens for item in items], dtype=np.int64)
+    def __init__(self, names: Sequence[str], strata: Sequence[str], tokens: Sequence[int]) -> None:
+        codes = {name: code for code, name in enumerate(sorted(set(strata)))}
+        self.names, self.strata = names, list(codes)
+        self.stratum = np.fromiter((codes[name] for name in strata), np.int32, len(names))
+        self.tokens = np.fromiter(tokens, np.int64, len(names))
+
+    @classmethod
+    def of(cls, items: Iterable[Item]) -> Items:
+        listed = list(items)
+        return cls([item.name for item in listed], [item.stratum for item in listed], [item.tokens for item in listed])
 
     def __len__(self) -> int:
         return len(self.names)

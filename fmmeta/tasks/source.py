@@ -110,7 +110,7 @@ class PairSource(TaskSource):
     def __init__(self, store: Store, rows: Mapping[str, np.ndarray], strata: Mapping[str, str], shape: Shape) -> None:
         self.store, self.shape, self.rows = store, shape, list(rows.values())
         lengths, drawn = store.lengths(), shape.k_shot + shape.num_query
-        self.items = Items(Item(name, strata[name], round(drawn * lengths[own].mean())) for name, own in rows.items())
+        self.items = Items.of(Item(name, strata[name], round(drawn * lengths[own].mean())) for name, own in rows.items())
 
     def draw(self, task: Task) -> Draw:
         rows = self.rows[task.item]
@@ -146,7 +146,7 @@ class ClassSource(TaskSource):
                 items.append(Item(name, strata[name], round(ways * per_class * mean)))
                 self.draws.append((pool, lead))
                 self.row_tokens.append(mean)
-        self.items = Items(items)
+        self.items = Items.of(items)
 
     def size(self, item: int, seed: tuple[int, ...]) -> int:
         if self.shape.fixed:
@@ -176,7 +176,7 @@ class Mixture(TaskSource):
 
     def __init__(self, sources: Mapping[str, TaskSource]) -> None:
         self.sources = list(sources.values())
-        self.items = Items(
+        self.items = Items.of(
             Item(f"{name}/{item.name}", name, item.tokens) for name, source in sources.items() for item in source.items
         )
         self.starts = np.cumsum([0, *(len(source.items) for source in self.sources)])

@@ -15,7 +15,7 @@ TOKENS = st.lists(st.integers(1, 500), max_size=24)
 
 
 def items_of(sizes: list[int]) -> Items:
-    return Items(Item(f"{s}-{i}", f"s{s}", 10 + s + i) for s, size in enumerate(sizes) for i in range(size))
+    return Items.of(Item(f"{s}-{i}", f"s{s}", 10 + s + i) for s, size in enumerate(sizes) for i in range(size))
 
 
 def tasks_of(tokens: list[int], strata: str = "") -> list[Task]:
