@@ -59,9 +59,11 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     sizes = None
     with world.comm.together("sizing the model"):
         learner = empty_learner(config, plan.description)
-        params = sum(param.numel() for param in learner.parameters())
+        trained = sum(param.numel() for param in learner.parameters() if param.requires_grad)
+        frozen = sum(param.numel() for param in learner.parameters() if not param.requires_grad)
         rows = min(config.micro_batch_size, config.k_shot * (config.n_way if config.task_type == "classification" else 1))
-        sizes = memory.Sizes.of(plan.description.hf_config, params, rows, config.max_length, config.task_type == "causal_lm")
+        causal = config.task_type == "causal_lm"
+        sizes = memory.Sizes.of(plan.description.hf_config, trained, frozen, rows, config.max_length, causal)
         if config.group_size != "auto":
             Layout(world.launch, int(config.group_size))
     if config.group_size == "auto":
@@ -73,6 +75,8 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     ranks = world.split(group_size, default_group=engine == "deepspeed")
     stage = f"DeepSpeed ZeRO {plan.precision.zero_stage}" if engine == "deepspeed" else "plain PyTorch, nothing to shard"
     notice(f"{ranks.layout} on {world.device.type}; {stage}; {'bf16' if plan.precision.bf16 else 'fp32'}")
+    if config.lora_r:
+        notice(f"LoRA of rank {config.lora_r}: {sizes.params:,} of {sizes.params + sizes.frozen:,} parameters are trained")
     return ranks
 
 
@@ -92,7 +96,7 @@ class Parts:
 
     worker: Worker
     theta: Tensor
-    frozen: dict[str, Tensor]  # untrained tensors by name, on the first rank, for export
+    frozen: dict[str, Tensor]  # untrained tensors by name, on the first rank, for export; none beside adapters
     inner: InnerLoop
     dealer: Dealer
 
@@ -112,8 +116,10 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
         learner = load_learner(config, plan.description)
         per_task = learner.head_names if config.head_init != "learned" else ()
         groups = param_groups(learner, per_task, config.weight_decay > 0)
-    frozen = untrained(learner)
-    check_equal(ranks, fingerprint_of(frozen), "frozen weights and buffers")
+    still = untrained(learner)
+    check_equal(ranks, fingerprint_of(still), "frozen weights and buffers")
+    frozen = {name: value.clone() for name, value in still.items()} if ranks.first and not config.lora_r else {}
+    del still  # an engine gives the frozen weights other storage
     layout = ranks.layout
     if engine_of(config, plan, layout.group_size, ranks.device) == "plain":
         worker: Worker = PlainWorker(learner, groups, ranks.device, plan.precision.bf16)
@@ -130,20 +136,21 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     pad = plan.tokenizer.pad_token_id
     dealer = Dealer(plan.description.hf_config.pad_token_id if pad is None else pad, config.micro_batch_size,
                     layout.group_rank, layout.group_size)  # fmt: skip
-    return Parts(worker, theta, frozen if ranks.first else {}, inner, dealer)
+    return Parts(worker, theta, frozen, inner, dealer)
 
 
 def untrained(learner: Learner) -> dict[str, Tensor]:
-    """Copies of frozen parameters and saved buffers, before an engine shards them."""
+    """Frozen parameters and saved buffers by name, uncopied, before an engine shards them."""
     state = learner.state_dict()
     trained = {name for name, param in learner.named_parameters(remove_duplicate=False) if param.requires_grad}
-    return {name: value.detach().cpu().clone() for name, value in state.items() if name not in trained}
+    return {name: value.detach() for name, value in state.items() if name not in trained}
 
 
 def fingerprint_of(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        digest.update(name.encode() + tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

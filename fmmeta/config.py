@@ -39,6 +39,12 @@ class ModelConfig:
         "Classifier head at the start of each task: zeros, a meta-learned one, or the class means of the support set (ProtoMAML)",
         HEAD_INITS,
     )
+    lora_r: int = setting(0, "Rank of LoRA adapters, which are then trained in place of the base's weights; 0: train all weights")
+    lora_alpha: float = setting(None, "LoRA: the adapters' part counts alpha / r times (default: 2 x lora_r)")
+    lora_target_modules: list[str] = setting(
+        [], "LoRA: names of the linear layers that get adapters, or all-linear (default: what peft takes for the architecture)"
+    )
+    lora_merge: bool = setting(False, "LoRA: also write merged/, an ordinary model with the adapters added to its weights")
     attn_implementation: str | None = setting(None, "Passed to transformers: eager, sdpa, flash_attention_2, ...")
     trust_remote_code: bool = setting(False, "Let transformers run code that comes with the checkpoint")
 
@@ -83,7 +89,8 @@ class MetaConfig:
     inner_steps: int = setting(5, "Gradient steps on the support set")
     inner_lr: float = setting(0.1, "Step size of the inner SGD")
     outer_lr: float = setting(
-        None, "Peak outer learning rate (default: 1.0 for SGD; for AdamW 2e-3 for the built-in model, 2e-5 for a checkpoint)"
+        None,
+        "Peak outer learning rate (default: SGD 1.0; AdamW 2e-3 for the built-in model, else 2e-4 with LoRA, 2e-5 without)",
     )
     outer_optimizer: str = setting("adamw", "Optimizer of theta", OUTER_OPTIMIZERS)
     weight_decay: float = setting(0.01, "Weight decay of theta; never on norms and biases")
@@ -138,12 +145,14 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
             raise UsageError(f"group_size={self.group_size} is neither a positive number nor auto; use auto, 1, 2, 4, ...")
         self.group_size = str(self.group_size)
         if self.outer_lr is None:
-            self.outer_lr = 1.0 if self.outer_optimizer == "sgd" else 2e-3 if self.builtin_model else 2e-5
+            adamw = 2e-3 if self.builtin_model else 2e-4 if self.lora_r else 2e-5
+            self.outer_lr = 1.0 if self.outer_optimizer == "sgd" else adamw
         if self.adam_epsilon is None:
             self.adam_epsilon = 1e-3 if self.builtin_model else 1e-6
         for name in ("inner_lr", "outer_lr", "adam_epsilon"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UsageError(f"{name}={getattr(self, name)} is no positive number; use one, such as 0.1 for inner SGD")
+        self._check_lora()
         causal = self.task_type == "causal_lm"
         foreign = ("text_column", "label_column", "pooling") if causal else ("input_column", "output_column")
         for name in foreign:
@@ -154,6 +163,17 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
         if len(self.dataset) != 1:
             raise UsageError(f"dataset={' '.join(self.dataset)} names {len(self.dataset)} data sets; give one")
 
+    def _check_lora(self) -> None:
+        if not self.lora_r:
+            for name in ("lora_alpha", "lora_target_modules", "lora_merge"):
+                if value := getattr(self, name):
+                    shown = " ".join(value) if isinstance(value, list) else value
+                    raise UsageError(f"{name}={shown} means nothing for lora_r=0; give --lora_r, or leave it out")
+        elif self.lora_alpha is None:
+            self.lora_alpha = 2.0 * self.lora_r
+        elif not 0 < self.lora_alpha < float("inf"):
+            raise UsageError(f"lora_alpha={self.lora_alpha} is no positive number; use one, such as {2 * self.lora_r}")
+
     @property
     def builtin_model(self) -> bool:
         return self.model_name_or_path == "tiny"
@@ -163,7 +183,7 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
 
 
 LEAST = {
-    "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
+    "lora_r": 0, "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
     "inner_steps": 1, "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
     "micro_batch_size": 1, "save_steps": 0, "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
     "logging_steps": 1, "weight_decay": 0,
@@ -173,6 +193,7 @@ LEAST = {
 FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
     "eval_episodes", "group_size", "micro_batch_size", "engine", "deepspeed", "max_bad_steps", "attn_implementation",
+    "lora_merge",
 }  # fmt: skip
 
 

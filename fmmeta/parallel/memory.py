@@ -1,8 +1,8 @@
 """How much memory a rank needs, by estimate, and the smallest group that has it.
 
-Bytes per rank for P trainable parameters in a group of M ranks, w bytes per working weight (docs/memory.md):
+Bytes per rank for P trained and F frozen parameters in a group of M ranks, w bytes per working weight (docs/memory.md):
 
-    weights      P w        / M at ZeRO 3
+    weights      (P + F) w  / M at ZeRO 3
     gradients    P 4        / M at ZeRO 2 and 3
     master       P 4        / M at ZeRO 1 to 3; none in fp32 at ZeRO 0, where the weights are the masters
     meta         5 P 4      / M at ZeRO 1 to 3: theta, meta-gradient, one captured direction, two Adam moments
@@ -30,20 +30,21 @@ HEADROOM = 0.9  # allocators, buckets and the runtime need the rest
 class Sizes:
     """What the estimate needs of a model and its batches."""
 
-    params: int
+    params: int  # trained
     layers: int
     hidden: int
     heads: int
     vocab: int  # 0 where no logits over the vocabulary are made
     rows: int  # of a micro-batch
     tokens: int  # of a row
+    frozen: int = 0  # parameters that are not trained
 
     @classmethod
-    def of(cls, hf_config: Any, params: int, rows: int, tokens: int, causal: bool) -> Sizes:
+    def of(cls, hf_config: Any, params: int, frozen: int, rows: int, tokens: int, causal: bool) -> Sizes:
         text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
         layers, hidden = getattr(text, "num_hidden_layers", 12), getattr(text, "hidden_size", 768)
         heads, vocab = getattr(text, "num_attention_heads", 12), getattr(text, "vocab_size", 0)
-        return cls(params, layers, hidden, heads, vocab if causal else 0, rows, tokens)
+        return cls(params, layers, hidden, heads, vocab if causal else 0, rows, tokens, frozen)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def estimate(sizes: Sizes, precision: Precision, group_size: int) -> Estimate:
     fp32 = 4 * sizes.params
     per_token = 34 * sizes.hidden + 5 * sizes.heads * sizes.tokens
     return Estimate(
-        weights=sizes.params * width // share[0],
+        weights=(sizes.params + sizes.frozen) * width // share[0],
         gradients=fp32 // share[1],
         master=0 if stage == 0 and not precision.bf16 else fp32 // share[2],
         meta=5 * fp32 // share[2],

@@ -37,6 +37,11 @@ AXES: dict[str, tuple[Any, ...]] = {
     "outer": ("sgd", "adamw"),
     "head": ("zero", "learned", "prototype"),
     "extra": ("none", "micro", "offload"),  # micro-batches of one row; optimizer offload
+    "also": ("nothing", "lora"),
+}
+ALSO: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "lora": {"lora_r": 4},
 }
 TOLERANCE = {("fp32", "sgd"): 1e-5, ("fp32", "adamw"): 1e-4, ("bf16", "sgd"): 0.1, ("bf16", "adamw"): 0.1}
 
@@ -53,6 +58,7 @@ class Case:
     outer: str
     head: str
     extra: str
+    also: str = "nothing"
 
     @property
     def id(self) -> str:
@@ -122,6 +128,7 @@ class Bench:
             "outer_optimizer": case.outer, "outer_lr": 0.5 if case.outer == "sgd" else 3e-3, "warmup_steps": 1,
             "lr_scheduler_type": "linear", "adam_epsilon": 1e-4, "max_grad_norm": 0.5,
             "weight_decay": 0.1 if case.groups == "several" else 0.0, "bf16": case.dtype == "bf16",
+            **ALSO[case.also],
         }  # fmt: skip
 
     def run(self, chosen: list[Case]) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
