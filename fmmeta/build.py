@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fmmeta.config import Config, UsageError
 from fmmeta.meta.inner import Batches, InnerLoop
+from fmmeta.models.forward import check_attention
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, describe, empty_learner, load_learner, load_tokenizer
 from fmmeta.parallel import ds_config, memory
@@ -58,12 +59,14 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     """Choose the group size and make the groups. Collective: world."""
     sizes = None
     with world.comm.together("sizing the model"):
+        check_attention(config, plan.precision.bf16, world.device.type)
         learner = empty_learner(config, plan.description)
         trained = sum(param.numel() for param in learner.parameters() if param.requires_grad)
         frozen = sum(param.numel() for param in learner.parameters() if not param.requires_grad)
         rows = min(config.micro_batch_size, config.k_shot * (config.n_way if config.task_type == "classification" else 1))
         causal = config.task_type == "causal_lm"
-        sizes = memory.Sizes.of(plan.description.hf_config, trained, frozen, rows, config.max_length, causal)
+        sizes = memory.Sizes.of(plan.description.hf_config, trained, frozen, rows, config.max_length, causal,
+                                config.gradient_checkpointing)  # fmt: skip
         if config.group_size != "auto":
             Layout(world.launch, int(config.group_size))
     if config.group_size == "auto":

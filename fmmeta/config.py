@@ -39,6 +39,7 @@ class ModelConfig:
         "Classifier head at the start of each task: zeros, a meta-learned one, or the class means of the support set (ProtoMAML)",
         HEAD_INITS,
     )
+    gradient_checkpointing: bool = setting(False, "Keep layer inputs only and compute activations again in the backward pass")
     lora_r: int = setting(0, "Rank of LoRA adapters, which are then trained in place of the base's weights; 0: train all weights")
     lora_alpha: float = setting(None, "LoRA: the adapters' part counts alpha / r times (default: 2 x lora_r)")
     lora_target_modules: list[str] = setting(
@@ -193,7 +194,7 @@ LEAST = {
 FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
     "eval_episodes", "group_size", "micro_batch_size", "engine", "deepspeed", "max_bad_steps", "attn_implementation",
-    "lora_merge",
+    "gradient_checkpointing", "lora_merge",
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fmmeta.config import Config, UsageError
+from fmmeta.models.forward import checkpoint_layers, unsupported
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
 from fmmeta.models.lora import import_peft, inject
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
@@ -149,7 +150,11 @@ def empty_learner(config: Config, description: Description) -> Learner:
     """The same learner without storage: to count its parameters, and to save under its names."""
     auto, kwargs = auto_class(config, description)
     with torch.device("meta"):
-        return wrap(auto.from_config(description.hf_config, **kwargs), config, description)
+        try:
+            hf = auto.from_config(description.hf_config, **kwargs)
+        except (ValueError, ImportError) as error:
+            raise unsupported(config, error) from None
+        return wrap(hf, config, description)
 
 
 def auto_class(config: Config, description: Description) -> tuple[Any, dict[str, Any]]:
@@ -165,7 +170,9 @@ def auto_class(config: Config, description: Description) -> tuple[Any, dict[str,
 
 
 def wrap(hf: Any, config: Config, description: Description) -> Learner:
-    """A learner around `hf`, with adapters if asked for."""
+    """A learner around `hf`, with adapters and checkpointed layers if asked for."""
+    if config.gradient_checkpointing:
+        checkpoint_layers(hf)
     if config.task_type == "causal_lm":
         learner: Learner = CausalLearner(hf)
     elif description.pooling == "model":

@@ -6,7 +6,8 @@ Bytes per rank for P trained and F frozen parameters in a group of M ranks, w by
     gradients    P 4        / M at ZeRO 2 and 3
     master       P 4        / M at ZeRO 1 to 3; none in fp32 at ZeRO 0, where the weights are the masters
     meta         5 P 4      / M at ZeRO 1 to 3: theta, meta-gradient, one captured direction, two Adam moments
-    activations  B T L (34 H + 5 A T) w / 2     Korthikanti et al. 2022 (arXiv 2205.05198), equation 2
+    activations  B T L (34 H + 5 A T) w / 2     Korthikanti et al. 2022 (arXiv 2205.05198), equation 2; with checkpointed layers
+                 B T (L H + 17 H + 5/2 A T) w   the inputs of all layers and one layer at work (section 5)
     logits       3 B T V 4  (causal_lm)
 """
 
@@ -38,13 +39,14 @@ class Sizes:
     rows: int  # of a micro-batch
     tokens: int  # of a row
     frozen: int = 0  # parameters that are not trained
+    checkpointing: bool = False  # layers keep their inputs only
 
     @classmethod
-    def of(cls, hf_config: Any, params: int, frozen: int, rows: int, tokens: int, causal: bool) -> Sizes:
+    def of(cls, hf_config: Any, params: int, frozen: int, rows: int, tokens: int, causal: bool, checkpointing: bool) -> Sizes:
         text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
         layers, hidden = getattr(text, "num_hidden_layers", 12), getattr(text, "hidden_size", 768)
         heads, vocab = getattr(text, "num_attention_heads", 12), getattr(text, "vocab_size", 0)
-        return cls(params, layers, hidden, heads, vocab if causal else 0, rows, tokens, frozen)
+        return cls(params, layers, hidden, heads, vocab if causal else 0, rows, tokens, frozen, checkpointing)
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,14 @@ def estimate(sizes: Sizes, precision: Precision, group_size: int) -> Estimate:
     stage, width = precision.zero_stage, 2 if precision.bf16 else 4
     share = [1 if stage < least else group_size for least in (3, 2, 1)]
     fp32 = 4 * sizes.params
-    per_token = 34 * sizes.hidden + 5 * sizes.heads * sizes.tokens
+    layer = 34 * sizes.hidden + 5 * sizes.heads * sizes.tokens  # bytes of a token in bf16
+    per_token = 2 * sizes.layers * sizes.hidden + layer if sizes.checkpointing else sizes.layers * layer
     return Estimate(
         weights=(sizes.params + sizes.frozen) * width // share[0],
         gradients=fp32 // share[1],
         master=0 if stage == 0 and not precision.bf16 else fp32 // share[2],
         meta=5 * fp32 // share[2],
-        activations=sizes.rows * sizes.tokens * sizes.layers * per_token * width // 2,
+        activations=sizes.rows * sizes.tokens * per_token * width // 2,
         logits=12 * sizes.rows * sizes.tokens * sizes.vocab,
     )
 
