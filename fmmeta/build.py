@@ -20,6 +20,7 @@ from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, describe, empty_learner, load_learner, load_tokenizer
 from fmmeta.parallel import ds_config, memory
 from fmmeta.parallel.communicator import Ranks, World
+from fmmeta.parallel.home import Home
 from fmmeta.parallel.layout import Layout
 from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
@@ -66,7 +67,8 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
         rows = min(config.micro_batch_size, config.k_shot * (config.n_way if config.task_type == "classification" else 1))
         causal = config.task_type == "causal_lm"
         sizes = memory.Sizes.of(plan.description.hf_config, trained, frozen, rows, config.max_length, causal,
-                                config.gradient_checkpointing)  # fmt: skip
+                                config.gradient_checkpointing,
+                                config.offload_outer and world.device.type != "cpu")  # fmt: skip
         if config.group_size != "auto":
             Layout(world.launch, int(config.group_size))
     if config.group_size == "auto":
@@ -78,6 +80,8 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     ranks = world.split(group_size, default_group=engine == "deepspeed")
     stage = f"DeepSpeed ZeRO {plan.precision.zero_stage}" if engine == "deepspeed" else "plain PyTorch, nothing to shard"
     notice(f"{ranks.layout} on {world.device.type}; {stage}; {'bf16' if plan.precision.bf16 else 'fp32'}")
+    if config.offload_outer and world.device.type == "cpu":
+        notice("offload_outer changes nothing on CPUs: the ranks' memory is the host's already")
     if config.lora_r:
         notice(f"LoRA of rank {config.lora_r}: {sizes.params:,} of {sizes.params + sizes.frozen:,} parameters are trained")
     return ranks
@@ -134,6 +138,7 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     theta = ranks.cross.broadcast_(worker.read())
     worker.write(theta)
     equal_replicas(ranks, theta)
+    theta = Home(ranks.device, config.offload_outer).keep(theta)
     classes = config.n_way if config.task_type == "classification" else 0
     inner = InnerLoop(config.inner_steps, config.inner_lr, config.head_init, learner.head_names, classes)
     pad = plan.tokenizer.pad_token_id

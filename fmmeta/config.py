@@ -118,6 +118,7 @@ class ParallelConfig:
         ENGINES,
     )
     bf16: bool = setting(False, "bf16 weights and activations over fp32 shards (where the DeepSpeed file says auto or nothing)")
+    offload_outer: bool = setting(False, "Keep theta, meta-gradient and outer moments in host memory during the inner loop")
     local_rank: int = setting(-1, "Passed by launchers; leave it alone")
 
 
@@ -194,7 +195,7 @@ LEAST = {
 FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
     "eval_episodes", "group_size", "micro_batch_size", "engine", "deepspeed", "max_bad_steps", "attn_implementation",
-    "gradient_checkpointing", "lora_merge",
+    "gradient_checkpointing", "lora_merge", "offload_outer",
 }  # fmt: skip
 
 

@@ -37,12 +37,13 @@ AXES: dict[str, tuple[Any, ...]] = {
     "outer": ("sgd", "adamw"),
     "head": ("zero", "learned", "prototype"),
     "extra": ("none", "micro", "offload"),  # micro-batches of one row; optimizer offload
-    "also": ("nothing", "lora", "checkpointing", "both"),
+    "also": ("nothing", "lora", "checkpointing", "both", "offload_outer"),
 }
 ALSO: dict[str, dict[str, Any]] = {
     "nothing": {},
     "lora": {"lora_r": 4},
     "checkpointing": {"gradient_checkpointing": True},
+    "offload_outer": {"offload_outer": True},
     "both": {"lora_r": 4, "gradient_checkpointing": True},
 }
 EQUAL = {"gradient_checkpointing", "offload_outer", "packing"}  # the oracle knows nothing of what must not change theta
@@ -189,4 +190,4 @@ class Bench:
         return reference_run(learner, steps, config, config.bf16), began
 
 
-__all__ = ["LAYOUTS", "TOLERANCE", "Bench", "Case", "cases", "full", "pairwise"]
+__all__ = ["AXES", "LAYOUTS", "TOLERANCE", "Bench", "Case", "cases", "full", "pairwise"]
