@@ -26,6 +26,7 @@ from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
 from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.batch import Dealer
+from fmmeta.tasks.prompts import make_prompt
 from fmmeta.tasks.source import Sources, TaskSource, load_sources
 
 Notice = Callable[[str], None]
@@ -48,6 +49,8 @@ def plan(config: Config, world: World, notice: Notice) -> Plan:
         deepspeed, precision = ds_config.read(config.deepspeed, config.bf16, notice)
         description = describe(config)
         tokenizer = load_tokenizer(config, description, notice)
+        if config.task_type == "causal_lm":
+            make_prompt(config.prompt_template, tokenizer)  # what the tokenizer cannot do is said before any data are read
         sources = load_sources(config, tokenizer, notice)
     notice(sources.summary)
     prints = set(world.comm.gather_bytes(sources.fingerprint.encode()))

@@ -65,6 +65,11 @@ class TaskConfig:
     task_column: str | None = setting(None, "Column of the task's name (default: task, where there is one)")
     input_column: str | None = setting(None, "causal_lm: column of the input (default: input, prompt or question)")
     output_column: str | None = setting(None, "causal_lm: column of the answer (default: output, answer or target)")
+    prompt_template: str = setting(
+        "plain",
+        "causal_lm: plain (Input: ... Output: ...), chat (the tokenizer's chat template), or a format string with {input}, and "
+        "{output} where it does not follow at the end",
+    )
     class_splits: str | None = setting(
         None,
         'JSON file of class splits: {"01": {"train": [...], "valid": [...], '
@@ -160,10 +165,22 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
         for name in foreign:
             if getattr(self, name) not in (None, "auto"):
                 raise UsageError(f"{name}={getattr(self, name)} means nothing for task_type={self.task_type}; leave it out")
+        self._check_prompt()
         if isinstance(self.dataset, str):
             self.dataset = [self.dataset]
         if len(self.dataset) != 1:
             raise UsageError(f"dataset={' '.join(self.dataset)} names {len(self.dataset)} data sets; give one")
+
+    def _check_prompt(self) -> None:
+        template = self.prompt_template
+        if self.task_type != "causal_lm" and template != "plain":
+            raise UsageError(f"prompt_template={template} means nothing for task_type={self.task_type}; leave it out")
+        if template in ("plain", "chat"):
+            return
+        before, output, after = template.partition("{output}")
+        if "{input}" not in before or (output and ("{input}" in after or "{output}" in after)):
+            raise UsageError(f"prompt_template={template} is neither plain nor chat, and no format string with {{input}} before "
+                             "an only {output}; write one such as 'Q: {input}\\nA: {output}'")  # fmt: skip
 
     def _check_lora(self) -> None:
         if not self.lora_r:

@@ -80,6 +80,8 @@ def accompany(
     defaults = {"task_type": config.task_type, "pooling": description.pooling, "head_init": config.head_init,
                 "algorithm": config.algorithm, "n_way": config.n_way, "k_shot": config.k_shot, "inner_steps": config.inner_steps,
                 "inner_lr": config.inner_lr, "max_length": config.max_length}  # fmt: skip
+    if config.task_type == "causal_lm":
+        defaults["prompt_template"] = config.prompt_template
     (folder / "fmmeta.json").write_text(json.dumps(defaults, indent=1) + "\n", encoding="utf-8")
 
 

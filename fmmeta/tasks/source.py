@@ -143,7 +143,7 @@ def load_sources(config: Config, tokenizer: Any, notice: Callable[[str], None]) 
 
 def encode(table: Table, config: Config, tokenizer: Any) -> list[Example]:
     if config.task_type == "causal_lm":
-        return encode_pairs(tokenizer, table.left, table.right, config.max_length)
+        return encode_pairs(tokenizer, table.left, table.right, config.max_length, config.prompt_template)
     return [Example(ids, -1) for ids in encode_texts(tokenizer, table.left, config.max_length)]
 
 
