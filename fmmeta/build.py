@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
 from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.batch import Dealer
+from fmmeta.tasks.pack import pack
 from fmmeta.tasks.prompts import make_prompt
 from fmmeta.tasks.source import Sources, TaskSource, load_sources
 
@@ -145,8 +147,9 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     classes = config.n_way if config.task_type == "classification" else 0
     inner = InnerLoop(config.inner_steps, config.inner_lr, config.head_init, learner.head_names, classes)
     pad = plan.tokenizer.pad_token_id
+    packing = partial(pack, length=config.max_length) if config.packing else None
     dealer = Dealer(plan.description.hf_config.pad_token_id if pad is None else pad, config.micro_batch_size,
-                    layout.group_rank, layout.group_size)  # fmt: skip
+                    layout.group_rank, layout.group_size, packing)  # fmt: skip
     return Parts(worker, theta, frozen, inner, dealer)
 
 

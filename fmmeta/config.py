@@ -85,6 +85,9 @@ class TaskConfig:
     k_shot: int = setting(5, "Support examples per class; per task for causal_lm")
     num_query: int = setting(5, "Query examples per class; per task for causal_lm")
     max_length: int = setting(128, "Longest text in tokens; the rest is cut off")
+    packing: bool = setting(
+        False, "causal_lm: lay short rows behind each other into sequences of up to max_length tokens; none sees another"
+    )
 
 
 @dataclass
@@ -173,6 +176,8 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
 
     def _check_prompt(self) -> None:
         template = self.prompt_template
+        if self.task_type != "causal_lm" and self.packing:
+            raise UsageError(f"packing=True means nothing for task_type={self.task_type}; leave it out")
         if self.task_type != "causal_lm" and template != "plain":
             raise UsageError(f"prompt_template={template} means nothing for task_type={self.task_type}; leave it out")
         if template in ("plain", "chat"):
@@ -212,7 +217,7 @@ LEAST = {
 FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
     "eval_episodes", "group_size", "micro_batch_size", "engine", "deepspeed", "max_bad_steps", "attn_implementation",
-    "gradient_checkpointing", "lora_merge", "offload_outer",
+    "gradient_checkpointing", "lora_merge", "offload_outer", "packing",
 }  # fmt: skip
 
 

@@ -5,9 +5,13 @@ What a model cannot do is refused before its weights are read.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import torch
+
 from fmmeta.config import Config, UsageError
+from fmmeta.models.learner import Learner
 
 
 def check_attention(config: Config, bf16: bool, device: str) -> None:
@@ -50,3 +54,29 @@ def checkpoint_layers(hf: Any) -> None:
     enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable  # its name before 5.23
     enable({"use_reentrant": False})
     hf.disable_input_require_grads()  # transformers turns it on for the reentrant kind
+
+
+def check_positions(hf: Any) -> None:
+    """Packed rows are kept apart by position_ids; refuse a model that takes none."""
+    if "position_ids" not in inspect.signature(hf.forward).parameters:
+        raise UsageError(f"packing=True: {type(hf).__name__} takes no position_ids, which keep packed rows apart; leave it out")
+
+
+@torch.no_grad()
+def check_packing(learner: Learner) -> None:
+    """Refuse a model whose logits change when rows share a sequence: recurrent and convolutional layers look past positions.
+
+    Two short rows go through the model by themselves and packed, in both orders. Runs on the whole model in fp32.
+    """
+    vocabulary = learner.hf.get_input_embeddings().weight.shape[0]
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randint(vocabulary, (1, length), generator=draw) for length in (9, 6)]
+    alone = [learner(row, torch.ones_like(row)) for row in rows]
+    scale = max(float(logits.std()) for logits in alone)
+    for first, second in ((0, 1), (1, 0)):
+        numbers = torch.cat([torch.ones_like(rows[first]), torch.full_like(rows[second], 2)], 1)
+        together = learner(torch.cat([rows[first], rows[second]], 1), numbers)
+        off = float((together - torch.cat([alone[first], alone[second]], 1)).abs().max()) / scale
+        if not off < 1e-3:
+            raise UsageError(f"packing=True: rows that share a sequence see each other in {type(learner.hf).__name__} (logits "
+                             f"move by {off:.1e} of their spread); leave it out")  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fmmeta.config import Config, UsageError
-from fmmeta.models.forward import checkpoint_layers, unsupported
+from fmmeta.models.forward import check_packing, check_positions, checkpoint_layers, unsupported
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
 from fmmeta.models.lora import import_peft, inject
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
@@ -129,6 +129,8 @@ def load_learner(config: Config, description: Description) -> Learner:
     if config.head_init != "learned":
         for name in learner.head_names:
             learner.get_parameter(name).data.zero_()
+    if config.packing:
+        check_packing(learner)
     return learner.train()
 
 
@@ -173,8 +175,10 @@ def wrap(hf: Any, config: Config, description: Description) -> Learner:
     """A learner around `hf`, with adapters and checkpointed layers if asked for."""
     if config.gradient_checkpointing:
         checkpoint_layers(hf)
+    if config.packing:
+        check_positions(hf)
     if config.task_type == "causal_lm":
-        learner: Learner = CausalLearner(hf)
+        learner: Learner = CausalLearner(hf, config.packing)
     elif description.pooling == "model":
         learner = NativeClassifier(hf, config.n_way)
         if config.head_init == "prototype" and len(learner.head_names) < 2:
