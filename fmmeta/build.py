@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from fmmeta.config import Config, UsageError
 from fmmeta.meta.inner import InnerLoop
+from fmmeta.models.forward import check_attention
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, describe, empty_learner, load_learner, load_tokenizer
 from fmmeta.parallel import ds_config, memory
 from fmmeta.parallel.communicator import Ranks, World
+from fmmeta.parallel.home import Home
 from fmmeta.parallel.layout import Layout
 from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
@@ -26,6 +29,8 @@ from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.batch import Dealer
 from fmmeta.tasks.load import Sources, load_sources, stratum_weights
 from fmmeta.tasks.loader import Load
+from fmmeta.tasks.pack import pack
+from fmmeta.tasks.prompts import make_prompt
 from fmmeta.tasks.schedule import Schedule
 from fmmeta.tasks.source import TaskSource, shares
 from fmmeta.tasks.transforms import Transforms
@@ -53,6 +58,8 @@ def plan(config: Config, world: World, notice: Notice) -> Plan:
     def read() -> tuple[Description, Any, Sources]:
         description = describe(config)
         tokenizer = load_tokenizer(config, description, notice)
+        if config.task_type == "causal_lm":
+            make_prompt(config.prompt_template, tokenizer)  # what the tokenizer cannot do is said before any data are read
         return description, tokenizer, load_sources(config, tokenizer, notice)
 
     names = " ".join(config.dataset)
@@ -74,10 +81,15 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     """Choose the group size and make the groups. Collective: world."""
     sizes = None
     with world.comm.together("sizing the model"):
+        check_attention(config, plan.precision.bf16, world.device.type)
         learner = empty_learner(config, plan.description)
-        params = sum(param.numel() for param in learner.parameters())
+        trained = sum(param.numel() for param in learner.parameters() if param.requires_grad)
+        frozen = sum(param.numel() for param in learner.parameters() if not param.requires_grad)
         rows = min(config.micro_batch_size, config.most_shots * (config.most_classes or 1))
-        sizes = memory.Sizes.of(plan.description.hf_config, params, rows, config.max_length, config.task_type == "causal_lm")
+        causal = config.task_type == "causal_lm"
+        sizes = memory.Sizes.of(plan.description.hf_config, trained, frozen, rows, config.max_length, causal,
+                                config.gradient_checkpointing,
+                                config.offload_outer and world.device.type != "cpu")  # fmt: skip
         if config.group_size != "auto":
             Layout(world.launch, int(config.group_size))
     if config.group_size == "auto":
@@ -89,6 +101,10 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     ranks = world.split(group_size, default_group=engine == "deepspeed")
     stage = f"DeepSpeed ZeRO {plan.precision.zero_stage}" if engine == "deepspeed" else "plain PyTorch, nothing to shard"
     notice(f"{ranks.layout} on {world.device.type}; {stage}; {'bf16' if plan.precision.bf16 else 'fp32'}")
+    if config.offload_outer and world.device.type == "cpu":
+        notice("offload_outer changes nothing on CPUs: the ranks' memory is the host's already")
+    if config.lora_r:
+        notice(f"LoRA of rank {config.lora_r}: {sizes.params:,} of {sizes.params + sizes.frozen:,} parameters are trained")
     return ranks
 
 
@@ -108,7 +124,7 @@ class Parts:
 
     worker: Worker
     theta: Tensor
-    frozen: dict[str, Tensor]  # untrained tensors by name, on the first rank, for export
+    frozen: dict[str, Tensor]  # untrained tensors by name, on the first rank, for export; none beside adapters
     inner: InnerLoop
     dealer: Dealer
 
@@ -134,8 +150,10 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
         learner = load_learner(config, plan.description)
         per_task = learner.head_names if config.head_init != "learned" else ()
         groups = param_groups(learner, per_task, config.weight_decay > 0)
-    frozen = untrained(learner)
-    check_equal(ranks, fingerprint_of(frozen), "frozen weights and buffers")
+    still = untrained(learner)
+    check_equal(ranks, fingerprint_of(still), "frozen weights and buffers")
+    frozen = {name: value.clone() for name, value in still.items()} if ranks.first and not config.lora_r else {}
+    del still  # an engine gives the frozen weights other storage
     layout = ranks.layout
     if engine_of(config, plan, layout.group_size, ranks.device) == "plain":
         worker: Worker = PlainWorker(learner, groups, ranks.device, plan.precision.bf16)
@@ -147,24 +165,27 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     theta = ranks.cross.broadcast_(worker.read())
     worker.write(theta)
     equal_replicas(ranks, theta)
+    theta = Home(ranks.device, config.offload_outer).keep(theta)
     inner = InnerLoop(config.inner_steps, config.inner_lr, config.head_init, learner.head_names, config.most_classes)
     pad = plan.tokenizer.pad_token_id
+    packing = partial(pack, length=config.max_length) if config.packing else None
     dealer = Dealer(plan.description.hf_config.pad_token_id if pad is None else pad, config.micro_batch_size,
-                    layout.group_rank, layout.group_size)  # fmt: skip
-    return Parts(worker, theta, frozen if ranks.first else {}, inner, dealer)
+                    layout.group_rank, layout.group_size, packing)  # fmt: skip
+    return Parts(worker, theta, frozen, inner, dealer)
 
 
 def untrained(learner: Learner) -> dict[str, Tensor]:
-    """Copies of frozen parameters and saved buffers, before an engine shards them."""
+    """Frozen parameters and saved buffers by name, uncopied, before an engine shards them."""
     state = learner.state_dict()
     trained = {name for name, param in learner.named_parameters(remove_duplicate=False) if param.requires_grad}
-    return {name: value.detach().cpu().clone() for name, value in state.items() if name not in trained}
+    return {name: value.detach() for name, value in state.items() if name not in trained}
 
 
 def fingerprint_of(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        digest.update(name.encode() + tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

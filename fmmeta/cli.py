@@ -10,7 +10,7 @@ import difflib
 import os
 import sys
 import time
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -93,10 +93,11 @@ def read_config(argv: list[str]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"config={path} holds no settings; write `name: value` lines")
     known = [item.name for item in fields(Config)]
+    lists = [item.name for item in fields(Config) if item.default_factory is not MISSING]
     for name, value in values.items():
         if name not in known:
             raise UsageError(f"config={path} sets {name}, which is no setting{nearest(str(name), known)}; remove it")
-        if isinstance(value, dict) or (isinstance(value, list) and name != "dataset"):
+        if isinstance(value, dict) or (isinstance(value, list) and name not in lists):
             raise UsageError(f"config={path} sets {name}={value}, which is not one value; write `{name}: value`")
     return {name: [str(v) for v in value] if isinstance(value, list) else str(value)
             for name, value in values.items() if value is not None}  # fmt: skip

@@ -42,6 +42,13 @@ class ModelConfig:
         "Classifier head at the start of each task: zeros, a meta-learned one, or the class means of the support set (ProtoMAML)",
         HEAD_INITS,
     )
+    gradient_checkpointing: bool = setting(False, "Keep layer inputs only and compute activations again in the backward pass")
+    lora_r: int = setting(0, "Rank of LoRA adapters, which are then trained in place of the base's weights; 0: train all weights")
+    lora_alpha: float = setting(None, "LoRA: the adapters' part counts alpha / r times (default: 2 x lora_r)")
+    lora_target_modules: list[str] = setting(
+        [], "LoRA: names of the linear layers that get adapters, or all-linear (default: what peft takes for the architecture)"
+    )
+    lora_merge: bool = setting(False, "LoRA: also write merged/, an ordinary model with the adapters added to its weights")
     attn_implementation: str | None = setting(None, "Passed to transformers: eager, sdpa, flash_attention_2, ...")
     trust_remote_code: bool = setting(False, "Let transformers run code that comes with the checkpoint")
 
@@ -71,6 +78,11 @@ class TaskConfig:
     task_column: str | None = setting(None, "Column of the task's name (default: task, where there is one)")
     input_column: str | None = setting(None, "causal_lm: column of the input (default: input, prompt or question)")
     output_column: str | None = setting(None, "causal_lm: column of the answer (default: output, answer or target)")
+    prompt_template: str = setting(
+        "plain",
+        "causal_lm: plain (Input: ... Output: ...), chat (the tokenizer's chat template), or a format string with {input}, and "
+        "{output} where it does not follow at the end",
+    )
     class_splits: str | None = setting(
         None,
         'JSON file of class splits: {"01": {"train": [...], "valid": [...], '
@@ -101,6 +113,9 @@ class TaskConfig:
     )
     max_bad_share: float = setting(0.05, "skip: stop when more than this share of rows or tasks is bad")
     prepare_timeout: int = setting(1800, "Seconds that ranks wait for the one of their node that downloads and tokenises")
+    packing: bool = setting(
+        False, "causal_lm: lay short rows behind each other into sequences of up to max_length tokens; none sees another"
+    )
 
 
 @dataclass
@@ -111,7 +126,8 @@ class MetaConfig:
     inner_steps: int = setting(5, "Gradient steps on the support set")
     inner_lr: float = setting(0.1, "Step size of the inner SGD")
     outer_lr: float = setting(
-        None, "Peak outer learning rate (default: 1.0 for SGD; for AdamW 2e-3 for the built-in model, 2e-5 for a checkpoint)"
+        None,
+        "Peak outer learning rate (default: SGD 1.0; AdamW 2e-3 for the built-in model, else 2e-4 with LoRA, 2e-5 without)",
     )
     outer_optimizer: str = setting("adamw", "Optimizer of theta", OUTER_OPTIMIZERS)
     weight_decay: float = setting(0.01, "Weight decay of theta; never on norms and biases")
@@ -138,6 +154,7 @@ class ParallelConfig:
         ENGINES,
     )
     bf16: bool = setting(False, "bf16 weights and activations over fp32 shards (where the DeepSpeed file says auto or nothing)")
+    offload_outer: bool = setting(False, "Keep theta, meta-gradient and outer moments in host memory during the inner loop")
     local_rank: int = setting(-1, "Passed by launchers; leave it alone")
 
 
@@ -166,17 +183,20 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
             raise UsageError(f"group_size={self.group_size} is neither a positive number nor auto; use auto, 1, 2, 4, ...")
         self.group_size = str(self.group_size)
         if self.outer_lr is None:
-            self.outer_lr = 1.0 if self.outer_optimizer == "sgd" else 2e-3 if self.builtin_model else 2e-5
+            adamw = 2e-3 if self.builtin_model else 2e-4 if self.lora_r else 2e-5
+            self.outer_lr = 1.0 if self.outer_optimizer == "sgd" else adamw
         if self.adam_epsilon is None:
             self.adam_epsilon = 1e-3 if self.builtin_model else 1e-6
         for name in ("inner_lr", "outer_lr", "adam_epsilon"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UsageError(f"{name}={getattr(self, name)} is no positive number; use one, such as 0.1 for inner SGD")
+        self._check_lora()
         causal = self.task_type == "causal_lm"
         foreign = ("text_column", "label_column", "pooling") if causal else ("input_column", "output_column")
         for name in foreign:
             if getattr(self, name) not in (None, "auto"):
                 raise UsageError(f"{name}={getattr(self, name)} means nothing for task_type={self.task_type}; leave it out")
+        self._check_prompt()
         if isinstance(self.dataset, str):
             self.dataset = [self.dataset]
         self._check_data()
@@ -221,6 +241,30 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
     def most_shots(self) -> int:
         return self.k_shot_max or self.k_shot
 
+    def _check_prompt(self) -> None:
+        template = self.prompt_template
+        if self.task_type != "causal_lm" and self.packing:
+            raise UsageError(f"packing=True means nothing for task_type={self.task_type}; leave it out")
+        if self.task_type != "causal_lm" and template != "plain":
+            raise UsageError(f"prompt_template={template} means nothing for task_type={self.task_type}; leave it out")
+        if template in ("plain", "chat"):
+            return
+        before, output, after = template.partition("{output}")
+        if "{input}" not in before or (output and ("{input}" in after or "{output}" in after)):
+            raise UsageError(f"prompt_template={template} is neither plain nor chat, and no format string with {{input}} before "
+                             "an only {output}; write one such as 'Q: {input}\\nA: {output}'")  # fmt: skip
+
+    def _check_lora(self) -> None:
+        if not self.lora_r:
+            for name in ("lora_alpha", "lora_target_modules", "lora_merge"):
+                if value := getattr(self, name):
+                    shown = " ".join(value) if isinstance(value, list) else value
+                    raise UsageError(f"{name}={shown} means nothing for lora_r=0; give --lora_r, or leave it out")
+        elif self.lora_alpha is None:
+            self.lora_alpha = 2.0 * self.lora_r
+        elif not 0 < self.lora_alpha < float("inf"):
+            raise UsageError(f"lora_alpha={self.lora_alpha} is no positive number; use one, such as {2 * self.lora_r}")
+
     @property
     def builtin_model(self) -> bool:
         return self.model_name_or_path == "tiny"
@@ -230,7 +274,7 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
 
 
 LEAST = {
-    "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
+    "lora_r": 0, "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
     "inner_steps": 1, "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
     "micro_batch_size": 1, "save_steps": 0, "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
     "logging_steps": 1, "weight_decay": 0, "prefetch_factor": 1, "prepare_timeout": 1,
@@ -241,6 +285,7 @@ FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
     "eval_episodes", "group_size", "micro_batch_size", "engine", "deepspeed", "max_bad_steps", "attn_implementation",
     "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
+    "gradient_checkpointing", "lora_merge", "offload_outer", "packing",
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """From theta to an ordinary HF folder: config, safetensors, tokenizer, and fmmeta.json with what adaptation needs.
 
 `from_pretrained` reads it without fmmeta. An encoder with fmmeta's pooling becomes a sentence-transformers folder.
+LoRA leaves the adapters there, which peft loads on their base, and on request an ordinary model in merged/ beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from fmmeta.config import Config
 from fmmeta.models.learner import PooledClassifier
-from fmmeta.models.load import Description, cached_file, empty_learner
+from fmmeta.models.load import Description, cached_file, empty_learner, load_hf
+from fmmeta.models.lora import merged, save_adapter
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
 
@@ -40,13 +42,36 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
 def write(
     folder: Path, skeleton: Any, weights: dict[str, Tensor], config: Config, description: Description, tokenizer: Any
 ) -> None:
+    """Write `folder` from whole weights by name; with --lora_merge merged/ beside it too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not config.lora_r:
+        inside = {name.removeprefix("hf."): value.contiguous() for name, value in weights.items() if name.startswith("hf.")}
+        save_model(folder, skeleton.hf, description, inside)
+    else:
+        save_adapter(folder, skeleton, weights, config)
+        if config.builtin_model:
+            save_model(folder / "base", load_hf(config, description), description)
+    accompany(folder, skeleton, weights, config, description, tokenizer)
+    if config.lora_merge:
+        beside = folder.with_name("merged")
+        save_model(beside, merged(load_hf(config, description), folder, config), description)
+        accompany(beside, skeleton, weights, config, description, tokenizer)
+
+
+def save_model(folder: Path, hf: Any, description: Description, weights: dict[str, Tensor] | None = None) -> None:
+    """An HF model in fp32, its dropouts as the checkpoint had them. `weights`: in place of its own."""
+    for key, value in description.dropouts.items():
+        setattr(hf.config, key, value)
+    hf.config.dtype = torch.float32
+    hf.save_pretrained(folder, state_dict=weights)
+
+
+def accompany(
+    folder: Path, skeleton: Any, weights: dict[str, Tensor], config: Config, description: Description, tokenizer: Any
+) -> None:
+    """What lies beside the weights: tokenizer, pooling, a learned head, fmmeta.json."""
     from safetensors.torch import save_file
 
-    for key, value in description.dropouts.items():
-        setattr(skeleton.hf.config, key, value)
-    inside = {name.removeprefix("hf."): value.contiguous() for name, value in weights.items() if name.startswith("hf.")}
-    skeleton.hf.config.dtype = torch.float32
-    skeleton.hf.save_pretrained(folder, state_dict=inside)
     tokenizer.save_pretrained(folder)
     if isinstance(skeleton, PooledClassifier):
         sentence_transformers(folder, config, description)
@@ -55,6 +80,8 @@ def write(
     defaults = {"task_type": config.task_type, "pooling": description.pooling, "head_init": config.head_init,
                 "algorithm": config.algorithm, "n_way": config.n_way, "k_shot": config.k_shot, "inner_steps": config.inner_steps,
                 "inner_lr": config.inner_lr, "max_length": config.max_length}  # fmt: skip
+    if config.task_type == "causal_lm":
+        defaults["prompt_template"] = config.prompt_template
     (folder / "fmmeta.json").write_text(json.dumps(defaults, indent=1) + "\n", encoding="utf-8")
 
 

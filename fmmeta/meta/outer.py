@@ -2,7 +2,8 @@
 
     add (per task) -> reduce over cross (once per outer step) -> mean -> norm over the whole model -> optimizer on the shard
 
-Everything lives on the rank's own shard: theta, the sum, the optimizer's moments. Nothing is gathered.
+Everything lives on the rank's own shard: theta, the sum, the optimizer's moments. Nothing is gathered. With --offload_outer they
+lie in host memory (parallel/home.py) and come to the device in pieces, once per outer step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from fmmeta.config import Config
 from fmmeta.meta.algorithms import Direction
 from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.home import Home
 from fmmeta.parallel.worker import Worker
 
 
@@ -23,12 +25,12 @@ class MetaGradient:
     """Weighted sum of the directions of this group's tasks, then of all groups'."""
 
     def __init__(self, theta: Tensor) -> None:
-        self.sum, self.weight = torch.zeros_like(theta), 0.0
+        self.sum, self.weight = torch.zeros_like(theta, pin_memory=theta.is_pinned()), 0.0  # at home, where theta is
 
     def add(self, direction: Direction) -> None:
         """Add a task, unless it is not finite: then neither its direction nor its weight counts."""
         if direction.finite:
-            self.sum.add_(direction.shards, alpha=direction.weight)
+            self.sum.add_(direction.shards.to(self.sum.device), alpha=direction.weight)
             self.weight += direction.weight
 
     def reduce(self, cross: Communicator, weight: float) -> Tensor | None:
@@ -65,19 +67,16 @@ class Outer:
         from transformers import get_scheduler
 
         self.theta, self.worker, self.config = theta, worker, config
+        self.home = Home(worker.device, config.offload_outer)
         self.head = worker.params.groups.get("head")
-        slices = {name: place for name, place in worker.params.groups.items() if name != "head"}
-        self.parts = [(theta[place], place) for place in slices.values()]
-        groups = [{"params": [part], "weight_decay": config.weight_decay if name == "decay" else 0.0}
-                  for (part, _), name in zip(self.parts, slices, strict=True)]  # fmt: skip
-        peak = config.outer_lr
-        if config.outer_optimizer == "adamw":
-            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=peak, eps=config.adam_epsilon)
-        else:
-            self.optimizer = torch.optim.SGD(groups, lr=peak)
-        schedule = get_scheduler(config.lr_scheduler_type, torch.optim.SGD([torch.zeros(1)], lr=peak),
+        self.parts = [(place, config.weight_decay if name == "decay" else 0.0)
+                      for name, whole in worker.params.groups.items() if name != "head"
+                      for place in self.home.pieces(whole)]  # fmt: skip
+        self.moments: dict[str, Tensor] = {}  # by torch's names, [S] at home
+        self.steps = 0
+        schedule = get_scheduler(config.lr_scheduler_type, torch.optim.SGD([torch.zeros(1)], lr=config.outer_lr),
                                  config.warmup_steps, config.outer_steps)  # fmt: skip
-        self.factor, self.peak = schedule.lr_lambdas[0], peak  # type: ignore[attr-defined]
+        self.factor, self.peak = schedule.lr_lambdas[0], config.outer_lr  # type: ignore[attr-defined]
 
     def lr(self, outer_step: int) -> float:
         """Learning rate of the outer step with this number, counted from 0."""
@@ -95,30 +94,35 @@ class Outer:
             return OuterStep(norm, lr, False)
         if 0 < self.config.max_grad_norm < norm:
             meta_grad.mul_(self.config.max_grad_norm / norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        for part, place in self.parts:
-            part.grad = meta_grad[place]
-        self.optimizer.step()
-        for part, _ in self.parts:
-            part.grad = None
+        for place, weight_decay in self.parts:
+            self._move(place, weight_decay, meta_grad, lr)
+        self.steps += 1
         return OuterStep(norm, lr, True)
+
+    def _move(self, place: slice, weight_decay: float, meta_grad: Tensor, lr: float) -> None:
+        """One step of torch's optimizer on a piece of theta, with its moments from home and back."""
+        value = self.home.fetch(self.theta[place])
+        value.grad = self.home.fetch(meta_grad[place])
+        group = [{"params": [value], "weight_decay": weight_decay}]
+        if self.config.outer_optimizer == "adamw":
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(group, lr=lr, eps=self.config.adam_epsilon)
+        else:
+            optimizer = torch.optim.SGD(group, lr=lr)
+        if self.steps:
+            moments = {name: self.home.fetch(vector[place]) for name, vector in self.moments.items()}
+            optimizer.state[value] = {"step": torch.tensor(float(self.steps)), **moments} if moments else {}
+        optimizer.step()
+        self.home.put(self.theta[place], value)
+        for name, moment in optimizer.state[value].items():
+            if name != "step" and isinstance(moment, Tensor):
+                if name not in self.moments:
+                    self.moments[name] = self.home.zeros(self.theta)
+                self.home.put(self.moments[name][place], moment)
 
     def state(self) -> tuple[dict[str, Tensor], int]:
         """Moments as vectors [S] by name, and the number of steps taken."""
-        vectors: dict[str, Tensor] = {}
-        steps = 0
-        for part, place in self.parts:
-            for name, value in self.optimizer.state.get(part, {}).items():
-                if name == "step":
-                    steps = int(value)
-                elif isinstance(value, Tensor):
-                    vectors.setdefault(name, torch.zeros_like(self.theta))[place] = value
-        return vectors, steps
+        return self.moments, self.steps
 
     def load_state(self, vectors: dict[str, Tensor], steps: int) -> None:
         """Continue from what `state` returned, on this layout or another."""
-        for part, place in self.parts:
-            if vectors:
-                moments = {name: vector[place].clone() for name, vector in vectors.items()}
-                self.optimizer.state[part] = {"step": torch.tensor(float(steps)), **moments}
+        self.moments, self.steps = {name: self.home.keep(vector) for name, vector in vectors.items()}, steps

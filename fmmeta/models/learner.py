@@ -28,10 +28,20 @@ class Learner(nn.Module):
 
 
 class CausalLearner(Learner):
-    """A causal language model; it has no head of its own to reset."""
+    """A causal language model; it has no head of its own to reset.
+
+    packed: `attention_mask` numbers the rows of each sequence. transformers keeps rows apart by their positions, which begin
+    anew with each (masking_utils.find_packed_sequence_indices), if it gets no mask beside them.
+    """
+
+    def __init__(self, hf: Any, packed: bool = False) -> None:
+        super().__init__(hf)
+        self.packed = packed
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, want: str = "logits") -> Tensor:
         assert want == "logits", "a language model has no class features"
+        if self.packed:
+            return self.hf(input_ids=input_ids, position_ids=positions(attention_mask), use_cache=False).logits
         return self.hf(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
@@ -84,6 +94,14 @@ class NativeClassifier(Learner):
             last = attention_mask.long().sum(1) - 1
             features = features[torch.arange(len(features), device=features.device), last]
         return features
+
+
+def positions(numbers: Tensor) -> Tensor:
+    """Place of each token in its own row [B, T]; `numbers` as in a packed MicroBatch's attention_mask."""
+    places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return places - torch.where(begins, places, 0).cummax(1).values
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:

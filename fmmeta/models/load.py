@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from fmmeta.config import Config, UsageError
+from fmmeta.models.forward import check_packing, check_positions, checkpoint_layers, unsupported
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
+from fmmeta.models.lora import import_peft, inject
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
 
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "resid_pdrop", "embd_pdrop",
@@ -37,9 +39,14 @@ def describe(config: Config) -> Description:
     logging.disable_progress_bar()  # one per rank and file otherwise
     logging.set_verbosity_error()
     name = config.model_name_or_path
+    if config.lora_r:
+        import_peft(config)
     if config.builtin_model:
         hf_config = tiny_config(config.task_type, max(512, config.max_length))
     else:
+        if (Path(name) / "adapter_config.json").is_file():
+            raise UsageError(f"model_name_or_path={name} holds adapters and no model; give their base, or a merged/ "
+                             "folder that --lora_merge wrote")  # fmt: skip
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
             raise UsageError(f"model_name_or_path={name} holds no config.json; give a Hugging Face folder or hub id")
         if not Path(name).exists() and (name.startswith((".", "/")) or name.count("/") > 1):
@@ -115,31 +122,41 @@ def load_tokenizer(config: Config, description: Description, notice: Callable[[s
 
 
 def load_learner(config: Config, description: Description) -> Learner:
-    """Read the weights in fp32; fresh ones (the built-in model, a new head) depend on the seed only."""
-    auto, kwargs = auto_class(config, description)
-    torch.manual_seed(config.seed)
-    try:
-        if config.builtin_model:
-            hf = auto.from_config(description.hf_config, **kwargs)
-        else:
-            hf = auto.from_pretrained(config.model_name_or_path, config=description.hf_config, dtype=torch.float32,
-                                      use_safetensors=True, trust_remote_code=config.trust_remote_code,
-                                      ignore_mismatched_sizes=config.task_type == "classification", **kwargs)  # fmt: skip
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise UsageError(f"model_name_or_path={config.model_name_or_path} cannot be loaded: {one_line(error)}") from None
+    """Read the weights in fp32; fresh ones (the built-in model, a new head, adapters) depend on the seed only."""
+    hf = load_hf(config, description)
     torch.manual_seed(config.seed)
     learner = wrap(hf, config, description)
     if config.head_init != "learned":
         for name in learner.head_names:
             learner.get_parameter(name).data.zero_()
+    if config.packing:
+        check_packing(learner)
     return learner.train()
+
+
+def load_hf(config: Config, description: Description) -> Any:
+    """The HF model as it is before anything is trained, in fp32."""
+    auto, kwargs = auto_class(config, description)
+    torch.manual_seed(config.seed)
+    try:
+        if config.builtin_model:
+            return auto.from_config(description.hf_config, **kwargs)
+        return auto.from_pretrained(config.model_name_or_path, config=description.hf_config, dtype=torch.float32,
+                                    use_safetensors=True, trust_remote_code=config.trust_remote_code,
+                                    ignore_mismatched_sizes=config.task_type == "classification", **kwargs)  # fmt: skip
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise UsageError(f"model_name_or_path={config.model_name_or_path} cannot be loaded: {one_line(error)}") from None
 
 
 def empty_learner(config: Config, description: Description) -> Learner:
     """The same learner without storage: to count its parameters, and to save under its names."""
     auto, kwargs = auto_class(config, description)
     with torch.device("meta"):
-        return wrap(auto.from_config(description.hf_config, **kwargs), config, description)
+        try:
+            hf = auto.from_config(description.hf_config, **kwargs)
+        except (ValueError, ImportError) as error:
+            raise unsupported(config, error) from None
+        return wrap(hf, config, description)
 
 
 def auto_class(config: Config, description: Description) -> tuple[Any, dict[str, Any]]:
@@ -155,15 +172,23 @@ def auto_class(config: Config, description: Description) -> tuple[Any, dict[str,
 
 
 def wrap(hf: Any, config: Config, description: Description) -> Learner:
+    """A learner around `hf`, with adapters and checkpointed layers if asked for."""
+    if config.gradient_checkpointing:
+        checkpoint_layers(hf)
+    if config.packing:
+        check_positions(hf)
     if config.task_type == "causal_lm":
-        return CausalLearner(hf)
-    if description.pooling == "model":
+        learner: Learner = CausalLearner(hf, config.packing)
+    elif description.pooling == "model":
         learner = NativeClassifier(hf, config.most_classes)
         if config.head_init == "prototype" and len(learner.head_names) < 2:
             raise UsageError(f"head_init=prototype needs a head with a bias, and that of {type(hf).__name__} has none; "
                              "use --pooling mean or another --head_init")  # fmt: skip
-        return learner
-    return PooledClassifier(hf, config.most_classes, description.pooling)
+    else:
+        learner = PooledClassifier(hf, config.most_classes, description.pooling)
+    if config.lora_r:
+        inject(learner, config)
+    return learner
 
 
 def one_line(error: BaseException) -> str:

@@ -21,9 +21,13 @@ def objective(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor
     if logits.ndim == 2:
         logits = logits[:, : batch.classes or None]  # an episode of fewer classes than the head has
         losses = F.cross_entropy(logits.float(), batch.labels, reduction="none")
-        right = logits.argmax(-1) == batch.labels
+        rows, right = counted.long(), (logits.argmax(-1) == batch.labels).long()
     else:
         logits, labels = logits[:, :-1].float(), batch.labels[:, 1:]
         losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none").sum(1)
-        right = ((logits.argmax(-1) == labels) | (labels == IGNORE)).all(1)
-    return (losses * batch.weights).sum(), (right & counted).sum(), counted.sum()
+        wrong = (logits.argmax(-1) != labels) & (labels != IGNORE)
+        numbers = batch.attention_mask  # rows of a sequence; one, unless they are packed
+        failed = numbers.new_zeros(len(numbers), numbers.shape[1] + 1).scatter_reduce(1, numbers[:, 1:], wrong.long(), "amax")
+        rows = numbers.amax(1)
+        right = rows - failed[:, 1:].sum(1)
+    return (losses * batch.weights).sum(), (right * counted).sum(), (rows * counted).sum()

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fmmeta.config import UsageError
+from fmmeta.parallel.home import CHUNK
 from fmmeta.parallel.layout import Launch, Layout
 
 TIMEOUT = timedelta(minutes=30)
@@ -45,12 +46,13 @@ class Communicator:
         self.bytes_sent = 0  # payload handed to the reductions since it was last set to 0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace `tensor` by its sum over the ranks. Collective: this communicator."""
+        """Replace `tensor` by its sum over the ranks; from another device it goes in pieces. Collective: this communicator."""
         if self.size > 1:
-            staged = tensor.to(self.device)
-            self.backend.allreduce([staged]).wait()
-            if staged is not tensor:
-                tensor.copy_(staged)
+            for part in [tensor] if tensor.device == self.device else tensor.view(-1).split(CHUNK):
+                staged = part.to(self.device)
+                self.backend.allreduce([staged]).wait()
+                if staged is not part:
+                    part.copy_(staged)
             self.bytes_sent += tensor.numel() * tensor.element_size()
         return tensor
 

@@ -1,17 +1,20 @@
 """How much memory a rank needs, by estimate, and the smallest group that has it.
 
-Bytes per rank for P trainable parameters in a group of M ranks, w bytes per working weight (docs/memory.md):
+Bytes per rank for P trained and F frozen parameters in a group of M ranks, w bytes per working weight (docs/memory.md):
 
-    weights      P w        / M at ZeRO 3
+    weights      (P + F) w  / M at ZeRO 3
     gradients    P 4        / M at ZeRO 2 and 3
     master       P 4        / M at ZeRO 1 to 3; none in fp32 at ZeRO 0, where the weights are the masters
-    meta         5 P 4      / M at ZeRO 1 to 3: theta, meta-gradient, one captured direction, two Adam moments
-    activations  B T L (34 H + 5 A T) w / 2     Korthikanti et al. 2022 (arXiv 2205.05198), equation 2
+    meta         5 P 4      / M at ZeRO 1 to 3: theta, meta-gradient, one captured direction, two Adam moments; with
+                            --offload_outer the direction stays and 4 P 4 lie in host memory
+    activations  B T L (34 H + 5 A T) w / 2     Korthikanti et al. 2022 (arXiv 2205.05198), equation 2; with checkpointed layers
+                 B T (L H + 17 H + 5/2 A T) w   the inputs of all layers and one layer at work (section 5)
     logits       3 B T V 4  (causal_lm)
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,25 +33,30 @@ HEADROOM = 0.9  # allocators, buckets and the runtime need the rest
 class Sizes:
     """What the estimate needs of a model and its batches."""
 
-    params: int
+    params: int  # trained
     layers: int
     hidden: int
     heads: int
     vocab: int  # 0 where no logits over the vocabulary are made
     rows: int  # of a micro-batch
     tokens: int  # of a row
+    frozen: int = 0  # parameters that are not trained
+    checkpointing: bool = False  # layers keep their inputs only
+    offload_outer: bool = False  # to another memory than the device's
 
     @classmethod
-    def of(cls, hf_config: Any, params: int, rows: int, tokens: int, causal: bool) -> Sizes:
+    def of(cls, hf_config: Any, params: int, frozen: int, rows: int, tokens: int, causal: bool, checkpointing: bool,
+           offload_outer: bool) -> Sizes:  # fmt: skip
         text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
         layers, hidden = getattr(text, "num_hidden_layers", 12), getattr(text, "hidden_size", 768)
         heads, vocab = getattr(text, "num_attention_heads", 12), getattr(text, "vocab_size", 0)
-        return cls(params, layers, hidden, heads, vocab if causal else 0, rows, tokens)
+        return cls(params, layers, hidden, heads, vocab if causal else 0, rows, tokens, frozen, checkpointing,
+                   offload_outer)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on one rank by kind."""
+    """Bytes on one rank's device by kind, and in host memory."""
 
     weights: int
     gradients: int
@@ -56,16 +64,18 @@ class Estimate:
     meta: int
     activations: int
     logits: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        """Of the device."""
+        return sum(asdict(self).values()) - self.host
 
     def __str__(self) -> str:
-        return (
-            " + ".join(f"{kind} {size / GIB:.3g}" for kind, size in asdict(self).items() if size)
-            + f" = {self.total / GIB:.3g} GiB"
-        )
+        kinds = {kind: size for kind, size in asdict(self).items() if size and kind != "host"}
+        summed = " + ".join(f"{kind} {size / GIB:.3g}" for kind, size in kinds.items())
+        beside = f" (and {self.host / GIB:.3g} in host memory)" if self.host else ""
+        return f"{summed} = {self.total / GIB:.3g} GiB{beside}"
 
 
 def estimate(sizes: Sizes, precision: Precision, group_size: int) -> Estimate:
@@ -73,21 +83,26 @@ def estimate(sizes: Sizes, precision: Precision, group_size: int) -> Estimate:
     stage, width = precision.zero_stage, 2 if precision.bf16 else 4
     share = [1 if stage < least else group_size for least in (3, 2, 1)]
     fp32 = 4 * sizes.params
-    per_token = 34 * sizes.hidden + 5 * sizes.heads * sizes.tokens
+    layer = 34 * sizes.hidden + 5 * sizes.heads * sizes.tokens  # bytes of a token in bf16
+    per_token = 2 * sizes.layers * sizes.hidden + layer if sizes.checkpointing else sizes.layers * layer
     return Estimate(
-        weights=sizes.params * width // share[0],
+        weights=(sizes.params + sizes.frozen) * width // share[0],
         gradients=fp32 // share[1],
         master=0 if stage == 0 and not precision.bf16 else fp32 // share[2],
-        meta=5 * fp32 // share[2],
-        activations=sizes.rows * sizes.tokens * sizes.layers * per_token * width // 2,
+        meta=(1 if sizes.offload_outer else 5) * fp32 // share[2],
+        activations=sizes.rows * sizes.tokens * per_token * width // 2,
         logits=12 * sizes.rows * sizes.tokens * sizes.vocab,
+        host=4 * fp32 // share[2] if sizes.offload_outer else 0,
     )
 
 
 def free_bytes(device: torch.device, local_world_size: int) -> int:
     """Memory that one rank may use: its GPU's, or its share of what the host has free."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes(local_world_size)
+
+
+def host_bytes(local_world_size: int) -> int:
+    """One rank's share of what the host has free."""
     import psutil
 
     return psutil.virtual_memory().available // local_world_size
@@ -99,13 +114,15 @@ def choose_group_size(world: World, sizes: Sizes, precision: Precision) -> tuple
     Raises `UsageError` on every rank if none does.
     """
     local = world.launch.local_world_size
-    free = free_bytes(world.device, local)
-    free = min(int(text) for text in world.comm.gather_bytes(str(free).encode()))
+    mine = (free_bytes(world.device, local), host_bytes(local))
+    everywhere = [json.loads(text) for text in world.comm.gather_bytes(json.dumps(mine).encode())]
+    free, host = (min(values) for values in zip(*everywhere, strict=True))
     for size in divisors(local):
         if world.launch.world_size % size == 0:
             needed = estimate(sizes, precision, size)
-            if needed.total <= HEADROOM * free:
+            if needed.total <= HEADROOM * free and needed.host <= HEADROOM * host:
                 return size, f"group_size {size} (auto): {needed}, of {free / GIB:.3g} GiB free per rank"
+    in_host = f" (and {host / GIB:.3g} in host memory)" if needed.host else ""
     raise UsageError(f"group_size=auto finds no room: {local} ranks of a group need {needed} each at ZeRO "
-                     f"{precision.zero_stage}, and {free / GIB:.3g} GiB are free; use a higher ZeRO stage, offload, more "
-                     "GPUs or a smaller --micro_batch_size")  # fmt: skip
+                     f"{precision.zero_stage}, and {free / GIB:.3g} GiB are free{in_host}; use a higher ZeRO stage, offload, "
+                     "more GPUs or a smaller --micro_batch_size")  # fmt: skip

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fmmeta.models.losses import objective
 from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.home import CHUNK
 from fmmeta.parallel.shards import ParamMap
 from fmmeta.tasks.batch import MicroBatch
 
@@ -59,7 +60,8 @@ class Worker(ABC):
     params: ParamMap
     model: nn.Module
     group: Communicator
-    device: torch.device
+    device: torch.device  # of the working weights
+    shard_device: torch.device  # of the fp32 shards: the host's where DeepSpeed offloads them
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -91,7 +93,7 @@ class Worker(ABC):
 
     def gradient(self, batches: Sequence[MicroBatch], restore: Tensor | None = None) -> tuple[Tensor, Pass]:
         """Return the gradient of the mean loss, fp32 [S]; leave the weights alone, or put `restore` in. Collective: group."""
-        captured = torch.zeros_like(restore) if restore is not None else torch.zeros_like(self.read())
+        captured = torch.zeros(self.params.numel, device=self.shard_device)
 
         def capture(shard: Tensor, grad: Tensor, where: slice) -> None:
             captured[where] = grad
@@ -116,11 +118,18 @@ class Worker(ABC):
         """Input of the classifier head for the rows of each micro-batch of this rank, fp32 [B, D]. Collective: group."""
         return [self._call(batch.to(self.device), want="features").float() for batch in batches]
 
+    def travelled(self, theta: Tensor) -> Tensor:
+        """theta minus what the worker holds, fp32 [S] beside the shards, wherever theta lies."""
+        way = self.read().neg_()
+        for part, there in zip(way.split(CHUNK), theta.split(CHUNK), strict=True):
+            part.add_(there.to(part.device))
+        return way
+
     def dot(self, a: Tensor, b: Tensor) -> float:
         """Inner product over the whole model. Collective: group (none if replicated)."""
-        product = torch.zeros((), dtype=torch.float64, device=a.device)
+        product = torch.zeros((), dtype=torch.float64, device=self.device)
         for x, y in zip(a.split(2**22), b.split(2**22), strict=True):  # in pieces: fp64 copies are twice the size
-            product += torch.dot(x.double(), y.double())
+            product += torch.dot(x.to(self.device).double(), y.to(self.device).double())
         return float(product if self.params.replicated else self.group.sum_(product))
 
     def whole(self, vector: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:

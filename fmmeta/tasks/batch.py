@@ -18,10 +18,14 @@ IGNORE = -100  # no loss is taken at this label
 
 @dataclass(frozen=True)
 class Example:
-    """One row: its tokens, and its class or (causal_lm) one label per token, IGNORE on the prompt."""
+    """One row: its tokens, and its class or (causal_lm) one label per token, IGNORE on the prompt.
+
+    numbers: where several rows share a sequence (pack.py), which of them a token belongs to, counted from 1.
+    """
 
     input_ids: Sequence[int]
     labels: int | Sequence[int]
+    numbers: Sequence[int] = ()
 
     @property
     def label_tokens(self) -> int:
@@ -32,6 +36,7 @@ class Example:
 class MicroBatch:
     """Rows that go through the model together, padded to the longest of them.
 
+    attention_mask [B, T]: 0 on padding; elsewhere the number of the row, which is 1 unless rows share a sequence.
     labels: class per row [B], or token per position [B, T] with IGNORE where no loss is taken.
     weights [B]: 1 / (rows or label tokens of the whole set); 0 for a row that only fills the batch.
     """
@@ -57,7 +62,7 @@ class MicroBatch:
     @property
     def tokens(self) -> int:
         """Tokens of the rows that count, padding left out."""
-        return int(self.attention_mask[self.weights > 0].sum())
+        return int((self.attention_mask[self.weights > 0] > 0).sum())
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,16 @@ class Batches:
 
 @dataclass(frozen=True)
 class Dealer:
-    """How a group cuts sets into micro-batches: this rank's share, at most `micro_batch_size` rows at a time."""
+    """How a group cuts sets into micro-batches: this rank's share, at most `micro_batch_size` rows at a time.
+
+    pack: function from rows (longest first) and a least number of sequences to packed sequences, which then count as rows.
+    """
 
     pad_token_id: int
     micro_batch_size: int = 32
     group_rank: int = 0
     group_size: int = 1
+    pack: Callable[[Sequence[Example], int], list[Example]] | None = None
 
     def deal(self, examples: Sequence[Example], classes: int = 0) -> list[MicroBatch]:
         """This rank's micro-batches of a set; as many as every other rank of the group gets.
@@ -92,6 +101,8 @@ class Dealer:
         """
         total = sum(example.label_tokens for example in examples)
         ordered = sorted(examples, key=lambda example: len(example.input_ids), reverse=True)
+        if self.pack is not None:
+            ordered = self.pack(ordered, self.group_size)
         rounds = -(-len(ordered) // (self.group_size * self.micro_batch_size))
         parts = even_parts(ordered, rounds * self.group_size)[self.group_rank :: self.group_size]
         pad = self.pad_token_id
@@ -115,7 +126,7 @@ def collate(rows: Sequence[Example], weight: float, pad_token_id: int, classes: 
     for i, row in enumerate(rows):
         n = len(row.input_ids)
         input_ids[i, :n] = torch.as_tensor(row.input_ids)
-        mask[i, :n] = 1
+        mask[i, :n] = torch.as_tensor(row.numbers) if row.numbers else 1
         if per_token:
             labels[i, :n] = torch.as_tensor(row.labels)
         else:

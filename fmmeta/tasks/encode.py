@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
-from fmmeta.config import Config
+from fmmeta.config import Config, UsageError
 from fmmeta.tasks.batch import IGNORE, Example
+from fmmeta.tasks.prompts import Prompt, make_prompt
 
-PROMPT = "Input: {}\nOutput:"
 LONGEST_TOKEN = 64  # characters: what lies further off than max_length of these is cut before a tokenizer sees it
 
 
 def encode(tokenizer: Any, config: Config, left: Sequence[str], right: Sequence[str]) -> list[Example]:
     """Rows by role to examples: texts, whose label is yet to be given (-1), or pairs of input and output."""
     if config.task_type == "causal_lm":
-        return encode_pairs(tokenizer, left, right, config.max_length)
+        return encode_pairs(tokenizer, left, right, config.max_length, config.prompt_template)
     return [Example(ids, -1) for ids in encode_texts(tokenizer, left, config.max_length)]
 
 
@@ -25,21 +26,57 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[
     return tokenizer(texts, truncation=True, max_length=max_length, verbose=False)["input_ids"]
 
 
-def encode_pairs(tokenizer: Any, inputs: Sequence[str], outputs: Sequence[str], max_length: int) -> list[Example]:
-    """One example per pair: prompt, answer, end of text. Too long ones lose the start of the prompt.
+def encode_pairs(
+    tokenizer: Any, inputs: Sequence[str], outputs: Sequence[str], max_length: int, template: str = "plain"
+) -> list[Example]:
+    """One example per pair: prompt, answer, end of text. `template`: see prompts.py.
 
-    The answer keeps at most max_length - 1 tokens, so that at least one token precedes it.
+    Too long texts lose the start of the prompt, chats the start of the input (a chat without its frame is none); the answer
+    loses its end where that is not enough. At least one token precedes it.
     """
     reach = LONGEST_TOKEN * max_length
     inputs, outputs = [text[-reach:] for text in inputs], [text[:reach] for text in outputs]
-    prompts = tokenizer([PROMPT.format(text) for text in inputs], verbose=False)["input_ids"]
-    answers = tokenizer([f" {text}" for text in outputs], add_special_tokens=False, verbose=False)["input_ids"]
+    prompt = make_prompt(template, tokenizer)
+    if not prompt.specials:
+        refuse_long_frame(tokenizer, prompt, max_length)
+        return [encode_chat(tokenizer, prompt, *pair, max_length) for pair in zip(inputs, outputs, strict=True)]
+    prompts = tokenizer([prompt.before(text) for text in inputs], verbose=False)["input_ids"]
+    answers = tokenizer([prompt.answer(text) for text in outputs], add_special_tokens=False, verbose=False)["input_ids"]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     examples = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        if end and prompt[-1:] == end:  # tokenizers that end every text
-            prompt = prompt[:-1]
+    for before, answer in zip(prompts, answers, strict=True):
+        if end and before[-1:] == end:  # tokenizers that end every text
+            before = before[:-1]
         answer = (answer + end)[: max_length - 1]
-        prompt = prompt[max(0, len(prompt) + len(answer) - max_length) :]
-        examples.append(Example(prompt + answer, [IGNORE] * len(prompt) + answer))
+        before = before[max(0, len(before) + len(answer) - max_length) :]
+        examples.append(labelled(before + answer, len(before)))
     return examples
+
+
+def encode_chat(tokenizer: Any, prompt: Prompt, text: str, output: str, max_length: int) -> Example:
+    """One turn of a chat. It is tokenised whole, as the template has it; the answer begins where the prompt's own tokens end."""
+    while True:
+        before = plain_tokens(tokenizer, prompt.before(text))
+        ids = plain_tokens(tokenizer, prompt.before(text) + prompt.answer(output))
+        over = len(ids) - max_length
+        if over <= 0 or not text:
+            break
+        shorter = tokenizer.decode(plain_tokens(tokenizer, text)[over:])
+        text = shorter if len(shorter) < len(text) else text[1:]
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False)))
+    return labelled(ids[:max_length], common)
+
+
+def refuse_long_frame(tokenizer: Any, prompt: Prompt, max_length: int) -> None:
+    frame = len(plain_tokens(tokenizer, prompt.before("")))
+    if frame >= max_length:
+        raise UsageError(f"max_length={max_length} leaves no room: the chat template takes {frame} tokens by itself; raise it")
+
+
+def plain_tokens(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def labelled(ids: list[int], prompt: int) -> Example:
+    """Labels on everything but the first `prompt` tokens."""
+    return Example(ids, [IGNORE] * prompt + ids[prompt:])

@@ -70,7 +70,12 @@ def main(cases_file: str, out: str) -> None:
                 theta[name] = parts.worker.whole(run.theta, name, tuple(param.shape)).cpu()
         if launch.global_rank == 0:
             save_file(theta, folder.with_suffix(".safetensors"))
-            facts = {"engine": type(parts.worker).__name__, "groups": list(parts.worker.params.groups),
+            layers = [m for m in parts.worker.model.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
+            effects = {"gradient_checkpointing": bool(layers), "packing": parts.dealer.pack is not None,
+                       "offload_outer": run.outer.home.offload, "lora_r": max((p.shape[0] for n, p in skeleton.named_parameters()
+                                                                               if ".lora_A." in n), default=0)}  # fmt: skip
+            facts = {"effects": {name: value for name, value in effects.items() if value},
+                     "engine": type(parts.worker).__name__, "groups": list(parts.worker.params.groups),
                      "wrapper": type(parts.worker.engine.optimizer).__name__ if hasattr(parts.worker, "engine") else None,
                      "numel": parts.worker.params.numel, "start_off": max(off)}  # fmt: skip
             folder.with_suffix(".json").write_text(json.dumps(facts))

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.distributed.matrix import LAYOUTS, TOLERANCE, Bench, Case, cases, full, pairs, pairwise
+from tests.distributed.matrix import AXES, LAYOUTS, TOLERANCE, Bench, Case, cases, full, pairs, pairwise
 
 CHOSEN = full() if os.environ.get("FMMETA_PARITY") == "full" else pairwise()
 WRAPPERS = {
@@ -41,6 +41,7 @@ def test_ends_where_the_oracle_ends(case, outcomes):
     assert error < TOLERANCE[case.dtype, case.outer]
     assert facts["start_off"] == 0  # the masters are the checkpoint's weights, not a rounded copy
     assert facts["engine"] == ("PlainWorker" if case.stage == "plain" else "DeepSpeedWorker")
+    assert facts["effects"] == case.settings  # none was ignored
     if case.dtype == "fp32":
         assert facts["wrapper"] == WRAPPERS[case.stage]
 
@@ -57,3 +58,5 @@ def test_the_full_matrix_holds_what_is_promised():
         found = [c for c in listed if (c.layout, c.stage, c.algorithm, c.model) == (layout, stage, algorithm, model)]
         assert {c.dtype for c in found} == {"fp32", "bf16"}
         assert {c.groups for c in found} == {"one", "several"}
+    for stage, also in itertools.product(AXES["stage"], AXES["also"]):
+        assert {c.dtype for c in listed if (c.stage, c.also) == (stage, also)} == {"fp32", "bf16"}

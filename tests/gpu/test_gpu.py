@@ -7,15 +7,17 @@ import json
 import pytest
 import torch
 
-from tests.distributed.matrix import TOLERANCE, Bench, Case
+from tests.distributed.matrix import AXES, TOLERANCE, Bench, Case
 from tests.launch import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CASES = [
-    Case((1, 1), stage, algorithm, "several", "default", model, dtype, "sgd", "zero", "none")
+    case
     for stage in ("plain", 0, 1, 2, 3)
     for algorithm, model in (("fomaml", "llama"), ("reptile", "bert"))
     for dtype in ("fp32", "bf16")
+    for also in AXES["also"]
+    if (case := Case((1, 1), stage, algorithm, "several", "default", model, dtype, "sgd", "zero", "none", also)).possible
 ]
 
 

@@ -66,6 +66,12 @@ def test_a_config_file_gives_defaults(config_file, name, text):
     )
 
 
+def test_a_list_in_a_config_file(config_file):
+    path = config_file("lora_r: 4\nlora_target_modules: [query, value]\n")
+    assert parse(["--config", path]).lora_target_modules == ["query", "value"]
+    assert parse(["--lora_r=4", "--lora_target_modules", "query", "value"]) == parse(["--config", path])
+
+
 def test_flags_win_over_the_file(config_file):
     path = config_file("n_way: 3\nk_shot: 4\nbf16: true\n")
     config = parse(["--n_way", "7", "--bf16", "false", f"--config={path}"])

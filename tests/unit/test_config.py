@@ -85,6 +85,7 @@ def test_defaults_are_not_shared():
 @pytest.mark.parametrize(("settings", "lr"), [
     ({}, 2e-3),
     ({"model_name_or_path": "bert"}, 2e-5),
+    ({"model_name_or_path": "bert", "lora_r": 8}, 2e-4),
     ({"outer_optimizer": "sgd"}, 1.0),
     ({"outer_optimizer": "sgd", "outer_lr": 0.25}, 0.25),
 ])  # fmt: skip
@@ -115,3 +116,18 @@ def test_free_settings_exist():
 ])  # fmt: skip
 def test_settings_of_the_other_task_type_are_refused(settings, named):
     assert refusal(Config, **settings) == f"{named}; leave it out"
+
+
+@pytest.mark.parametrize(("settings", "named"), [
+    ({"lora_alpha": 8.0}, "lora_alpha=8.0"), ({"lora_target_modules": ["query", "key"]}, "lora_target_modules=query key"),
+    ({"lora_merge": True}, "lora_merge=True"),
+])  # fmt: skip
+def test_settings_of_lora_need_a_rank(settings, named):
+    assert refusal(Config, **settings) == f"{named} means nothing for lora_r=0; give --lora_r, or leave it out"
+    assert Config(lora_r=4, **settings)
+
+
+def test_lora_alpha_is_positive_and_twice_the_rank_by_default():
+    assert Config(lora_r=6).lora_alpha == 12
+    assert Config(lora_r=6, lora_alpha=3).lora_alpha == 3
+    assert refusal(Config, lora_r=6, lora_alpha=0) == "lora_alpha=0 is no positive number; use one, such as 12"

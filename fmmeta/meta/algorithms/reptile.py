@@ -26,7 +26,7 @@ class Reptile:
     def direction(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction:
         passes = self.inner.adapt(worker, theta, episode.support)
         query = worker.forward(episode.query)
-        towards = theta - worker.read()
+        towards = worker.travelled(theta)
         worker.write(theta)
         finite = all([step.finite for step in [*passes, query]])
         return Direction(towards, 1.0, finite, passes[0], query)

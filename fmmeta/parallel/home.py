@@ -1,0 +1,51 @@
+"""Where a rank's outer state lives: theta, the sum of directions, the outer moments. None of it is used inside the inner loop.
+
+    device (default)    beside the shards: work happens in place
+    host (--offload_outer)    in the host's memory, pinned where there is a GPU; work happens on copies of CHUNK elements
+
+Offloading what is idle: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840). On CPUs both are the same memory; the copies are made
+all the same, so that one path is tested everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**24  # elements that come to the device at a time
+
+
+@dataclass(frozen=True)
+class Home:
+    """`device`: where work happens; `offload`: whether idle vectors stay in host memory."""
+
+    device: torch.device
+    offload: bool
+
+    def keep(self, vector: Tensor) -> Tensor:
+        """The vector at home: itself, or a copy in host memory."""
+        return self.zeros(vector).copy_(vector) if self.offload else vector
+
+    def zeros(self, like: Tensor) -> Tensor:
+        """A vector of zeros at home, as long as `like`."""
+        if not self.offload:
+            return torch.zeros_like(like)
+        return torch.zeros(like.shape, dtype=like.dtype, pin_memory=self.device.type == "cuda")
+
+    def pieces(self, place: slice) -> Iterator[slice]:
+        """`place` cut into what comes to the device at a time; nothing is cut where nothing travels."""
+        size = CHUNK if self.offload else max(1, place.stop - place.start)
+        for begin in range(place.start, place.stop, size):
+            yield slice(begin, min(begin + size, place.stop))
+
+    def fetch(self, part: Tensor) -> Tensor:
+        """Part of a vector to work on: the part itself, or a copy on the device that `put` brings back."""
+        return part.to(self.device, copy=True) if self.offload else part
+
+    def put(self, part: Tensor, value: Tensor) -> None:
+        """Bring a worked-on value home."""
+        if part.data_ptr() != value.data_ptr():
+            part.copy_(value)

@@ -1,0 +1,109 @@
+"""--offload_outer: idle vectors lie in host memory, come to the device in pieces, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fmmeta import Config, MetaTrainer
+from fmmeta.meta.outer import MetaGradient, Outer
+from fmmeta.parallel import home, memory
+from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.home import Home
+from fmmeta.parallel.plain import PlainWorker
+from tests.models import save_bert, write_classes
+from tests.unit.helpers import refusal
+from tests.unit.test_inner_outer import encoder, worker_of
+from tests.unit.test_layout import SIZES, world_of
+
+CPU = torch.device("cpu")
+
+
+def outer_of(worker: PlainWorker, offload: bool, **settings) -> Outer:
+    config = Config(outer_lr=0.01, weight_decay=0.1, offload_outer=offload, **settings)
+    return Outer(Home(CPU, offload).keep(worker.read()), worker, config)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("chunk", [64, 1000, 2**24])
+def test_offloaded_steps_are_the_same_steps(monkeypatch, optimizer, chunk):
+    """In pieces of any size, and through a resumption."""
+    monkeypatch.setattr(home, "CHUNK", chunk)
+    worker = worker_of(encoder("mean"), "zero")
+    here, away = (outer_of(worker, offload, outer_optimizer=optimizer) for offload in (False, True))
+    assert len(list(away.home.pieces(slice(0, 3000)))) == -(-3000 // chunk)
+    assert len(list(here.home.pieces(slice(0, 3000)))) == 1
+    for step in range(4):
+        grad = torch.randn(here.theta.shape, generator=torch.Generator().manual_seed(step))
+        for outer in (here, away):
+            moved = outer.step(grad.clone(), step)
+        assert moved.applied
+        if step == 1:
+            resumed = Outer(away.theta, worker, away.config)
+            resumed.load_state(*away.state())
+            away = resumed
+    torch.testing.assert_close(away.theta, here.theta, rtol=0, atol=1e-8)
+    assert away.theta.ne(worker.read()).any()
+    for name, moment in here.state()[0].items():
+        torch.testing.assert_close(away.state()[0][name], moment, rtol=1e-6, atol=0)
+
+
+def test_work_happens_on_copies_that_come_home():
+    vector = torch.arange(6.0)
+    away, here = Home(CPU, True), Home(CPU, False)
+    part = away.fetch(vector[2:4])
+    part.mul_(10)
+    assert vector.tolist() == [0, 1, 2, 3, 4, 5]
+    away.put(vector[2:4], part)
+    assert vector.tolist() == [0, 1, 20, 30, 4, 5]
+    assert away.keep(vector).data_ptr() != vector.data_ptr()
+    assert here.keep(vector) is vector
+    assert here.fetch(vector[2:4]).data_ptr() == vector[2:4].data_ptr()  # in place: not a byte more
+
+
+def test_the_sum_of_directions_lies_where_theta_does():
+    theta = torch.zeros(3, device="meta")  # a device of another kind
+    assert MetaGradient(theta).sum.device == theta.device
+
+
+def test_a_run_gives_the_same_model(tmp_path, capsys):
+    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
+    thetas = []
+    for algorithm in ("fomaml", "reptile"):
+        for offload in (False, True):
+            folder = tmp_path / f"{algorithm}-{offload}"
+            config = Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(folder), k_shot=1, num_query=2,
+                            algorithm=algorithm, outer_steps=3, save_steps=2, eval_episodes=2, offload_outer=offload)  # fmt: skip
+            MetaTrainer(config).train()
+            said = (
+                "fmmeta: offload_outer changes nothing on CPUs: the ranks' memory is the host's already"
+                in capsys.readouterr().out
+            )
+            assert said == offload
+            thetas.append(load_file(folder / "model" / "model.safetensors"))
+            assert json.loads((folder / "run.json").read_text())["held_out"]["episodes"] == 2
+        before, after = thetas[-2:]
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize(("stage", "group_size", "meta", "host"), [(0, 4, 4000, 16000), (1, 4, 1000, 4000), (3, 1, 4000, 16000)])
+def test_the_estimate_moves_to_the_host(stage, group_size, meta, host):
+    sizes = memory.Sizes(**{**vars(SIZES), "offload_outer": True})
+    found, without = (memory.estimate(s, Precision(stage, True, False), group_size) for s in (sizes, SIZES))
+    assert (found.meta, found.host) == (meta, host)
+    assert without.total - found.total == host
+    assert (without.meta, without.host) == (meta + host, 0)
+
+
+def test_the_host_needs_room_too(monkeypatch):
+    sizes = memory.Sizes(params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1, offload_outer=True)
+    world = world_of(monkeypatch, 2, 2, 2**35)
+    monkeypatch.setattr(memory, "host_bytes", lambda local: 2**33)
+    size, why = memory.choose_group_size(world_of(monkeypatch, 4, 4, 2**35), sizes, Precision(1, False, False))
+    assert (size, "(and 4 in host memory)" in why) == (4, True)  # 16 and 8 GiB of outer state would not fit into 8
+    assert "= 12 GiB (and 8 in host memory) each at ZeRO 1, and 32 GiB are free (and 8 in host memory); use a higher" in refusal(
+        memory.choose_group_size, world, sizes, Precision(1, False, False)
+    )

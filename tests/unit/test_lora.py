@@ -1,0 +1,237 @@
+"""LoRA: what is trained and what is not, the formula, the folder that plain peft reads, and every refusal by its text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fmmeta import Config, MetaTrainer
+from fmmeta.build import form_groups, plan
+from fmmeta.models.load import describe, empty_learner, load_learner
+from fmmeta.parallel.communicator import World
+from fmmeta.parallel.layout import Launch
+from tests.models import save, save_bert, save_llama, write_classes
+from tests.unit.helpers import refusal
+from tests.unit.test_checkpoint_export import assert_same_logits, exported, inputs
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    found = {
+        "bert": save_bert(folder / "bert"),
+        "llama": save_llama(folder / "llama"),
+        "roberta": save_roberta(folder / "roberta"),
+    }
+    return {**{name: str(path) for name, path in found.items()}, "tiny": "tiny"}
+
+
+def save_roberta(folder: Path) -> Path:
+    """Its classifier has a dense layer below the head proper, and no pooler."""
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    return save(RobertaForSequenceClassification(RobertaConfig(**sizes, vocab_size=259, pad_token_id=0, num_labels=3)), folder)
+
+
+def learner_of(source: str, **settings):
+    config = Config(model_name_or_path=source, **{"lora_r": 4, "n_way": 3, **settings})
+    return load_learner(config, describe(config))
+
+
+@pytest.mark.parametrize(("base", "settings", "beside", "adapters"), [
+    ("llama", {"task_type": "causal_lm"}, set(), {"q_proj", "v_proj"}),
+    ("llama", {"pooling": "model"}, {"hf.score.weight"}, {"q_proj", "v_proj"}),
+    ("bert", {"pooling": "model"}, {"hf.classifier.weight", "hf.classifier.bias"}, {"query", "value"}),
+    ("bert", {"pooling": "mean"}, {"head.weight", "head.bias"}, {"query", "value"}),
+    ("bert", {"pooling": "cls", "lora_target_modules": ["all-linear"]}, {"head.weight", "head.bias"},
+     {"query", "key", "value", "dense"}),
+    ("roberta", {"pooling": "model", "lora_target_modules": ["dense", "key"]},
+     {f"hf.classifier.{layer}.{part}" for layer in ("dense", "out_proj") for part in ("weight", "bias")}, {"key", "dense"}),
+])  # fmt: skip
+def test_adapters_and_head_are_trained_and_nothing_else(sources, base, settings, beside, adapters):
+    learner = learner_of(sources[base], **settings)
+    trained = {name for name, param in learner.named_parameters() if param.requires_grad}
+    assert {name for name in trained if "lora_" not in name} == beside
+    assert {name.split(".lora_")[0].split(".")[-1] for name in trained - beside} == adapters
+    assert not any("pooler" in name for name in trained - beside) or settings["pooling"] == "model"
+    logits = learner(torch.tensor([[1, 5, 6]]), torch.ones(1, 3, dtype=torch.long))
+    (logits * torch.randn_like(logits)).sum().backward()
+    assert {name for name, param in learner.named_parameters() if param.grad is not None} == trained  # each is reached
+    config = Config(model_name_or_path=sources[base], **{"lora_r": 4, "n_way": 3, **settings})
+    empty = empty_learner(config, describe(config))
+    assert [(n, p.shape, p.requires_grad) for n, p in empty.named_parameters()] == [
+        (n, p.shape, p.requires_grad) for n, p in learner.named_parameters()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("base", "settings"), [("llama", {"task_type": "causal_lm"}), ("bert", {"pooling": "mean", "head_init": "learned"})]
+)
+def test_the_output_is_that_of_w_plus_alpha_over_r_b_a(sources, base, settings):
+    adapted, plain = learner_of(sources[base], lora_alpha=6, **settings), learner_of(sources[base], lora_r=0, **settings)
+    batch = inputs(Path(sources[base]))
+    with torch.no_grad():
+        assert torch.equal(adapted(**batch), plain(**batch))  # B is zero: the start is the checkpoint
+        for name, module in adapted.named_modules():
+            if hasattr(module, "lora_B"):
+                a, b = module.lora_A["default"].weight, module.lora_B["default"].weight.normal_()
+                assert a.shape[0] == b.shape[1] == 4
+                plain.get_submodule(name).weight += 6 / 4 * b @ a
+        assert_same_logits(adapted(**batch), plain(**batch), batch["attention_mask"])
+
+
+def test_adapters_follow_the_seed(sources):
+    one, same, other = (learner_of(sources["llama"], task_type="causal_lm", seed=seed) for seed in (1, 1, 2))
+    values = {name: param for name, param in one.named_parameters() if "lora_A" in name}
+    assert len(values) == 4
+    assert all(torch.equal(value, same.get_parameter(name)) for name, value in values.items())
+    assert not any(torch.equal(value, other.get_parameter(name)) for name, value in values.items())
+    assert all(float(value.detach().std()) > 0.01 for value in values.values())
+
+
+@pytest.mark.parametrize(("base", "auto", "settings"), [
+    ("llama", "AutoModelForCausalLM", {"task_type": "causal_lm"}),
+    ("llama", "AutoModelForSequenceClassification", {"pooling": "model"}),
+    ("bert", "AutoModelForSequenceClassification", {"pooling": "model", "head_init": "learned"}),
+    ("roberta", "AutoModelForSequenceClassification", {"pooling": "model", "lora_target_modules": ["all-linear"]}),
+    ("bert", "AutoModel", {"pooling": "mean", "head_init": "learned", "lora_target_modules": ["all-linear"]}),
+    ("tiny", "AutoModel", {}),
+])  # fmt: skip
+def test_export_is_read_by_plain_peft_and_merged_by_plain_transformers(tmp_path, sources, base, auto, settings):
+    import transformers
+    from peft import PeftModel
+
+    folder = tmp_path / "model"
+    _, worker = exported(sources[base], folder, lora_r=3, lora_alpha=5, lora_merge=True, **settings)
+    make, batch = getattr(transformers, auto), inputs(folder)
+    labels = {"num_labels": 3, "ignore_mismatched_sizes": True} if "Classification" in auto else {}
+    below = make.from_pretrained(folder / "base" if base == "tiny" else sources[base], **labels)
+    loaded = {
+        "peft": PeftModel.from_pretrained(below, folder),
+        "transformers": make.from_pretrained(folder, **labels),
+        "merged": make.from_pretrained(tmp_path / "merged"),
+    }
+    key = "last_hidden_state" if auto == "AutoModel" else "logits"
+    with torch.no_grad():
+        wanted = worker.model.hf(**batch)[key]
+        for model in loaded.values():
+            assert_same_logits(model.eval()(**batch)[key], wanted, batch["attention_mask"])
+    saved = load_file(folder / "adapter_model.safetensors")
+    top = ("base_model.model.classifier.", "base_model.model.score.")
+    assert all(".lora_A.weight" in name or ".lora_B.weight" in name or name.startswith(top) for name in saved)
+    assert not any("lora" in name for name in load_file(tmp_path / "merged" / "model.safetensors"))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["inference_mode"]) == (3, 5, True)
+    assert (folder / "head.safetensors").exists() == (tmp_path / "merged" / "head.safetensors").exists() == (auto == "AutoModel"
+            and settings.get("head_init") == "learned")  # fmt: skip
+
+
+def test_export_is_a_sentence_transformers_folder(tmp_path, sources):
+    st = pytest.importorskip("sentence_transformers")
+    _, worker = exported(sources["bert"], tmp_path / "model", lora_r=3, lora_merge=True, pooling="mean")
+    batch, texts = inputs(tmp_path / "model"), ["river", "river stone lantern"]
+    with torch.no_grad():
+        wanted = worker.model(**batch, want="features")
+    for folder in ("model", "merged"):
+        found = torch.from_numpy(st.SentenceTransformer(str(tmp_path / folder)).encode(texts))
+        assert_same_logits(found, wanted, batch["attention_mask"])
+
+
+def test_a_run_saves_adapters_alone_and_goes_on_from_them(tmp_path, sources):
+    data = write_classes(tmp_path / "rows.jsonl", classes=15)
+    config = {"model_name_or_path": sources["bert"], "dataset": [str(data)], "k_shot": 1, "num_query": 2, "outer_steps": 4,
+              "eval_episodes": 0, "save_steps": 2, "lora_r": 2, "head_init": "learned", "pooling": "mean"}  # fmt: skip
+    MetaTrainer(Config(**config, output_dir=str(tmp_path / "whole"))).train()
+    shard = load_file(tmp_path / "whole" / "checkpoint-2" / "shard-00000.safetensors")
+    assert {name.split("/")[0] for name in shard} == {"theta", "exp_avg", "exp_avg_sq"}
+    assert all("lora_" in name or "/head." in name for name in shard)
+    assert len(shard) == 3 * (2 * 4 + 2)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "from")
+    again = {"output_dir": str(tmp_path / "again"), "resume_from_checkpoint": str(tmp_path / "from")}
+    MetaTrainer(Config(**config, **again)).train()
+    for name in ("adapter_model.safetensors", "head.safetensors"):
+        whole, resumed = (load_file(tmp_path / run / "model" / name) for run in ("whole", "again"))
+        assert all(torch.equal(value, resumed[key]) for key, value in whole.items())
+    assert any(float(value.abs().max()) > 0 for name, value in whole.items())
+    other = Config(**{**config, "lora_r": 3}, output_dir=str(tmp_path / "whole"))
+    assert "(lora_alpha: 4.0 -> 6.0; lora_r: 2 -> 3)" in refusal(MetaTrainer(other).train)
+
+
+def test_the_estimate_counts_frozen_weights_once(tmp_path, sources, monkeypatch):
+    """Full: 4 bytes of weight, 4 of gradient, 20 of meta state per parameter; LoRA: the base's weights and nothing else of it."""
+    from fmmeta.parallel import memory
+
+    seen = []
+    monkeypatch.setattr(memory, "choose_group_size", lambda world, sizes, precision: (seen.append(sizes), (1, ""))[1])
+    data = write_classes(tmp_path / "rows.jsonl", classes=15)
+    world = World(Launch(), torch.device("cpu"))
+    for lora_r in (0, 2):
+        config = Config(
+            model_name_or_path=sources["bert"], dataset=[str(data)], k_shot=1, num_query=2, pooling="mean", lora_r=lora_r
+        )
+        form_groups(config, plan(config, world, lambda text: None), world, lambda text: None)
+    full, lora = seen
+    adapters = 2 * 2 * (2 * 32 * 2)  # layers x targets x (A and B)
+    head, pooler = 5 * 32 + 5, 32 * 32 + 32
+    assert (lora.params, lora.frozen) == (adapters + head, full.params + full.frozen - head)
+    assert full.frozen == pooler
+    precision = plan(config, world, lambda text: None).precision
+    assert memory.estimate(lora, precision, 1).weights == 4 * (lora.params + lora.frozen)
+    assert memory.estimate(lora, precision, 1).meta == 20 * lora.params
+
+
+def test_missing_peft_names_the_extra(sources, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    message = refusal(describe, Config(lora_r=4))
+    assert message.startswith("lora_r=4 needs peft (")
+    assert message.endswith("; pip install 'fmmeta[lora]', or leave --lora_r out")
+    describe(Config())  # nobody else needs it
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"lora_target_modules": ["nix"]}, "lora_target_modules=nix: BertModel has no layer 'nix' to adapt; its linear"),
+    ({"lora_target_modules": ["query", "nix"]},
+     "lora_target_modules=query nix: BertModel has no layer 'nix' to adapt; its linear layers are dense, key, query, value"),
+    ({"lora_target_modules": ["word_embeddings"]},
+     "lora_target_modules=word_embeddings: embeddings.word_embeddings holds the weight of an embedding; name linear layers"),
+    ({"lora_target_modules": ["LayerNorm"]}, "lora_target_modules=LayerNorm cannot be adapted in BertModel: Target mod"),
+])  # fmt: skip
+def test_targets_that_cannot_be(sources, settings, said):
+    assert refusal(learner_of, sources["bert"], pooling="mean", **settings).startswith(said)
+
+
+def test_a_tied_output_layer_is_no_target(sources):
+    message = refusal(learner_of, sources["llama"], task_type="causal_lm", lora_target_modules=["lm_head"])
+    assert message.startswith("lora_target_modules=lm_head: lm_head holds the weight of an embedding")
+
+
+def test_a_head_is_no_target(sources):
+    message = refusal(learner_of, sources["bert"], pooling="model", lora_target_modules=["query", "classifier"])
+    assert "has no layer 'classifier' to adapt; its linear layers are dense, key, query, value" in message
+
+
+def test_an_architecture_that_peft_does_not_know_needs_targets(tmp_path):
+    from transformers import CTRLConfig, CTRLLMHeadModel
+
+    save(CTRLLMHeadModel(CTRLConfig(vocab_size=259, n_embd=8, dff=8, n_layer=1, n_head=2)), tmp_path)
+    message = refusal(learner_of, str(tmp_path), task_type="causal_lm")
+    assert message.startswith("lora_target_modules=(peft's choice) cannot be adapted in CTRLLMHeadModel: ")
+    assert message.endswith("; name its linear layers, or use all-linear")
+    assert any("lora_A" in name for name, _ in learner_of(str(tmp_path), task_type="causal_lm",
+                                                          lora_target_modules=["Wq"]).named_parameters())  # fmt: skip
+
+
+def test_an_adapter_folder_is_no_model(tmp_path, sources):
+    exported(sources["bert"], tmp_path / "model", lora_r=3)
+    assert refusal(describe, Config(model_name_or_path=str(tmp_path / "model"))) == (
+        f"model_name_or_path={tmp_path / 'model'} holds adapters and no model; give their base, or a merged/ folder that "
+        "--lora_merge wrote"
+    )

@@ -1,0 +1,169 @@
+"""Packed rows: nothing is lost, nobody sees a neighbour, loss, accuracy and gradients stay; models that cannot are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fmmeta.config import Config
+from fmmeta.models.learner import CausalLearner, positions
+from fmmeta.models.load import describe, empty_learner, load_learner
+from fmmeta.models.losses import objective
+from fmmeta.tasks.batch import IGNORE, Dealer, Example
+from fmmeta.tasks.pack import pack
+from tests.models import save, save_llama
+from tests.unit.helpers import refusal
+
+VOCAB = 50
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+         "max_position_embeddings": 64, "pad_token_id": 0}  # fmt: skip
+
+
+@st.composite
+def sets(draw) -> list[Example]:
+    rows = []
+    for number, length in enumerate(draw(st.lists(st.integers(2, 12), min_size=1, max_size=12))):
+        ids = [number + 1, *draw(st.lists(st.integers(1, VOCAB - 1), min_size=length - 1, max_size=length - 1))]
+        prompt = draw(st.integers(1, length - 1))
+        rows.append(Example(ids, [IGNORE] * prompt + ids[prompt:]))
+    return sorted(rows, key=lambda row: len(row.input_ids), reverse=True)
+
+
+def unpacked(sequence: Example) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The rows of a sequence, taken apart by their numbers."""
+    numbers = list(sequence.numbers)
+    assert numbers == sorted(numbers)
+    assert set(numbers) == set(range(1, max(numbers) + 1))
+    found = []
+    for number in range(1, max(numbers) + 1):
+        places = [i for i, n in enumerate(numbers) if n == number]
+        found.append((tuple(sequence.input_ids[i] for i in places), tuple(sequence.labels[i] for i in places)))
+    return found
+
+
+@given(sets(), st.integers(12, 40), st.integers(1, 5))
+def test_every_row_is_in_one_sequence(rows, length, least):
+    packed = pack(rows, least, length)
+    wanted = sorted((tuple(row.input_ids), tuple(row.labels)) for row in rows)
+    assert sorted(row for sequence in packed for row in unpacked(sequence)) == wanted
+    assert all(len(sequence.input_ids) <= length for sequence in packed)
+    assert len(packed) >= min(least, len(rows))  # ranks that could work do
+    tokens = sum(len(row.input_ids) for row in rows)
+    assert len(packed) <= max(least, 2 * -(-tokens // length))
+    assert pack(rows, least, length) == packed
+
+
+def test_a_row_as_long_as_a_sequence_stands_alone():
+    rows = [Example([1] * n, [IGNORE] * n) for n in (9, 9, 3, 3)]
+    assert [len(sequence.input_ids) for sequence in pack(rows, 1, 9)] == [9, 9, 6]
+
+
+def test_no_loss_is_taken_on_the_first_token_of_a_row():
+    rows = [Example([1, 2], [1, 2]), Example([3, 4], [3, 4])]
+    (sequence,) = pack(rows, 1, 4)
+    assert list(sequence.labels) == [IGNORE, 2, IGNORE, 4]
+
+
+def test_positions_begin_anew_with_each_row():
+    numbers = torch.tensor([[1, 1, 1, 2, 2, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
+    assert positions(numbers).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+def families() -> dict[str, tuple]:
+    import transformers as hf
+
+    gpt2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0}
+    return {
+        "llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**SMALL, num_key_value_heads=2)),
+        "mistral": (hf.MistralForCausalLM, hf.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=4)),
+        "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config(**SMALL, num_key_value_heads=2)),
+        "neox": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(**SMALL)),
+        "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(**gpt2)),
+    }
+
+
+# Eager Mistral gives no numbers in fp64 for padding that lies outside of its window, unpacked; fp32 and bf16 do.
+CASES = [(name, attention) for name in families() for attention in ("sdpa", "eager") if (name, attention) != ("mistral", "eager")]
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_loss_accuracy_and_gradients_are_those_of_rows_by_themselves(name, attention):
+    """Parts of the loss summed over two ranks, packed and not, in fp64: nothing but the order of additions may differ."""
+    make, config = families()[name]
+    torch.manual_seed(0)
+    config._attn_implementation = attention
+    hf = make(config).double().eval()
+    with torch.no_grad():
+        for param in hf.parameters():  # away from the start, where attention sees next to nothing
+            param.add_(0.2 * torch.randn_like(param))
+    rng = torch.Generator().manual_seed(1)
+    rows = []
+    for length in (5, 15, 3, 12, 7, 2, 8, 2, 3, 2, 4):
+        ids = torch.randint(1, VOCAB, (length,), generator=rng).tolist()
+        rows.append(Example(ids, [IGNORE, *ids[1:]]))
+    greedy = hf(torch.tensor([rows[0].input_ids])).logits.argmax(-1)[0]  # one row that is right
+    ids = [rows[0].input_ids[0], int(greedy[0])]
+    rows.append(Example(ids, [IGNORE, ids[1]]))
+
+    def passes(learner: CausalLearner, packing) -> tuple[list[float], dict[str, torch.Tensor], int]:
+        hf.zero_grad()
+        total, width = torch.zeros(3, dtype=torch.float64), 0
+        for rank in range(2):
+            for batch in Dealer(0, 8, rank, 2, packing).deal(rows):
+                batch.weights = batch.weights.double()
+                parts = objective(learner(batch.input_ids, batch.attention_mask), batch)
+                parts[0].backward()
+                total += torch.stack([part.detach().double() for part in parts])
+                width += batch.input_ids.numel()
+        return total.tolist(), {n: p.grad.clone() for n, p in hf.named_parameters()}, width
+
+    def packing(rows, least):
+        return pack(rows, least, 24)
+
+    (loss, right, count), gradients, cells = passes(CausalLearner(hf), None)
+    (packed_loss, *packed_counts), packed_gradients, packed_cells = passes(CausalLearner(hf, packed=True), packing)
+    assert packed_loss == pytest.approx(loss, rel=2e-6)  # objective takes its log-softmax in fp32
+    assert packed_counts == [right, count]
+    assert (right >= 1, count) == (True, 12)
+    assert packed_cells < cells
+    off = sum(float((packed_gradients[n] - g).square().sum()) for n, g in gradients.items())
+    assert off < 1e-12 * sum(float(g.square().sum()) for g in gradients.values())
+
+
+def learner_of(folder: Path):
+    config = Config(model_name_or_path=str(folder), task_type="causal_lm", packing=True)
+    return load_learner(config, describe(config))
+
+
+def test_a_model_that_keeps_rows_apart_is_accepted(tmp_path):
+    assert learner_of(save_llama(tmp_path)).packed
+
+
+def test_a_model_without_positions_is_refused_before_its_weights_are_read(tmp_path):
+    from transformers import BloomConfig
+
+    BloomConfig(vocab_size=259, hidden_size=8, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    config = Config(model_name_or_path=str(tmp_path), task_type="causal_lm", packing=True)
+    assert refusal(empty_learner, config, describe(config)) == (
+        "packing=True: BloomForCausalLM takes no position_ids, which keep packed rows apart; leave it out"
+    )
+
+
+def test_a_model_whose_rows_see_each_other_is_refused(tmp_path):
+    """Short convolutions reach across the seam, whatever the positions are."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {**SMALL, "vocab_size": 259, "num_key_value_heads": 2}
+    save(Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"])), tmp_path)
+    message = refusal(learner_of, tmp_path)
+    assert message.startswith("packing=True: rows that share a sequence see each other in Lfm2ForCausalLM (logits move by ")
+    assert message.endswith(" of their spread); leave it out")
+
+
+def test_classification_is_not_packed():
+    assert refusal(Config, packing=True) == "packing=True means nothing for task_type=classification; leave it out"

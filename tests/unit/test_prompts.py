@@ -1,0 +1,180 @@
+"""Prompts: what a model reads and what it has to answer, for plain texts, format strings and chat templates."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fmmeta import Config, MetaTrainer
+from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.tasks.batch import IGNORE, Example
+from fmmeta.tasks.encode import encode_pairs
+from tests.models import save_llama, write_pairs
+from tests.unit.helpers import refusal
+
+# Three shapes that real templates come in. ChatML with a default system turn, and thinking that can be turned off (Qwen3).
+CHATML = """{%- if messages[0].role != 'system' %}
+{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{{- message.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+# Instructions in brackets, no generation prompt, the date of the day (Llama 2 and Mistral).
+BRACKETS = """{{ bos_token + '[SYSTEM]It is ' + strftime_now('%Y-%m-%d') + '.[/SYSTEM]' }}{% for message in messages %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- if message.role == 'user' %}{{ '[INST] ' + message.content | trim + ' [/INST]' }}
+{%- else %}{{ ' ' + message.content | trim + eos_token }}{% endif %}{% endfor %}"""
+# A text that ends with end-of-text where nothing is asked (Phi-4).
+ENDED = """{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"""
+
+CHATS = {
+    "chatml": (CHATML, "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n"
+               "<|im_start|>assistant\n<think>\n\n</think>\n\n", "<|im_end|>"),
+    "brackets": (BRACKETS, "<bos>[SYSTEM]It is 2024-07-26.[/SYSTEM][INST] ", " [/INST] ", "<eos>"),
+    "ended": (ENDED, "<|user|>", "<|end|><|assistant|>", "<|end|><eos>"),
+}  # fmt: skip
+
+
+def chatting(template: str | None):
+    """The byte tokenizer with a chat template, and tokens of its own for turns, as chat models have."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|end|>", "<|assistant|>"]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def parts(tokenizer, row: Example) -> tuple[str, str]:
+    """The text without loss, and the text with it; labels repeat the tokens and the loss is on one run at the end."""
+    labels = list(row.labels)
+    begin = next(i for i, label in enumerate(labels) if label != IGNORE)
+    assert labels == [IGNORE] * begin + list(row.input_ids)[begin:]
+    return tokenizer.decode(row.input_ids[:begin]), tokenizer.decode(row.input_ids[begin:])
+
+
+@pytest.mark.parametrize(("template", "asked", "answered"), [
+    ("plain", "Input: 2 + 2\nOutput:", " 4"),
+    ("Q: {input}\\nA:", "Q: 2 + 2\nA:", " 4"),
+    ("Q: {input}\nA: {output}", "Q: 2 + 2\nA:", " 4"),
+    ("### {input}\\n\\n", "### 2 + 2\n\n", "4"),
+    ("{input} -> {input} ={output}!\\tdone", "2 + 2 -> 2 + 2 =", "4!\tdone"),
+    ("{curly} {0} {input}", "{curly} {0} 2 + 2", " 4"),
+])  # fmt: skip
+def test_text_prompts(template, asked, answered):
+    tokenizer = byte_tokenizer()
+    (row,) = encode_pairs(tokenizer, ["2 + 2"], ["4"], 64, template)
+    assert parts(tokenizer, row) == (f"<bos>{asked}", f"{answered}<eos>")
+
+
+def test_braces_in_data_mean_nothing():
+    tokenizer = byte_tokenizer()
+    (row,) = encode_pairs(tokenizer, ["{output} {input} {}"], ["{input}"], 64, "Q: {input} A: {output}")
+    assert parts(tokenizer, row) == ("<bos>Q: {output} {input} {} A:", " {input}<eos>")
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chats_are_what_the_template_makes_of_them(name):
+    template, head, middle, end = CHATS[name]
+    tokenizer = chatting(template)
+    (row,) = encode_pairs(tokenizer, ["2 + 2"], ["4"], 200, "chat")
+    assert parts(tokenizer, row) == (f"{head}2 + 2{middle}", f"4{end}")
+    turns = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
+    today = datetime.now().strftime("%Y-%m-%d")  # a template's own clock runs on
+    whole = tokenizer.apply_chat_template(turns, tokenize=False).replace(today, "2024-07-26").rstrip()
+    assert tokenizer.decode(row.input_ids) == whole
+    if name != "brackets":  # what the model is asked with is the generation prompt
+        asked = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, enable_thinking=False, return_dict=False)
+        assert list(row.input_ids[: len(asked)]) == asked
+
+
+def test_the_answer_is_tokenised_with_its_prompt():
+    """A template's own tokens stay whole, and a vocabulary that joins across the seam does so as it does for the whole text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: i for i, letter in enumerate(">ab<:")}
+    tokenizer = Tokenizer(models.BPE(vocab={**letters, ":a": 5, "<eos>": 6}, merges=[(":", "a")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.chat_template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}:{% else %}>{% endif %}{% endfor %}"
+    (row,) = encode_pairs(fast, ["b"], ["a"], 9, "chat")
+    assert (list(row.input_ids), list(row.labels)) == ([2, 5, 0], [IGNORE, 5, 0])
+
+
+@pytest.mark.parametrize("max_length", [25, 27, 30, 45])
+def test_long_chats_lose_the_start_of_the_input_and_keep_their_frame(max_length):
+    tokenizer = chatting(ENDED)
+    text = "a question much too long to fit"
+    (row,) = encode_pairs(tokenizer, [text], ["yes"], max_length, "chat")
+    asked, answered = parts(tokenizer, row)
+    assert len(row.input_ids) == min(max_length, 8 + 2 + len(text) + 5)
+    assert answered == "yes<|end|><eos>"
+    kept = asked.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>")
+    assert text.endswith(kept)
+    assert len(asked) - len(kept) == len("<|user|><|end|><|assistant|>")
+
+
+def test_long_answers_lose_their_end():
+    tokenizer = chatting(ENDED)
+    (row,) = encode_pairs(tokenizer, ["why"], ["because of many things"], 14, "chat")
+    assert parts(tokenizer, row) == ("<|user|><|end|><|assistant|>", "beca")
+
+
+@given(st.text(max_size=40), st.text(max_size=20), st.integers(12, 60))
+def test_no_chat_is_longer_than_it_may_be(text, output, max_length):
+    row = encode_pairs(chatting(ENDED), [text], [output], max_length, "chat")[0]
+    assert len(row.input_ids) == len(row.labels) <= max_length
+    assert row.label_tokens >= 1
+
+
+@pytest.mark.parametrize(("template", "said"), [
+    (None, "needs a chat template, and the tokenizer has none; use plain or a format string such as 'Q: {input}\\nA:'"),
+    ("{{ raise_exception('only pictures') }}", "the tokenizer's chat template fails (only pictures); use plain or a format"),
+    ("{{ messages[0].content }}", "the tokenizer's chat template does not show an assistant's answer; use plain or a format"),
+    ("{% if %}", "the tokenizer's chat template fails ("),
+])  # fmt: skip
+def test_tokenizers_that_cannot_chat(template, said):
+    message = refusal(encode_pairs, chatting(template), ["a"], ["b"], 64, "chat")
+    assert message.removeprefix("prompt_template=chat").lstrip(": ").startswith(said)
+
+
+def test_a_frame_longer_than_an_example():
+    assert refusal(encode_pairs, chatting(ENDED), ["a"], ["b"], 10, "chat") == (
+        "max_length=10 leaves no room: the chat template takes 10 tokens by itself; raise it"
+    )
+
+
+@pytest.mark.parametrize(
+    "template", ["text", "{output} {input}", "{input} {output} {output}", "{output}", "{input} {output} {input}"]
+)
+def test_format_strings_are_checked(template):
+    assert refusal(Config, task_type="causal_lm", prompt_template=template) == (
+        f"prompt_template={template} is neither plain nor chat, and no format string with {{input}} before an only {{output}}; "
+        "write one such as 'Q: {input}\\nA: {output}'"
+    )
+
+
+def test_classification_has_no_prompt():
+    assert refusal(Config, prompt_template="chat") == (
+        "prompt_template=chat means nothing for task_type=classification; leave it out"
+    )
+
+
+def test_a_run_learns_chats_and_remembers_how(tmp_path):
+    model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = ENDED
+    tokenizer.save_pretrained(model)
+    seen = {}
+    for template in ("plain", "chat"):
+        folder = tmp_path / template
+        MetaTrainer(Config(model_name_or_path=str(model), dataset=[str(data)], task_type="causal_lm", prompt_template=template,
+                           outer_steps=1, eval_episodes=0, save_steps=0, output_dir=str(folder))).train()  # fmt: skip
+        assert json.loads((folder / "model" / "fmmeta.json").read_text())["prompt_template"] == template
+        seen[template] = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["tokens"]
+    assert seen["plain"] != seen["chat"]
