@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fmmeta.config import Config, UsageError
-from fmmeta.meta.inner import Batches, InnerLoop
+from fmmeta.meta.algorithms import setup as rules
+from fmmeta.meta.inner import Batches
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, describe, empty_learner, load_learner, load_tokenizer
 from fmmeta.parallel import ds_config, memory
@@ -93,7 +94,7 @@ class Parts:
     worker: Worker
     theta: Tensor
     frozen: dict[str, Tensor]  # untrained tensors by name, on the first rank, for export
-    inner: InnerLoop
+    setup: rules.Setup
     dealer: Dealer
 
     def batches(self, source: TaskSource) -> Callable[[Any], Batches]:
@@ -101,7 +102,7 @@ class Parts:
 
         def draw(task: Any) -> Batches:
             episode = source.episode(task)
-            return Batches(self.dealer.deal(episode.support), self.dealer.deal(episode.query))
+            return Batches(self.dealer.deal(episode.support), self.dealer.deal(episode.query), episode.classes)
 
         return draw
 
@@ -126,11 +127,11 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     worker.write(theta)
     equal_replicas(ranks, theta)
     classes = config.n_way if config.task_type == "classification" else 0
-    inner = InnerLoop(config.inner_steps, config.inner_lr, config.head_init, learner.head_names, classes)
+    setup = rules.setup(config, worker, learner.head_names, classes, plan.precision.bf16)
     pad = plan.tokenizer.pad_token_id
     dealer = Dealer(plan.description.hf_config.pad_token_id if pad is None else pad, config.micro_batch_size,
                     layout.group_rank, layout.group_size)  # fmt: skip
-    return Parts(worker, theta, frozen if ranks.first else {}, inner, dealer)
+    return Parts(worker, theta, frozen if ranks.first else {}, setup, dealer)
 
 
 def untrained(learner: Learner) -> dict[str, Tensor]:

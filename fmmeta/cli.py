@@ -96,7 +96,7 @@ def read_config(argv: list[str]) -> dict[str, Any]:
     for name, value in values.items():
         if name not in known:
             raise UsageError(f"config={path} sets {name}, which is no setting{nearest(str(name), known)}; remove it")
-        if isinstance(value, dict) or (isinstance(value, list) and name != "dataset"):
+        if isinstance(value, dict) or (isinstance(value, list) and name not in ("dataset", "inner_lr_groups")):
             raise UsageError(f"config={path} sets {name}={value}, which is not one value; write `{name}: value`")
     return {name: [str(v) for v in value] if isinstance(value, list) else str(value)
             for name, value in values.items() if value is not None}  # fmt: skip

@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 from fmmeta.config import Config
+from fmmeta.meta.rates import Rates
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.models.load import Description, cached_file, empty_learner
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
 
+RATES = "inner_lr.safetensors"
+
 
 def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor], config: Config, description: Description,
-           tokenizer: Any, ranks: Ranks) -> None:  # fmt: skip
-    """Write `folder`. `frozen`: tensors that are not trained, by name. One parameter is gathered at a time, on the first
-    group only. Collective: world.
+           tokenizer: Any, ranks: Ranks, rates: Rates | None = None) -> None:  # fmt: skip
+    """Write `folder`. `frozen`: tensors that are not trained, by name; `rates`: written if they were learned. One parameter is
+    gathered at a time, on the first group only. Collective: world.
     """
     skeleton = empty_learner(config, description)
     shapes = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}
@@ -34,12 +37,30 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
                 weights[name] = whole.cpu()
     with ranks.world.together("exporting the model"):
         if ranks.first:
-            write(folder, skeleton, weights, config, description, tokenizer)
+            write(folder, skeleton, weights, config, description, tokenizer, rates)
+    if rates is not None and rates.element is not None:
+        export_rates(folder / RATES, rates.element, worker, shapes, ranks)
+
+
+def export_rates(file: Path, element: Tensor, worker: Worker, shapes: dict[str, tuple[int, ...]], ranks: Ranks) -> None:
+    """Write learned rates per element under the names of the parameters in the folder. Collective: world."""
+    from safetensors.torch import save_file
+
+    named = {}
+    if ranks.layout.group_index == 0:
+        for name, shape in shapes.items():
+            whole = worker.whole(element, name, shape)
+            if ranks.first:
+                named[name.removeprefix("hf.")] = whole.cpu()
+    with ranks.world.together("exporting the inner rates"):
+        if ranks.first:
+            save_file(named, file)
 
 
 def write(
-    folder: Path, skeleton: Any, weights: dict[str, Tensor], config: Config, description: Description, tokenizer: Any
-) -> None:
+    folder: Path, skeleton: Any, weights: dict[str, Tensor], config: Config, description: Description, tokenizer: Any,
+    rates: Rates | None = None,
+) -> None:  # fmt: skip
     from safetensors.torch import save_file
 
     for key, value in description.dropouts.items():
@@ -54,8 +75,19 @@ def write(
             save_file({name: weights[name].contiguous() for name in skeleton.head_names}, folder / "head.safetensors")
     defaults = {"task_type": config.task_type, "pooling": description.pooling, "head_init": config.head_init,
                 "algorithm": config.algorithm, "n_way": config.n_way, "k_shot": config.k_shot, "inner_steps": config.inner_steps,
-                "inner_lr": config.inner_lr, "max_length": config.max_length}  # fmt: skip
+                "inner_lr": config.inner_lr, "max_length": config.max_length, "inner_optimizer": config.inner_optimizer,
+                "inner_rates": rates_of(rates)}  # fmt: skip
     (folder / "fmmeta.json").write_text(json.dumps(defaults, indent=1) + "\n", encoding="utf-8")
+
+
+def rates_of(rates: Rates | None) -> Any:
+    """How far a task's inner steps go: {layer: [rate of each step]}, or the file that has them element by element."""
+    if rates is None:
+        return None
+    if rates.element is not None:
+        return RATES
+    columns = rates.table.T.tolist()
+    return {name.removeprefix("hf."): column for name, column in zip(rates.layers.names, columns, strict=True)}
 
 
 def sentence_transformers(folder: Path, config: Config, description: Description) -> None:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fmmeta import build, checkpoint, record
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.fewshot.evaluate import Score, evaluate_tasks, mean_ci95
 from fmmeta.fewshot.heldout import compare, show
-from fmmeta.meta.algorithms import make_rule
-from fmmeta.meta.outer import MetaGradient, Outer, OuterStep
+from fmmeta.meta.algorithms import RULES
+from fmmeta.meta.check import Checked, check
+from fmmeta.meta.inner import Batches
+from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
 from fmmeta.meta.tally import Tally
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
-from fmmeta.tasks.schedule import Schedule
+from fmmeta.tasks.schedule import Schedule, Task
 from fmmeta.tasks.source import TaskSource
 
 TRAIN, VALID, TEST = range(3)  # streams of the schedule
@@ -77,9 +81,12 @@ class Run:
         self.config, self.plan, self.ranks, self.parts = config, plan, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
         self.worker, self.theta = parts.worker, parts.theta
-        self.initial = self.theta.to("cpu", copy=True) if config.eval_episodes else None  # for the table at the end; host memory
-        self.rule = make_rule(config.algorithm, parts.inner)
-        self.outer = Outer(self.theta, self.worker, config)
+        self.rates = parts.setup.inner.rates.meta_parameter
+        started = {"theta": self.theta} | ({} if self.rates is None else {"rates": self.rates})
+        # for the table at the end; in host memory
+        self.initial = {name: value.to("cpu", copy=True) for name, value in started.items()} if config.eval_episodes else None
+        self.rule_at = partial(RULES[config.algorithm], parts.setup)
+        self.outer = Outer(self.theta, self.worker, config, parts.setup.inner)
         self.schedule = Schedule(
             plan.sources.train.items, config.meta_batch_size * config.meta_accumulation_steps, config.seed, TRAIN
         )
@@ -93,7 +100,7 @@ class Run:
                 state = checkpoint.read_state(found)
                 vectors = checkpoint.load(found, state["vectors"], self.worker.params, self.theta)
                 self.theta.copy_(vectors.pop("theta"))
-                self.outer.load_state(vectors, state["optimizer_steps"])
+                self.outer.load_state(OuterState(vectors, checkpoint.load_tables(found), state["numbers"]))
                 self.outer_step, self.bad_steps = state["outer_step"], state["bad_steps"]
             self.metrics = record.Metrics(self.folder, self.outer_step, self.ranks.first)
             if self.ranks.first:
@@ -106,22 +113,31 @@ class Run:
         """Outer steps until the last one. Collective: world."""
         config = self.config
         batches = self.parts.batches(self.plan.sources.train)
-        meta, first, layout = MetaGradient(self.theta), self.outer_step, self.ranks.layout
+        if config.check_meta_gradient:
+            self._check(batches)
+        meta, first, layout = MetaGradient(self.theta, self.outer.extras), self.outer_step, self.ranks.layout
         self.progress.start("outer step")
         while self.outer_step < config.outer_steps:
-            tally = Tally()
+            tally, rule = Tally(), self.rule_at(self.outer_step)
             for task in self.schedule.share(self.outer_step, layout.num_groups, layout.group_index):
                 episode = batches(task)
-                direction = self.rule.direction(self.worker, self.theta, episode)
+                direction = rule.direction(self.worker, self.theta, episode)
                 meta.add(direction)
                 tally.add(direction, sum(episode.tokens))
             weight = tally.agree(self.ranks)
-            moved = self.outer.step(meta.reduce(self.ranks.cross, weight), self.outer_step)
+            moved = self.outer.step(meta.reduce(self.ranks.cross, weight), self.outer_step, meta.extra)
             if moved.applied:
                 self.worker.write(self.theta)
             meta.clear()
             self.outer_step += 1
             self._after_step(moved, tally, first)
+
+    def _check(self, batches: Callable[[Task], Batches]) -> None:
+        """Say how exact the meta-gradient is; every group looks at the same task. Collective: group."""
+        task = self.schedule.meta_batch(self.outer_step)[0]
+        precision = "bf16" if self.plan.precision.bf16 else "fp32"
+        rule = self.rule_at(self.config.outer_steps)  # after any steps of first order
+        self.progress.notice(check(cast(Checked, rule), self.worker, self.theta, batches(task), precision).text)
 
     def _after_step(self, moved: OuterStep, tally: Tally, first: int) -> None:
         config, step = self.config, self.outer_step
@@ -153,20 +169,21 @@ class Run:
 
     def save(self) -> None:
         """Write checkpoint-N. Collective: world."""
-        vectors, optimizer_steps = self.outer.state()
-        vectors = {"theta": self.theta, **vectors}
-        state = {"outer_step": self.outer_step, "optimizer_steps": optimizer_steps, "bad_steps": self.bad_steps,
+        outer = self.outer.state()
+        vectors = {"theta": self.theta, **outer.vectors}
+        state = {"outer_step": self.outer_step, "numbers": outer.numbers, "bad_steps": self.bad_steps,
                  "vectors": list(vectors), "layout": str(self.ranks.layout),
                  "settings": record.settings_of(self.config, self.plan.sources.fingerprint)}  # fmt: skip
         folder = self.folder / f"checkpoint-{self.outer_step}"
-        checkpoint.save(folder, vectors, self.worker.params, state, self.ranks, self.config.save_total_limit)
+        checkpoint.save(folder, vectors, self.worker.params, state, self.ranks, self.config.save_total_limit,
+                        outer.tables)  # fmt: skip
 
     def finish(self) -> Result:
         """Export, evaluate on held-out tasks, show the table, close run.json. Collective: world."""
         if self.config.save_steps:
             self.save()
         export(self.folder / "model", self.theta, self.worker, self.parts.frozen, self.config, self.plan.description,
-               self.plan.tokenizer, self.ranks)  # fmt: skip
+               self.plan.tokenizer, self.ranks, self.parts.setup.inner.rates)  # fmt: skip
         result = Result(self.folder, self.outer_step)
         held_out: dict[str, Any] = {}
         if self.plan.sources.test is None:
@@ -182,7 +199,9 @@ class Run:
     def _held_out(self, source: TaskSource, result: Result) -> dict[str, Any]:
         """The same episodes from theta and from the weights at the start. Collective: world."""
         trained = self._scores(source, TEST, "held-out tasks")
-        self.theta.copy_(self.initial)  # type: ignore[arg-type]
+        self.theta.copy_(self.initial["theta"])  # type: ignore[index]
+        if self.rates is not None:
+            self.rates.copy_(self.initial["rates"])  # type: ignore[index]
         started = self._scores(source, TEST, "held-out tasks, weights at the start")
         compared = compare(trained, started)
         show(compared, self.config, self.progress.table)
@@ -192,7 +211,7 @@ class Run:
     def _scores(self, source: TaskSource, stream: int, what: str) -> list[Score]:
         tasks = Schedule(source.items, self.config.eval_episodes, self.config.seed, stream).meta_batch(0)
         self.progress.start(what)
-        return evaluate_tasks(self.worker, self.theta, self.parts.inner, tasks, self.parts.batches(source), self.ranks,
+        return evaluate_tasks(self.worker, self.theta, self.parts.setup.inner, tasks, self.parts.batches(source), self.ranks,
                               lambda done, total: self.progress.line(what, done, total))  # fmt: skip
 
     def _write_run(self, **facts: Any) -> None:

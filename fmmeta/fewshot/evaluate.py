@@ -44,9 +44,9 @@ def evaluate_tasks(worker: Worker, theta: Tensor, inner: InnerLoop, tasks: Seque
     for done, task in enumerate(mine):
         progress(done, len(mine))
         episode = batches(task)
-        inner.start(worker, theta, episode.support)
+        phi0, means = inner.head.start(worker, theta, episode.support)
         before = worker.forward(episode.query)
-        inner.run(worker, episode.support)
+        inner.run(worker, phi0, means, episode.support)
         after = worker.forward(episode.query)
         worker.write(theta)
         scores.append(Score(slots[task.seed], task.stratum, before.loss, before.accuracy, after.loss, after.accuracy))

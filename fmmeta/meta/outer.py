@@ -2,46 +2,58 @@
 
     add (per task) -> reduce over cross (once per outer step) -> mean -> norm over the whole model -> optimizer on the shard
 
-Everything lives on the rank's own shard: theta, the sum, the optimizer's moments. Nothing is gathered.
+Everything lives on the rank's own shard: theta, the sum, the optimizer's moments. Nothing is gathered, so the optimizer has to
+act element by element. What is not theta goes the same way: learned inner rates are meta-parameters of their own (clipped by
+nobody, decayed by nobody, at `rates_lr`), kept inner moments are replaced by their mean over the tasks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fmmeta.config import Config
-from fmmeta.meta.algorithms import Direction
+from fmmeta.meta.direction import Direction
+from fmmeta.meta.inner import InnerLoop
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.worker import Worker
 
 
 class MetaGradient:
-    """Weighted sum of the directions of this group's tasks, then of all groups'."""
+    """Weighted sums of the directions of this group's tasks, then of all groups': of theta, and of the extras by name."""
 
-    def __init__(self, theta: Tensor) -> None:
+    def __init__(self, theta: Tensor, extra: Mapping[str, Tensor] | None = None) -> None:
         self.sum, self.weight = torch.zeros_like(theta), 0.0
+        self.extra = {name: torch.zeros_like(like) for name, like in (extra or {}).items()}
 
     def add(self, direction: Direction) -> None:
         """Add a task, unless it is not finite: then neither its direction nor its weight counts."""
         if direction.finite:
             self.sum.add_(direction.shards, alpha=direction.weight)
+            for name, total in self.extra.items():
+                total.add_(direction.extra[name], alpha=direction.weight)
             self.weight += direction.weight
 
     def reduce(self, cross: Communicator, weight: float) -> Tensor | None:
-        """Mean over the tasks of all groups, or None if none was finite. `weight`: summed over all groups.
+        """Mean over the tasks of all groups, or None if none was finite; `extra` then holds means as well. `weight`: summed
+        over all groups.
 
         One reduction of the rank's shard, whatever the number of tasks and inner steps. Collective: cross.
         """
         if weight == 0:
             return None
+        for total in self.extra.values():
+            cross.sum_(total).div_(weight)
         return cross.sum_(self.sum).div_(weight)
 
     def clear(self) -> None:
-        self.sum.zero_()
+        for total in (self.sum, *self.extra.values()):
+            total.zero_()
         self.weight = 0.0
 
 
@@ -55,70 +67,147 @@ class OuterStep:
 
 
 class Outer:
-    """AdamW or SGD on this rank's slice of theta, with clipping over the whole model and an HF schedule.
+    """An element-by-element optimizer on this rank's slice of theta and on learned inner rates, clipping over the whole model, and
+    an HF schedule.
 
-    `theta` is updated in place. The learning rate is a function of the step's number alone, so a resumed run needs
-    no scheduler state. A head that starts anew in every task is no meta-parameter: its slice stays as it is.
+    theta and rates are updated in place. The learning rate is a function of the step's number alone, so a resumed run needs no
+    scheduler state. Weight decay is decoupled (Loshchilov, Hutter 2019) whatever the optimizer. A head that starts anew in every
+    task is no meta-parameter: its slice stays as it is.
     """
 
-    def __init__(self, theta: Tensor, worker: Worker, config: Config) -> None:
+    def __init__(self, theta: Tensor, worker: Worker, config: Config, inner: InnerLoop | None = None) -> None:
         from transformers import get_scheduler
 
         self.theta, self.worker, self.config = theta, worker, config
+        self.rates = None if inner is None else inner.rates.meta_parameter
+        self.kept = None if inner is None else inner.rule.kept
+        self.inner_steps = 0 if inner is None else inner.steps
         self.head = worker.params.groups.get("head")
         slices = {name: place for name, place in worker.params.groups.items() if name != "head"}
         self.parts = [(theta[place], place) for place in slices.values()]
-        groups = [{"params": [part], "weight_decay": config.weight_decay if name == "decay" else 0.0}
-                  for (part, _), name in zip(self.parts, slices, strict=True)]  # fmt: skip
+        self.decayed = [part for (part, _), name in zip(self.parts, slices, strict=True) if name == "decay"]
+        groups = [{"params": [part]} for part, _ in self.parts]
+        if self.rates is not None:
+            groups.append({"params": [self.rates]})
         peak = config.outer_lr
-        if config.outer_optimizer == "adamw":
-            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=peak, eps=config.adam_epsilon)
-        else:
-            self.optimizer = torch.optim.SGD(groups, lr=peak)
+        self.optimizer = OPTIMIZERS[config.outer_optimizer](groups, config)
         schedule = get_scheduler(config.lr_scheduler_type, torch.optim.SGD([torch.zeros(1)], lr=peak),
                                  config.warmup_steps, config.outer_steps)  # fmt: skip
         self.factor, self.peak = schedule.lr_lambdas[0], peak  # type: ignore[attr-defined]
+
+    @property
+    def extras(self) -> dict[str, Tensor]:
+        """What MetaGradient has to sum besides theta: tensors of these shapes by name."""
+        kept = {} if self.kept is None else {name: self.theta for name in ("exp_avg", "exp_avg_sq")}
+        return kept if self.rates is None else {"rates": self.rates, **kept}
 
     def lr(self, outer_step: int) -> float:
         """Learning rate of the outer step with this number, counted from 0."""
         return self.peak * self.factor(outer_step)
 
-    def step(self, meta_grad: Tensor | None, outer_step: int) -> OuterStep:
-        """Move theta against `meta_grad` [S], unless that is None or not finite. Collective: group."""
+    def step(self, meta_grad: Tensor | None, outer_step: int, extra: Mapping[str, Tensor] | None = None) -> OuterStep:
+        """Move theta against `meta_grad` [S], and the rest as `extra` says, unless one is None or not finite. Collective: group."""
+        extra = extra or {}
         lr = self.lr(outer_step)
         if meta_grad is None:
             return OuterStep(math.nan, lr, False)
         if self.head is not None:
             meta_grad[self.head] = 0
         norm = math.sqrt(self.worker.dot(meta_grad, meta_grad))
+        if self.rates is not None and not self._finite(extra["rates"]):
+            norm = math.nan
         if not math.isfinite(norm):
             return OuterStep(norm, lr, False)
         if 0 < self.config.max_grad_norm < norm:
             meta_grad.mul_(self.config.max_grad_norm / norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         for part, place in self.parts:
             part.grad = meta_grad[place]
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if self.rates is not None:
+            self.rates.grad = extra["rates"].clone()
+            self.optimizer.param_groups[-1]["lr"] = self.config.rates_lr * self.factor(outer_step)
+        for part in self.decayed:
+            part.mul_(1 - lr * self.config.weight_decay)
         self.optimizer.step()
-        for part, _ in self.parts:
-            part.grad = None
+        self.optimizer.zero_grad()
+        if self.kept is not None:
+            self.kept.vectors = {name: extra[name].clone() for name in ("exp_avg", "exp_avg_sq")}
+            self.kept.count += self.inner_steps
         return OuterStep(norm, lr, True)
 
-    def state(self) -> tuple[dict[str, Tensor], int]:
-        """Moments as vectors [S] by name, and the number of steps taken."""
-        vectors: dict[str, Tensor] = {}
-        steps = 0
-        for part, place in self.parts:
-            for name, value in self.optimizer.state.get(part, {}).items():
-                if name == "step":
-                    steps = int(value)
-                elif isinstance(value, Tensor):
-                    vectors.setdefault(name, torch.zeros_like(self.theta))[place] = value
-        return vectors, steps
+    def _finite(self, gradient: Tensor) -> bool:
+        """Whether the gradient of the rates is finite on every rank of the group. Collective: group."""
+        bad = (~torch.isfinite(gradient.sum())).to(torch.float64)
+        return float(self.worker.group.sum_(bad)) == 0
 
-    def load_state(self, vectors: dict[str, Tensor], steps: int) -> None:
+    def state(self) -> OuterState:
+        """All that a continuation needs besides theta, apart from the schedule."""
+        state = OuterState({}, {}, {})
+        named = [*((f"{place.start}", part, place) for part, place in self.parts), ("rates", self.rates, None)]
+        for _, part, place in named:
+            for name, value in self.optimizer.state.get(part, {}).items() if part is not None else ():
+                if not isinstance(value, Tensor) or value.ndim == 0:
+                    state.numbers[name] = float(value)
+                elif place is not None:
+                    state.vectors.setdefault(name, torch.zeros_like(self.theta))[place] = value
+                else:
+                    self._of_rates(state)[f"rates.{name}"] = value
+        if self.rates is not None:
+            self._of_rates(state)["rates"] = self.rates
+        if self.kept is not None:
+            state.vectors |= {f"kept.{name}": vector for name, vector in self.kept.vectors.items()}
+            state.numbers["kept.count"] = self.kept.count
+        return state
+
+    def load_state(self, state: OuterState) -> None:
         """Continue from what `state` returned, on this layout or another."""
+        moments = {name: v for name, v in state.vectors.items() if not name.startswith(("rates", "kept."))}
+        counts = {name: torch.tensor(value) for name, value in state.numbers.items() if name != "kept.count"}
         for part, place in self.parts:
-            if vectors:
-                moments = {name: vector[place].clone() for name, vector in vectors.items()}
-                self.optimizer.state[part] = {"step": torch.tensor(float(steps)), **moments}
+            if moments or counts:
+                self.optimizer.state[part] = {**clones(counts), **{name: v[place].clone() for name, v in moments.items()}}
+        if self.rates is not None:
+            saved = self._of_rates(state)
+            self.rates.copy_(saved["rates"])
+            own = {name.removeprefix("rates."): value for name, value in saved.items() if name.startswith("rates.")}
+            if own or counts:
+                self.optimizer.state[self.rates] = {**clones(counts), **clones(own)}
+        if self.kept is not None:
+            kept = {name: v for name, v in state.vectors.items() if name.startswith("kept.")}
+            self.kept.vectors = {name.removeprefix("kept."): vector.clone() for name, vector in kept.items()}
+            self.kept.count = int(state.numbers.get("kept.count", 0))
+
+    def _of_rates(self, state: OuterState) -> dict[str, Tensor]:
+        """Rates per element are vectors like theta; a table of rates is whole on every rank."""
+        return state.tables if self.rates is not None and self.rates.ndim == 2 else state.vectors
+
+
+def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+@dataclass
+class OuterState:
+    """vectors: [S], by name; tables: the same on every rank; numbers: steps and the like, equal for every parameter."""
+
+    vectors: dict[str, Tensor]
+    tables: dict[str, Tensor]
+    numbers: dict[str, float]
+
+
+def _with_epsilon(kind: Any) -> Callable[[list[dict[str, Any]], Config], torch.optim.Optimizer]:
+    return lambda groups, config: kind(groups, lr=config.outer_lr, eps=config.adam_epsilon, weight_decay=0.0)
+
+
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], Config], torch.optim.Optimizer]] = {
+    "adamw": _with_epsilon(torch.optim.AdamW),
+    "sgd": lambda groups, config: torch.optim.SGD(groups, lr=config.outer_lr),
+    "nesterov": lambda groups, config: torch.optim.SGD(groups, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=True),
+    "adagrad": _with_epsilon(torch.optim.Adagrad),
+    "adamax": _with_epsilon(torch.optim.Adamax),
+    "nadam": _with_epsilon(torch.optim.NAdam),
+    "radam": _with_epsilon(torch.optim.RAdam),
+    "rmsprop": _with_epsilon(torch.optim.RMSprop),
+}
+"""Optimizers of torch that act element by element, so that they work on shards."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fmmeta.meta.algorithms import Direction
+from fmmeta.meta.direction import Direction
 from fmmeta.parallel.communicator import Ranks
 
 

@@ -20,7 +20,7 @@ class PlainWorker(Worker):
     """Holds the whole model. `groups`: parameter groups as `shards.param_groups` returns them."""
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]], device: torch.device, bf16: bool = False) -> None:
-        self.device, self.group = device, Communicator(None, 0, 1, device)
+        self.device, self.home, self.group = device, device, Communicator(None, 0, 1, device)
         self.model = model.to(device)
         params = [param for group in groups for param in group["params"]]
         self.theta = torch.cat([param.detach().float().reshape(-1) for param in params])
