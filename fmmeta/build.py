@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from fmmeta.config import Config, UsageError
 from fmmeta.meta.algorithms import setup as rules
+from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.meta.inner import Batches
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, describe, empty_learner, load_learner, load_tokenizer
@@ -24,7 +26,7 @@ from fmmeta.parallel.layout import Layout
 from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
 from fmmeta.parallel.worker import Worker
-from fmmeta.tasks.batch import Dealer
+from fmmeta.tasks.batch import Dealer, Example
 from fmmeta.tasks.source import Sources, TaskSource, load_sources
 
 Notice = Callable[[str], None]
@@ -96,13 +98,15 @@ class Parts:
     frozen: dict[str, Tensor]  # untrained tensors by name, on the first rank, for export
     setup: rules.Setup
     dealer: Dealer
+    prompt: Callable[[list[Example], list[Example]], list[Example]] | None = None  # puts support sets before queries
 
     def batches(self, source: TaskSource) -> Callable[[Any], Batches]:
         """A function from a task of `source` to this rank's micro-batches."""
 
         def draw(task: Any) -> Batches:
             episode = source.episode(task)
-            return Batches(self.dealer.deal(episode.support), self.dealer.deal(episode.query), episode.classes)
+            with_support = self.dealer.deal(self.prompt(episode.support, episode.query)) if self.prompt else []
+            return Batches(self.dealer.deal(episode.support), self.dealer.deal(episode.query), with_support)
 
         return draw
 
@@ -131,7 +135,11 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     pad = plan.tokenizer.pad_token_id
     dealer = Dealer(plan.description.hf_config.pad_token_id if pad is None else pad, config.micro_batch_size,
                     layout.group_rank, layout.group_size)  # fmt: skip
-    return Parts(worker, theta, frozen if ranks.first else {}, setup, dealer)
+    prompt = None
+    if config.algorithm == "in_context":
+        positions = getattr(plan.description.hf_config, "max_position_embeddings", None)
+        prompt = partial(prompted, bos_token_id=plan.tokenizer.bos_token_id, positions=positions)
+    return Parts(worker, theta, frozen if ranks.first else {}, setup, dealer, prompt)
 
 
 def untrained(learner: Learner) -> dict[str, Tensor]:

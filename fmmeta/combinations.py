@@ -46,6 +46,11 @@ def _of_the_algorithm(c: Any) -> Iterator[str]:
         yield f"head_init={c.head_init} contradicts algorithm={name}, whose head is {HEAD_OF[name]}; leave --head_init out"
     if c.task_type == "causal_lm" and name in ("anil", "boil", "proto_maml", "protonet"):
         yield f"algorithm={name} treats the classifier head apart, and task_type=causal_lm has none; use maml or fomaml"
+    if c.task_type == "classification" and name == "in_context":
+        yield "algorithm=in_context puts the support set into the prompt, and task_type=classification has none; use causal_lm"
+    if c.task_type == "classification" and name == "joint":
+        yield ("algorithm=joint with task_type=classification needs one head for the classes of all tasks, which is not implemented; "
+               "use protonet, or causal_lm")  # fmt: skip
     if c.inner_steps == 0 and name not in ("protonet", *UNTRAINED):
         yield f"inner_steps=0 leaves algorithm={name} nothing to learn through; use 1 or more"
     if c.first_order_steps and name not in SECOND_ORDER:

@@ -14,7 +14,8 @@ from fmmeta import combinations
 TASK_TYPES = ("classification", "causal_lm")
 POOLINGS = ("auto", "model", "mean", "cls")
 HEAD_INITS = ("zero", "learned", "prototype")
-ALGORITHMS = ("fomaml", "maml", "reptile")
+ALGORITHMS = ("fomaml", "maml", "reptile", "imaml", "anil", "boil", "proto_maml", "meta_sgd", "joint", "protonet", "none",
+              "in_context")  # fmt: skip
 INNER_OPTIMIZERS = ("sgd", "momentum", "adamw")
 INNER_SCHEDULES = ("constant", "linear", "cosine")
 INNER_STATES = ("reset", "kept")
@@ -187,7 +188,7 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
             self.outer_lr = 1.0 if self.outer_optimizer == "sgd" else 0.7 if self.outer_optimizer == "nesterov" else 2e-3 if self.builtin_model else 2e-5
         if self.adam_epsilon is None:
             self.adam_epsilon = 1e-3 if self.builtin_model else 1e-6
-        for name in ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "rates_lr"):
+        for name in ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "rates_lr", "proximal_weight"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UsageError(f"{name}={getattr(self, name)} is no positive number; use one, such as 0.1 for inner SGD")
         causal = self.task_type == "causal_lm"
@@ -215,7 +216,7 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
 
 LEAST = {
     "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
-    "inner_steps": 0, "inner_weight_decay": 0, "first_order_steps": 0, "multi_step_loss_steps": 0, "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
+    "inner_steps": 0, "inner_weight_decay": 0, "cg_steps": 1, "cg_damping": 0, "first_order_steps": 0, "multi_step_loss_steps": 0, "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
     "micro_batch_size": 1, "save_steps": 0, "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
     "logging_steps": 1, "weight_decay": 0,
 }  # fmt: skip

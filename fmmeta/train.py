@@ -16,7 +16,7 @@ from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.fewshot.evaluate import Score, evaluate_tasks, mean_ci95
 from fmmeta.fewshot.heldout import compare, show
-from fmmeta.meta.algorithms import RULES
+from fmmeta.meta.algorithms import NUMBERS, RULES, imaml
 from fmmeta.meta.check import Checked, check
 from fmmeta.meta.inner import Batches
 from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
@@ -85,12 +85,13 @@ class Run:
         started = {"theta": self.theta} | ({} if self.rates is None else {"rates": self.rates})
         # for the table at the end; in host memory
         self.initial = {name: value.to("cpu", copy=True) for name, value in started.items()} if config.eval_episodes else None
-        self.rule_at = partial(RULES[config.algorithm], parts.setup)
+        self.trains = config.algorithm in RULES
+        self.rule_at = partial(RULES[config.algorithm], parts.setup) if self.trains else None
         self.outer = Outer(self.theta, self.worker, config, parts.setup.inner)
         self.schedule = Schedule(
             plan.sources.train.items, config.meta_batch_size * config.meta_accumulation_steps, config.seed, TRAIN
         )
-        self.outer_step, self.bad_steps = 0, 0
+        self.outer_step, self.bad_steps, self.warned = 0, 0, False
 
     def resume(self) -> None:
         """Take theta, the optimizer and the position from a checkpoint, if there is one. Collective: world."""
@@ -112,13 +113,17 @@ class Run:
     def loop(self) -> None:
         """Outer steps until the last one. Collective: world."""
         config = self.config
+        if self.rule_at is None:
+            self.progress.notice(f"algorithm={config.algorithm} trains nothing: the weights are evaluated as they are")
+            self.outer_step = config.outer_steps
+            return
         batches = self.parts.batches(self.plan.sources.train)
         if config.check_meta_gradient:
             self._check(batches)
         meta, first, layout = MetaGradient(self.theta, self.outer.extras), self.outer_step, self.ranks.layout
         self.progress.start("outer step")
         while self.outer_step < config.outer_steps:
-            tally, rule = Tally(), self.rule_at(self.outer_step)
+            tally, rule = Tally(NUMBERS.get(config.algorithm, ())), self.rule_at(self.outer_step)
             for task in self.schedule.share(self.outer_step, layout.num_groups, layout.group_index):
                 episode = batches(task)
                 direction = rule.direction(self.worker, self.theta, episode)
@@ -136,7 +141,7 @@ class Run:
         """Say how exact the meta-gradient is; every group looks at the same task. Collective: group."""
         task = self.schedule.meta_batch(self.outer_step)[0]
         precision = "bf16" if self.plan.precision.bf16 else "fp32"
-        rule = self.rule_at(self.config.outer_steps)  # after any steps of first order
+        rule = RULES[self.config.algorithm](self.parts.setup, self.config.outer_steps)  # after any steps of first order
         self.progress.notice(check(cast(Checked, rule), self.worker, self.theta, batches(task), precision).text)
 
     def _after_step(self, moved: OuterStep, tally: Tally, first: int) -> None:
@@ -157,6 +162,11 @@ class Run:
         text = f"loss {values['query_loss']:.4f}  accuracy {100 * values['accuracy']:.1f} %"
         skipped = f"  skipped {values['skipped_tasks']}" if values["skipped_tasks"] else ""
         self.progress.line("outer step", step, config.outer_steps, text + skipped, first)
+        if config.algorithm == "imaml" and not self.warned:
+            text = imaml.warning(config.proximal_weight, values)
+            self.warned = text is not None
+            if text is not None:
+                self.progress.notice(text)
         if self.bad_steps >= config.max_bad_steps:
             raise UsageError(f"inner_lr={config.inner_lr}: no task was finite in {self.bad_steps} outer steps in a row (the last "
                              f"is {step}); lower --inner_lr or --outer_lr, and continue from the last checkpoint")  # fmt: skip
@@ -180,7 +190,7 @@ class Run:
 
     def finish(self) -> Result:
         """Export, evaluate on held-out tasks, show the table, close run.json. Collective: world."""
-        if self.config.save_steps:
+        if self.config.save_steps and self.trains:
             self.save()
         export(self.folder / "model", self.theta, self.worker, self.parts.frozen, self.config, self.plan.description,
                self.plan.tokenizer, self.ranks, self.parts.setup.inner.rates)  # fmt: skip
@@ -202,7 +212,7 @@ class Run:
         self.theta.copy_(self.initial["theta"])  # type: ignore[index]
         if self.rates is not None:
             self.rates.copy_(self.initial["rates"])  # type: ignore[index]
-        started = self._scores(source, TEST, "held-out tasks, weights at the start")
+        started = self._scores(source, TEST, "held-out tasks, weights at the start") if self.trains else trained
         compared = compare(trained, started)
         show(compared, self.config, self.progress.table)
         result.before, result.after, result.after_from_start = compared.accuracies
@@ -211,7 +221,7 @@ class Run:
     def _scores(self, source: TaskSource, stream: int, what: str) -> list[Score]:
         tasks = Schedule(source.items, self.config.eval_episodes, self.config.seed, stream).meta_batch(0)
         self.progress.start(what)
-        return evaluate_tasks(self.worker, self.theta, self.parts.setup.inner, tasks, self.parts.batches(source), self.ranks,
+        return evaluate_tasks(self.worker, self.theta, self.parts.setup.learning, tasks, self.parts.batches(source), self.ranks,
                               lambda done, total: self.progress.line(what, done, total))  # fmt: skip
 
     def _write_run(self, **facts: Any) -> None:

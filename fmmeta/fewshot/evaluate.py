@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
-from fmmeta.meta.inner import Batches, InnerLoop
+from fmmeta.meta.inner import Batches, Learning
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.schedule import Task, deal
@@ -31,7 +31,7 @@ class Score:
     accuracy_after: float
 
 
-def evaluate_tasks(worker: Worker, theta: Tensor, inner: InnerLoop, tasks: Sequence[Task], batches: Callable[[Task], Batches],
+def evaluate_tasks(worker: Worker, theta: Tensor, learning: Learning, tasks: Sequence[Task], batches: Callable[[Task], Batches],
                    ranks: Ranks, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Score]:  # fmt: skip
     """Score every task; this group takes its share of them. Leaves `theta` in the worker. Collective: world.
 
@@ -43,11 +43,7 @@ def evaluate_tasks(worker: Worker, theta: Tensor, inner: InnerLoop, tasks: Seque
     scores = []
     for done, task in enumerate(mine):
         progress(done, len(mine))
-        episode = batches(task)
-        phi0, means = inner.head.start(worker, theta, episode.support)
-        before = worker.forward(episode.query)
-        inner.run(worker, phi0, means, episode.support)
-        after = worker.forward(episode.query)
+        before, after = learning.score(worker, theta, batches(task))
         worker.write(theta)
         scores.append(Score(slots[task.seed], task.stratum, before.loss, before.accuracy, after.loss, after.accuracy))
     spoken = scores if ranks.layout.group_rank == 0 else []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,16 +19,27 @@ from fmmeta.tasks.batch import MicroBatch
 
 @dataclass(frozen=True)
 class Batches:
-    """An episode as this rank's micro-batches. `classes`: name of each label, where labels have names."""
+    """An episode as this rank's micro-batches. `prompted`: the query with the support set before it, for in-context learning."""
 
     support: list[MicroBatch]
     query: list[MicroBatch]
-    classes: tuple[str, ...] = ()
+    prompted: list[MicroBatch] = field(default_factory=list)
 
     @property
     def tokens(self) -> tuple[int, int]:
         """Tokens of this rank's support and query rows, padding left out."""
         return sum(b.tokens for b in self.support), sum(b.tokens for b in self.query)
+
+
+class Learning(Protocol):
+    """A way to learn a task, as evaluation sees it."""
+
+    def score(self, worker: Worker, theta: Tensor, episode: Batches) -> tuple[Pass, Pass]:
+        """The query set before and after the support set was learned; the worker holds theta before, anything afterwards.
+
+        Collective: group.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,13 @@ class InnerLoop:
         """Take the worker from theta, which it holds, to phi_K; `path` receives phi_0 to phi_{K-1}. Collective: group."""
         phi0, means = self.head.start(worker, theta, support)
         return self.run(worker, phi0, means, support, path)
+
+    def score(self, worker: Worker, theta: Tensor, episode: Batches) -> tuple[Pass, Pass]:
+        """See Learning. Before: theta with the head as the task starts it. Collective: group."""
+        phi0, means = self.head.start(worker, theta, episode.support)
+        before = worker.forward(episode.query)
+        self.run(worker, phi0, means, episode.support)
+        return before, worker.forward(episode.query)
 
     def run(self, worker: Worker, phi0: Tensor, means: Means | None, support: Sequence[MicroBatch],
             path: Trajectory | None = None) -> Adapted:  # fmt: skip

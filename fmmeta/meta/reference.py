@@ -91,7 +91,7 @@ def outer_optimizer(meta_params: dict[str, nn.Parameter], rates: Weights, config
     lr = config.outer_lr
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     if any(rate.requires_grad for rate in rates.values()):
-        groups.append({"params": list(rates.values()), "weight_decay": 0.0, "lr": config.rates_lr})
+        groups.append({"params": list({id(rate): rate for rate in rates.values()}.values()), "weight_decay": 0.0, "lr": config.rates_lr})
     if config.outer_optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=lr, eps=config.adam_epsilon)
     if config.outer_optimizer == "nesterov":
@@ -134,20 +134,24 @@ def direction(learner: Any, theta: Weights, episode: Episode, config: Config, bf
     rates = starting_rates(learner, list(theta), config) if rates is None else rates
     if config.algorithm == "imaml":
         return implicit(learner, theta, episode, config, bf16, rates)
+    if config.algorithm == "joint":
+        sums = [set_gradient(learner, theta, rows, bf16) for rows in (episode.support, episode.query)]
+        return {name: (sums[0][name] + sums[1][name]) / 2 for name in theta}, {}, Memory({}, {})
     order = 1 if config.algorithm in FIRST_ORDER or outer_step < config.first_order_steps else 2
     leaf = {name: value.detach().clone().requires_grad_() for name, value in theta.items()}
     phi = head_start(learner, leaf, episode, config, bf16)
     memory = memory or Memory(zeros(theta), zeros(theta))
     memory = Memory(dict(memory.first), dict(memory.second), memory.count)
     told, counts = torch.zeros(()), counted(config, outer_step)
-    for k in range(config.inner_steps):
+    steps = 0 if config.algorithm == "protonet" else config.inner_steps
+    for k in range(steps):
         gradient = set_gradient(learner, phi, episode.support, bf16, create_graph=order == 2)
         u = inner_direction(gradient, phi, memory, config)
         phi = {name: phi[name] - (rates[name] if rates[name].shape == phi[name].shape and config.inner_lr_learned == "element"
                                   else rates[name][k]) * u[name] for name in phi}  # fmt: skip
         if counts[k] and config.algorithm != "reptile":
             told = told + counts[k] * set_loss(learner, phi, episode.query, bf16)
-    if config.inner_steps == 0:
+    if steps == 0:
         told = set_loss(learner, phi, episode.query, bf16)
     if config.algorithm == "reptile":
         return {name: (theta[name] - phi[name]).detach() for name in phi}, {}, memory

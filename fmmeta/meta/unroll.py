@@ -71,8 +71,9 @@ class Unrolled:
         adapted: Adapted = self.inner.adapt(worker, theta, episode.support)
         v, query = worker.gradient(episode.query, restore=theta)
         v, more = self.inner.head.back(worker, v, theta, episode.support, adapted.means)
-        finite = all([step.finite for step in [*adapted.passes, query, *more]])
-        return Direction(v, 1.0, finite, adapted.passes[0], query)
+        support = adapted.passes[0] if adapted.passes else worker.forward(episode.support)
+        finite = all([step.finite for step in [support, *adapted.passes, query, *more]])
+        return Direction(v, 1.0, finite, support, query)
 
     def _backward(self, worker: Worker, episode: Batches, path: Trajectory, v: Tensor) -> tuple[dict[str, Tensor], Sequence[Pass]]:
         """Turn v = dL/dphi_K into dL/dphi_0 in place; return the gradient of learned rates, and the passes it took."""

@@ -64,7 +64,7 @@ def episode_of(learner: Learner, support: int = 9, query: int = 6, seed: int = 5
 
 def batches_of(episode: Episode, micro_batch_size: int = 4) -> Batches:
     dealer = Dealer(0, micro_batch_size)
-    return Batches(dealer.deal(episode.support), dealer.deal(episode.query), episode.classes)
+    return Batches(dealer.deal(episode.support), dealer.deal(episode.query))
 
 
 def config_of(learner: Learner, **settings: Any) -> Config:

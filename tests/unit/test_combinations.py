@@ -35,6 +35,26 @@ ADAM = {"inner_optimizer": "adamw"}
      "head_init=prototype and an algorithm that differentiates through the inner loop"),
     ({"check_meta_gradient": True}, "check_meta_gradient=True checks finite differences, and algorithm=fomaml takes none; use it with "
      "maml, boil, proto_maml, meta_sgd, imaml"),
+    ({"algorithm": "anil", **ADAM}, "inner_optimizer=adamw with algorithm=anil: the meta-gradient through Adam's moments is not "
+     "implemented; use sgd or momentum, or algorithm=fomaml or reptile"),
+    ({"algorithm": "imaml", "inner_optimizer": "momentum"}, "inner_optimizer=momentum with algorithm=imaml is not tested: the proximal "
+     "loop only has to reach its minimum; use sgd with more --inner_steps"),
+    ({"algorithm": "boil", "head_init": "zero"}, "head_init=zero contradicts algorithm=boil, whose head is learned; leave --head_init "
+     "out"),
+    ({"algorithm": "protonet", "head_init": "learned"}, "head_init=learned contradicts algorithm=protonet, whose head is prototype; "
+     "leave --head_init out"),
+    ({"algorithm": "anil", "task_type": "causal_lm"}, "algorithm=anil treats the classifier head apart, and task_type=causal_lm has "
+     "none; use maml or fomaml"),
+    ({"algorithm": "meta_sgd", "inner_lr_learned": "layer"}, "inner_lr_learned=layer contradicts algorithm=meta_sgd, which learns every "
+     "element's; leave it out"),
+    ({"algorithm": "anil", "inner_lr_learned": "layer"}, "inner_lr_learned=layer with algorithm=anil: the gradient of its rates is not "
+     "implemented; use no, or fomaml, maml, proto_maml or meta_sgd"),
+    ({"algorithm": "boil", "inner_lr_groups": ["head=2"]}, "inner_lr_groups=head=2 contradicts algorithm=boil, which is a choice of "
+     "layers; leave it out"),
+    ({"algorithm": "in_context"}, "algorithm=in_context puts the support set into the prompt, and task_type=classification has none; "
+     "use causal_lm"),
+    ({"algorithm": "joint"}, "algorithm=joint with task_type=classification needs one head for the classes of all tasks, which is not "
+     "implemented; use protonet, or causal_lm"),
     ({"inner_momentum": 1.0}, "inner_momentum=1.0 is not in [0, 1); use 0.9, say"),
     ({"outer_momentum": -0.1}, "outer_momentum=-0.1 is not in [0, 1); use 0.9, say"),
 ])  # fmt: skip
@@ -55,7 +75,10 @@ def test_lists_of_layers_come_from_flags_and_files(tmp_path):
     assert parse(["--config", str(tmp_path / "run.yaml")]).inner_lr_groups == ["head=2", "*embed*=0"]
 
 
-@pytest.mark.parametrize(("algorithm", "settings"), [("fomaml", ("zero", 5, "no")), ("maml", ("zero", 5, "no"))])
+@pytest.mark.parametrize(("algorithm", "settings"), [
+    ("fomaml", ("zero", 5, "no")), ("maml", ("zero", 5, "no")), ("proto_maml", ("prototype", 5, "no")), ("boil", ("learned", 5, "no")),
+    ("protonet", ("prototype", 0, "no")), ("meta_sgd", ("zero", 5, "element")),
+])
 def test_defaults_follow_the_algorithm(algorithm, settings):
     config = Config(algorithm=algorithm)
     assert (config.head_init, config.inner_steps, config.inner_lr_learned) == settings

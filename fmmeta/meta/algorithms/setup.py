@@ -10,9 +10,10 @@ from fnmatch import fnmatchcase
 import torch
 
 from fmmeta.config import Config, UsageError
+from fmmeta.meta.algorithms.in_context import InContext
 from fmmeta.meta.curvature import Curvature
 from fmmeta.meta.head import HeadStart
-from fmmeta.meta.inner import InnerLoop
+from fmmeta.meta.inner import InnerLoop, Learning
 from fmmeta.meta.inner_rules import inner_rule
 from fmmeta.meta.rates import HEAD, Layers, Rates
 from fmmeta.meta.unroll import FINAL_ONLY, Unrolled
@@ -26,6 +27,11 @@ class Setup:
     config: Config
     inner: InnerLoop
     curvature: Curvature
+
+    @property
+    def learning(self) -> Learning:
+        """How evaluation learns a task."""
+        return InContext() if self.config.algorithm == "in_context" else self.inner
 
     def unrolled(self, outer_step: int, order: int = 2) -> Unrolled:
         """The meta-gradient through the inner loop at an outer step: first order first, if the settings say so."""
@@ -41,7 +47,8 @@ class Setup:
 def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: int, bf16: bool) -> Setup:
     """Build the inner loop that `config` describes for the worker's model. Collective: group."""
     head = HeadStart(config.head_init, head_names, classes, config.prototype_gradient)
-    inner = InnerLoop(config.inner_steps, rates_of(config, worker, head_names), inner_rule(config), head)
+    proximal = config.proximal_weight if config.algorithm == "imaml" else 0.0
+    inner = InnerLoop(config.inner_steps, rates_of(config, worker, head_names), inner_rule(config), head, proximal)
     return Setup(config, inner, Curvature("bf16" if bf16 else "fp32"))
 
 
