@@ -53,7 +53,7 @@ class ModelConfig:
 @dataclass
 class TaskConfig:
     dataset: list[str] = setting(
-        ["letters"], "'letters' (built-in suite), a .jsonl/.csv/.parquet file (.gz too), a folder of them, or a hub id"
+        ["letters"], "'letters' or 'steep' (built-in suites), a .jsonl/.csv/.parquet file (.gz too), a folder of them, or a hub id"
     )
     dataset_config_name: str | None = setting(None, "Configuration of a hub data set")
     text_column: str | None = setting(None, "Column of the text (default: text, sentence or utterance)")
