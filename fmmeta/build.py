@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fmmeta.config import Config, UsageError
-from fmmeta.meta.inner import InnerLoop
+from fmmeta.meta.algorithms import setup as rules
+from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.models.forward import check_attention
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, describe, empty_learner, load_learner, load_tokenizer
@@ -28,7 +29,7 @@ from fmmeta.parallel.shards import param_groups
 from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.batch import Dealer
 from fmmeta.tasks.load import Sources, load_sources, stratum_weights
-from fmmeta.tasks.loader import Load
+from fmmeta.tasks.loader import Load, Prompted
 from fmmeta.tasks.pack import pack
 from fmmeta.tasks.prompts import make_prompt
 from fmmeta.tasks.schedule import Schedule
@@ -125,12 +126,13 @@ class Parts:
     worker: Worker
     theta: Tensor
     frozen: dict[str, Tensor]  # untrained tensors by name, on the first rank, for export; none beside adapters
-    inner: InnerLoop
+    setup: rules.Setup
     dealer: Dealer
+    prompt: Prompted | None = None  # puts support sets before queries
 
     def load(self, source: TaskSource, transform: Transforms | None = None) -> Load:
         """From a task of `source` to this rank's micro-batches."""
-        return Load(source, self.dealer, transform, self.inner.classes)
+        return Load(source, self.dealer, transform, self.setup.inner.head.classes, self.prompt)
 
 
 def training_schedule(config: Config, plan: Plan, layout: Layout) -> Schedule:
@@ -166,12 +168,16 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     worker.write(theta)
     equal_replicas(ranks, theta)
     theta = Home(ranks.device, config.offload_outer).keep(theta)
-    inner = InnerLoop(config.inner_steps, config.inner_lr, config.head_init, learner.head_names, config.most_classes)
+    setup = rules.setup(config, worker, learner.head_names, config.most_classes, plan.precision.bf16)
     pad = plan.tokenizer.pad_token_id
     packing = partial(pack, length=config.max_length) if config.packing else None
     dealer = Dealer(plan.description.hf_config.pad_token_id if pad is None else pad, config.micro_batch_size,
                     layout.group_rank, layout.group_size, packing)  # fmt: skip
-    return Parts(worker, theta, frozen, inner, dealer)
+    prompt = None
+    if config.algorithm == "in_context":
+        positions = getattr(plan.description.hf_config, "max_position_embeddings", None)
+        prompt = partial(prompted, bos_token_id=plan.tokenizer.bos_token_id, positions=positions)
+    return Parts(worker, theta, frozen, setup, dealer, prompt)
 
 
 def untrained(learner: Learner) -> dict[str, Tensor]:

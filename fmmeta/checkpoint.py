@@ -2,6 +2,7 @@
 
     checkpoint-N/
       shard-RRRRR.safetensors    per rank of the first group: `vector/parameter@offset` -> fp32 [length]
+      tables.safetensors         what every rank holds alike: learned rates by layer and step, with their moments
       state.json                 outer step, optimizer steps, settings; written last
 
 Written beside the run as tmp-checkpoint-N and renamed by rank 0 when every rank is done. No pickles.
@@ -13,6 +14,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,15 @@ from fmmeta.config import UsageError
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.shards import ParamMap
 
-STATE = "state.json"
+STATE, TABLES = "state.json", "tables.safetensors"
 
 
-def save(folder: Path, vectors: dict[str, Tensor], params: ParamMap, state: dict[str, Any], ranks: Ranks, keep: int) -> None:
-    """Write `vectors` ([S] each) and `state` to `folder`, a checkpoint-N; keep the newest `keep`. Collective: world."""
+def save(folder: Path, vectors: dict[str, Tensor], params: ParamMap, state: dict[str, Any], ranks: Ranks, keep: int,
+         tables: Mapping[str, Tensor] | None = None) -> None:  # fmt: skip
+    """Write `vectors` ([S] each), `tables` (equal on all ranks) and `state` to `folder`, a checkpoint-N; keep the newest `keep`.
+
+    Collective: world.
+    """
     from safetensors.torch import save_file
 
     temporary = folder.with_name(f"tmp-{folder.name}")
@@ -43,6 +49,9 @@ def save(folder: Path, vectors: dict[str, Tensor], params: ParamMap, state: dict
             sync(file)
     with ranks.world.together("finishing a checkpoint"):
         if ranks.first:
+            if tables:
+                save_file({name: table.cpu().clone() for name, table in tables.items()}, temporary / TABLES)
+                sync(temporary / TABLES)
             (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
             sync(temporary / STATE)
             shutil.rmtree(folder, ignore_errors=True)
@@ -79,6 +88,19 @@ def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict
             if missing:
                 raise UsageError(f"{folder} lacks {missing} elements of {name}/{fragment.name}; give another checkpoint")
     return vectors
+
+
+def load_tables(folder: Path) -> dict[str, Tensor]:
+    """The tables of a checkpoint, none if it has none."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not (folder / TABLES).is_file():
+        return {}
+    try:
+        return load_file(folder / TABLES)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{folder / TABLES} cannot be read ({error}); give an older checkpoint") from None
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -10,11 +10,17 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from fmmeta import combinations
+
 TASK_TYPES = ("classification", "causal_lm")
 POOLINGS = ("auto", "model", "mean", "cls")
 HEAD_INITS = ("zero", "learned", "prototype")
-ALGORITHMS = ("fomaml", "reptile")
-OUTER_OPTIMIZERS = ("adamw", "sgd")
+ALGORITHMS = ("fomaml", "maml", "reptile", "imaml", "anil", "boil", "proto_maml", "meta_sgd", "joint", "protonet", "none",
+              "in_context")  # fmt: skip
+INNER_OPTIMIZERS = ("sgd", "momentum", "adamw")
+INNER_SCHEDULES = ("constant", "linear", "cosine")
+INNER_STATES = ("reset", "kept")
+LEARNED_RATES = ("no", "layer", "element")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
 ENGINES = ("auto", "deepspeed", "plain")
 SHARDINGS = ("global", "node")
@@ -38,8 +44,9 @@ class ModelConfig:
     task_type: str = setting("classification", "What a task asks of the model", TASK_TYPES)
     pooling: str = setting("auto", "Sentence vector of an encoder; auto: as the folder says, else the model's own", POOLINGS)
     head_init: str = setting(
-        "zero",
-        "Classifier head at the start of each task: zeros, a meta-learned one, or the class means of the support set (ProtoMAML)",
+        None,
+        "Classifier head at the start of each task: zeros, a meta-learned one, or the class means of the support set (ProtoMAML) "
+        "(default: what the algorithm needs, else zero)",
         HEAD_INITS,
     )
     gradient_checkpointing: bool = setting(False, "Keep layer inputs only and compute activations again in the backward pass")
@@ -57,9 +64,9 @@ class ModelConfig:
 class TaskConfig:
     dataset: list[str] = setting(
         ["letters"],
-        "One or more of: 'letters' (built-in suite), a .jsonl/.csv/.parquet file (.gz too), a folder of them, a folder "
-        "of folders of them (each file a task, read when it is drawn; its folder the stratum), or a hub id. Of several, each is "
-        "a stratum",
+        "One or more of: 'letters' or 'steep' (built-in suites), a .jsonl/.csv/.parquet file (.gz too), a folder of them, a "
+        "folder of folders of them (each file a task, read when it is drawn; its folder the stratum), or a hub id. Of several, "
+        "each is a stratum",
     )
     mix_weights: list[float] = setting([], "Share of the tasks of each data set (default: in proportion to its tasks)")
     mix_temperature: float = setting(
@@ -120,16 +127,60 @@ class TaskConfig:
 
 @dataclass
 class MetaConfig:
-    algorithm: str = setting("fomaml", "Meta-gradient rule", ALGORITHMS)
+    algorithm: str = setting(
+        "fomaml", "Meta-gradient rule, or a baseline; docs/algorithms.md says which to choose when", ALGORITHMS
+    )
     meta_batch_size: int = setting(4, "Tasks per meta-batch over all groups")
     meta_accumulation_steps: int = setting(1, "Meta-batches per outer step, reduced across groups once")
-    inner_steps: int = setting(5, "Gradient steps on the support set")
-    inner_lr: float = setting(0.1, "Step size of the inner SGD")
+    inner_steps: int = setting(None, "Gradient steps on the support set (default: 5; 0 for protonet)")
+    inner_lr: float = setting(0.1, "Step size of the inner optimizer")
+    inner_optimizer: str = setting("sgd", "Optimizer of the inner loop; its state begins anew in every task", INNER_OPTIMIZERS)
+    inner_momentum: float = setting(0.9, "Momentum of inner_optimizer=momentum")
+    inner_beta1: float = setting(0.9, "Decay of the first moment of inner_optimizer=adamw (Reptile's authors use 0)")
+    inner_beta2: float = setting(0.999, "Decay of the second moment of inner_optimizer=adamw")
+    inner_epsilon: float = setting(1e-8, "Epsilon of inner_optimizer=adamw")
+    inner_weight_decay: float = setting(0.0, "Decoupled weight decay of inner_optimizer=adamw")
+    proximal_weight: float = setting(2.0, "imaml: weight of |phi - theta|^2 / 2 in the inner loss")
+    cg_steps: int = setting(5, "imaml: steps of conjugate gradients, each a Hessian-vector product")
+    cg_damping: float = setting(0.0, "imaml: added to the identity in the system that is solved; more is safer and less exact")
+    inner_state: str = setting(
+        "reset",
+        "Adam's moments at the start of a task: zeros, or kept from one outer step to the next as in Reptile's code (the mean over "
+        "the tasks of a meta-batch, so that it does not matter which group ran which task)",
+        INNER_STATES,
+    )
+    inner_lr_schedule: str = setting("constant", "inner_lr over the inner steps: step k of K takes 1, 1 - k/K or a half cosine of it",
+                                     INNER_SCHEDULES)  # fmt: skip
+    inner_lr_groups: list[str] = setting(
+        [],
+        "Factors of inner_lr by layer, PATTERN=FACTOR with the wildcards of a shell; the first that fits counts: head=10 '*embed*=0'",
+    )
+    inner_lr_learned: str = setting(
+        None,
+        "Meta-learn the inner rates, beginning at inner_lr: no, one per layer and step (LSLR), or one per element (Meta-SGD) "
+        "(default: element for meta_sgd, else no)",
+        LEARNED_RATES,
+    )
+    rates_lr: float = setting(1e-3, "Outer learning rate of learned inner rates; schedule and optimizer are the outer ones")
+    first_order_steps: int = setting(0, "Outer steps with first-order meta-gradients before exact ones (MAML++'s annealing)")
+    multi_step_loss_steps: int = setting(
+        0,
+        "Outer steps over which the query loss counts after every inner step, at first equally, at last after the last only (MAML++)",
+    )
+    prototype_gradient: bool = setting(False, "head_init=prototype: let the meta-gradient flow through the class means")
+    trajectory_gib: float = setting(
+        None,
+        "Device memory for the steps of an inner loop that exact meta-gradients need; the rest waits in host memory (default: all)",
+    )
+    check_meta_gradient: bool = setting(
+        False, "Before training, compare the meta-gradient of a task with that of a halved difference step"
+    )
     outer_lr: float = setting(
         None,
         "Peak outer learning rate (default: SGD 1.0; AdamW 2e-3 for the built-in model, else 2e-4 with LoRA, 2e-5 without)",
     )
-    outer_optimizer: str = setting("adamw", "Optimizer of theta", OUTER_OPTIMIZERS)
+    outer_optimizer: str = setting("adamw", f"Optimizer of theta: {', '.join(combinations.OUTER_OPTIMIZERS)}")
+    outer_momentum: float = setting(0.9, "Momentum of outer_optimizer=nesterov")
     weight_decay: float = setting(0.01, "Weight decay of theta; never on norms and biases")
     adam_epsilon: float = setting(
         None, "Epsilon of AdamW; it holds down rounding noise (default: 1e-3 for the built-in model, 1e-6 for a checkpoint)"
@@ -175,7 +226,10 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            check_choice(item.name, getattr(self, item.name), item.metadata.get("choices"))
+            if getattr(self, item.name) is not None:
+                check_choice(item.name, getattr(self, item.name), item.metadata.get("choices"))
+        for name, value in combinations.resolved(self).items():
+            setattr(self, name, value)
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise UsageError(f"{name}={getattr(self, name)} is below {least}; use {least} or more")
@@ -184,10 +238,10 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
         self.group_size = str(self.group_size)
         if self.outer_lr is None:
             adamw = 2e-3 if self.builtin_model else 2e-4 if self.lora_r else 2e-5
-            self.outer_lr = 1.0 if self.outer_optimizer == "sgd" else adamw
+            self.outer_lr = {"sgd": 1.0, "nesterov": 0.7}.get(self.outer_optimizer, adamw)
         if self.adam_epsilon is None:
             self.adam_epsilon = 1e-3 if self.builtin_model else 1e-6
-        for name in ("inner_lr", "outer_lr", "adam_epsilon"):
+        for name in ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "rates_lr", "proximal_weight"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UsageError(f"{name}={getattr(self, name)} is no positive number; use one, such as 0.1 for inner SGD")
         self._check_lora()
@@ -200,6 +254,11 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
         if isinstance(self.dataset, str):
             self.dataset = [self.dataset]
         self._check_data()
+        for name in ("inner_momentum", "inner_beta1", "inner_beta2", "outer_momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} is not in [0, 1); use 0.9, say")
+        for problem in combinations.problems(self):
+            raise UsageError(problem)
 
     def _check_data(self) -> None:
         names = " ".join(self.dataset)
@@ -275,7 +334,8 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
 
 LEAST = {
     "lora_r": 0, "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
-    "inner_steps": 1, "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
+    "inner_steps": 0, "inner_weight_decay": 0, "cg_steps": 1, "cg_damping": 0, "first_order_steps": 0, "multi_step_loss_steps": 0,
+    "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
     "micro_batch_size": 1, "save_steps": 0, "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
     "logging_steps": 1, "weight_decay": 0, "prefetch_factor": 1, "prepare_timeout": 1,
 }  # fmt: skip
@@ -285,7 +345,7 @@ FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
     "eval_episodes", "group_size", "micro_batch_size", "engine", "deepspeed", "max_bad_steps", "attn_implementation",
     "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
-    "gradient_checkpointing", "lora_merge", "offload_outer", "packing",
+    "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",
 }  # fmt: skip
 
 

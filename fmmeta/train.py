@@ -6,8 +6,11 @@ import math
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from fmmeta import build, checkpoint, record
 from fmmeta.config import Config, UsageError
@@ -15,13 +18,15 @@ from fmmeta.export import export
 from fmmeta.feed import Feed, Reader
 from fmmeta.fewshot.evaluate import Score, evaluate_tasks, mean_ci95
 from fmmeta.fewshot.heldout import compare, show
-from fmmeta.meta.algorithms import make_rule
-from fmmeta.meta.outer import MetaGradient, Outer, OuterStep
+from fmmeta.meta.algorithms import NUMBERS, RULES, imaml
+from fmmeta.meta.check import Checked, check
+from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
 from fmmeta.meta.tally import Tally
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
 from fmmeta.tasks.batch import Batches
+from fmmeta.tasks.loader import Load
 from fmmeta.tasks.schedule import Schedule
 from fmmeta.tasks.source import TaskSource
 
@@ -79,11 +84,15 @@ class Run:
         self.config, self.plan, self.ranks, self.parts = config, plan, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
         self.worker, self.theta = parts.worker, parts.theta
-        self.initial = self.theta.to("cpu", copy=True) if config.eval_episodes else None  # for the table at the end; host memory
-        self.rule = make_rule(config.algorithm, parts.inner)
-        self.outer = Outer(self.theta, self.worker, config)
+        self.rates = parts.setup.inner.rates.meta_parameter
+        started = {"theta": self.theta} | ({} if self.rates is None else {"rates": self.rates})
+        # for the table at the end; in host memory
+        self.initial = {name: value.to("cpu", copy=True) for name, value in started.items()} if config.eval_episodes else None
+        self.trains = config.algorithm in RULES
+        self.rule_at = partial(RULES[config.algorithm], parts.setup) if self.trains else None
+        self.outer = Outer(self.theta, self.worker, config, parts.setup.inner)
         self.schedule = build.training_schedule(config, plan, ranks.layout)
-        self.outer_step, self.bad_steps, self.tasks = 0, 0, {"seen": 0, "bad": 0}
+        self.outer_step, self.bad_steps, self.tasks, self.warned = 0, 0, {"seen": 0, "bad": 0}, False
 
     def resume(self) -> None:
         """Take theta, the optimizer and the position from a checkpoint, if there is one. Collective: world."""
@@ -93,7 +102,7 @@ class Run:
                 state = checkpoint.read_state(found)
                 vectors = checkpoint.load(found, state["vectors"], self.worker.params, self.theta)
                 self.theta.copy_(vectors.pop("theta"))
-                self.outer.load_state(vectors, state["optimizer_steps"])
+                self.outer.load_state(OuterState(vectors, checkpoint.load_tables(found), state["numbers"]))
                 self.outer_step, self.bad_steps, self.tasks = state["outer_step"], state["bad_steps"], state["tasks"]
             self.metrics = record.Metrics(self.folder, self.outer_step, self.ranks.first)
             if self.ranks.first:
@@ -105,22 +114,28 @@ class Run:
     def loop(self) -> None:
         """Outer steps until the last one. Collective: world."""
         config = self.config
+        if self.rule_at is None:
+            self.progress.notice(f"algorithm={config.algorithm} trains nothing: the weights are evaluated as they are")
+            self.outer_step = config.outer_steps
+            return
         load = self.parts.load(self.plan.sources.train, self.plan.transforms)
         self.feed = Feed(self.schedule, load, self.outer_step, self.ranks, config, self.progress.notice)
         self.feed.seen, self.feed.bad = self.tasks["seen"], self.tasks["bad"]
-        meta, first = MetaGradient(self.theta), self.outer_step
+        if config.check_meta_gradient:
+            self._check(load)
+        meta, first = MetaGradient(self.theta, self.outer.extras), self.outer_step
         self.progress.start("outer step")
         began = time.monotonic()
         try:
             while self.outer_step < config.outer_steps:
-                tally = Tally()
+                tally, rule = Tally(NUMBERS.get(config.algorithm, ())), self.rule_at(self.outer_step)
                 for episode in self._episodes(tally):
-                    direction = self.rule.direction(self.worker, self.theta, episode)
+                    direction = rule.direction(self.worker, self.theta, episode)
                     meta.add(direction)
                     tally.add(direction, sum(episode.tokens))
                 weight = tally.agree(self.ranks)
                 self._judge(tally)
-                moved = self.outer.step(meta.reduce(self.ranks.cross, weight), self.outer_step)
+                moved = self.outer.step(meta.reduce(self.ranks.cross, weight), self.outer_step, meta.extra)
                 if moved.applied:
                     self.worker.write(self.theta)
                 meta.clear()
@@ -153,6 +168,17 @@ class Run:
     def _place(self) -> tuple[int, int]:
         return self.ranks.layout.num_groups, self.ranks.layout.group_index
 
+    def _check(self, load: Load) -> None:
+        """Say how exact the meta-gradient is; every group looks at the same task. Collective: world."""
+        task = self.schedule.meta_batch(self.outer_step)[0]
+        reader = Reader(lambda tasks: [load(task) for task in tasks], self.ranks, self.config, self.progress.notice)
+        found = reader.read([task])
+        reader.judge(1, int(self.ranks.world.sum_(torch.tensor([float(len(reader.errors))]))))
+        precision = "bf16" if self.plan.precision.bf16 else "fp32"
+        rule = RULES[self.config.algorithm](self.parts.setup, self.config.outer_steps)  # after any steps of first order
+        for _, episode in found:
+            self.progress.notice(check(cast(Checked, rule), self.worker, self.theta, episode, precision).text)
+
     def _after_step(self, moved: OuterStep, tally: Tally, first: int) -> None:
         config, step = self.config, self.outer_step
         unread = len(tally.values.get("bad_tasks", ())) == self.schedule.tasks_per_step
@@ -173,6 +199,11 @@ class Run:
         text = f"loss {values['query_loss']:.4f}  accuracy {100 * values['accuracy']:.1f} %"
         skipped = f"  skipped {values['skipped_tasks']}" if values["skipped_tasks"] else ""
         self.progress.line("outer step", step, config.outer_steps, text + skipped, first)
+        if config.algorithm == "imaml" and not self.warned:
+            text = imaml.warning(config.proximal_weight, values)
+            self.warned = text is not None
+            if text is not None:
+                self.progress.notice(text)
         if self.bad_steps >= config.max_bad_steps:
             raise UsageError(f"inner_lr={config.inner_lr}: no task was finite in {self.bad_steps} outer steps in a row (the last "
                              f"is {step}); lower --inner_lr or --outer_lr, and continue from the last checkpoint")  # fmt: skip
@@ -185,20 +216,21 @@ class Run:
 
     def save(self) -> None:
         """Write checkpoint-N. Collective: world."""
-        vectors, optimizer_steps = self.outer.state()
-        vectors = {"theta": self.theta, **vectors}
-        state = {"outer_step": self.outer_step, "optimizer_steps": optimizer_steps, "bad_steps": self.bad_steps,
+        outer = self.outer.state()
+        vectors = {"theta": self.theta, **outer.vectors}
+        state = {"outer_step": self.outer_step, "numbers": outer.numbers, "bad_steps": self.bad_steps,
                  "tasks": self.tasks, "vectors": list(vectors), "layout": str(self.ranks.layout),
                  "settings": record.settings_of(self.config, self.plan.sources.fingerprint)}  # fmt: skip
         folder = self.folder / f"checkpoint-{self.outer_step}"
-        checkpoint.save(folder, vectors, self.worker.params, state, self.ranks, self.config.save_total_limit)
+        checkpoint.save(folder, vectors, self.worker.params, state, self.ranks, self.config.save_total_limit,
+                        outer.tables)  # fmt: skip
 
     def finish(self) -> Result:
         """Export, evaluate on held-out tasks, show the table, close run.json. Collective: world."""
-        if self.config.save_steps:
+        if self.config.save_steps and self.trains:
             self.save()
         export(self.folder / "model", self.theta, self.worker, self.parts.frozen, self.config, self.plan.description,
-               self.plan.tokenizer, self.ranks)  # fmt: skip
+               self.plan.tokenizer, self.ranks, self.parts.setup.inner.rates)  # fmt: skip
         result = Result(self.folder, self.outer_step)
         held_out: dict[str, Any] = {}
         if self.plan.sources.test is None:
@@ -214,8 +246,10 @@ class Run:
     def _held_out(self, source: TaskSource, result: Result) -> dict[str, Any]:
         """The same episodes from theta and from the weights at the start. Collective: world."""
         trained = self._scores(source, TEST, "held-out tasks")
-        self.theta.copy_(self.initial)  # type: ignore[arg-type]
-        started = self._scores(source, TEST, "held-out tasks, weights at the start")
+        self.theta.copy_(self.initial["theta"])  # type: ignore[index]
+        if self.rates is not None:
+            self.rates.copy_(self.initial["rates"])  # type: ignore[index]
+        started = self._scores(source, TEST, "held-out tasks, weights at the start") if self.trains else trained
         compared = compare(trained, started)
         show(compared, self.config, self.progress.table)
         result.before, result.after, result.after_from_start = compared.accuracies
@@ -227,7 +261,7 @@ class Run:
         tasks, load = schedule.meta_batch(0), self.parts.load(source)
         reader = Reader(lambda tasks: [load(task) for task in tasks], self.ranks, self.config, self.progress.notice)
         self.progress.start(what)
-        return evaluate_tasks(self.worker, self.theta, self.parts.inner, tasks, reader, self.ranks,
+        return evaluate_tasks(self.worker, self.theta, self.parts.setup.learning, tasks, reader, self.ranks,
                               lambda done, total: self.progress.line(what, done, total))  # fmt: skip
 
     def _write_run(self, **facts: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fmmeta.meta.inner import InnerLoop
+from fmmeta.meta.inner import Learning
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.batch import Batches
@@ -44,7 +44,7 @@ class Reads(Protocol):
     def judge(self, tasks: int, failures: int) -> list[dict[str, str]]: ...
 
 
-def evaluate_tasks(worker: Worker, theta: Tensor, inner: InnerLoop, tasks: Sequence[Task], reader: Reads,
+def evaluate_tasks(worker: Worker, theta: Tensor, learning: Learning, tasks: Sequence[Task], reader: Reads,
                    ranks: Ranks, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Score]:  # fmt: skip
     """Score every task; this group takes its share of them. Leaves `theta` in the worker. Collective: world.
 
@@ -57,10 +57,7 @@ def evaluate_tasks(worker: Worker, theta: Tensor, inner: InnerLoop, tasks: Seque
     scores = []
     for done, (task, episode) in enumerate(mine):
         progress(done, len(mine))
-        inner.start(worker, theta, episode.support)
-        before = worker.forward(episode.query)
-        inner.run(worker, episode.support)
-        after = worker.forward(episode.query)
+        before, after = learning.score(worker, theta, episode)
         worker.write(theta)
         scores.append(Score(slots[task.seed], task.stratum, before.loss, before.accuracy, after.loss, after.accuracy))
     spoken = scores if ranks.layout.group_rank == 0 else []

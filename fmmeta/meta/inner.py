@@ -1,69 +1,74 @@
-"""The inner loop: from theta to a task's phi, by a few steps on its support set.
-
-Update rules are pure functions on a shard and its gradient (worker.Update); they never communicate.
-"""
+"""The inner loop: from theta to a task's phi, by a few steps on its support set."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.worker import Pass, Update, Worker
-from fmmeta.tasks.batch import MicroBatch
+from fmmeta.meta.head import HeadStart, Means
+from fmmeta.meta.inner_rules import InnerRule, State, proximal
+from fmmeta.meta.rates import Rates
+from fmmeta.meta.trajectory import Trajectory
+from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.tasks.batch import Batches, MicroBatch
 
 
-def sgd(lr: float) -> Update:
-    """phi <- phi - lr * gradient."""
+class Learning(Protocol):
+    """A way to learn a task, as evaluation sees it."""
 
-    def update(shard: Tensor, grad: Tensor, where: slice) -> None:
-        shard.add_(grad, alpha=-lr)
+    def score(self, worker: Worker, theta: Tensor, episode: Batches) -> tuple[Pass, Pass]:
+        """The query set before and after the support set was learned; the worker holds theta before, anything afterwards.
 
-    return update
+        Collective: group.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What an inner loop leaves besides the worker at phi_K: where it began, the optimizer's state, a pass per step."""
+
+    phi0: Tensor
+    means: Means | None
+    state: State
+    passes: list[Pass]
 
 
 @dataclass(frozen=True)
 class InnerLoop:
-    """`steps` steps of SGD at `lr`, the head starting as `head_init` says; `head_names`, `classes`: of the classifier."""
+    """`steps` steps of `rule` at `rates` from the head that `head` starts; `proximal`: weight of |phi - phi_0|^2 / 2."""
 
     steps: int
-    lr: float
-    head_init: str
-    head_names: tuple[str, ...] = ()
-    classes: int = 0
+    rates: Rates
+    rule: InnerRule
+    head: HeadStart
+    proximal: float = 0.0
 
-    def adapt(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch]) -> list[Pass]:
-        """Take the worker from theta to phi. Collective: group."""
-        self.start(worker, theta, support)
-        return self.run(worker, support)
+    def adapt(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], path: Trajectory | None = None) -> Adapted:
+        """Take the worker from theta, which it holds, to phi_K; `path` receives phi_0 to phi_{K-1}. Collective: group."""
+        phi0, means = self.head.start(worker, theta, support)
+        return self.run(worker, phi0, means, support, path)
 
-    def start(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch]) -> None:
-        """Give the head the values that a task starts with; `theta` is what the worker holds. Collective: group."""
-        if self.head_names and self.head_init == "prototype":
-            worker.write(self.with_prototypes(worker, theta, support))
+    def score(self, worker: Worker, theta: Tensor, episode: Batches) -> tuple[Pass, Pass]:
+        """See Learning. Before: theta with the head as the task starts it. Collective: group."""
+        phi0, means = self.head.start(worker, theta, episode.support)
+        before = worker.forward(episode.query)
+        self.run(worker, phi0, means, episode.support)
+        return before, worker.forward(episode.query)
 
-    def run(self, worker: Worker, support: Sequence[MicroBatch]) -> list[Pass]:
-        """The steps on the support set. Collective: group."""
-        return [worker.step(support, sgd(self.lr)) for _ in range(self.steps)]
-
-    def with_prototypes(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch]) -> Tensor:
-        """theta with the head of a nearest-mean classifier: w_c = 2 mu_c, b_c = -|mu_c|^2, mu_c the mean feature of class c.
-
-        Its logits are -|f - mu_c|^2 + |f|^2 (Snell et al. 2017, equation 8; as initialisation: Triantafillou et al. 2020,
-        section 3). No gradient flows through the means. Collective: group.
-        """
-        features = worker.features(support)
-        sums = torch.zeros(self.classes, features[0].shape[1] + 1, device=worker.device)
-        for batch, rows in zip(support, features, strict=True):
-            counted = (batch.weights > 0).to(rows)
-            ones = torch.cat([rows, torch.ones_like(rows[:, :1])], 1) * counted.to(rows.device)[:, None]
-            sums.index_add_(0, batch.labels.to(rows.device), ones)
-        worker.group.sum_(sums)
-        means = sums[:, :-1] / sums[:, -1:].clamp(min=1)
-        phi = theta.clone()
-        values = (2 * means, -(means**2).sum(1))
-        for name, value in zip(self.head_names, values, strict=False):
-            worker.params.put(phi, name, value)
-        return phi
+    def run(self, worker: Worker, phi0: Tensor, means: Means | None, support: Sequence[MicroBatch],
+            path: Trajectory | None = None) -> Adapted:  # fmt: skip
+        """The steps on the support set, from phi_0, which the worker holds. Collective: group."""
+        state = self.rule.fresh(phi0.numel(), phi0.device)
+        pull = proximal(phi0, self.proximal) if self.proximal else None
+        passes = []
+        for k in range(self.steps):
+            record = torch.zeros_like(phi0) if path is not None and path.keeps_directions else None
+            passes.append(worker.step(support, self.rule.update(k, state, self.rates, record, pull)))
+            if path is not None:
+                path.add(worker.read() if k + 1 < self.steps else None, record)
+        return Adapted(phi0, means, state, passes)

@@ -2,48 +2,60 @@
 
     add (per task) -> reduce over cross (once per outer step) -> mean -> norm over the whole model -> optimizer on the shard
 
-Everything lives on the rank's own shard: theta, the sum, the optimizer's moments. Nothing is gathered. With --offload_outer they
-lie in host memory (parallel/home.py) and come to the device in pieces, once per outer step.
+Everything lives on the rank's own shard: theta, the sum, the optimizer's moments. Nothing is gathered, so the optimizer has to
+act element by element. What is not theta goes the same way: learned inner rates are meta-parameters of their own (clipped by
+nobody, decayed by nobody, at `rates_lr`), kept inner moments are replaced by their mean over the tasks. With --offload_outer
+all of it but the rates lies in host memory (parallel/home.py) and comes to the device in pieces, once per outer step.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fmmeta.config import Config
-from fmmeta.meta.algorithms import Direction
+from fmmeta.meta.direction import Direction
+from fmmeta.meta.inner import InnerLoop
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.home import Home
 from fmmeta.parallel.worker import Worker
 
 
 class MetaGradient:
-    """Weighted sum of the directions of this group's tasks, then of all groups'."""
+    """Weighted sums of the directions of this group's tasks, then of all groups': of theta, and of the extras by name."""
 
-    def __init__(self, theta: Tensor) -> None:
+    def __init__(self, theta: Tensor, extra: Mapping[str, Tensor] | None = None) -> None:
         self.sum, self.weight = torch.zeros_like(theta, pin_memory=theta.is_pinned()), 0.0  # at home, where theta is
+        self.extra = {name: torch.zeros_like(like) for name, like in (extra or {}).items()}
 
     def add(self, direction: Direction) -> None:
         """Add a task, unless it is not finite: then neither its direction nor its weight counts."""
         if direction.finite:
             self.sum.add_(direction.shards.to(self.sum.device), alpha=direction.weight)
+            for name, total in self.extra.items():
+                total.add_(direction.extra[name], alpha=direction.weight)
             self.weight += direction.weight
 
     def reduce(self, cross: Communicator, weight: float) -> Tensor | None:
-        """Mean over the tasks of all groups, or None if none was finite. `weight`: summed over all groups.
+        """Mean over the tasks of all groups, or None if none was finite; `extra` then holds means as well. `weight`: summed
+        over all groups.
 
         One reduction of the rank's shard, whatever the number of tasks and inner steps. Collective: cross.
         """
         if weight == 0:
             return None
+        for total in self.extra.values():
+            cross.sum_(total).div_(weight)
         return cross.sum_(self.sum).div_(weight)
 
     def clear(self) -> None:
-        self.sum.zero_()
+        for total in (self.sum, *self.extra.values()):
+            total.zero_()
         self.weight = 0.0
 
 
@@ -57,72 +69,162 @@ class OuterStep:
 
 
 class Outer:
-    """AdamW or SGD on this rank's slice of theta, with clipping over the whole model and an HF schedule.
+    """An element-by-element optimizer on this rank's slice of theta and on learned inner rates, clipping over the whole model,
+    and
+    an HF schedule.
 
-    `theta` is updated in place. The learning rate is a function of the step's number alone, so a resumed run needs
-    no scheduler state. A head that starts anew in every task is no meta-parameter: its slice stays as it is.
+    theta and rates are updated in place. The learning rate is a function of the step's number alone, so a resumed run needs no
+    scheduler state. Weight decay is decoupled (Loshchilov, Hutter 2019) whatever the optimizer. A head that starts anew in every
+    task is no meta-parameter: its slice stays as it is.
     """
 
-    def __init__(self, theta: Tensor, worker: Worker, config: Config) -> None:
+    def __init__(self, theta: Tensor, worker: Worker, config: Config, inner: InnerLoop | None = None) -> None:
         from transformers import get_scheduler
 
         self.theta, self.worker, self.config = theta, worker, config
+        self.rates = None if inner is None else inner.rates.meta_parameter
+        self.kept = None if inner is None else inner.rule.kept
+        self.inner_steps = 0 if inner is None else inner.steps
         self.home = Home(worker.device, config.offload_outer)
         self.head = worker.params.groups.get("head")
         self.parts = [(place, config.weight_decay if name == "decay" else 0.0)
                       for name, whole in worker.params.groups.items() if name != "head"
                       for place in self.home.pieces(whole)]  # fmt: skip
         self.moments: dict[str, Tensor] = {}  # by torch's names, [S] at home
-        self.steps = 0
-        schedule = get_scheduler(config.lr_scheduler_type, torch.optim.SGD([torch.zeros(1)], lr=config.outer_lr),
+        self.rate_moments: dict[str, Tensor] = {}
+        self.numbers: dict[str, float] = {}  # steps and the like, equal for every piece
+        peak = config.outer_lr
+        schedule = get_scheduler(config.lr_scheduler_type, torch.optim.SGD([torch.zeros(1)], lr=peak),
                                  config.warmup_steps, config.outer_steps)  # fmt: skip
-        self.factor, self.peak = schedule.lr_lambdas[0], config.outer_lr  # type: ignore[attr-defined]
+        self.factor, self.peak = schedule.lr_lambdas[0], peak  # type: ignore[attr-defined]
+
+    @property
+    def extras(self) -> dict[str, Tensor]:
+        """What MetaGradient has to sum besides theta: tensors of these shapes by name."""
+        kept = {} if self.kept is None else {name: self.theta for name in ("exp_avg", "exp_avg_sq")}
+        return kept if self.rates is None else {"rates": self.rates, **kept}
 
     def lr(self, outer_step: int) -> float:
         """Learning rate of the outer step with this number, counted from 0."""
         return self.peak * self.factor(outer_step)
 
-    def step(self, meta_grad: Tensor | None, outer_step: int) -> OuterStep:
-        """Move theta against `meta_grad` [S], unless that is None or not finite. Collective: group."""
+    def step(self, meta_grad: Tensor | None, outer_step: int, extra: Mapping[str, Tensor] | None = None) -> OuterStep:
+        """Move theta against `meta_grad` [S], and the rest as `extra` says, unless one is None or not finite. Collective:
+        group."""
+        extra = extra or {}
         lr = self.lr(outer_step)
         if meta_grad is None:
             return OuterStep(math.nan, lr, False)
         if self.head is not None:
             meta_grad[self.head] = 0
         norm = math.sqrt(self.worker.dot(meta_grad, meta_grad))
+        if self.rates is not None and not self._finite(extra["rates"]):
+            norm = math.nan
         if not math.isfinite(norm):
             return OuterStep(norm, lr, False)
         if 0 < self.config.max_grad_norm < norm:
             meta_grad.mul_(self.config.max_grad_norm / norm)
+        before = dict(self.numbers)
         for place, weight_decay in self.parts:
-            self._move(place, weight_decay, meta_grad, lr)
-        self.steps += 1
-        return OuterStep(norm, lr, True)
-
-    def _move(self, place: slice, weight_decay: float, meta_grad: Tensor, lr: float) -> None:
-        """One step of torch's optimizer on a piece of theta, with its moments from home and back."""
-        value = self.home.fetch(self.theta[place])
-        value.grad = self.home.fetch(meta_grad[place])
-        group = [{"params": [value], "weight_decay": weight_decay}]
-        if self.config.outer_optimizer == "adamw":
-            optimizer: torch.optim.Optimizer = torch.optim.AdamW(group, lr=lr, eps=self.config.adam_epsilon)
-        else:
-            optimizer = torch.optim.SGD(group, lr=lr)
-        if self.steps:
+            value, gradient = self.home.fetch(self.theta[place]), self.home.fetch(meta_grad[place])
             moments = {name: self.home.fetch(vector[place]) for name, vector in self.moments.items()}
-            optimizer.state[value] = {"step": torch.tensor(float(self.steps)), **moments} if moments else {}
-        optimizer.step()
-        self.home.put(self.theta[place], value)
-        for name, moment in optimizer.state[value].items():
-            if name != "step" and isinstance(moment, Tensor):
+            moved = self._move(value, gradient, {**tensors(before), **moments}, lr, weight_decay)
+            self.home.put(self.theta[place], value)
+            for name, moment in moved.items():
                 if name not in self.moments:
                     self.moments[name] = self.home.zeros(self.theta)
                 self.home.put(self.moments[name][place], moment)
+        if self.rates is not None:
+            state = {**tensors(before), **self.rate_moments}
+            self.rate_moments = self._move(
+                self.rates, extra["rates"].clone(), state, self.config.rates_lr * self.factor(outer_step)
+            )
+        if self.kept is not None:
+            self.kept.vectors = {name: extra[name].clone() for name in ("exp_avg", "exp_avg_sq")}
+            self.kept.count += self.inner_steps
+        return OuterStep(norm, lr, True)
 
-    def state(self) -> tuple[dict[str, Tensor], int]:
-        """Moments as vectors [S] by name, and the number of steps taken."""
-        return self.moments, self.steps
+    def _move(
+        self, value: Tensor, gradient: Tensor, state: dict[str, Tensor], lr: float, weight_decay: float = 0.0
+    ) -> dict[str, Tensor]:
+        """One step of torch's optimizer on a tensor, in place; return its moments, remember its numbers."""
+        optimizer = OPTIMIZERS[self.config.outer_optimizer]([{"params": [value]}], self.config)
+        optimizer.param_groups[0]["lr"] = lr
+        if state:
+            optimizer.state[value] = state
+        value.mul_(1 - lr * weight_decay)
+        value.grad = gradient
+        optimizer.step()
+        value.grad = None
+        moved = {name: item for name, item in optimizer.state[value].items() if item is not None}
+        self.numbers = {name: float(item) for name, item in moved.items() if not is_vector(item)}
+        return {name: item for name, item in moved.items() if is_vector(item)}
 
-    def load_state(self, vectors: dict[str, Tensor], steps: int) -> None:
+    def _finite(self, gradient: Tensor) -> bool:
+        """Whether the gradient of the rates is finite on every rank of the group. Collective: group."""
+        bad = (~torch.isfinite(gradient.sum())).to(torch.float64)
+        return float(self.worker.group.sum_(bad)) == 0
+
+    def state(self) -> OuterState:
+        """All that a continuation needs besides theta, apart from the schedule."""
+        state = OuterState(dict(self.moments), {}, dict(self.numbers))
+        if self.rates is not None:
+            of_rates = {f"rates.{name}": value for name, value in self.rate_moments.items()}
+            self._of_rates(state).update({"rates": self.rates, **of_rates})
+        if self.kept is not None:
+            state.vectors |= {f"kept.{name}": vector for name, vector in self.kept.vectors.items()}
+            state.numbers["kept.count"] = self.kept.count
+        return state
+
+    def load_state(self, state: OuterState) -> None:
         """Continue from what `state` returned, on this layout or another."""
-        self.moments, self.steps = {name: self.home.keep(vector) for name, vector in vectors.items()}, steps
+        moments = {name: vector for name, vector in state.vectors.items() if not name.startswith(("rates", "kept."))}
+        self.moments = {name: self.home.keep(vector.clone()) for name, vector in moments.items()}
+        self.numbers = {name: value for name, value in state.numbers.items() if name != "kept.count"}
+        if self.rates is not None:
+            saved = self._of_rates(state)
+            self.rates.copy_(saved["rates"])
+            self.rate_moments = {name.removeprefix("rates."): v.clone() for name, v in saved.items() if name.startswith("rates.")}
+        if self.kept is not None:
+            kept = {name: v for name, v in state.vectors.items() if name.startswith("kept.")}
+            self.kept.vectors = {name.removeprefix("kept."): vector.clone() for name, vector in kept.items()}
+            self.kept.count = int(state.numbers.get("kept.count", 0))
+
+    def _of_rates(self, state: OuterState) -> dict[str, Tensor]:
+        """Rates per element are vectors like theta; a table of rates is whole on every rank."""
+        return state.tables if self.rates is not None and self.rates.ndim == 2 else state.vectors
+
+
+def tensors(numbers: Mapping[str, float]) -> dict[str, Tensor]:
+    """As torch's optimizers hold them."""
+    return {name: torch.tensor(value) for name, value in numbers.items()}
+
+
+def is_vector(item: Tensor | float) -> bool:
+    return isinstance(item, Tensor) and item.ndim > 0
+
+
+@dataclass
+class OuterState:
+    """vectors: [S], by name; tables: the same on every rank; numbers: steps and the like, equal for every parameter."""
+
+    vectors: dict[str, Tensor]
+    tables: dict[str, Tensor]
+    numbers: dict[str, float]
+
+
+def _with_epsilon(kind: Any) -> Callable[[list[dict[str, Any]], Config], torch.optim.Optimizer]:
+    return lambda groups, config: kind(groups, lr=config.outer_lr, eps=config.adam_epsilon, weight_decay=0.0)
+
+
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], Config], torch.optim.Optimizer]] = {
+    "adamw": _with_epsilon(torch.optim.AdamW),
+    "sgd": lambda groups, config: torch.optim.SGD(groups, lr=config.outer_lr),
+    "nesterov": lambda groups, config: torch.optim.SGD(groups, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=True),
+    "adagrad": _with_epsilon(torch.optim.Adagrad),
+    "adamax": _with_epsilon(torch.optim.Adamax),
+    "nadam": _with_epsilon(torch.optim.NAdam),
+    "radam": _with_epsilon(torch.optim.RAdam),
+    "rmsprop": _with_epsilon(torch.optim.RMSprop),
+}
+"""Optimizers of torch that act element by element, so that they work on shards."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fmmeta.meta.algorithms import Direction
+from fmmeta.meta.direction import Direction
 from fmmeta.parallel.communicator import Ranks
 
 
 class Tally:
     """What the tasks of one outer step gave: this group's numbers, then (after `agree`) everybody's in `values`."""
 
-    def __init__(self) -> None:
-        self.began = time.monotonic()
+    def __init__(self, numbers: Sequence[str] = ()) -> None:
+        """`numbers`: names of what this algorithm's directions tell besides."""
+        self.began, self.names = time.monotonic(), tuple(numbers)
+        self.numbers = [0.0] * len(self.names)
         self.weight, self.skipped, self.tokens = 0.0, 0, 0
         self.support_loss = self.query_loss = self.accuracy = 0.0
         self.data_seconds, self.failures = 0.0, 0
@@ -31,6 +34,8 @@ class Tally:
         self.support_loss += direction.weight * direction.support.loss
         self.query_loss += direction.weight * direction.query.loss
         self.accuracy += direction.weight * direction.query.accuracy
+        self.numbers = [total + direction.weight * direction.numbers[name]
+                        for total, name in zip(self.numbers, self.names, strict=True)]  # fmt: skip
 
     def missed(self, tasks: int, failures: int, data_seconds: float) -> None:
         """Tasks of the group without an episode, how many of them this rank could not load, and its wait for data."""
@@ -41,16 +46,18 @@ class Tally:
         """Sum over all groups; return the summed weight of the finite tasks. Collective: world."""
         waiting = time.monotonic()
         mine = torch.tensor([self.weight, self.support_loss, self.query_loss, self.accuracy, self.skipped,
-                             self.tokens, self.data_seconds, self.failures], dtype=torch.float64)  # fmt: skip
+                             self.tokens, self.data_seconds, self.failures, *self.numbers], dtype=torch.float64)  # fmt: skip
         layout = ranks.layout
         if layout.group_rank != 0:  # one voice per group; the others are each rank's own
             mine[:5] = 0
+            mine[8:] = 0
         ranks.world.sum_(mine)
         times = torch.zeros(2, layout.num_groups, dtype=torch.float64)  # busy, waiting: mean over the ranks of a group
         times[:, layout.group_index] = torch.tensor([waiting - self.began, time.monotonic() - waiting]) / layout.group_size
         busy, waits = ranks.world.sum_(times)
-        weight, support, query, accuracy, skipped, tokens, data_seconds, self.failures = mine.tolist()
-        means = {"support_loss": support, "query_loss": query, "accuracy": accuracy}
+        weight, support, query, accuracy, skipped, tokens, data_seconds, self.failures, *numbers = mine.tolist()
+        means = {"support_loss": support, "query_loss": query, "accuracy": accuracy,
+                 **dict(zip(self.names, numbers, strict=True))}  # fmt: skip
         self.values = {
             "tokens": int(tokens),
             **{name: value / weight if weight else math.nan for name, value in means.items()},

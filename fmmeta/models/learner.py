@@ -2,6 +2,7 @@
 
     learner(input_ids [B, T], attention_mask [B, T]) -> logits [B, C] or [B, T, V]
     learner(..., want="features")                    -> [B, D], what the classifier head sees
+    learner(..., want="both")                        -> features and logits
 
 Three kinds: a sequence classifier as transformers ships it (pooling: model), an encoder with fmmeta's pooling and a
 linear head, and a causal language model. `hf` is the part that export saves.
@@ -58,10 +59,12 @@ class PooledClassifier(Learner):
             if name.split(".")[0] == "pooler":  # never reached: it would get no gradient
                 param.requires_grad_(False)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, want: str = "logits") -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, want: str = "logits") -> Any:
         hidden = self.hf(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         features = pool(hidden, attention_mask, self.pooling)
-        return features if want == "features" else self.head(features)
+        if want == "features":
+            return features
+        return (features, self.head(features)) if want == "both" else self.head(features)
 
 
 class NativeClassifier(Learner):
@@ -79,21 +82,21 @@ class NativeClassifier(Learner):
         self.head_path = f"hf.{name}"
         self.head_names = tuple(f"hf.{name}.{part}" for part, _ in self_head.named_parameters())
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, want: str = "logits") -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, want: str = "logits") -> Any:
         if want == "logits":
             return self.hf(input_ids=input_ids, attention_mask=attention_mask).logits
         seen: list[Tensor] = []
         head = self.get_submodule(self.head_path)
         hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:
-            self.hf(input_ids=input_ids, attention_mask=attention_mask)
+            logits = self.hf(input_ids=input_ids, attention_mask=attention_mask).logits
         finally:
             hook.remove()
         features = seen[0]
         if features.ndim == 3:  # decoders score every token and keep the last one
             last = attention_mask.long().sum(1) - 1
             features = features[torch.arange(len(features), device=features.device), last]
-        return features
+        return (features, logits) if want == "both" else features
 
 
 def positions(numbers: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class DeepSpeedWorker(Worker):
         self.model = self.engine
         self.shards = shards.of_engine(self.engine, group.rank)
         self.params = self.shards.param_map(names)
-        self.shard_device = self.shards.tensors[0].device
+        self.home = self.shards.tensors[0].device
         begin = 0
         for tensor in self.shards.tensors:
             self.tap.where[tensor.data_ptr()] = slice(begin, begin + tensor.numel())

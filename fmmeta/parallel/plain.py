@@ -20,7 +20,7 @@ class PlainWorker(Worker):
     """Holds the whole model. `groups`: parameter groups as `shards.param_groups` returns them."""
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]], device: torch.device, bf16: bool = False) -> None:
-        self.device, self.shard_device, self.group = device, device, Communicator(None, 0, 1, device)
+        self.device, self.home, self.group = device, device, Communicator(None, 0, 1, device)
         if bf16:  # before they travel: a frozen weight needs no fp32 copy on the device
             for param in model.parameters():
                 if not param.requires_grad:

@@ -6,7 +6,9 @@
     gradient(batches, restore) -> vector, Pass      the same, capturing instead         query gradient
     forward(batches) -> Pass             loss and accuracy, no gradient                 evaluation
     features(batches) -> [[B, D]]        what the classifier head sees, no gradient     prototypes
+    pull(batches, cotangents) -> vector, Pass    gradient of <features, cotangents>     back through features
     dot(a, b) -> float                   over the whole model, each element once
+    dots(a, b, segments, n) -> [n]       the same, by layer                             learned rates
 
 A vector is the flat fp32 tensor of S elements described in shards.py. Every rank of a group calls the same verbs in
 the same order with the same number of micro-batches; groups are independent of each other and never wait here.
@@ -18,6 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +64,7 @@ class Worker(ABC):
     model: nn.Module
     group: Communicator
     device: torch.device  # of the working weights
-    shard_device: torch.device  # of the fp32 shards: the host's where DeepSpeed offloads them
+    home: torch.device  # of the fp32 shards and of vectors: the host's where DeepSpeed offloads them
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -84,26 +87,11 @@ class Worker(ABC):
 
     def step(self, batches: Sequence[MicroBatch], update: Update) -> Pass:
         """One optimisation step on the mean loss over `batches`. Collective: group."""
-        stats = torch.zeros(4, dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(batches):
-            loss = self._loss(batch, stats)
-            self.backward(loss, last=index == len(batches) - 1)
-        stats[3] = self.apply(update)
-        return Pass(self.group.sum_(stats))
+        return self._step(batches, self._loss, update)
 
     def gradient(self, batches: Sequence[MicroBatch], restore: Tensor | None = None) -> tuple[Tensor, Pass]:
         """Return the gradient of the mean loss, fp32 [S]; leave the weights alone, or put `restore` in. Collective: group."""
-        captured = torch.zeros(self.params.numel, device=self.shard_device)
-
-        def capture(shard: Tensor, grad: Tensor, where: slice) -> None:
-            captured[where] = grad
-            if restore is not None:
-                shard.copy_(restore[where])
-
-        result = self.step(batches, capture)
-        if restore is not None and not result.finite:
-            self.write(restore)  # a skipped step restores nothing
-        return captured, result
+        return self._capture(batches, self._loss, restore)
 
     @torch.no_grad()
     def forward(self, batches: Sequence[MicroBatch]) -> Pass:
@@ -125,6 +113,21 @@ class Worker(ABC):
             part.add_(there.to(part.device))
         return way
 
+    def pull(self, batches: Sequence[MicroBatch], cotangents: Sequence[Tensor]) -> tuple[Tensor, Pass]:
+        """Gradient of sum <features, cotangent> over the rows of the group, fp32 [S]; the weights stay.
+
+        cotangents: one per micro-batch of this rank, [B, D], zero for rows that do not count. Collective: group.
+        """
+        given = iter(cotangents)
+
+        def loss(batch: MicroBatch, stats: Tensor) -> Tensor:
+            features, logits = self._call(batch.to(self.device), want="both")
+            product = (features.float() * next(given).to(features.device, torch.float32)).sum()
+            stats[0] += product.detach()
+            return product + 0.0 * logits.float().sum()  # the head takes part, as engines expect of every parameter
+
+        return self._capture(batches, loss)
+
     def dot(self, a: Tensor, b: Tensor) -> float:
         """Inner product over the whole model. Collective: group (none if replicated)."""
         product = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -132,11 +135,44 @@ class Worker(ABC):
             product += torch.dot(x.to(self.device).double(), y.to(self.device).double())
         return float(product if self.params.replicated else self.group.sum_(product))
 
+    def dots(self, a: Tensor, b: Tensor, segments: Sequence[tuple[int, int, int]], count: int) -> Tensor:
+        """Inner products by layer, float64 [count] in host memory, over the whole model.
+
+        segments: begin, end, layer of stretches of this rank's vectors. Collective: group (none if replicated).
+        """
+        sums = torch.zeros(count, dtype=torch.float64, device=a.device)
+        for begin, end, layer in segments:
+            sums[layer] += torch.dot(a[begin:end].double(), b[begin:end].double())
+        sums = sums.cpu()
+        return sums if self.params.replicated else self.group.sum_(sums)
+
     def whole(self, vector: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
         """One whole parameter out of the group's vectors. Collective: group."""
         return self.params.whole(vector, name, shape, self.group.sum_)
 
-    def _call(self, batch: MicroBatch, want: str = "logits") -> Tensor:
+    def _step(self, batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch, Tensor], Tensor], update: Update) -> Pass:
+        stats = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(batches):
+            loss = loss_of(batch, stats)
+            self.backward(loss, last=index == len(batches) - 1)
+        stats[3] = self.apply(update)
+        return Pass(self.group.sum_(stats))
+
+    def _capture(self, batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch, Tensor], Tensor],
+                 restore: Tensor | None = None) -> tuple[Tensor, Pass]:  # fmt: skip
+        captured = torch.zeros(self.params.numel, device=self.home)
+
+        def capture(shard: Tensor, grad: Tensor, where: slice) -> None:
+            captured[where] = grad
+            if restore is not None:
+                shard.copy_(restore[where])
+
+        result = self._step(batches, loss_of, capture)
+        if restore is not None and not result.finite:
+            self.write(restore)  # a skipped step restores nothing
+        return captured, result
+
+    def _call(self, batch: MicroBatch, want: str = "logits") -> Any:
         return self.model(batch.input_ids, batch.attention_mask, want=want)
 
     def _loss(self, batch: MicroBatch, stats: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ rows of like length lie together, and the weights make the losses add up to the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -67,10 +67,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Batches:
-    """An episode as this rank's micro-batches."""
+    """An episode as this rank's micro-batches. `prompted`: the query with the support set before it, for in-context learning."""
 
     support: list[MicroBatch]
     query: list[MicroBatch]
+    prompted: list[MicroBatch] = field(default_factory=list)
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -78,7 +79,7 @@ class Batches:
         return sum(b.tokens for b in self.support), sum(b.tokens for b in self.query)
 
     def pin_memory(self) -> Batches:
-        return Batches([b.pin_memory() for b in self.support], [b.pin_memory() for b in self.query])
+        return Batches(*([batch.pin_memory() for batch in part] for part in (self.support, self.query, self.prompted)))
 
 
 @dataclass(frozen=True)

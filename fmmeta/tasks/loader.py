@@ -25,7 +25,7 @@ from typing import Any
 import torch.utils.data
 
 from fmmeta.config import UsageError
-from fmmeta.tasks.batch import Batches, Dealer
+from fmmeta.tasks.batch import Batches, Dealer, Example
 from fmmeta.tasks.schedule import Task
 from fmmeta.tasks.source import Draw, Episode, TaskSource
 
@@ -49,6 +49,10 @@ class Loaded:
         return replace(self, batches=self.batches and self.batches.pin_memory())
 
 
+Prompted = Callable[[Sequence[Example], Sequence[Example]], list[Example]]
+"""From support and query rows to query rows with the support set before them, for in-context learning."""
+
+
 @dataclass
 class Load:
     """From a task to its micro-batches; picklable. `transform` turns draws into episodes (default: their tokens)."""
@@ -57,6 +61,7 @@ class Load:
     dealer: Dealer
     transform: Callable[[Draw], Episode] | None = None
     most_classes: int = 0
+    prompt: Prompted | None = None
     sleep: Callable[[float], None] = time.sleep
 
     def __call__(self, task: Task) -> Loaded:
@@ -80,7 +85,8 @@ class Load:
                     raise
                 self.sleep(wait_s)
         classes = len(episode.classes) if len(episode.classes) < self.most_classes else 0
-        return Batches(self.dealer.deal(episode.support, classes), self.dealer.deal(episode.query, classes))
+        support, query = (self.dealer.deal(rows, classes) for rows in (episode.support, episode.query))
+        return Batches(support, query, self.dealer.deal(self.prompt(episode.support, episode.query)) if self.prompt else [])
 
 
 class Tasks(torch.utils.data.Dataset[str]):

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.distributed.matrix import AXES, LAYOUTS, TOLERANCE, Bench, Case, cases, full, pairs, pairwise
+from tests.distributed.matrix import AXES, LAYOUTS, Bench, Case, cases, full, pairs, pairwise, tolerance
 
 CHOSEN = full() if os.environ.get("FMMETA_PARITY") == "full" else pairwise()
 WRAPPERS = {
@@ -38,7 +38,7 @@ def outcomes(tmp_path_factory):
 @pytest.mark.parametrize("case", sorted(CHOSEN, key=lambda case: LAYOUTS.index(case.layout)), ids=lambda case: case.id)
 def test_ends_where_the_oracle_ends(case, outcomes):
     error, facts = outcomes(case)
-    assert error < TOLERANCE[case.dtype, case.outer]
+    assert error < tolerance(case)
     assert facts["start_off"] == 0  # the masters are the checkpoint's weights, not a rounded copy
     assert facts["engine"] == ("PlainWorker" if case.stage == "plain" else "DeepSpeedWorker")
     assert facts["effects"] == case.settings  # none was ignored

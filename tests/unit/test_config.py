@@ -9,6 +9,13 @@ import pytest
 from fmmeta.config import FREE_ON_RESUME, LEAST, Config, changed_settings
 from tests.unit.helpers import refusal
 
+COMPANIONS = {  # settings without which a choice is refused
+    ("inner_state", "kept"): {"algorithm": "reptile", "inner_optimizer": "adamw"},
+    ("inner_optimizer", "adamw"): {"algorithm": "reptile"},
+    ("algorithm", "in_context"): {"task_type": "causal_lm"},
+    ("algorithm", "joint"): {"task_type": "causal_lm"},
+}
+LEAST_NEEDS = {"first_order_steps": "maml", "inner_steps": "none"}
 CHOICES = {item.name: item.metadata["choices"] for item in fields(Config) if "choices" in item.metadata}
 
 
@@ -16,7 +23,7 @@ CHOICES = {item.name: item.metadata["choices"] for item in fields(Config) if "ch
     ("task_type", "task_type=x is unknown; use classification or causal_lm"),
     ("head_init", "head_init=x is unknown; use zero, learned or prototype"),
     ("engine", "engine=x is unknown; use auto, deepspeed or plain"),
-    ("outer_optimizer", "outer_optimizer=x is unknown; use adamw or sgd"),
+    ("outer_optimizer", "outer_optimizer=x is unknown; use adamw, sgd, nesterov, adagrad, adamax, nadam, radam or rmsprop"),
 ])  # fmt: skip
 def test_an_unknown_choice_is_refused(name, said):
     assert refusal(Config, **{name: "x"}) == said
@@ -25,13 +32,14 @@ def test_an_unknown_choice_is_refused(name, said):
 @pytest.mark.parametrize("name", CHOICES)
 def test_choices_are_checked(name):
     assert refusal(Config, **{name: "nonsense"}).startswith(f"{name}=nonsense is unknown; use ")
-    assert all(getattr(Config(**{name: choice}), name) == choice for choice in CHOICES[name])
+    for choice in CHOICES[name]:
+        assert getattr(Config(**{name: choice, **COMPANIONS.get((name, choice), {})}), name) == choice
 
 
 @pytest.mark.parametrize(("name", "least"), LEAST.items())
 def test_lower_bounds(name, least):
     assert refusal(Config, **{name: least - 1}) == f"{name}={least - 1} is below {least}; use {least} or more"
-    assert getattr(Config(**{name: least}), name) == least
+    assert getattr(Config(**{name: least}, algorithm=LEAST_NEEDS.get(name, "fomaml")), name) == least
 
 
 @pytest.mark.parametrize("value", ["0", "-2", "many", "1.5", ""])

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from fmmeta.config import SCHEDULES, Config
 from fmmeta.feed import Reader
 from fmmeta.fewshot.evaluate import Score, evaluate_tasks, mean_ci95, per_stratum
-from fmmeta.meta.algorithms import Direction, make_rule
-from fmmeta.meta.inner import InnerLoop, sgd
+from fmmeta.meta.algorithms import RULES
+from fmmeta.meta.algorithms.setup import setup
+from fmmeta.meta.direction import Direction, Rule
+from fmmeta.meta.inner import InnerLoop
 from fmmeta.meta.outer import MetaGradient, Outer
 from fmmeta.models.learner import NativeClassifier, PooledClassifier
 from fmmeta.parallel.communicator import Communicator
@@ -63,8 +65,13 @@ def batches(micro_batch_size: int = 4) -> Batches:
     return Batches(dealer.deal(SUPPORT), dealer.deal(QUERY))
 
 
-def inner_loop(model: nn.Module, head_init: str) -> InnerLoop:
-    return InnerLoop(STEPS, LR, head_init, model.head_names, CLASSES)
+def rule_of(name: str, worker: PlainWorker, head_init: str, lr: float = LR) -> Rule:
+    config = Config(algorithm=name, inner_steps=STEPS, inner_lr=lr, head_init=head_init)
+    return RULES[name](setup(config, worker, worker.model.head_names, CLASSES, bf16=False), 0)
+
+
+def inner_loop(worker: PlainWorker, head_init: str) -> InnerLoop:
+    return rule_of("fomaml", worker, head_init).inner
 
 
 def by_name(worker: PlainWorker, vector: Tensor) -> dict[str, Tensor]:
@@ -125,7 +132,9 @@ def test_prototypes_are_class_means(pooling):
     means = means_by_hand(model)
     worker = worker_of(model, "prototype")
     theta = worker.read()
-    inner_loop(model, "prototype").start(worker, theta, batches().support)
+    phi0, found = inner_loop(worker, "prototype").head.start(worker, theta, batches().support)
+    assert torch.equal(phi0, worker.read())
+    torch.testing.assert_close(found.means, means)
     weight, bias = (model.get_parameter(name) for name in model.head_names)
     torch.testing.assert_close(weight.detach(), 2 * means)
     torch.testing.assert_close(bias.detach(), -means.square().sum(1))
@@ -138,14 +147,10 @@ def test_other_head_starts_change_nothing(head_init):
     model = encoder("mean")
     worker = worker_of(model, head_init)
     theta = worker.read()
-    inner_loop(model, head_init).start(worker, theta, batches().support)
+    phi0, means = inner_loop(worker, head_init).head.start(worker, theta, batches().support)
+    assert phi0 is theta
+    assert means is None
     assert torch.equal(worker.read(), theta)
-
-
-def test_sgd_update():
-    shard = torch.tensor([1.0, 2.0])
-    sgd(0.5)(shard, torch.tensor([4.0, -2.0]), slice(0, 2))
-    assert shard.tolist() == [-1.0, 3.0]
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4, 32])
@@ -165,7 +170,7 @@ def test_fomaml_is_the_query_gradient_of_an_adapted_copy(pooling, head_init):
     model = encoder(pooling)
     wanted = gradients(adapted_copy(model, head_init), QUERY)
     worker = worker_of(model, head_init)
-    direction = make_rule("fomaml", inner_loop(model, head_init)).direction(worker, worker.read(), batches())
+    direction = rule_of("fomaml", worker, head_init).direction(worker, worker.read(), batches())
     assert_same(by_name(worker, direction.shards), wanted)
     assert (direction.weight, direction.finite) == (1.0, True)
 
@@ -176,11 +181,11 @@ def test_reptile_is_theta_minus_phi(head_init):
     phi = dict(adapted_copy(model, head_init).named_parameters())
     worker = worker_of(model, head_init)
     theta = by_name(worker, worker.read())
-    direction = make_rule("reptile", inner_loop(model, head_init)).direction(worker, worker.read(), batches())
+    direction = rule_of("reptile", worker, head_init).direction(worker, worker.read(), batches())
     assert_same(by_name(worker, direction.shards), {name: value - phi[name].detach() for name, value in theta.items()})
 
 
-@pytest.mark.parametrize("rule", ["fomaml", "reptile"])
+@pytest.mark.parametrize("rule", ["fomaml", "maml", "reptile"])
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("poison", [False, True])
 def test_theta_is_restored_bitwise(rule, bf16, poison):
@@ -190,12 +195,11 @@ def test_theta_is_restored_bitwise(rule, bf16, poison):
     theta = worker.read()
     before = [param.detach().clone() for param in model.parameters()]
     episode = batches()
-    inner = InnerLoop(STEPS, 1e38 if poison else LR, "prototype", model.head_names, CLASSES)
-    direction = make_rule(rule, inner).direction(worker, theta, episode)
+    direction = rule_of(rule, worker, "prototype", 1e38 if poison else LR).direction(worker, theta, episode)
     assert direction.finite is not poison
     assert torch.equal(worker.read(), theta)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    again = make_rule(rule, inner_loop(model, "prototype")).direction(worker, theta, episode)
+    again = rule_of(rule, worker, "prototype").direction(worker, theta, episode)
     assert again.finite  # nothing of the bad task is left, in gradients neither
 
 
@@ -312,6 +316,101 @@ def test_outer_steps_are_those_of_torch():
     torch.testing.assert_close(theta, param.detach())
 
 
+@pytest.mark.parametrize(("name", "make"), [
+    ("sgd", lambda p: torch.optim.SGD(p, lr=0.01)),
+    ("nesterov", lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.8, nesterov=True)),
+    ("adagrad", lambda p: torch.optim.Adagrad(p, lr=0.01, eps=1e-6)), ("adamax", lambda p: torch.optim.Adamax(p, lr=0.01, eps=1e-6)),
+    ("nadam", lambda p: torch.optim.NAdam(p, lr=0.01, eps=1e-6)), ("radam", lambda p: torch.optim.RAdam(p, lr=0.01, eps=1e-6)),
+    ("rmsprop", lambda p: torch.optim.RMSprop(p, lr=0.01, eps=1e-6)),
+])  # fmt: skip
+def test_other_outer_optimizers_are_those_of_torch(name, make):
+    worker = worker_of(encoder("mean"))
+    theta = worker.read()
+    param = nn.Parameter(theta.clone())
+    plain = make([param])
+    outer = outer_of(worker, theta, outer_optimizer=name, outer_lr=0.01, adam_epsilon=1e-6, outer_momentum=0.8)
+    for step in range(4):
+        param.grad = torch.randn(theta.shape, generator=RNG)
+        outer.step(param.grad.clone(), step)
+        plain.step()
+    torch.testing.assert_close(theta, param.detach())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "nesterov", "rmsprop"])
+@pytest.mark.parametrize("learned", ["layer", "element"])
+def test_learned_rates_move_by_their_own_learning_rate(optimizer, learned):
+    model = encoder("mean")
+    worker = worker_of(model)
+    settings = {"inner_lr_learned": learned, "rates_lr": 0.03, "outer_optimizer": optimizer, "max_grad_norm": 0.0}
+    config = Config(**settings, lr_scheduler_type="linear", outer_steps=10, weight_decay=0.5, adam_epsilon=1e-6)
+    inner = setup(config, worker, model.head_names, CLASSES, bf16=False).inner
+    rates = inner.rates.meta_parameter
+    param = nn.Parameter(rates.clone())
+    kinds = {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop, "adamw": torch.optim.AdamW}
+    plain = (torch.optim.SGD([param], lr=1, momentum=0.9, nesterov=True) if optimizer == "nesterov" else
+             kinds[optimizer]([param], lr=1, weight_decay=0.0, **({} if optimizer == "sgd" else {"eps": 1e-6})))  # fmt: skip
+    outer = Outer(worker.read(), worker, config, inner)
+    for step in range(3):
+        param.grad = torch.randn(rates.shape, generator=RNG, dtype=rates.dtype)
+        plain.param_groups[0]["lr"] = 0.03 * (1 - step / 10)
+        assert outer.step(torch.zeros(worker.params.numel), step, {"rates": param.grad}).applied
+        plain.step()
+    torch.testing.assert_close(rates, param.detach())
+    before = rates.clone()
+    bad = {"rates": torch.full_like(rates, math.nan)}
+    assert not outer.step(torch.zeros(worker.params.numel), 3, bad).applied
+    assert torch.equal(rates, before)
+
+
+@pytest.mark.parametrize("learned", ["no", "layer", "element"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "nesterov", "adagrad", "adamax", "nadam", "radam", "rmsprop"])
+def test_a_resumed_outer_goes_on_alike_with_learned_rates(optimizer, learned):
+    model = encoder("mean")
+    worker = worker_of(model, "zero")
+    config = Config(outer_optimizer=optimizer, outer_lr=0.01, weight_decay=0.1, inner_lr_learned=learned)
+    grads = [torch.randn(worker.params.numel, generator=RNG) for _ in range(4)]
+    ends = []
+    for stops in (False, True):
+        theta = worker.read()
+        inner = setup(config, worker, model.head_names, CLASSES, bf16=False).inner
+        outer = Outer(theta, worker, config, inner)
+        rng = torch.Generator().manual_seed(9)
+        for step, grad in enumerate(grads):
+            if stops and step == 2:
+                saved = outer.state()
+                inner = setup(config, worker, model.head_names, CLASSES, bf16=False).inner
+                outer = Outer(theta, worker, config, inner)
+                outer.load_state(saved)
+            rates = inner.rates.meta_parameter
+            extra = {} if rates is None else {"rates": torch.randn(rates.shape, generator=rng, dtype=rates.dtype)}
+            outer.step(grad.clone(), step, extra)
+        ends.append((theta, inner.rates.meta_parameter))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert learned == "no" or torch.equal(ends[0][1], ends[1][1])
+
+
+def test_kept_moments_are_the_mean_over_tasks_and_survive_a_stop():
+    model = encoder("mean")
+    worker = worker_of(model, "zero")
+    config = Config(algorithm="reptile", inner_optimizer="adamw", inner_state="kept", inner_steps=STEPS, outer_optimizer="sgd")
+    parts = setup(config, worker, model.head_names, CLASSES, bf16=False)
+    theta = worker.read()
+    outer = Outer(theta, worker, config, parts.inner)
+    meta = MetaGradient(theta, outer.extras)
+    tasks = [RULES["reptile"](parts, 0).direction(worker, theta, batches()) for _ in range(2)]
+    tasks[1].extra["exp_avg"].mul_(3)
+    for task in tasks:
+        meta.add(task)
+    outer.step(meta.reduce(Communicator(None, 0, 1, CPU), 2.0), 0, meta.extra)
+    kept = parts.inner.rule.kept
+    torch.testing.assert_close(kept.vectors["exp_avg"], 2 * tasks[0].extra["exp_avg"])
+    assert kept.count == STEPS
+    resumed = setup(config, worker, model.head_names, CLASSES, bf16=False)
+    Outer(theta.clone(), worker, config, resumed.inner).load_state(outer.state())
+    assert resumed.inner.rule.kept.count == STEPS
+    assert all(torch.equal(resumed.inner.rule.kept.vectors[name], kept.vectors[name]) for name in ("exp_avg", "exp_avg_sq"))
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_resumed_outer_goes_on_alike(optimizer):
     worker = worker_of(encoder("mean"), "zero")
@@ -325,7 +424,7 @@ def test_a_resumed_outer_goes_on_alike(optimizer):
     for step in (0, 1):
         first.step(grads[step].clone(), step)
     second = outer_of(worker, broken, **settings)
-    second.load_state(*first.state())
+    second.load_state(first.state())
     for step in (2, 3):
         second.step(grads[step].clone(), step)
     assert torch.equal(straight, broken)
@@ -355,7 +454,7 @@ def test_evaluation_scores_before_and_after_and_leaves_theta():
     worker.write(torch.zeros_like(theta))  # evaluation puts theta in by itself
     tasks = [Task(0, f"t{i}", f"s{i}", 10 + i, (0, 0, 0, i)) for i in range(2)]
     reader = Reader(lambda tasks: [Loaded(task, batches()) for task in tasks], one_rank(), Config(), print)
-    scores = evaluate_tasks(worker, theta, inner_loop(model, "zero"), tasks, reader, one_rank())
+    scores = evaluate_tasks(worker, theta, inner_loop(worker, "zero"), tasks, reader, one_rank())
     assert torch.equal(worker.read(), theta)
     assert [(score.slot, score.stratum) for score in scores] == [(0, "s0"), (1, "s1")]
     for score in scores:

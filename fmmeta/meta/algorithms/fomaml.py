@@ -8,22 +8,9 @@ derivatives. Cost per task: K + 1 forward and backward passes, no memory beyond 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from torch import Tensor
-
-from fmmeta.meta.algorithms import Direction
-from fmmeta.meta.inner import InnerLoop
-from fmmeta.parallel.worker import Worker
-from fmmeta.tasks.batch import Batches
+from fmmeta.meta.algorithms.setup import Setup
+from fmmeta.meta.direction import Rule
 
 
-@dataclass(frozen=True)
-class Fomaml:
-    inner: InnerLoop
-
-    def direction(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction:
-        passes = self.inner.adapt(worker, theta, episode.support)
-        gradient, query = worker.gradient(episode.query, restore=theta)
-        finite = all([step.finite for step in [*passes, query]])
-        return Direction(gradient, 1.0, finite, passes[0], query)
+def rule(setup: Setup, outer_step: int) -> Rule:
+    return setup.unrolled(outer_step, order=1)

@@ -4,7 +4,9 @@
 
 Nichol, Achiam, Schulman, "On First-Order Meta-Learning Algorithms", 2018 (arXiv 1803.02999), section 2, batched version:
 outer SGD with learning rate epsilon is theta <- theta + epsilon * mean(phi_K - theta). The query set is only looked at.
-Cost per task: K forward and backward passes and one forward.
+The authors' inner optimizer is Adam without first moment, its state kept from task to task: `--inner_optimizer adamw --inner_beta1 0
+--inner_state kept`. Here all tasks of a meta-batch start with the same moments, and the mean of what they end with is kept.
+Cost per task: K forward and backward passes and one forward; with Adam two shards of moments, four where they are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fmmeta.meta.algorithms import Direction
+from fmmeta.meta.algorithms.setup import Setup
+from fmmeta.meta.direction import Direction, Rule
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.batch import Batches
@@ -24,9 +27,14 @@ class Reptile:
     inner: InnerLoop
 
     def direction(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction:
-        passes = self.inner.adapt(worker, theta, episode.support)
+        adapted = self.inner.adapt(worker, theta, episode.support)
         query = worker.forward(episode.query)
         towards = worker.travelled(theta)
         worker.write(theta)
-        finite = all([step.finite for step in [*passes, query]])
-        return Direction(towards, 1.0, finite, passes[0], query)
+        finite = all([step.finite for step in [*adapted.passes, query]])
+        kept = adapted.state.vectors if self.inner.rule.kept is not None else {}
+        return Direction(towards, 1.0, finite, adapted.passes[0], query, dict(kept))
+
+
+def rule(setup: Setup, outer_step: int) -> Rule:
+    return Reptile(setup.inner)

@@ -1,0 +1,115 @@
+"""Which algorithm goes with which settings: what each takes by default, and what is refused, with the reason.
+
+Reads a Config's values and nothing else; `config.py` calls it and raises. An empty answer means that every setting has its effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+UNROLLED = ("fomaml", "maml", "boil", "proto_maml", "meta_sgd")  # a loss is differentiated through the inner loop
+SECOND_ORDER = ("maml", "boil", "proto_maml", "meta_sgd", "anil")
+DIFFERENCES = ("maml", "boil", "proto_maml", "meta_sgd", "imaml")  # take Hessian-vector products
+UNTRAINED = ("none", "in_context")
+HEAD_OF = {"proto_maml": "prototype", "protonet": "prototype", "boil": "learned"}
+
+WHOLE_MATRICES = {
+    "muon": "it orthogonalises whole weight matrices", "lbfgs": "its line search evaluates the loss",
+    "adafactor": "it keeps moments of whole rows and columns", "shampoo": "it multiplies whole matrices",
+    "soap": "it rotates whole matrices", "lamb": "it takes norms of whole parameters", "lars": "it takes norms of whole parameters",
+    "sparse_adam": "it takes sparse gradients",
+}  # fmt: skip
+OUTER_OPTIMIZERS = ("adamw", "sgd", "nesterov", "adagrad", "adamax", "nadam", "radam", "rmsprop")
+
+
+def resolved(c: Any) -> dict[str, Any]:
+    """Values for the settings that were left open."""
+    open_settings = {
+        "head_init": HEAD_OF.get(c.algorithm, "zero"),
+        "inner_steps": 0 if c.algorithm == "protonet" else 5,
+        "inner_lr_learned": "element" if c.algorithm == "meta_sgd" else "no",
+    }
+    return {name: value for name, value in open_settings.items() if getattr(c, name) is None}
+
+
+def problems(c: Any) -> Iterator[str]:
+    """One line for everything about the algorithm that contradicts something else."""
+    yield from _of_the_algorithm(c)
+    yield from _of_inner_settings(c)
+    yield from _of_the_outer_optimizer(c)
+
+
+def _of_the_algorithm(c: Any) -> Iterator[str]:
+    name = c.algorithm
+    if c.head_init != HEAD_OF.get(name, c.head_init):
+        yield f"head_init={c.head_init} contradicts algorithm={name}, whose head is {HEAD_OF[name]}; leave --head_init out"
+    if c.task_type == "causal_lm" and name in ("anil", "boil", "proto_maml", "protonet"):
+        yield f"algorithm={name} treats the classifier head apart, and task_type=causal_lm has none; use maml or fomaml"
+    if c.task_type == "classification" and name == "in_context":
+        yield "algorithm=in_context puts the support set into the prompt, and task_type=classification has none; use causal_lm"
+    if c.task_type == "classification" and name == "joint":
+        yield ("algorithm=joint with task_type=classification needs one head for the classes of all tasks, which is not implemented; "
+               "use protonet, or causal_lm")  # fmt: skip
+    if c.offload_outer and name not in ("fomaml", "reptile", *UNTRAINED):
+        yield f"offload_outer=True with algorithm={name} is not implemented: its shards work beside theta; use fomaml or reptile"
+    if c.inner_steps == 0 and name not in ("protonet", *UNTRAINED):
+        yield f"inner_steps=0 leaves algorithm={name} nothing to learn through; use 1 or more"
+    if c.first_order_steps and name not in SECOND_ORDER:
+        yield f"first_order_steps={c.first_order_steps} means nothing for algorithm={name}; use it with {' or '.join(SECOND_ORDER)}"
+    if c.multi_step_loss_steps and name not in UNROLLED:
+        yield (f"multi_step_loss_steps={c.multi_step_loss_steps} means nothing for algorithm={name}, which does not differentiate "
+               f"the query loss at every inner step; use it with {', '.join(UNROLLED)}")  # fmt: skip
+    if c.prototype_gradient and not (c.head_init == "prototype" and name in (*UNROLLED, "anil", "imaml")):
+        yield (f"prototype_gradient=True means nothing for algorithm={name} and head_init={c.head_init}; use it with "
+               "head_init=prototype and an algorithm that differentiates through the inner loop")  # fmt: skip
+    if c.check_meta_gradient and name not in DIFFERENCES:
+        yield (f"check_meta_gradient=True checks finite differences, and algorithm={name} takes none; use it with "
+               f"{', '.join(DIFFERENCES)}")  # fmt: skip
+    if name == "meta_sgd" and c.inner_lr_learned != "element":
+        yield f"inner_lr_learned={c.inner_lr_learned} contradicts algorithm=meta_sgd, which learns every element's; leave it out"
+
+
+def _of_inner_settings(c: Any) -> Iterator[str]:
+    name, inner = c.algorithm, c.inner_optimizer
+    if inner == "adamw" and name in (*DIFFERENCES, "anil"):
+        yield (f"inner_optimizer=adamw with algorithm={name}: the meta-gradient through Adam's moments is not implemented; use sgd "
+               "or momentum, or algorithm=fomaml or reptile")  # fmt: skip
+    if inner == "momentum" and name == "imaml":
+        yield ("inner_optimizer=momentum with algorithm=imaml is not tested: the proximal loop only has to reach its minimum; "
+               "use sgd with more --inner_steps")  # fmt: skip
+    if c.inner_weight_decay and inner != "adamw":
+        yield f"inner_weight_decay={c.inner_weight_decay} is AdamW's, and inner_optimizer={inner}; use --inner_optimizer adamw"
+    if c.inner_state == "kept" and not (inner == "adamw" and name == "reptile"):
+        yield (f"inner_state=kept keeps Reptile's Adam moments, and here are algorithm={name} and inner_optimizer={inner}; "
+               "use reset")  # fmt: skip
+    learned = c.inner_lr_learned
+    if learned != "no" and name not in ("fomaml", "maml", "proto_maml", "meta_sgd"):
+        why = "its direction is no gradient of a loss" if name == "reptile" else "the gradient of its rates is not implemented"
+        yield f"inner_lr_learned={learned} with algorithm={name}: {why}; use no, or fomaml, maml, proto_maml or meta_sgd"
+    if learned == "element" and c.inner_lr_schedule != "constant":
+        yield (f"inner_lr_schedule={c.inner_lr_schedule} with inner_lr_learned=element: one rate per element serves all steps; use "
+               "constant, or inner_lr_learned=layer")  # fmt: skip
+    for item in c.inner_lr_groups:
+        pattern, _, factor = item.rpartition("=")
+        if not pattern or not is_number(factor) or float(factor) < 0:
+            yield f"inner_lr_groups={item} is no PATTERN=FACTOR with a factor of 0 or more; write, say, head=10 or '*embeddings*=0'"
+    if c.inner_lr_groups and name in ("anil", "boil"):
+        yield f"inner_lr_groups={' '.join(c.inner_lr_groups)} contradicts algorithm={name}, which is a choice of layers; leave it out"
+
+
+def _of_the_outer_optimizer(c: Any) -> Iterator[str]:
+    name = c.outer_optimizer
+    if name.lower() in WHOLE_MATRICES:
+        yield (f"outer_optimizer={name} does not act element by element: {WHOLE_MATRICES[name.lower()]}, and theta is held in shards; "
+               f"use {' or '.join(OUTER_OPTIMIZERS)}")  # fmt: skip
+    if name not in OUTER_OPTIMIZERS:
+        yield f"outer_optimizer={name} is unknown; use {', '.join(OUTER_OPTIMIZERS[:-1])} or {OUTER_OPTIMIZERS[-1]}"
+
+
+def is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,47 @@
+"""In-context learning, a baseline without gradients: the support set stands in the prompt, before every query.
+
+    before: query alone;  after: support pairs, each as a training example ends, then the query
+
+Brown et al., "Language Models are Few-Shot Learners", 2020 (arXiv 2005.14165), section 2. For causal_lm. Nothing is trained.
+Where the model's positions do not suffice, the first pairs are left out.
+Cost per task: one forward of the query set with prompts K + 1 times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.tasks.batch import IGNORE, Batches, Example
+
+
+def prompted(
+    support: Sequence[Example], query: Sequence[Example], bos_token_id: int | None, positions: int | None
+) -> list[Example]:
+    """Every query with as many of the last support pairs before it as `positions` hold; one `bos` at the start, if any."""
+    pairs = [list(row.input_ids) for row in support]
+    bare = [ids[1:] if ids[:1] == [bos_token_id] else ids for ids in pairs]
+    examples = []
+    for row in query:
+        ids, labels = list(row.input_ids), list(row.labels)  # type: ignore[arg-type]
+        start = ids[:1] == [bos_token_id] and bos_token_id is not None
+        prefix: list[int] = []
+        for pair in reversed(bare):
+            if positions is not None and len(prefix) + len(pair) + len(ids) > positions:
+                break
+            prefix = pair + prefix
+        head = 1 if start else 0
+        examples.append(Example(ids[:head] + prefix + ids[head:], labels[:head] + [IGNORE] * len(prefix) + labels[head:]))
+    return examples
+
+
+@dataclass(frozen=True)
+class InContext:
+    """Scores a task before and after its support set is read; see `Learning`."""
+
+    def score(self, worker: Worker, theta: Tensor, episode: Batches) -> tuple[Pass, Pass]:
+        """Collective: group."""
+        return worker.forward(episode.query), worker.forward(episode.prompted)

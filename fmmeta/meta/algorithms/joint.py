@@ -1,0 +1,36 @@
+"""Joint training, a baseline: multi-task fine-tuning on the same tasks, without an inner loop.
+
+    g = (grad L_support(theta) + grad L_query(theta)) / 2
+
+What meta-learning has to beat (for language models: instruction tuning; Caruana 1997). Evaluation adapts with the inner loop.
+Cost per task: 2 forward and backward passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fmmeta.meta.algorithms.setup import Setup
+from fmmeta.meta.direction import Direction, Rule
+from fmmeta.meta.inner import InnerLoop
+from fmmeta.parallel.worker import Worker
+from fmmeta.tasks.batch import Batches
+
+
+@dataclass(frozen=True)
+class Joint:
+    inner: InnerLoop
+
+    def direction(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction:
+        of_support, support = worker.gradient(episode.support)
+        of_query, query = worker.gradient(episode.query, restore=theta)
+        finite = support.finite and query.finite
+        if not finite:
+            worker.write(theta)
+        return Direction(of_support.add_(of_query).div_(2), 1.0, finite, support, query)
+
+
+def rule(setup: Setup, outer_step: int) -> Rule:
+    return Joint(setup.inner)

@@ -1,0 +1,42 @@
+"""What a rule says of one task, and the shape of a rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from fmmeta.meta.inner import InnerLoop
+from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.tasks.batch import Batches
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What one task says of theta: a descent direction's negative (a gradient), fp32 [S], and how much it counts.
+
+    finite: every pass was, on every rank of the group; a direction that is not must not be used.
+    extra: the same for what is not theta (learned rates, kept moments), by name; numbers: for metrics.jsonl, means over tasks.
+    """
+
+    shards: Tensor
+    weight: float
+    finite: bool
+    support: Pass  # first inner step: theta on the support set
+    query: Pass
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+class Rule(Protocol):
+    """A meta-gradient rule: it finds theta in the worker, leaves theta in the worker, and talks to nobody outside its group."""
+
+    @property
+    def inner(self) -> InnerLoop:
+        """How a task is learned: in evaluation as in training."""
+        ...
+
+    def direction(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction:
+        """Meta-gradient of one task. Collective: group."""
+        ...

@@ -1,0 +1,81 @@
+"""The classifier head at the start of a task, and the way back through it.
+
+    zero, learned   phi_0 = theta (a zeroed head stays zero in theta)
+    prototype       w_c = 2 mu_c, b_c = -|mu_c|^2, mu_c the mean feature of class c over the support set
+
+The prototype head's logits are -|f - mu_c|^2 + |f|^2: a nearest-mean classifier (Snell et al. 2017, equation 8), as
+initialisation Triantafillou et al. 2020 (arXiv 1903.03096, section 3). With `through`, gradients flow back through the means:
+
+    dL/df_i = (2 dL/dw_c - 2 mu_c dL/db_c) / n_c    for a support row i of class c; pulled back to theta in one more pass
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.tasks.batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class Means:
+    """Class means [C, D] and rows per class [C, 1] of a support set, over the whole group."""
+
+    means: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
+class HeadStart:
+    """`names`, `classes`: of the classifier head; neither for a language model."""
+
+    kind: str
+    names: tuple[str, ...] = ()
+    classes: int = 0
+    through: bool = False
+
+    def start(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch]) -> tuple[Tensor, Means | None]:
+        """Take the worker from theta to phi_0; return it (theta itself where nothing changes). Collective: group."""
+        if self.kind != "prototype" or not self.names:
+            return theta, None
+        means = class_means(worker, support, worker.features(support), self.classes)
+        phi = theta.clone()
+        for name, value in zip(self.names, (2 * means.means, -(means.means**2).sum(1)), strict=False):
+            worker.params.put(phi, name, value)
+        worker.write(phi)
+        return phi, means
+
+    def back(
+        self, worker: Worker, v: Tensor, theta: Tensor, support: Sequence[MicroBatch], means: Means | None
+    ) -> tuple[Tensor, list[Pass]]:
+        """dL/dtheta from v = dL/dphi_0, and the passes it took; the worker may hold anything, and holds theta afterwards
+        if there were any. Collective: group."""
+        if means is None or not self.through:
+            return v, []
+        shape = tuple(means.means.shape)
+        of_weight, of_bias = worker.whole(v, self.names[0], shape), worker.whole(v, self.names[1], shape[:1])
+        of_mean = (2 * of_weight - 2 * means.means * of_bias[:, None]) / means.counts
+        cotangents = [of_mean[batch.labels.to(of_mean.device)] * counted(batch, of_mean) for batch in support]
+        worker.write(theta)
+        pulled, result = worker.pull(support, cotangents)
+        return pulled.add_(v), [result]
+
+
+def counted(batch: MicroBatch, like: Tensor) -> Tensor:
+    """1 for rows that count, 0 for rows that only fill a batch; [B, 1]."""
+    return (batch.weights > 0).to(like.device, like.dtype)[:, None]
+
+
+def class_means(worker: Worker, support: Sequence[MicroBatch], features: Sequence[Tensor], classes: int) -> Means:
+    """Means over the rows of the whole group; [B, D] features of each of this rank's micro-batches. Collective: group."""
+    sums = torch.zeros(classes, features[0].shape[1] + 1, device=worker.device)
+    for batch, rows in zip(support, features, strict=True):
+        with_ones = torch.cat([rows, torch.ones_like(rows[:, :1])], 1) * counted(batch, rows)
+        sums.index_add_(0, batch.labels.to(rows.device), with_ones)
+    worker.group.sum_(sums)
+    counts = sums[:, -1:].clamp(min=1)
+    return Means(sums[:, :-1] / counts, counts)

@@ -1,0 +1,100 @@
+"""Inner optimizers: the direction u in phi <- phi - alpha * u, element by element, with state that lives for one task.
+
+    sgd       u = g
+    momentum  m <- mu m + g;  u = m                                            (Sutskever et al. 2013, torch's SGD)
+    adamw     m <- b1 m + (1-b1) g;  s <- b2 s + (1-b2) g^2;                   (Kingma, Ba 2015; Loshchilov, Hutter 2019)
+              u = (m / (1-b1^t)) / (sqrt(s / (1-b2^t)) + eps) + decay * phi
+
+A rule sees one shard, its gradient and its place; it never communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fmmeta.config import MetaConfig
+from fmmeta.meta.rates import Rates
+from fmmeta.parallel.worker import Update
+
+
+@dataclass
+class State:
+    """Vectors [S] by name, and the number of steps taken."""
+
+    vectors: dict[str, Tensor]
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class InnerRule:
+    """One of the optimizers above: which vectors it remembers, and u from (g, phi, state vectors, step number from 1).
+
+    `kept`: the state that every task starts with, changed by the outer step alone; None: zeros (state ends with its task).
+    """
+
+    name: str
+    remembers: tuple[str, ...]
+    direction: Callable[[Tensor, Tensor, dict[str, Tensor], int], Tensor]
+    momentum: float = 0.0
+    kept: State | None = field(default=None, compare=False)
+
+    def fresh(self, numel: int, device: torch.device) -> State:
+        """The state a task starts with."""
+        if self.kept is not None and self.kept.vectors:
+            return State({name: vector.clone() for name, vector in self.kept.vectors.items()}, self.kept.count)
+        return State({name: torch.zeros(numel, device=device) for name in self.remembers})
+
+    def update(self, k: int, state: State, rates: Rates, record: Tensor | None = None, pull: Pull | None = None) -> Update:
+        """Inner step number k, counted from 0; `record` [S] receives u, `pull` changes the gradient first."""
+        state.count += 1
+        alpha = rates.uniform(k)
+
+        def apply(shard: Tensor, grad: Tensor, where: slice) -> None:
+            if pull is not None:
+                grad = pull(shard, grad, where)
+            u = self.direction(grad, shard, {name: vector[where] for name, vector in state.vectors.items()}, state.count)
+            if record is not None:
+                record[where] = u
+            if alpha is not None:
+                shard.sub_(u, alpha=alpha)
+            else:
+                shard.sub_(rates.scale_(k, u.clone(), where))
+
+        return apply
+
+
+Pull = Callable[[Tensor, Tensor, slice], Tensor]
+"""(shard, gradient, place) -> gradient of loss and proximal term."""
+
+
+def proximal(anchor: Tensor, weight: float) -> Pull:
+    """Gradient of weight / 2 |phi - anchor|^2, added."""
+    return lambda shard, grad, where: grad + weight * (shard - anchor[where])
+
+
+def sgd_direction(grad: Tensor, shard: Tensor, state: dict[str, Tensor], count: int) -> Tensor:
+    return grad
+
+
+def inner_rule(config: MetaConfig) -> InnerRule:
+    """The optimizer that `config` asks for."""
+    if config.inner_optimizer == "sgd":
+        return InnerRule("sgd", (), sgd_direction)
+    if config.inner_optimizer == "momentum":
+        mu = config.inner_momentum
+        return InnerRule("momentum", ("momentum",), lambda g, _, s, __: s["momentum"].mul_(mu).add_(g), momentum=mu)
+    b1, b2, eps, decay = config.inner_beta1, config.inner_beta2, config.inner_epsilon, config.inner_weight_decay
+
+    def adamw(grad: Tensor, shard: Tensor, state: dict[str, Tensor], count: int) -> Tensor:
+        first = state["exp_avg"].mul_(b1).add_(grad, alpha=1 - b1)
+        second = state["exp_avg_sq"].mul_(b2).addcmul_(grad, grad, value=1 - b2)
+        u = first / (1 - b1**count)
+        u.div_((second / (1 - b2**count)).sqrt_().add_(eps))
+        return u.add_(shard, alpha=decay) if decay else u
+
+    kept = State({}) if config.inner_state == "kept" else None
+    return InnerRule("adamw", ("exp_avg", "exp_avg_sq"), adamw, kept=kept)

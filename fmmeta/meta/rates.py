@@ -1,0 +1,115 @@
+"""Inner learning rates: how far each element of phi moves at each inner step. They may be meta-parameters.
+
+    alpha_k[i] = table[k, layer of i] * element[i]          k inner step, i element of this rank's vector
+
+`table` has K rows (inner steps) and L columns (layers, the same on every rank); `element` is a vector [S] or absent. Fixed rates,
+inner schedules and rates per layer are values of the table. Learned: the table (LSLR: Antoniou, Edwards, Storkey, "How to train
+your MAML", 2019, arXiv 1810.09502, section 4) or the vector (Meta-SGD: Li, Zhou, Chen, Li 2017, arXiv 1707.09835). Both
+are changed in place by the outer step alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fmmeta.parallel.worker import Worker
+
+HEAD = "head"
+
+
+def layer_of(name: str, head_names: Sequence[str]) -> str:
+    """`hf.encoder.layer.3.attention.weight` -> `hf.encoder.layer.3`; outside numbered layers the module; the head is `head`."""
+    if name in head_names:
+        return HEAD
+    numbered = re.match(r"(.*?\.\d+)\.", name)
+    return numbered[1] if numbered else name.rpartition(".")[0] or name
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Names of all layers of the model, the same on every rank, and which stretch of this rank's vector belongs to which."""
+
+    names: tuple[str, ...]
+    segments: tuple[tuple[int, int, int], ...]  # begin, end, index of the layer; ascending, no overlaps
+
+    @classmethod
+    def of(cls, worker: Worker, head_names: Sequence[str]) -> Layers:
+        """Collective: group."""
+        found = [(f.here.start, f.here.stop, layer_of(f.name, head_names)) for f in worker.params.fragments]
+        spoken = worker.group.gather_bytes(json.dumps([name for _, _, name in found]).encode())
+        names = sorted({name for text in spoken for name in json.loads(text)}, key=natural)
+        merged: list[tuple[int, int, int]] = []
+        for begin, end, name in sorted(found):
+            index = names.index(name)
+            if merged and merged[-1][1:] == (begin, index):
+                merged[-1] = (merged[-1][0], end, index)
+            else:
+                merged.append((begin, end, index))
+        return cls(tuple(names), tuple(merged))
+
+    def inside(self, where: slice) -> Iterator[tuple[slice, slice, int]]:
+        """Pieces of `where` that lie in a layer: place in the vector, place within `where`, index of the layer."""
+        first = bisect_right(self.segments, where.start, key=lambda segment: segment[1])
+        for begin, end, index in self.segments[first:]:
+            if begin >= where.stop:
+                break
+            low, high = max(begin, where.start), min(end, where.stop)
+            yield slice(low, high), slice(low - where.start, high - where.start), index
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sort key: layer.2 before layer.10."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """See the module. `learned`: no, layer (the table is a meta-parameter) or element (the vector is)."""
+
+    layers: Layers
+    table: Tensor  # float64 [K, L], in host memory
+    element: Tensor | None = None  # fp32 [S]
+    learned: str = "no"
+
+    @property
+    def meta_parameter(self) -> Tensor | None:
+        return {"no": None, "layer": self.table, "element": self.element}[self.learned]
+
+    def with_factors(self, factor: Callable[[str], float]) -> Rates:
+        """The same rates, each layer's times `factor(layer)`; a meta-parameter stays the one that is learned."""
+        factors = torch.tensor([factor(name) for name in self.layers.names], dtype=torch.float64)
+        return replace(self, table=self.table * factors)
+
+    def scale_(self, k: int, tensor: Tensor, where: slice) -> Tensor:
+        """Multiply a stretch of a vector by alpha_k in place."""
+        row = self.table[k]
+        if bool((row == row[0]).all()):
+            tensor.mul_(float(row[0]))
+        else:
+            for _, here, layer in self.layers.inside(where):
+                tensor[here].mul_(float(row[layer]))
+        return tensor if self.element is None else tensor.mul_(self.element[where])
+
+    def uniform(self, k: int) -> float | None:
+        """alpha_k where it is one number, else None."""
+        row = self.table[k]
+        return float(row[0]) if self.element is None and bool((row == row[0]).all()) else None
+
+    def add_gradient_(self, into: Tensor, worker: Worker, k: int, v: Tensor, u: Tensor) -> None:
+        """Add dL/dalpha of phi_{k+1} = phi_k - alpha_k u to `into`, v = dL/dphi_{k+1}. Collective: group (table only)."""
+        if self.learned == "element":
+            into.sub_(self.scale_layers(k, v * u))
+        else:
+            weighted = u if self.element is None else u * self.element
+            into[k] -= worker.dots(v, weighted, self.layers.segments, len(self.layers.names))
+
+    def scale_layers(self, k: int, vector: Tensor) -> Tensor:
+        """`vector` times the table alone, in place."""
+        return replace(self, element=None).scale_(k, vector, slice(0, vector.numel()))

@@ -1,0 +1,103 @@
+"""The way back through an unrolled inner loop: the meta-gradient of MAML and of what differs from it in a detail.
+
+Forward, k = 0 .. K-1 (the inner loop):   u_{k+1} = mu u_k + g(phi_k),   phi_{k+1} = phi_k - alpha_k u_{k+1}
+Backward, from v = dL_query/dphi_K, w = 0, for k = K-1 .. 0:
+
+    dL/dalpha_k = -v u_{k+1}            where rates are learned
+    w <- w - alpha_k v                  what u_{k+1} hears of the loss
+    v <- v + H(phi_k) w                 order 2; at order 1 v stays
+    w <- mu w
+    v <- v + c_k dL_query/dphi_k        multi-step loss: the query loss counts at phi_k too, k > 0
+
+then v = dL/dphi_0, and the head start's own way back (head.py). Products alpha v are element by element, so every vector is a
+rank's shard. H v comes from ordinary gradients (curvature.py); this is the Hessian-free form of Fallah, Mokhtari, Ozdaglar,
+"On the Convergence Theory of Gradient-Based Model-Agnostic Meta-Learning Algorithms", 2020 (arXiv 1908.10400), for K steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fmmeta.meta.curvature import Curvature
+from fmmeta.meta.direction import Direction
+from fmmeta.meta.inner import Adapted, InnerLoop
+from fmmeta.meta.trajectory import Trajectory
+from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.tasks.batch import Batches
+
+FINAL_ONLY: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """A meta-gradient through the inner loop.
+
+    order: of the derivatives, 1 or 2. counts: weights of the query loss at phi_1 .. phi_K, summing to 1; FINAL_ONLY is 0 .. 0, 1.
+    budget_bytes: of trajectory on the device.
+    """
+
+    inner: InnerLoop
+    order: int = 2
+    counts: tuple[float, ...] = FINAL_ONLY
+    curvature: Curvature = field(default_factory=Curvature)
+    budget_bytes: int = 2**62
+
+    def checked(self, scale: float) -> Unrolled:
+        """The same with finite differences taken at another step."""
+        return replace(self, curvature=replace(self.curvature, scale=scale))
+
+    def direction(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction:
+        """Meta-gradient of one task. Collective: group."""
+        keeps = self.order > 1 or any(self.counts[:-1]) or self.inner.rates.learned != "no"
+        if not keeps:
+            return self._short(worker, theta, episode)
+        phi0, means = self.inner.head.start(worker, theta, episode.support)
+        path = Trajectory(phi0, self.budget_bytes, self.inner.rates.learned != "no")
+        adapted = self.inner.run(worker, phi0, means, episode.support, path)
+        v, query = worker.gradient(episode.query)
+        if self.counts:
+            v.mul_(self.counts[-1])
+        extra, passes = self._backward(worker, episode, path, v)
+        v, more = self.inner.head.back(worker, v, theta, episode.support, adapted.means)
+        worker.write(theta)
+        finite = all([step.finite for step in [*adapted.passes, query, *passes, *more]])
+        return Direction(v, 1.0, finite, adapted.passes[0], query, extra)
+
+    def _short(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction:
+        """Order 1 and nothing else: the query gradient at phi_K; restoring theta costs no pass of its own."""
+        adapted: Adapted = self.inner.adapt(worker, theta, episode.support)
+        v, query = worker.gradient(episode.query, restore=theta)
+        v, more = self.inner.head.back(worker, v, theta, episode.support, adapted.means)
+        support = adapted.passes[0] if adapted.passes else worker.forward(episode.support)
+        finite = all([step.finite for step in [support, *adapted.passes, query, *more]])
+        return Direction(v, 1.0, finite, support, query)
+
+    def _backward(
+        self, worker: Worker, episode: Batches, path: Trajectory, v: Tensor
+    ) -> tuple[dict[str, Tensor], Sequence[Pass]]:
+        """Turn v = dL/dphi_K into dL/dphi_0 in place; return the gradient of learned rates, and the passes it took."""
+        rates, momentum = self.inner.rates, self.inner.rule.momentum
+        learned = rates.meta_parameter
+        extra = {} if learned is None else {"rates": torch.zeros_like(learned)}
+        hessian = self.curvature.of(worker, episode.support)
+        passes: list[Pass] = []
+        w: Tensor | None = None
+        whole = slice(0, v.numel())
+        for k in reversed(range(self.inner.steps)):
+            if extra:
+                rates.add_gradient_(extra["rates"], worker, k, v, path.take_direction(k))
+            if self.order > 1:
+                through = rates.scale_(k, v.clone(), whole).neg_()
+                w = through if w is None else w.mul_(momentum).add_(through)
+                v += hessian.times(path.phi(k), w)
+            if k > 0 and self.counts and self.counts[k - 1]:
+                worker.write(path.phi(k))
+                gradient, result = worker.gradient(episode.query)
+                passes.append(result)
+                v.add_(gradient, alpha=self.counts[k - 1])
+            path.drop(k)
+        return extra, [*passes, *hessian.passes]

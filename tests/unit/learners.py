@@ -1,0 +1,138 @@
+"""A small BERT and a small Llama whose gradients are no rounding noise, an episode for each, and comparisons with the oracle."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmmeta.config import Config
+from fmmeta.meta.algorithms import RULES
+from fmmeta.meta.algorithms.setup import Setup, setup
+from fmmeta.meta.direction import Direction
+from fmmeta.meta.reference import direction
+from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
+from fmmeta.parallel.plain import PlainWorker
+from fmmeta.parallel.shards import param_groups
+from fmmeta.tasks.batch import IGNORE, Batches, Dealer, Example
+from fmmeta.tasks.schedule import Task
+from fmmeta.tasks.source import Episode
+
+CPU = torch.device("cpu")
+CLASSES = 3
+
+
+def bert(pooling: str = "mean", classes: int = CLASSES) -> Learner:
+    """One layer; a head that is not zero."""
+    from transformers import BertConfig, BertForSequenceClassification, BertModel
+
+    torch.manual_seed(1)
+    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=40,
+                        max_position_embeddings=16, type_vocab_size=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+                        num_labels=classes, initializer_range=0.3)  # fmt: skip
+    if pooling == "model":
+        return NativeClassifier(BertForSequenceClassification(config), classes)
+    return PooledClassifier(BertModel(config), classes, pooling)
+
+
+def llama() -> Learner:
+    """Two layers, tied embeddings."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(2)
+    config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=24,
+                         vocab_size=40, max_position_embeddings=32, tie_word_embeddings=True, pad_token_id=0,
+                         initializer_range=0.2)  # fmt: skip
+    return CausalLearner(LlamaForCausalLM(config))
+
+
+def episode_of(learner: Learner, support: int = 9, query: int = 6, seed: int = 5) -> Episode:
+    """Rows of 2 to 6 tokens, the classes in turn; for a Llama the last one or two tokens are the answer."""
+    rng = torch.Generator().manual_seed(seed)
+    rows = []
+    for i in range(support + query):
+        ids = torch.randint(1, 40, (3 + i % 5,), generator=rng).tolist()
+        prompt = len(ids) - 1 - i % 2
+        labels = i % CLASSES if learner.head_names else [IGNORE] * prompt + ids[prompt:]
+        rows.append(Example(ids, labels))
+    return Episode(Task(0, "t", "s", 1, (0,)), rows[:support], rows[support:], tuple(f"c{i}" for i in range(CLASSES)))
+
+
+def batches_of(episode: Episode, micro_batch_size: int = 4) -> Batches:
+    dealer = Dealer(0, micro_batch_size)
+    return Batches(dealer.deal(episode.support), dealer.deal(episode.query))
+
+
+def config_of(learner: Learner, **settings: Any) -> Config:
+    fixed = {"n_way": CLASSES, "inner_steps": 3, "inner_lr": 0.1}
+    return Config(**{**fixed, **settings, "task_type": "classification" if learner.head_names else "causal_lm"})
+
+
+def worker_of(learner: nn.Module, config: Config, bf16: bool = False) -> PlainWorker:
+    """A worker over a copy; a zeroed head is zero."""
+    model = copy.deepcopy(learner)
+    if config.head_init != "learned":
+        for name in model.head_names:
+            model.get_parameter(name).data.zero_()
+    per_task = model.head_names if config.head_init != "learned" else ()
+    return PlainWorker(model, param_groups(model, per_task, weight_decay=True), CPU, bf16)
+
+
+def setup_of(worker: PlainWorker, config: Config, bf16: bool = False) -> Setup:
+    return setup(config, worker, worker.model.head_names, CLASSES if worker.model.head_names else 0, bf16)
+
+
+def found_by_rule(learner: nn.Module, config: Config, episode: Episode, outer_step: int = 0) -> tuple[Direction, PlainWorker]:
+    worker = worker_of(learner, config)
+    theta = worker.read()
+    rule = RULES[config.algorithm](setup_of(worker, config), outer_step)
+    found = rule.direction(worker, theta, batches_of(episode))
+    assert torch.equal(worker.read(), theta)
+    return found, worker
+
+
+def told_by_oracle(learner: nn.Module, config: Config, episode: Episode, outer_step: int = 0) -> tuple[dict[str, Tensor], Any]:
+    """In fp64, from the same start."""
+    model = copy.deepcopy(learner).double()
+    names = [name for name, param in model.named_parameters() if param.requires_grad]
+    if config.head_init != "learned":
+        for name in model.head_names:
+            model.get_parameter(name).data.zero_()
+    theta = {name: model.get_parameter(name).detach().clone() for name in names}
+    wanted, of_rates, memory = direction(model, theta, episode, config, False, None, outer_step)
+    return wanted, (of_rates, memory)
+
+
+def by_name(worker: PlainWorker, vector: Tensor) -> dict[str, Tensor]:
+    trained = [(name, param) for name, param in worker.model.named_parameters() if param.requires_grad]
+    return {name: worker.whole(vector, name, tuple(param.shape)) for name, param in trained}
+
+
+def meta_parameters(learner: Learner, config: Config, found: dict[str, Tensor]) -> Tensor:
+    """What the outer step uses of a direction: all but a head that starts anew in every task; one fp64 vector."""
+    dropped = learner.head_names if config.head_init != "learned" else ()
+    return torch.cat([value.double().reshape(-1) for name, value in sorted(found.items()) if name not in dropped])
+
+
+def cosine_and_error(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    assert float(wanted.norm()) > 1e-3
+    cosine = float(torch.dot(found, wanted) / (found.norm() * wanted.norm()))
+    return cosine, float((found - wanted).norm() / wanted.norm())
+
+
+def against_oracle(learner: Learner, outer_step: int = 0, **settings: Any) -> tuple[float, float]:
+    """Cosine and relative error of a rule's meta-gradient to the oracle's."""
+    config, episode = config_of(learner, **settings), episode_of(learner)
+    found, worker = found_by_rule(learner, config, episode, outer_step)
+    assert found.finite
+    wanted, _ = told_by_oracle(learner, config, episode, outer_step)
+    return cosine_and_error(
+        meta_parameters(learner, config, by_name(worker, found.shards)), meta_parameters(learner, config, wanted)
+    )
+
+
+def norm(weights: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(value.double().square().sum()) for value in weights.values()))

@@ -1,0 +1,262 @@
+"""Each rule against the oracle (autograd in fp64) on a BERT and a Llama, the oracle against numbers, and what rules cost."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fmmeta.meta.algorithms import RULES
+from fmmeta.meta.algorithms.setup import step_counts
+from fmmeta.meta.check import Check, check
+from fmmeta.meta.curvature import Curvature
+from fmmeta.meta.reference import direction, set_gradient, set_loss
+from fmmeta.meta.trajectory import Trajectory
+from fmmeta.models.learner import Learner
+from tests.unit import learners
+from tests.unit.learners import against_oracle, batches_of, by_name, config_of, episode_of, setup_of, worker_of
+
+LEARNERS = {"bert": learners.bert(), "classifier": learners.bert("model"), "llama": learners.llama()}
+FIRST, EXACT = (1 - 1e-9, 1e-5), (0.9999, 1e-3)  # cosine at least, relative error at most
+PROTOTYPE = {"head_init": "prototype", "inner_lr": 0.02}
+CASES = [
+    ("llama", {}), ("bert", {}), ("bert", {"head_init": "learned"}), ("classifier", {"head_init": "learned"}),
+    ("bert", PROTOTYPE), ("bert", {**PROTOTYPE, "prototype_gradient": True}),
+    ("classifier", {**PROTOTYPE, "prototype_gradient": True}),
+    ("llama", {"inner_lr": 0.3}), ("bert", {"inner_lr": 0.3}), ("llama", {"inner_steps": 1}), ("llama", {"inner_steps": 7}),
+    ("llama", {"inner_lr_schedule": "linear"}), ("bert", {"inner_lr_schedule": "cosine", "head_init": "learned"}),
+    ("llama", {"inner_lr_groups": ["*layers.1=3", "*embed*=0"]}), ("bert", {"inner_lr_groups": ["head=4"]}),
+    ("llama", {"multi_step_loss_steps": 10}), ("bert", {**PROTOTYPE, "multi_step_loss_steps": 10, "prototype_gradient": True}),
+    ("llama", {"inner_optimizer": "momentum"}), ("bert", {"inner_optimizer": "momentum", "inner_momentum": 0.5}),
+]  # fmt: skip
+
+
+def identity(value):
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize(("model", "settings"), CASES, ids=identity)
+@pytest.mark.parametrize("algorithm", ["fomaml", "maml"])
+def test_meta_gradient_is_that_of_autograd(model, settings, algorithm):
+    cosine, error = against_oracle(LEARNERS[model], algorithm=algorithm, **settings)
+    at_least, at_most = FIRST if algorithm == "fomaml" else EXACT
+    assert cosine > at_least
+    assert error < at_most
+
+
+def test_first_order_is_far_from_exact_on_these_cases():
+    """Or the comparison above would say nothing of second derivatives."""
+    for model, settings in CASES:
+        config, episode = config_of(LEARNERS[model], algorithm="maml", **settings), episode_of(LEARNERS[model])
+        exact, first = (
+            learners.meta_parameters(LEARNERS[model], config, learners.told_by_oracle(LEARNERS[model], c, episode)[0])
+            for c in (config, config_of(LEARNERS[model], algorithm="fomaml", **settings))
+        )
+        assert (exact - first).norm() > 0.02 * exact.norm(), (model, settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {**PROTOTYPE, "prototype_gradient": True}, {"inner_optimizer": "momentum"},
+                                      {"multi_step_loss_steps": 10}], ids=identity)  # fmt: skip
+def test_the_oracle_is_the_slope_of_the_adapted_loss(settings):
+    """In fp64: theta moved along a line, the whole adaptation done again, the query loss looked at."""
+    learner = copy.deepcopy(LEARNERS["bert"]).double()
+    config, episode = config_of(learner, algorithm="maml", **settings), episode_of(learner)
+    names = [name for name, param in learner.named_parameters() if param.requires_grad]
+    theta = {name: learner.get_parameter(name).detach().clone() for name in names}
+    if config.head_init != "learned":
+        theta = {name: 0 * value if name in learner.head_names else value for name, value in theta.items()}
+    rng = torch.Generator().manual_seed(3)
+    along = {name: torch.randn(value.shape, generator=rng, dtype=value.dtype) for name, value in theta.items()}
+    wanted, *_ = direction(learner, theta, episode, config, False)
+    slope = sum(float((wanted[name] * along[name]).sum()) for name in names)
+
+    def loss(step: float) -> float:
+        return adapted_loss(learner, {name: theta[name] + step * along[name] for name in names}, episode, config)
+
+    h = 1e-5
+    assert slope == pytest.approx((loss(h) - loss(-h)) / (2 * h), rel=1e-5)
+
+
+def adapted_loss(learner: Learner, theta, episode, config) -> float:
+    """The words: start the head, take SGD steps with momentum on the support set, weigh the query losses."""
+    phi, velocity, total = dict(theta), {name: 0 * value for name, value in theta.items()}, 0.0
+    if config.head_init == "prototype":
+        model = copy.deepcopy(learner)
+        for name, value in theta.items():
+            model.get_parameter(name).data.copy_(value)
+        rows = [(row.labels, model(ids, torch.ones_like(ids), want="features")[0].detach())
+                for row in episode.support for ids in [torch.tensor([row.input_ids])]]  # fmt: skip
+        means = torch.stack([torch.stack([f for label, f in rows if label == c]).mean(0) for c in range(learners.CLASSES)])
+        phi[learner.head_names[0]], phi[learner.head_names[1]] = 2 * means, -means.square().sum(1)
+    mu = config.inner_momentum if config.inner_optimizer == "momentum" else 0.0
+    for k in range(config.inner_steps):
+        gradient = set_gradient(learner, phi, episode.support, False)
+        velocity = {name: mu * velocity[name] + gradient[name] for name in phi}
+        phi = {name: phi[name] - config.inner_lr * velocity[name] for name in phi}
+        share = 1 / config.inner_steps if config.multi_step_loss_steps else float(k == config.inner_steps - 1)
+        total += share * float(set_loss(learner, phi, episode.query, False)) if share else 0.0
+    return total
+
+
+@pytest.mark.parametrize("model", ["bert", "llama"])
+@pytest.mark.parametrize("algorithm", ["fomaml", "maml"])
+@pytest.mark.parametrize("learned", ["layer", "element"])
+@pytest.mark.parametrize("extra", [{}, {"inner_optimizer": "momentum", "inner_momentum": 0.5}, {"multi_step_loss_steps": 4}],
+                         ids=identity)  # fmt: skip
+def test_gradient_of_learned_rates_is_that_of_autograd(model, algorithm, learned, extra):
+    learner = LEARNERS[model]
+    settings = {"inner_lr_learned": learned, "inner_lr_groups": ["*0*=2"], **extra}  # rates differ from the start
+    config, episode = config_of(learner, algorithm=algorithm, **settings), episode_of(learner)
+    found, worker = learners.found_by_rule(learner, config, episode)
+    wanted, (of_rates, _) = learners.told_by_oracle(learner, config, episode)
+    at_most = 1e-5 if algorithm == "fomaml" else 1e-3
+    _, error = learners.cosine_and_error(
+        *(learners.meta_parameters(learner, config, w) for w in (by_name(worker, found.shards), wanted))
+    )
+    assert error < at_most
+    if learned == "element":
+        mine = by_name(worker, found.extra["rates"])
+        pairs = [(mine[name].double(), of_rates[name]) for name in of_rates]
+    else:
+        names = setup_of(worker, config).inner.rates.layers.names
+        told = {("head" if name in learner.head_names else layer(name)): value for name, value in of_rates.items()}
+        assert sorted(told) == sorted(names)
+        pairs = [(found.extra["rates"][:, i], told[name]) for i, name in enumerate(names)]
+    a, b = (torch.cat([pair[side].reshape(-1) for pair in pairs]) for side in (0, 1))
+    assert learners.cosine_and_error(a, b)[1] < at_most
+
+
+def layer(name: str) -> str:
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
+    return ".".join(parts[: number + 1])
+
+
+@pytest.mark.parametrize(("outer_step", "order"), [(0, 1), (3, 1), (4, 2), (9, 2)])
+def test_derivative_order_is_annealed(outer_step, order):
+    cosine, error = against_oracle(LEARNERS["llama"], outer_step, algorithm="maml", first_order_steps=4)
+    assert error < (1e-5 if order == 1 else 1e-3)
+    assert error > (0 if order == 1 else 1e-6)
+
+
+def test_multi_step_weights():
+    assert step_counts(4, 0, 8) == (0.25, 0.25, 0.25, 0.25)
+    assert step_counts(4, 4, 8) == (0.125, 0.125, 0.125, 0.625)
+    assert [step_counts(4, step, 8) for step in (8, 9)] == [(), ()]
+    assert step_counts(4, 0, 0) == ()
+    assert all(sum(step_counts(5, step, 30)) == pytest.approx(1) for step in range(30))
+
+
+def passes_of(learner: Learner, monkeypatch, **settings) -> tuple[int, int]:
+    """Forward and backward passes, and forwards alone, of one task; counted where the model is called."""
+    config = config_of(learner, **settings)
+    worker, episode = worker_of(learner, config), batches_of(episode_of(learner), micro_batch_size=32)
+    rule = RULES[config.algorithm](setup_of(worker, config), 0)
+    counted = {True: 0, False: 0}
+    call = worker._call
+
+    def counting(batch, want="logits"):
+        counted[torch.is_grad_enabled()] += 1
+        return call(batch, want)
+
+    monkeypatch.setattr(worker, "_call", counting)
+    rule.direction(worker, worker.read(), episode)
+    return counted[True], counted[False]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 10])
+def test_cost_in_passes(steps, monkeypatch):
+    """What the docstrings and docs/algorithms.md say."""
+    llama = LEARNERS["llama"]
+    first = passes_of(llama, monkeypatch, algorithm="fomaml", inner_steps=steps)
+    assert first == (steps + 1, 0)
+    assert passes_of(llama, monkeypatch, algorithm="reptile", inner_steps=steps) == (steps, 1)
+    exact = passes_of(llama, monkeypatch, algorithm="maml", inner_steps=steps)
+    assert exact == (3 * steps + 3, 0)
+    assert exact[0] < 3.2 * first[0]
+    learned = passes_of(llama, monkeypatch, algorithm="fomaml", inner_steps=steps, inner_lr_learned="layer")
+    assert learned == first
+    multi = passes_of(llama, monkeypatch, algorithm="fomaml", inner_steps=steps, multi_step_loss_steps=9)
+    assert multi == (2 * steps, 0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"inner_lr_learned": "element"}], ids=identity)
+def test_a_trajectory_in_host_memory_changes_nothing(settings):
+    config = config_of(LEARNERS["llama"], algorithm="maml", **settings)
+    worker = worker_of(LEARNERS["llama"], config)
+    theta, episode = worker.read(), batches_of(episode_of(LEARNERS["llama"]))
+    rule = RULES["maml"](setup_of(worker, config), 0)
+    one = 4 * theta.numel()
+    for budget in (0, one, 2 * one):
+        found = replace(rule, budget_bytes=budget).direction(worker, theta, episode)
+        assert torch.equal(found.shards, rule.direction(worker, theta, episode).shards)
+
+
+def test_a_trajectory_keeps_its_budget():
+    phi0 = torch.zeros(10)
+    path = Trajectory(phi0, budget_bytes=100, keeps_directions=True)
+    for k in range(3):
+        path.add(torch.full((10,), k + 1.0) if k < 2 else None, torch.full((10,), -1.0 - k))
+    assert path.host_bytes == 3 * 40  # two of five fit
+    assert [float(path.phi(k)[0]) for k in range(3)] == [0, 1, 2]
+    assert [float(path.take_direction(k)[0]) for k in range(3)] == [-1, -2, -3]
+    path.drop(1)
+    with pytest.raises(AssertionError):
+        path.phi(1)
+
+
+@pytest.mark.parametrize("model", ["bert", "llama"])
+def test_hessian_vector_products(model):
+    """Along several directions, of any length, against autograd in fp64; zero for nothing."""
+    learner = LEARNERS[model]
+    config, episode = config_of(learner, head_init="learned" if model == "bert" else "zero"), episode_of(learner)
+    worker = worker_of(learner, config)
+    phi, support = worker.read(), batches_of(episode).support
+    exact = copy.deepcopy(learner).double()
+    weights = {name: p for name, p in exact.named_parameters() if p.requires_grad}
+    gradient = set_gradient(exact, weights, episode.support, False, create_graph=True)
+    rng = torch.Generator().manual_seed(0)
+    for d in (worker.gradient(support)[0], 1e4 * worker.gradient(support)[0], torch.randn(phi.shape, generator=rng)):
+        along = by_name(worker, d)
+        told = sum((gradient[name] * along[name].double()).sum() for name in weights)
+        wanted = torch.autograd.grad(told, list(weights.values()), retain_graph=True)
+        found = by_name(worker, Curvature().of(worker, support).times(phi, d))
+        a, b = (torch.cat([x.double().reshape(-1) for x in side]) for side in ([found[name] for name in weights], wanted))
+        assert (a - b).norm() < 5e-4 * b.norm()
+        worker.write(phi)
+    assert not Curvature().of(worker, support).times(phi, torch.zeros_like(phi)).any()
+    assert Curvature().of(worker, support).times(phi, torch.full_like(phi, torch.nan)).isnan().all()
+
+
+def test_self_check_trusts_fp32_and_warns_of_bf16():
+    learner = LEARNERS["llama"]
+    config, episode = config_of(learner, algorithm="maml"), batches_of(episode_of(learner))
+    found = {}
+    for precision in ("fp32", "bf16"):
+        worker = worker_of(learner, config, bf16=precision == "bf16")
+        rule = RULES["maml"](setup_of(worker, config, precision == "bf16"), 0)
+        found[precision] = check(rule, worker, worker.read(), episode, precision)
+    good, bad = found["fp32"], found["bf16"]
+    assert good.cosine > 0.99999
+    assert 0 < good.relative < 1e-3
+    assert good.text.startswith(f"check_meta_gradient: at half the difference step the meta-gradient of the first task differs by "
+                                f"{good.relative:.1e} of its length (cosine {good.cosine:.6f})")  # fmt: skip
+    assert good.text.endswith("; the differences can be trusted")
+    assert bad.relative > 0.02
+    assert "WARNING: gradients rounded to bf16 make these differences meaningless; set bf16 to false" in bad.text
+    assert "WARNING: the loss bends too sharply" in Check(0.9, 0.4, "fp32").text
+    assert "WARNING" in Check(float("nan"), float("nan"), "fp32").text
+
+
+def test_self_check_sees_a_step_that_is_too_long(monkeypatch):
+    import fmmeta.meta.curvature as curvature
+
+    learner = LEARNERS["llama"]
+    config, episode = config_of(learner, algorithm="maml", inner_lr=0.3), batches_of(episode_of(learner))
+    monkeypatch.setitem(curvature.CHANGE, "fp32", 1.0)
+    worker = worker_of(learner, config)
+    found = check(RULES["maml"](setup_of(worker, config), 0), worker, worker.read(), episode, "fp32")
+    assert found.relative > 0.02
+    assert "WARNING: the loss bends too sharply" in found.text

@@ -1,0 +1,297 @@
+"""ANIL, BOIL, Proto-MAML, Meta-SGD, iMAML and the baselines against the oracle; iMAML against a dense solve; what they cost."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+
+from fmmeta.meta.algorithms import RULES, imaml
+from fmmeta.meta.reference import set_gradient, set_loss
+from fmmeta.meta.tally import Tally
+from fmmeta.models.learner import PooledClassifier
+from tests.unit import learners
+from tests.unit.helpers import one_rank
+from tests.unit.learners import against_oracle, batches_of, by_name, config_of, episode_of, setup_of, worker_of
+from tests.unit.test_algorithms import LEARNERS, PROTOTYPE, identity, passes_of
+
+THROUGH = {**PROTOTYPE, "prototype_gradient": True}
+HEADS = [{}, {"head_init": "learned"}, PROTOTYPE, THROUGH]
+
+
+@pytest.mark.parametrize("model", ["bert", "classifier"])
+@pytest.mark.parametrize("head", HEADS, ids=identity)
+@pytest.mark.parametrize("extra", [{}, {"first_order_steps": 5}, {"inner_optimizer": "momentum"}, {"inner_lr_schedule": "linear"}],
+                         ids=identity)  # fmt: skip
+def test_anil_is_autograd_through_the_head_alone(model, head, extra):
+    """To rounding: nothing is approximated."""
+    cosine, error = against_oracle(LEARNERS[model], algorithm="anil", **head, **extra)
+    assert cosine > 1 - 1e-9
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("model", ["bert", "classifier"])
+def test_anil_adapts_as_it_is_trained(model):
+    """Evaluation runs the ordinary inner loop with rates of zero on the body; both reach the same head and first loss."""
+    learner = LEARNERS[model]
+    config, episode = config_of(learner, algorithm="anil", head_init="learned"), episode_of(learner)
+    found, worker = learners.found_by_rule(learner, config, episode)
+    inner = setup_of(worker, config).inner
+    adapted = inner.adapt(worker, worker.read(), batches_of(episode).support)
+    assert found.support.loss == pytest.approx(adapted.passes[0].loss, rel=1e-6)
+    assert found.support.accuracy == adapted.passes[0].accuracy
+    assert found.query.loss == pytest.approx(worker.forward(batches_of(episode).query).loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 10])
+def test_anil_costs_the_same_for_any_number_of_steps(steps, monkeypatch):
+    bert = LEARNERS["bert"]
+    assert passes_of(bert, monkeypatch, algorithm="anil", inner_steps=steps) == (2, 1)
+    assert passes_of(bert, monkeypatch, algorithm="anil", inner_steps=steps, first_order_steps=9) == (1, 1)
+
+
+@pytest.mark.parametrize(("algorithm", "model", "settings", "at_most"), [
+    ("boil", "bert", {}, 1e-3), ("boil", "classifier", {"inner_lr": 0.3}, 1e-3), ("boil", "bert", {"first_order_steps": 9}, 1e-5),
+    ("proto_maml", "bert", {"inner_lr": 0.02}, 1e-3), ("proto_maml", "classifier", {"inner_lr": 0.02, "prototype_gradient": True}, 1e-3),
+    ("proto_maml", "bert", {"inner_lr": 0.02, "prototype_gradient": True, "first_order_steps": 9}, 1e-5),
+    ("meta_sgd", "llama", {}, 1e-3), ("meta_sgd", "bert", {}, 1e-3), ("meta_sgd", "llama", {"first_order_steps": 9}, 1e-5),
+    ("protonet", "bert", {}, 1e-5), ("protonet", "classifier", {}, 1e-5), ("protonet", "bert", {"inner_steps": 0}, 1e-5),
+    ("joint", "llama", {}, 1e-5),
+    ("imaml", "llama", {"proximal_weight": 300.0, "inner_lr": 0.003}, 1e-3),
+    ("imaml", "bert", {"proximal_weight": 10.0, "inner_lr": 0.05, "head_init": "learned", "cg_damping": 0.5}, 1e-3),
+    ("imaml", "bert", {**THROUGH, "proximal_weight": 400.0, "inner_lr": 0.002}, 1e-3),
+], ids=identity)  # fmt: skip
+def test_meta_gradient_is_that_of_the_oracle(algorithm, model, settings, at_most):
+    cosine, error = against_oracle(LEARNERS[model], algorithm=algorithm, **settings)
+    assert cosine > 0.9999
+    assert error < at_most
+
+
+def test_boil_leaves_the_head_alone():
+    learner = LEARNERS["bert"]
+    config = config_of(learner, algorithm="boil")
+    worker = worker_of(learner, config)
+    began = copy.deepcopy(worker.model.state_dict())
+    setup_of(worker, config).inner.adapt(worker, worker.read(), batches_of(episode_of(learner)).support)
+    still = {name for name, value in worker.model.state_dict().items() if torch.equal(value, began[name])}
+    assert still - {f"hf.pooler.dense.{part}" for part in ("weight", "bias")} == set(learner.head_names)
+
+
+@pytest.mark.parametrize("algorithm", ["anil", "boil", "proto_maml", "meta_sgd", "imaml", "protonet", "joint"])
+@pytest.mark.parametrize("poison", ["support", "query"])
+def test_a_task_that_is_not_finite_says_so_and_leaves_theta(algorithm, poison):
+    learner = LEARNERS["llama" if algorithm == "joint" else "bert"]
+    config = config_of(learner, algorithm=algorithm, inner_lr=0.01)
+    worker, episode = worker_of(learner, config), batches_of(episode_of(learner))
+    theta, rule = worker.read(), RULES[algorithm](setup_of(worker, config), 0)
+    for batch in getattr(episode, poison):
+        batch.weights *= math.inf
+    if algorithm in ("anil", "protonet") and poison == "support":  # they weigh no support rows; make the features bad instead
+        pytest.skip("features do not depend on the weights of rows")
+    assert not rule.direction(worker, theta, episode).finite
+    assert torch.equal(worker.read(), theta)
+    clean = rule.direction(worker, theta, batches_of(episode_of(learner)))
+    assert clean.finite
+    assert clean.shards.isfinite().all()
+
+
+def small() -> PooledClassifier:
+    """About a thousand parameters: its Hessian fits."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(4)
+    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=40,
+                        max_position_embeddings=8, type_vocab_size=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+                        initializer_range=0.3)  # fmt: skip
+    return PooledClassifier(BertModel(config), learners.CLASSES, "mean")
+
+
+@pytest.mark.parametrize("damping", [0.0, 1.0])
+def test_imaml_is_the_dense_solution(damping):
+    """The whole Hessian, row by row in fp64, and a linear solve, at the phi that the worker reaches."""
+    learner = small()
+    settings = {"proximal_weight": 8.0, "inner_lr": 0.05, "inner_steps": 20, "cg_steps": 12, "cg_damping": damping}
+    config, episode = config_of(learner, algorithm="imaml", head_init="learned", **settings), episode_of(learner)
+    found, worker = learners.found_by_rule(learner, config, episode)
+    assert found.numbers["too_little_proximal_weight"] == 0
+    inner = setup_of(worker, config).inner
+    theta = worker.read()
+    inner.adapt(worker, theta, batches_of(episode).support)
+    exact = copy.deepcopy(learner).double()
+    phi = {name: value.double().requires_grad_() for name, value in by_name(worker, worker.read()).items()}
+    gradient = set_gradient(exact, phi, episode.support, False, create_graph=True)
+    flat = torch.cat([gradient[name].reshape(-1) for name in phi])
+    hessian = torch.stack([
+        torch.cat([x.reshape(-1) for x in torch.autograd.grad(g, list(phi.values()), retain_graph=True, materialize_grads=True)])
+        for g in flat])  # fmt: skip
+    lowest = float(torch.linalg.eigvalsh(hessian)[0])
+    assert 8.0 + lowest > 0  # the system is positive definite
+    b = torch.cat([x.reshape(-1) for x in set_gradient(exact, phi, episode.query, False).values()])
+    wanted = torch.linalg.solve((1 + damping) * torch.eye(len(b), dtype=b.dtype) + hessian / 8.0, b)
+    solved = torch.cat([x.double().reshape(-1) for x in by_name(worker, found.shards).values()])
+    assert (solved - wanted).norm() < 1e-2 * wanted.norm()
+    assert (b - wanted).norm() > 0.1 * wanted.norm()  # the query gradient is no solution
+    residual = (1 + damping) * solved + hessian @ solved / 8.0 - b
+    assert found.numbers["cg_residual"] == pytest.approx(float(residual.norm() / b.norm()), abs=1e-3)
+
+
+def test_imaml_is_the_slope_of_the_proximal_minimum():
+    """Lemma 1 of the paper: theta moved, the proximal problem solved to the end again, in fp64."""
+    learner = small().double()
+    config = config_of(learner, algorithm="imaml", head_init="learned", proximal_weight=8.0, inner_lr=0.05, inner_steps=150,
+                       cg_steps=40)  # fmt: skip
+    episode = episode_of(learner)
+    theta = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
+    from fmmeta.meta.reference import direction
+
+    wanted, *_ = direction(learner, theta, episode, config, False)
+    rng = torch.Generator().manual_seed(1)
+    along = {name: torch.randn(v.shape, generator=rng, dtype=v.dtype) for name, v in theta.items()}
+
+    def loss(step: float) -> float:
+        phi = began = {name: theta[name] + step * along[name] for name in theta}
+        for _ in range(150):
+            gradient = set_gradient(learner, phi, episode.support, False)
+            phi = {name: phi[name] - 0.05 * (gradient[name] + 8.0 * (phi[name] - began[name])) for name in phi}
+        return float(set_loss(learner, phi, episode.query, False))
+
+    slope = sum(float((wanted[name] * along[name]).sum()) for name in theta)
+    assert slope == pytest.approx((loss(1e-4) - loss(-1e-4)) / 2e-4, rel=1e-3)
+
+
+def test_imaml_meets_negative_curvature_and_the_run_says_so():
+    learner = LEARNERS["llama"]
+    config, episode = config_of(learner, algorithm="imaml", proximal_weight=0.05), episode_of(learner)
+    found, _ = learners.found_by_rule(learner, config, episode)
+    assert found.numbers["too_little_proximal_weight"] == 1
+    assert found.finite
+    tally = Tally(imaml.NUMBERS)
+    tally.add(found, 1)
+    tally.add(
+        learners.found_by_rule(learner, config_of(learner, algorithm="imaml", proximal_weight=300.0, inner_lr=0.003), episode)[0],
+        1,
+    )
+    tally.agree(one_rank())
+    assert tally.values["too_little_proximal_weight"] == 0.5
+    said = imaml.warning(0.05, tally.values)
+    assert said.startswith(
+        "proximal_weight=0.05 is too small: on 50 % of this outer step's tasks the support loss curves downwards"
+    )
+    assert "raise --proximal_weight" in said
+    quiet = {"too_little_proximal_weight": 0.0, "cg_residual": 0.01}
+    assert imaml.warning(2.0, quiet) is None
+    assert "they leave 420 % of the right-hand side; raise" in imaml.warning(2.0, {**quiet, "cg_residual": 4.2})
+
+
+def test_imaml_cost_in_passes(monkeypatch):
+    llama = LEARNERS["llama"]
+    kwargs = {"algorithm": "imaml", "proximal_weight": 300.0, "inner_lr": 0.003}
+    assert passes_of(llama, monkeypatch, **kwargs, inner_steps=4, cg_steps=3) == (4 + 1 + 2 * 3 + 2, 0)
+
+
+def test_other_costs_in_passes(monkeypatch):
+    bert, llama = LEARNERS["bert"], LEARNERS["llama"]
+    assert passes_of(bert, monkeypatch, algorithm="boil", inner_steps=4) == (15, 0)
+    assert passes_of(bert, monkeypatch, algorithm="meta_sgd", inner_steps=4) == (15, 0)
+    assert passes_of(bert, monkeypatch, algorithm="proto_maml", inner_steps=4) == (15, 1)
+    assert passes_of(bert, monkeypatch, algorithm="proto_maml", inner_steps=4, prototype_gradient=True) == (16, 1)
+    assert passes_of(bert, monkeypatch, algorithm="protonet") == (2, 2)
+    assert passes_of(llama, monkeypatch, algorithm="joint") == (2, 0)
+
+
+@pytest.mark.timeout(120)
+def test_imaml_in_a_run_writes_its_numbers(tmp_path, capsys):
+    from fmmeta import Config, MetaTrainer
+
+    config = Config(algorithm="imaml", outer_steps=2, eval_episodes=0, meta_batch_size=2, output_dir=str(tmp_path / "run"),
+                    proximal_weight=0.001, cg_steps=2, inner_steps=2)  # fmt: skip
+    MetaTrainer(config).train()
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert set(imaml.NUMBERS) <= set(line)
+    assert "proximal_weight=0.001 is too small" in capsys.readouterr().out
+
+
+def run_of(tmp_path, **settings):
+    from fmmeta import Config, MetaTrainer
+
+    fixed = {"eval_episodes": 3, "meta_batch_size": 2, "output_dir": str(tmp_path / "run"), "outer_steps": 2, "inner_steps": 2}
+    result = MetaTrainer(Config(**{**fixed, **settings})).train()
+    return result, json.loads((tmp_path / "run" / "run.json").read_text())["held_out"]
+
+
+@pytest.mark.timeout(120)
+def test_none_trains_nothing_and_evaluates(tmp_path, capsys):
+    result, held_out = run_of(tmp_path, algorithm="none")
+    assert "algorithm=none trains nothing: the weights are evaluated as they are" in capsys.readouterr().out
+    assert result.after == result.after_from_start == held_out["after adaptation, meta-trained"]["accuracy"][0]
+    assert held_out["gain"]["loss"] == [0, 0]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    trained, _ = run_of(tmp_path / "other", algorithm="fomaml")
+    assert trained.after_from_start == result.after  # the same episodes and adaptation as any run's first row
+
+
+def test_prompts_hold_the_support_set():
+    from fmmeta.meta.algorithms.in_context import prompted
+    from fmmeta.tasks.batch import IGNORE, Example
+
+    support = [Example([1, 10, 11], [IGNORE, IGNORE, 11]), Example([1, 20, 21, 22], [IGNORE, IGNORE, 21, 22])]
+    query = Example([1, 30, 31], [IGNORE, IGNORE, 31])
+    (full,) = prompted(support, [query], bos_token_id=1, positions=None)
+    assert full.input_ids == [1, 10, 11, 20, 21, 22, 30, 31]
+    assert full.labels == [IGNORE] * 7 + [31]
+    (bare,) = prompted(support, [query], bos_token_id=None, positions=None)
+    assert bare.input_ids == [1, 10, 11, 1, 20, 21, 22, 1, 30, 31]
+    (short,) = prompted(support, [query], bos_token_id=1, positions=7)
+    assert short.input_ids == [1, 20, 21, 22, 30, 31]
+    (none,) = prompted(support, [query], bos_token_id=1, positions=5)
+    assert none == query
+
+
+def test_in_context_scores_the_query_with_and_without_the_support_set():
+    """By hand: the mean answer loss of prompts that are put together here."""
+    import torch.nn.functional as F
+
+    from fmmeta.meta.algorithms.in_context import prompted
+    from fmmeta.tasks.batch import Batches, Dealer
+
+    learner = LEARNERS["llama"]
+    config = config_of(learner, algorithm="in_context")
+    episode = episode_of(learner, support=3)
+    worker = worker_of(learner, config)
+    dealer = Dealer(0, 4)
+    query = dealer.deal(episode.query)
+    batches = Batches([], query, dealer.deal(prompted(episode.support, episode.query, None, 32)))
+    before, after = setup_of(worker, config).learning.score(worker, worker.read(), batches)
+    prefix = [token for row in episode.support for token in row.input_ids]
+    for found, start in ((before, []), (after, prefix)):
+        total, count = 0.0, 0
+        for row in episode.query:
+            ids = torch.tensor([[*start, *row.input_ids]])
+            logits = learner(ids, torch.ones_like(ids))[0].detach()
+            for place, label in enumerate(row.labels):
+                if label >= 0:
+                    total += float(F.cross_entropy(logits[len(start) + place - 1], torch.tensor(label)))
+                    count += 1
+        assert found.loss == pytest.approx(total / count, rel=1e-5)
+    assert before.loss != pytest.approx(after.loss, rel=1e-3)
+
+
+@pytest.mark.timeout(120)
+def test_in_context_is_a_run(tmp_path):
+    from tests.models import save_llama, write_pairs
+
+    result, held_out = run_of(tmp_path, algorithm="in_context", task_type="causal_lm", k_shot=2, num_query=3,
+                              model_name_or_path=str(save_llama(tmp_path / "llama")),
+                              dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))])  # fmt: skip
+    rows = {name: value["loss"][0] for name, value in held_out.items() if name.startswith(("before", "after"))}
+    assert rows["after adaptation, meta-trained"] != rows["before adaptation, meta-trained"]
+
+
+@pytest.mark.timeout(120)
+def test_protonet_evaluates_by_its_prototypes(tmp_path):
+    _, held_out = run_of(tmp_path, algorithm="protonet", inner_steps=None)
+    assert held_out["before adaptation, meta-trained"] == held_out["after adaptation, meta-trained"]
+    assert held_out["after adaptation, meta-trained"]["accuracy"][0] > 0.2
