@@ -124,10 +124,10 @@ class Outer:
             return OuterStep(norm, lr, False)
         if 0 < self.config.max_grad_norm < norm:
             meta_grad.mul_(self.config.max_grad_norm / norm)
-        before = dict(self.numbers)
+        before, known = dict(self.numbers), list(self.moments)
         for place, weight_decay in self.parts:
             value, gradient = self.home.fetch(self.theta[place]), self.home.fetch(meta_grad[place])
-            moments = {name: self.home.fetch(vector[place]) for name, vector in self.moments.items()}
+            moments = {name: self.home.fetch(self.moments[name][place]) for name in known}
             moved = self._move(value, gradient, {**tensors(before), **moments}, lr, weight_decay)
             self.home.put(self.theta[place], value)
             for name, moment in moved.items():
