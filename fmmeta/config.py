@@ -53,7 +53,8 @@ class ModelConfig:
 @dataclass
 class TaskConfig:
     dataset: list[str] = setting(
-        ["letters"], "'letters' or 'steep' (built-in suites), a .jsonl/.csv/.parquet file (.gz too), a folder of them, or a hub id"
+        ["letters"],
+        "'letters' (built-in suite), a .jsonl/.csv/.parquet file (.gz too), a folder of them, or a hub id",
     )
     dataset_config_name: str | None = setting(None, "Configuration of a hub data set")
     text_column: str | None = setting(None, "Column of the text (default: text, sentence or utterance)")
@@ -84,7 +85,9 @@ class TaskConfig:
 
 @dataclass
 class MetaConfig:
-    algorithm: str = setting("fomaml", "Meta-gradient rule, or a baseline; docs/algorithms.md says which to choose when", ALGORITHMS)
+    algorithm: str = setting(
+        "fomaml", "Meta-gradient rule, or a baseline; docs/algorithms.md says which to choose when", ALGORITHMS
+    )
     meta_batch_size: int = setting(4, "Tasks per meta-batch over all groups")
     meta_accumulation_steps: int = setting(1, "Meta-batches per outer step, reduced across groups once")
     inner_steps: int = setting(None, "Gradient steps on the support set (default: 5; 0 for protonet)")
@@ -100,14 +103,18 @@ class MetaConfig:
     cg_damping: float = setting(0.0, "imaml: added to the identity in the system that is solved; more is safer and less exact")
     inner_state: str = setting(
         "reset",
-        "Adam's moments at the start of a task: zeros, or kept from one outer step to the next as in Reptile's code (the mean over "
+        "Adam's moments at the start of a task: zeros, or kept from one outer step to the next as in Reptile's code (the mean "
+        "over "
         "the tasks of a meta-batch, so that it does not matter which group ran which task)",
         INNER_STATES,
     )
-    inner_lr_schedule: str = setting("constant", "inner_lr over the inner steps: step k of K takes 1, 1 - k/K or a half cosine of it",
+    inner_lr_schedule: str = setting("constant", "inner_lr over the inner steps: step k of K takes 1, 1 - k/K or a half "
+                                                 "cosine of it",
                                      INNER_SCHEDULES)  # fmt: skip
     inner_lr_groups: list[str] = setting(
-        [], "Factors of inner_lr by layer, PATTERN=FACTOR with the wildcards of a shell; the first that fits counts: head=10 '*embed*=0'"
+        [],
+        "Factors of inner_lr by layer, PATTERN=FACTOR with the wildcards of a shell; the first that fits counts: head=10 "
+        "'*embed*=0'",
     )
     inner_lr_learned: str = setting(
         None,
@@ -118,13 +125,19 @@ class MetaConfig:
     rates_lr: float = setting(1e-3, "Outer learning rate of learned inner rates; schedule and optimizer are the outer ones")
     first_order_steps: int = setting(0, "Outer steps with first-order meta-gradients before exact ones (MAML++'s annealing)")
     multi_step_loss_steps: int = setting(
-        0, "Outer steps over which the query loss counts after every inner step, at first equally, at last after the last only (MAML++)"
+        0,
+        "Outer steps over which the query loss counts after every inner step, at first equally, at last after the last only "
+        "(MAML++)",
     )
     prototype_gradient: bool = setting(False, "head_init=prototype: let the meta-gradient flow through the class means")
     trajectory_gib: float = setting(
-        None, "Device memory for the steps of an inner loop that exact meta-gradients need; the rest waits in host memory (default: all)"
+        None,
+        "Device memory for the steps of an inner loop that exact meta-gradients need; the rest waits in host memory (default: "
+        "all)",
     )
-    check_meta_gradient: bool = setting(False, "Before training, compare the meta-gradient of a task with that of a halved difference step")
+    check_meta_gradient: bool = setting(
+        False, "Before training, compare the meta-gradient of a task with that of a halved difference step"
+    )
     outer_lr: float = setting(
         None, "Peak outer learning rate (default: 1.0 for SGD; for AdamW 2e-3 for the built-in model, 2e-5 for a checkpoint)"
     )
@@ -185,7 +198,15 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
             raise UsageError(f"group_size={self.group_size} is neither a positive number nor auto; use auto, 1, 2, 4, ...")
         self.group_size = str(self.group_size)
         if self.outer_lr is None:
-            self.outer_lr = 1.0 if self.outer_optimizer == "sgd" else 0.7 if self.outer_optimizer == "nesterov" else 2e-3 if self.builtin_model else 2e-5
+            self.outer_lr = (
+                1.0
+                if self.outer_optimizer == "sgd"
+                else 0.7
+                if self.outer_optimizer == "nesterov"
+                else 2e-3
+                if self.builtin_model
+                else 2e-5
+            )
         if self.adam_epsilon is None:
             self.adam_epsilon = 1e-3 if self.builtin_model else 1e-6
         for name in ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "rates_lr", "proximal_weight"):
@@ -216,7 +237,9 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
 
 LEAST = {
     "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
-    "inner_steps": 0, "inner_weight_decay": 0, "cg_steps": 1, "cg_damping": 0, "first_order_steps": 0, "multi_step_loss_steps": 0, "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
+    "inner_steps": 0, "inner_weight_decay": 0, "cg_steps": 1, "cg_damping": 0,
+    "first_order_steps": 0, "multi_step_loss_steps": 0, "outer_steps": 1,
+    "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
     "micro_batch_size": 1, "save_steps": 0, "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
     "logging_steps": 1, "weight_decay": 0,
 }  # fmt: skip
@@ -224,7 +247,8 @@ LEAST = {
 # Settings that may differ between a run and its continuation: they do not change theta.
 FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
-    "eval_episodes", "group_size", "micro_batch_size", "engine", "deepspeed", "max_bad_steps", "attn_implementation", "trajectory_gib",
+    "eval_episodes", "group_size", "micro_batch_size", "engine", "deepspeed", "max_bad_steps", "attn_implementation",
+    "trajectory_gib",
     "check_meta_gradient",
 }  # fmt: skip
 

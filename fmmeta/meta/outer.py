@@ -67,7 +67,8 @@ class OuterStep:
 
 
 class Outer:
-    """An element-by-element optimizer on this rank's slice of theta and on learned inner rates, clipping over the whole model, and
+    """An element-by-element optimizer on this rank's slice of theta and on learned inner rates, clipping over the whole model,
+    and
     an HF schedule.
 
     theta and rates are updated in place. The learning rate is a function of the step's number alone, so a resumed run needs no
@@ -106,7 +107,8 @@ class Outer:
         return self.peak * self.factor(outer_step)
 
     def step(self, meta_grad: Tensor | None, outer_step: int, extra: Mapping[str, Tensor] | None = None) -> OuterStep:
-        """Move theta against `meta_grad` [S], and the rest as `extra` says, unless one is None or not finite. Collective: group."""
+        """Move theta against `meta_grad` [S], and the rest as `extra` says, unless one is None or not finite. Collective:
+        group."""
         extra = extra or {}
         lr = self.lr(outer_step)
         if meta_grad is None:

@@ -91,7 +91,9 @@ def outer_optimizer(meta_params: dict[str, nn.Parameter], rates: Weights, config
     lr = config.outer_lr
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     if any(rate.requires_grad for rate in rates.values()):
-        groups.append({"params": list({id(rate): rate for rate in rates.values()}.values()), "weight_decay": 0.0, "lr": config.rates_lr})
+        groups.append(
+            {"params": list({id(rate): rate for rate in rates.values()}.values()), "weight_decay": 0.0, "lr": config.rates_lr}
+        )
     if config.outer_optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=lr, eps=config.adam_epsilon)
     if config.outer_optimizer == "nesterov":
@@ -101,13 +103,16 @@ def outer_optimizer(meta_params: dict[str, nn.Parameter], rates: Weights, config
 
 
 def starting_rates(learner: Any, names: Sequence[str], config: Config) -> Weights:
-    """By parameter: one rate per inner step [K, 1, ...], or per element (Meta-SGD). Shared by the parameters of a layer (LSLR)."""
+    """By parameter: one rate per inner step [K, 1, ...], or per element (Meta-SGD). Shared by the parameters of a layer
+    (LSLR)."""
     rates: Weights = {}
     learned, layers = config.inner_lr_learned, {}
     for name in names:
         param, head = learner.get_parameter(name), name in learner.head_names
         layer = "head" if head else layer_name(name)
-        factor = next((float(f) for p, f in (item.rsplit("=", 1) for item in config.inner_lr_groups) if fnmatchcase(layer, p)), 1.0)
+        factor = next(
+            (float(f) for p, f in (item.rsplit("=", 1) for item in config.inner_lr_groups) if fnmatchcase(layer, p)), 1.0
+        )
         if config.algorithm in ("anil", "boil"):
             factor = float(head == (config.algorithm == "anil"))
         if learned == "element":
@@ -157,7 +162,9 @@ def direction(learner: Any, theta: Weights, episode: Episode, config: Config, bf
         return {name: (theta[name] - phi[name]).detach() for name in phi}, {}, memory
     asked = [(name, rate) for name, rate in rates.items() if rate.requires_grad]
     found = torch.autograd.grad(told, [*leaf.values(), *(rate for _, rate in asked)], allow_unused=True)
-    told_of = [torch.zeros_like(x) if g is None else g for g, x in zip(found, [*leaf.values(), *(r for _, r in asked)], strict=True)]
+    told_of = [
+        torch.zeros_like(x) if g is None else g for g, x in zip(found, [*leaf.values(), *(r for _, r in asked)], strict=True)
+    ]
     of_rates = dict(zip([name for name, _ in asked], told_of[len(leaf) :], strict=True))
     return dict(zip(leaf, told_of[: len(leaf)], strict=True)), of_rates, memory
 

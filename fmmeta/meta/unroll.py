@@ -75,7 +75,9 @@ class Unrolled:
         finite = all([step.finite for step in [support, *adapted.passes, query, *more]])
         return Direction(v, 1.0, finite, support, query)
 
-    def _backward(self, worker: Worker, episode: Batches, path: Trajectory, v: Tensor) -> tuple[dict[str, Tensor], Sequence[Pass]]:
+    def _backward(
+        self, worker: Worker, episode: Batches, path: Trajectory, v: Tensor
+    ) -> tuple[dict[str, Tensor], Sequence[Pass]]:
         """Turn v = dL/dphi_K into dL/dphi_0 in place; return the gradient of learned rates, and the passes it took."""
         rates, momentum = self.inner.rates, self.inner.rule.momentum
         learned = rates.meta_parameter

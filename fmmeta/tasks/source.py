@@ -19,7 +19,7 @@ import numpy as np
 
 from fmmeta.config import Config, UsageError
 from fmmeta.tasks.batch import Example
-from fmmeta.tasks.builtin import SUITES
+from fmmeta.tasks.builtin import letters
 from fmmeta.tasks.encode import encode_pairs, encode_texts
 from fmmeta.tasks.rows import read_rows
 from fmmeta.tasks.schedule import Item, Task
@@ -119,7 +119,7 @@ class Sources:
 def load_sources(config: Config, tokenizer: Any, notice: Callable[[str], None]) -> Sources:
     """Read, split, check and tokenise `config.dataset`. Raises `UsageError` for whatever would fail later."""
     name = config.dataset[0]
-    rows, splits = SUITES[name]() if name in SUITES else (read_rows(name, config.dataset_config_name), None)
+    rows, splits = letters() if name == "letters" else (read_rows(name, config.dataset_config_name), None)
     table = tabulate(rows, config, notice)
     named_tasks = table.task[0] != ""
     if splits and (config.class_splits or config.task_splits or config.split):

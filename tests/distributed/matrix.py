@@ -29,8 +29,20 @@ LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))  # groups, ranks of a group
 AXES: dict[str, tuple[Any, ...]] = {
     "layout": LAYOUTS,
     "stage": ("plain", 0, 1, 2, 3),  # plain: no DeepSpeed
-    "algorithm": ("fomaml", "reptile", "maml", "fomaml-rates", "meta_sgd", "reptile-adam", "imaml", "anil", "boil", "proto_maml",
-                  "joint", "protonet"),
+    "algorithm": (
+        "fomaml",
+        "reptile",
+        "maml",
+        "fomaml-rates",
+        "meta_sgd",
+        "reptile-adam",
+        "imaml",
+        "anil",
+        "boil",
+        "proto_maml",
+        "joint",
+        "protonet",
+    ),
     "groups": ("one", "several"),  # parameter groups
     "sub_group": ("default", "tiny"),
     "model": ("llama", "bert"),
@@ -48,7 +60,13 @@ VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, wher
     "reptile-adam": {"algorithm": "reptile", "inner_optimizer": "adamw", "inner_beta1": 0.5, "inner_beta2": 0.9,
                      "inner_state": "kept", "inner_epsilon": 0.03},
 }  # fmt: skip
-SECOND_ORDER = ("maml", "meta_sgd", "imaml", "boil", "proto_maml")  # differences of gradients: less exact than gradients, and nothing in bf16
+SECOND_ORDER = (
+    "maml",
+    "meta_sgd",
+    "imaml",
+    "boil",
+    "proto_maml",
+)  # differences of gradients: less exact than gradients, and nothing in bf16
 HEADS = {"boil": "learned", "proto_maml": "prototype", "protonet": "prototype"}  # of the algorithms that demand one
 TOLERANCE = {("fp32", "sgd"): 1e-5, ("fp32", "adamw"): 1e-4, ("bf16", "sgd"): 0.1, ("bf16", "adamw"): 0.1}
 

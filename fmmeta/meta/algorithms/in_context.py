@@ -19,7 +19,9 @@ from fmmeta.parallel.worker import Pass, Worker
 from fmmeta.tasks.batch import IGNORE, Example
 
 
-def prompted(support: Sequence[Example], query: Sequence[Example], bos_token_id: int | None, positions: int | None) -> list[Example]:
+def prompted(
+    support: Sequence[Example], query: Sequence[Example], bos_token_id: int | None, positions: int | None
+) -> list[Example]:
     """Every query with as many of the last support pairs before it as `positions` hold; one `bos` at the start, if any."""
     pairs = [list(row.input_ids) for row in support]
     bare = [ids[1:] if ids[:1] == [bos_token_id] else ids for ids in pairs]
