@@ -1,6 +1,7 @@
 """Which algorithm goes with which settings: what each takes by default, and what is refused, with the reason.
 
-Reads a Config's values and nothing else; `config.py` calls it and raises. An empty answer means that every setting has its effect.
+Reads a Config's values and nothing else; `config.py` calls it and raises. An empty answer means that every setting has its
+effect.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ HEAD_OF = {"proto_maml": "prototype", "protonet": "prototype", "boil": "learned"
 WHOLE_MATRICES = {
     "muon": "it orthogonalises whole weight matrices", "lbfgs": "its line search evaluates the loss",
     "adafactor": "it keeps moments of whole rows and columns", "shampoo": "it multiplies whole matrices",
-    "soap": "it rotates whole matrices", "lamb": "it takes norms of whole parameters", "lars": "it takes norms of whole parameters",
+    "soap": "it rotates whole matrices", "lamb": "it takes norms of whole parameters", "lars": "it takes norms of whole "
+                                                                                               "parameters",
     "sparse_adam": "it takes sparse gradients",
 }  # fmt: skip
 OUTER_OPTIMIZERS = ("adamw", "sgd", "nesterov", "adagrad", "adamax", "nadam", "radam", "rmsprop")
@@ -35,9 +37,31 @@ def resolved(c: Any) -> dict[str, Any]:
 
 def problems(c: Any) -> Iterator[str]:
     """One line for everything about the algorithm that contradicts something else."""
+    yield from _without_effect(c)
     yield from _of_the_algorithm(c)
     yield from _of_inner_settings(c)
     yield from _of_the_outer_optimizer(c)
+
+
+def _without_effect(c: Any) -> Iterator[str]:
+    """Settings that were changed and that nothing would read."""
+    readers = {
+        "inner_momentum": ("inner_optimizer", ("momentum",)), "inner_beta1": ("inner_optimizer", ("adamw",)),
+        "inner_beta2": ("inner_optimizer", ("adamw",)), "inner_epsilon": ("inner_optimizer", ("adamw",)),
+        "inner_weight_decay": ("inner_optimizer", ("adamw",)), "proximal_weight": ("algorithm", ("imaml",)),
+        "cg_steps": ("algorithm", ("imaml",)), "cg_damping": ("algorithm", ("imaml",)),
+        "rates_lr": ("inner_lr_learned", ("layer", "element")), "outer_momentum": ("outer_optimizer", ("nesterov",)),
+    }  # fmt: skip
+    for name, (other, values) in readers.items():
+        if getattr(c, name) != type(c).__dataclass_fields__[name].default and getattr(c, other) not in values:
+            yield (f"{name}={getattr(c, name)} means nothing for {other}={getattr(c, other)}; leave it out, or use {other} "
+                   f"{' or '.join(values)}")  # fmt: skip
+    keeps = c.algorithm in ("maml", "boil", "proto_maml", "meta_sgd") or c.multi_step_loss_steps or c.inner_lr_learned != "no"
+    if c.trajectory_gib is not None and not keeps:
+        yield (f"trajectory_gib={c.trajectory_gib} means nothing for algorithm={c.algorithm}, which keeps no trajectory; "
+               "leave it out")  # fmt: skip
+    if c.trajectory_gib is not None and c.trajectory_gib < 0:
+        yield f"trajectory_gib={c.trajectory_gib} is below 0; use 0 to keep the whole trajectory in host memory"
 
 
 def _of_the_algorithm(c: Any) -> Iterator[str]:
@@ -49,16 +73,19 @@ def _of_the_algorithm(c: Any) -> Iterator[str]:
     if c.task_type == "classification" and name == "in_context":
         yield "algorithm=in_context puts the support set into the prompt, and task_type=classification has none; use causal_lm"
     if c.task_type == "classification" and name == "joint":
-        yield ("algorithm=joint with task_type=classification needs one head for the classes of all tasks, which is not implemented; "
+        yield ("algorithm=joint with task_type=classification needs one head for the classes of all tasks, which is not "
+               "implemented; "
                "use protonet, or causal_lm")  # fmt: skip
     if c.offload_outer and name not in ("fomaml", "reptile", *UNTRAINED):
         yield f"offload_outer=True with algorithm={name} is not implemented: its shards work beside theta; use fomaml or reptile"
     if c.inner_steps == 0 and name not in ("protonet", *UNTRAINED):
         yield f"inner_steps=0 leaves algorithm={name} nothing to learn through; use 1 or more"
     if c.first_order_steps and name not in SECOND_ORDER:
-        yield f"first_order_steps={c.first_order_steps} means nothing for algorithm={name}; use it with {' or '.join(SECOND_ORDER)}"
+        yield (f"first_order_steps={c.first_order_steps} means nothing for algorithm={name}; use it with "
+               f"{' or '.join(SECOND_ORDER)}")  # fmt: skip
     if c.multi_step_loss_steps and name not in UNROLLED:
-        yield (f"multi_step_loss_steps={c.multi_step_loss_steps} means nothing for algorithm={name}, which does not differentiate "
+        yield (f"multi_step_loss_steps={c.multi_step_loss_steps} means nothing for algorithm={name}, which does not "
+               f"differentiate "
                f"the query loss at every inner step; use it with {', '.join(UNROLLED)}")  # fmt: skip
     if c.prototype_gradient and not (c.head_init == "prototype" and name in (*UNROLLED, "anil", "imaml")):
         yield (f"prototype_gradient=True means nothing for algorithm={name} and head_init={c.head_init}; use it with "
@@ -73,13 +100,12 @@ def _of_the_algorithm(c: Any) -> Iterator[str]:
 def _of_inner_settings(c: Any) -> Iterator[str]:
     name, inner = c.algorithm, c.inner_optimizer
     if inner == "adamw" and name in (*DIFFERENCES, "anil"):
-        yield (f"inner_optimizer=adamw with algorithm={name}: the meta-gradient through Adam's moments is not implemented; use sgd "
+        yield (f"inner_optimizer=adamw with algorithm={name}: the meta-gradient through Adam's moments is not implemented; "
+               f"use sgd "
                "or momentum, or algorithm=fomaml or reptile")  # fmt: skip
     if inner == "momentum" and name == "imaml":
         yield ("inner_optimizer=momentum with algorithm=imaml is not tested: the proximal loop only has to reach its minimum; "
                "use sgd with more --inner_steps")  # fmt: skip
-    if c.inner_weight_decay and inner != "adamw":
-        yield f"inner_weight_decay={c.inner_weight_decay} is AdamW's, and inner_optimizer={inner}; use --inner_optimizer adamw"
     if c.inner_state == "kept" and not (inner == "adamw" and name == "reptile"):
         yield (f"inner_state=kept keeps Reptile's Adam moments, and here are algorithm={name} and inner_optimizer={inner}; "
                "use reset")  # fmt: skip
@@ -88,20 +114,24 @@ def _of_inner_settings(c: Any) -> Iterator[str]:
         why = "its direction is no gradient of a loss" if name == "reptile" else "the gradient of its rates is not implemented"
         yield f"inner_lr_learned={learned} with algorithm={name}: {why}; use no, or fomaml, maml, proto_maml or meta_sgd"
     if learned == "element" and c.inner_lr_schedule != "constant":
-        yield (f"inner_lr_schedule={c.inner_lr_schedule} with inner_lr_learned=element: one rate per element serves all steps; use "
+        yield (f"inner_lr_schedule={c.inner_lr_schedule} with inner_lr_learned=element: one rate per element serves all "
+               f"steps; use "
                "constant, or inner_lr_learned=layer")  # fmt: skip
     for item in c.inner_lr_groups:
         pattern, _, factor = item.rpartition("=")
         if not pattern or not is_number(factor) or float(factor) < 0:
-            yield f"inner_lr_groups={item} is no PATTERN=FACTOR with a factor of 0 or more; write, say, head=10 or '*embeddings*=0'"
+            yield (f"inner_lr_groups={item} is no PATTERN=FACTOR with a factor of 0 or more; write, say, head=10 or "
+                   f"'*embeddings*=0'")  # fmt: skip
     if c.inner_lr_groups and name in ("anil", "boil"):
-        yield f"inner_lr_groups={' '.join(c.inner_lr_groups)} contradicts algorithm={name}, which is a choice of layers; leave it out"
+        yield (f"inner_lr_groups={' '.join(c.inner_lr_groups)} contradicts algorithm={name}, which is a choice of layers; "
+               f"leave it out")  # fmt: skip
 
 
 def _of_the_outer_optimizer(c: Any) -> Iterator[str]:
     name = c.outer_optimizer
     if name.lower() in WHOLE_MATRICES:
-        yield (f"outer_optimizer={name} does not act element by element: {WHOLE_MATRICES[name.lower()]}, and theta is held in shards; "
+        yield (f"outer_optimizer={name} does not act element by element: {WHOLE_MATRICES[name.lower()]}, and theta is held in "
+               f"shards; "
                f"use {' or '.join(OUTER_OPTIMIZERS)}")  # fmt: skip
     if name not in OUTER_OPTIMIZERS:
         yield f"outer_optimizer={name} is unknown; use {', '.join(OUTER_OPTIMIZERS[:-1])} or {OUTER_OPTIMIZERS[-1]}"

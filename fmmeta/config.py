@@ -64,7 +64,7 @@ class ModelConfig:
 class TaskConfig:
     dataset: list[str] = setting(
         ["letters"],
-        "One or more of: 'letters' or 'steep' (built-in suites), a .jsonl/.csv/.parquet file (.gz too), a folder of them, a "
+        "One or more of: 'letters' (built-in suite), a .jsonl/.csv/.parquet file (.gz too), a folder of them, a "
         "folder of folders of them (each file a task, read when it is drawn; its folder the stratum), or a hub id. Of several, "
         "each is a stratum",
     )
@@ -145,15 +145,18 @@ class MetaConfig:
     cg_damping: float = setting(0.0, "imaml: added to the identity in the system that is solved; more is safer and less exact")
     inner_state: str = setting(
         "reset",
-        "Adam's moments at the start of a task: zeros, or kept from one outer step to the next as in Reptile's code (the mean over "
+        "Adam's moments at the start of a task: zeros, or kept from one outer step to the next as in Reptile's code (the mean "
+        "over "
         "the tasks of a meta-batch, so that it does not matter which group ran which task)",
         INNER_STATES,
     )
-    inner_lr_schedule: str = setting("constant", "inner_lr over the inner steps: step k of K takes 1, 1 - k/K or a half cosine of it",
+    inner_lr_schedule: str = setting("constant", "inner_lr over the inner steps: step k of K takes 1, 1 - k/K or a half "
+                                                 "cosine of it",
                                      INNER_SCHEDULES)  # fmt: skip
     inner_lr_groups: list[str] = setting(
         [],
-        "Factors of inner_lr by layer, PATTERN=FACTOR with the wildcards of a shell; the first that fits counts: head=10 '*embed*=0'",
+        "Factors of inner_lr by layer, PATTERN=FACTOR with the wildcards of a shell; the first that fits counts: head=10 "
+        "'*embed*=0'",
     )
     inner_lr_learned: str = setting(
         None,
@@ -165,12 +168,14 @@ class MetaConfig:
     first_order_steps: int = setting(0, "Outer steps with first-order meta-gradients before exact ones (MAML++'s annealing)")
     multi_step_loss_steps: int = setting(
         0,
-        "Outer steps over which the query loss counts after every inner step, at first equally, at last after the last only (MAML++)",
+        "Outer steps over which the query loss counts after every inner step, at first equally, at last after the last only "
+        "(MAML++)",
     )
     prototype_gradient: bool = setting(False, "head_init=prototype: let the meta-gradient flow through the class means")
     trajectory_gib: float = setting(
         None,
-        "Device memory for the steps of an inner loop that exact meta-gradients need; the rest waits in host memory (default: all)",
+        "Device memory for the steps of an inner loop that exact meta-gradients need; the rest waits in host memory (default: "
+        "all)",
     )
     check_meta_gradient: bool = setting(
         False, "Before training, compare the meta-gradient of a task with that of a halved difference step"

@@ -103,7 +103,8 @@ def outer_optimizer(meta_params: dict[str, nn.Parameter], rates: Weights, config
 
 
 def starting_rates(learner: Any, names: Sequence[str], config: Config) -> Weights:
-    """By parameter: one rate per inner step [K, 1, ...], or per element (Meta-SGD). Shared by the parameters of a layer (LSLR)."""
+    """By parameter: one rate per inner step [K, 1, ...], or per element (Meta-SGD). Shared by the parameters of a layer
+    (LSLR)."""
     rates: Weights = {}
     learned, layers = config.inner_lr_learned, {}
     for name in names:

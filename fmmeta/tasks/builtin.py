@@ -22,7 +22,6 @@ from collections.abc import Callable
 from fmmeta.tasks.rows import Row
 
 CLASSES, ROWS = 6, 20
-BEGINNING = "=" * 12  # of every text of `steep`
 KINDS, OF_A_KIND = 12, 5
 TASKS = {"train": 20, "valid": 4, "test": 6}  # per family
 
@@ -111,19 +110,6 @@ def letters() -> tuple[list[Row], dict[str, list[str]]]:
                         values = {"task": task, "stratum": family, "text": text, "label": f"{family} {c}"}
                         rows.append(Row(values, f"letters/{task}"))
     return rows, splits
-
-
-def steep() -> tuple[list[Row], dict[str, list[str]]]:
-    """The tasks of `letters`, every text behind the same long beginning.
-
-    What all texts share says nothing of their classes, but the support loss curves most along it: an inner step that is long enough
-    to learn a class overshoots there. A rule that sees curvature learns to map the beginning to little; FOMAML cannot see it.
-    """
-    rows, splits = letters()
-    return [Row({**row.values, "text": BEGINNING + row.values["text"]}, f"steep/{row.values['task']}") for row in rows], splits
-
-
-SUITES: dict[str, Callable[[], tuple[list[Row], dict[str, list[str]]]]] = {"letters": letters, "steep": steep}
 
 
 def fresh(rng: random.Random, owned: int, seen: set[tuple[int, ...]]) -> list[int]:

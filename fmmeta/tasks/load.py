@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fmmeta.config import Config, UsageError
-from fmmeta.tasks.builtin import SUITES
+from fmmeta.tasks.builtin import letters
 from fmmeta.tasks.folder import FolderSource, task_files
 from fmmeta.tasks.members import make_source, shape_of, strata_of
 from fmmeta.tasks.rows import data_files, hub_rows, open_hub, read_file
@@ -58,8 +58,8 @@ def load_sources(config: Config, tokenizer: Any, notice: Notice) -> Sources:
 
 
 def load_one(name: str, config: Config, tokenizer: Any, notice: Notice) -> Loaded:
-    if name in SUITES:
-        rows, splits = SUITES[name]()
+    if name == "letters":
+        rows, splits = letters()
         content = digest([row.values for row in rows])  # the generator may change
         return from_store(name, prepare(name, content, lambda bad: rows, config, tokenizer, notice), splits, config, notice)
     files = task_files(name)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.distributed.matrix import AXES, LAYOUTS, Bench, Case, cases, full, pairs, pairwise, tolerance
+from tests.distributed.matrix import LAYOUTS, Bench, Case, cases, full, pairs, pairwise, tolerance
 
 CHOSEN = full() if os.environ.get("FMMETA_PARITY") == "full" else pairwise()
 WRAPPERS = {

@@ -136,7 +136,7 @@ def layer(name: str) -> str:
 
 @pytest.mark.parametrize(("outer_step", "order"), [(0, 1), (3, 1), (4, 2), (9, 2)])
 def test_derivative_order_is_annealed(outer_step, order):
-    cosine, error = against_oracle(LEARNERS["llama"], outer_step, algorithm="maml", first_order_steps=4)
+    _, error = against_oracle(LEARNERS["llama"], outer_step, algorithm="maml", first_order_steps=4)
     assert error < (1e-5 if order == 1 else 1e-3)
     assert error > (0 if order == 1 else 1e-6)
 
@@ -241,7 +241,8 @@ def test_self_check_trusts_fp32_and_warns_of_bf16():
     good, bad = found["fp32"], found["bf16"]
     assert good.cosine > 0.99999
     assert 0 < good.relative < 1e-3
-    assert good.text.startswith(f"check_meta_gradient: at half the difference step the meta-gradient of the first task differs by "
+    assert good.text.startswith(f"check_meta_gradient: at half the difference step the meta-gradient of the first task "
+                                f"differs by "
                                 f"{good.relative:.1e} of its length (cosine {good.cosine:.6f})")  # fmt: skip
     assert good.text.endswith("; the differences can be trusted")
     assert bad.relative > 0.02

@@ -87,7 +87,9 @@ def test_flags_win_over_the_file(config_file):
     ("seed: true", "argument --seed: invalid int value: 'True'"),
     ("n_way: [3]", "config=FILE sets n_way=[3], which is not one value; write `n_way: value`"),
     ("deepspeed: {stage: 2}", "config=FILE sets deepspeed={'stage': 2}, which is not one value; write `deepspeed: value`"),
-    ("algorithm: mamal", "algorithm=mamal is unknown; use fomaml or reptile"),
+    ("algorithm: mamal", "algorithm=mamal is unknown; use fomaml, maml, reptile, imaml, anil, boil, proto_maml, meta_sgd, "
+                         "joint, protonet, "
+     "none or in_context"),
     ("k_shot: 0", "k_shot=0 is below 1; use 1 or more"),
     ("- n_way", "config=FILE holds no settings; write `name: value` lines"),
     ("", "config=FILE holds no settings; write `name: value` lines"),

@@ -15,45 +15,69 @@ ADAM = {"inner_optimizer": "adamw"}
 @pytest.mark.parametrize(("settings", "said"), [
     ({"algorithm": "maml", **ADAM}, "inner_optimizer=adamw with algorithm=maml: the meta-gradient through Adam's moments is not "
      "implemented; use sgd or momentum, or algorithm=fomaml or reptile"),
-    ({"inner_weight_decay": 0.1}, "inner_weight_decay=0.1 is AdamW's, and inner_optimizer=sgd; use --inner_optimizer adamw"),
-    ({"inner_state": "kept"}, "inner_state=kept keeps Reptile's Adam moments, and here are algorithm=fomaml and inner_optimizer=sgd; "
+    ({"inner_weight_decay": 0.1}, "inner_weight_decay=0.1 means nothing for inner_optimizer=sgd; leave it out, or use "
+                                  "inner_optimizer "
+     "adamw"),
+    ({"cg_steps": 9}, "cg_steps=9 means nothing for algorithm=fomaml; leave it out, or use algorithm imaml"),
+    ({"rates_lr": 0.1}, "rates_lr=0.1 means nothing for inner_lr_learned=no; leave it out, or use inner_lr_learned layer or "
+                        "element"),
+    ({"trajectory_gib": 1.0}, "trajectory_gib=1.0 means nothing for algorithm=fomaml, which keeps no trajectory; leave it out"),
+    ({"algorithm": "maml", "trajectory_gib": -1.0}, "trajectory_gib=-1.0 is below 0; use 0 to keep the whole trajectory in "
+                                                    "host memory"),
+    ({"inner_state": "kept"}, "inner_state=kept keeps Reptile's Adam moments, and here are algorithm=fomaml and "
+                              "inner_optimizer=sgd; "
      "use reset"),
     ({"algorithm": "reptile", "inner_lr_learned": "layer"}, "inner_lr_learned=layer with algorithm=reptile: its direction is no "
      "gradient of a loss; use no, or fomaml, maml, proto_maml or meta_sgd"),
-    ({"inner_lr_learned": "element", "inner_lr_schedule": "linear"}, "inner_lr_schedule=linear with inner_lr_learned=element: one rate "
+    ({"inner_lr_learned": "element", "inner_lr_schedule": "linear"}, "inner_lr_schedule=linear with inner_lr_learned=element: "
+                                                                     "one rate "
      "per element serves all steps; use constant, or inner_lr_learned=layer"),
-    ({"inner_lr_groups": ["head"]}, "inner_lr_groups=head is no PATTERN=FACTOR with a factor of 0 or more; write, say, head=10 or "
+    ({"inner_lr_groups": ["head"]}, "inner_lr_groups=head is no PATTERN=FACTOR with a factor of 0 or more; write, say, "
+                                    "head=10 or "
      "'*embeddings*=0'"),
-    ({"inner_lr_groups": ["head=-1"]}, "inner_lr_groups=head=-1 is no PATTERN=FACTOR with a factor of 0 or more; write, say, head=10 "
+    ({"inner_lr_groups": ["head=-1"]}, "inner_lr_groups=head=-1 is no PATTERN=FACTOR with a factor of 0 or more; write, say, "
+                                       "head=10 "
      "or '*embeddings*=0'"),
     ({"inner_steps": 0}, "inner_steps=0 leaves algorithm=fomaml nothing to learn through; use 1 or more"),
-    ({"first_order_steps": 3}, "first_order_steps=3 means nothing for algorithm=fomaml; use it with maml or boil or proto_maml or "
+    ({"first_order_steps": 3}, "first_order_steps=3 means nothing for algorithm=fomaml; use it with maml or boil or "
+                               "proto_maml or "
      "meta_sgd or anil"),
-    ({"algorithm": "reptile", "multi_step_loss_steps": 3}, "multi_step_loss_steps=3 means nothing for algorithm=reptile, which does not "
+    ({"algorithm": "reptile", "multi_step_loss_steps": 3}, "multi_step_loss_steps=3 means nothing for algorithm=reptile, "
+                                                           "which does not "
      "differentiate the query loss at every inner step; use it with fomaml, maml, boil, proto_maml, meta_sgd"),
     ({"prototype_gradient": True}, "prototype_gradient=True means nothing for algorithm=fomaml and head_init=zero; use it with "
      "head_init=prototype and an algorithm that differentiates through the inner loop"),
-    ({"check_meta_gradient": True}, "check_meta_gradient=True checks finite differences, and algorithm=fomaml takes none; use it with "
+    ({"check_meta_gradient": True}, "check_meta_gradient=True checks finite differences, and algorithm=fomaml takes none; use "
+                                    "it with "
      "maml, boil, proto_maml, meta_sgd, imaml"),
     ({"algorithm": "anil", **ADAM}, "inner_optimizer=adamw with algorithm=anil: the meta-gradient through Adam's moments is not "
      "implemented; use sgd or momentum, or algorithm=fomaml or reptile"),
-    ({"algorithm": "imaml", "inner_optimizer": "momentum"}, "inner_optimizer=momentum with algorithm=imaml is not tested: the proximal "
+    ({"algorithm": "imaml", "inner_optimizer": "momentum"}, "inner_optimizer=momentum with algorithm=imaml is not tested: the "
+                                                            "proximal "
      "loop only has to reach its minimum; use sgd with more --inner_steps"),
-    ({"algorithm": "boil", "head_init": "zero"}, "head_init=zero contradicts algorithm=boil, whose head is learned; leave --head_init "
+    ({"algorithm": "boil", "head_init": "zero"}, "head_init=zero contradicts algorithm=boil, whose head is learned; leave "
+                                                 "--head_init "
      "out"),
-    ({"algorithm": "protonet", "head_init": "learned"}, "head_init=learned contradicts algorithm=protonet, whose head is prototype; "
+    ({"algorithm": "protonet", "head_init": "learned"}, "head_init=learned contradicts algorithm=protonet, whose head is "
+                                                        "prototype; "
      "leave --head_init out"),
-    ({"algorithm": "anil", "task_type": "causal_lm"}, "algorithm=anil treats the classifier head apart, and task_type=causal_lm has "
+    ({"algorithm": "anil", "task_type": "causal_lm"}, "algorithm=anil treats the classifier head apart, and "
+                                                      "task_type=causal_lm has "
      "none; use maml or fomaml"),
-    ({"algorithm": "meta_sgd", "inner_lr_learned": "layer"}, "inner_lr_learned=layer contradicts algorithm=meta_sgd, which learns every "
+    ({"algorithm": "meta_sgd", "inner_lr_learned": "layer"}, "inner_lr_learned=layer contradicts algorithm=meta_sgd, which "
+                                                             "learns every "
      "element's; leave it out"),
-    ({"algorithm": "anil", "inner_lr_learned": "layer"}, "inner_lr_learned=layer with algorithm=anil: the gradient of its rates is not "
+    ({"algorithm": "anil", "inner_lr_learned": "layer"}, "inner_lr_learned=layer with algorithm=anil: the gradient of its "
+                                                         "rates is not "
      "implemented; use no, or fomaml, maml, proto_maml or meta_sgd"),
-    ({"algorithm": "boil", "inner_lr_groups": ["head=2"]}, "inner_lr_groups=head=2 contradicts algorithm=boil, which is a choice of "
+    ({"algorithm": "boil", "inner_lr_groups": ["head=2"]}, "inner_lr_groups=head=2 contradicts algorithm=boil, which is a "
+                                                           "choice of "
      "layers; leave it out"),
-    ({"algorithm": "in_context"}, "algorithm=in_context puts the support set into the prompt, and task_type=classification has none; "
+    ({"algorithm": "in_context"}, "algorithm=in_context puts the support set into the prompt, and task_type=classification "
+                                  "has none; "
      "use causal_lm"),
-    ({"algorithm": "joint"}, "algorithm=joint with task_type=classification needs one head for the classes of all tasks, which is not "
+    ({"algorithm": "joint"}, "algorithm=joint with task_type=classification needs one head for the classes of all tasks, "
+                             "which is not "
      "implemented; use protonet, or causal_lm"),
     ({"inner_momentum": 1.0}, "inner_momentum=1.0 is not in [0, 1); use 0.9, say"),
     ({"outer_momentum": -0.1}, "outer_momentum=-0.1 is not in [0, 1); use 0.9, say"),

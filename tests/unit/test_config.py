@@ -15,7 +15,7 @@ COMPANIONS = {  # settings without which a choice is refused
     ("algorithm", "in_context"): {"task_type": "causal_lm"},
     ("algorithm", "joint"): {"task_type": "causal_lm"},
 }
-LEAST_NEEDS = {"first_order_steps": "maml", "inner_steps": "none"}
+LEAST_NEEDS = {"first_order_steps": "maml", "inner_steps": "none", "cg_steps": "imaml", "cg_damping": "imaml"}
 CHOICES = {item.name: item.metadata["choices"] for item in fields(Config) if "choices" in item.metadata}
 
 

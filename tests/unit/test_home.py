@@ -43,12 +43,12 @@ def test_offloaded_steps_are_the_same_steps(monkeypatch, optimizer, chunk):
         assert moved.applied
         if step == 1:
             resumed = Outer(away.theta, worker, away.config)
-            resumed.load_state(*away.state())
+            resumed.load_state(away.state())
             away = resumed
     torch.testing.assert_close(away.theta, here.theta, rtol=0, atol=1e-8)
     assert away.theta.ne(worker.read()).any()
-    for name, moment in here.state()[0].items():
-        torch.testing.assert_close(away.state()[0][name], moment, rtol=1e-6, atol=0)
+    for name, moment in here.state().vectors.items():
+        torch.testing.assert_close(away.state().vectors[name], moment, rtol=1e-6, atol=0)
 
 
 def test_work_happens_on_copies_that_come_home():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_inner_steps_are_those_of_torch(settings, make, cuts):
         param.grad = torch.randn(9, generator=RNG)
         given = param.grad.clone()
         update = rule.update(k, state, rates(*[(0.1, 0.1)] * 4))
-        for a, b in zip(cuts, cuts[1:], strict=False):
+        for a, b in pairwise(cuts):
             update(shard[a:b], given[a:b], slice(a, b))
         assert torch.equal(given, param.grad)
         optimizer.step()
@@ -71,7 +72,7 @@ def test_rates_by_layer_step_and_element(cuts, element):
     chosen = Rates(LAYERS, table.table, each if element else None)
     wanted = torch.tensor([5.0, 5, 5, 7, 7, 1, 5, 5, 5]) * each
     found = torch.ones(9)
-    for a, b in zip(cuts, cuts[1:], strict=False):
+    for a, b in pairwise(cuts):
         chosen.scale_(1, found[a:b], slice(a, b))
     assert torch.equal(found, wanted)
     shard, recorded = torch.zeros(9), torch.zeros(9)
@@ -88,7 +89,8 @@ def test_proximal_gradient():
 
 
 @pytest.mark.parametrize(("name", "layer"), [
-    ("hf.encoder.layer.3.attention.self.key.bias", "hf.encoder.layer.3"), ("hf.model.layers.11.mlp.up_proj.weight", "hf.model.layers.11"),
+    ("hf.encoder.layer.3.attention.self.key.bias", "hf.encoder.layer.3"), 
+    ("hf.model.layers.11.mlp.up_proj.weight", "hf.model.layers.11"),
     ("hf.embeddings.LayerNorm.weight", "hf.embeddings.LayerNorm"), ("head.weight", "head"), ("weight", "weight"),
 ])  # fmt: skip
 def test_layers_by_name(name, layer):
@@ -103,7 +105,7 @@ def test_layers_cover_the_model():
     layers = setup_of(worker, config).inner.rates.layers
     covered = sorted((begin, end) for begin, end, _ in layers.segments)
     assert (covered[0][0], covered[-1][1]) == (0, worker.params.numel)
-    assert all(a[1] == b[0] for a, b in zip(covered, covered[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(covered))
     assert {"head", "hf.encoder.layer.0"} < set(layers.names)
     for fragment in worker.params.fragments:
         ((_, _, index),) = list(layers.inside(fragment.here))

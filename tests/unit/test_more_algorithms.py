@@ -24,7 +24,8 @@ HEADS = [{}, {"head_init": "learned"}, PROTOTYPE, THROUGH]
 
 @pytest.mark.parametrize("model", ["bert", "classifier"])
 @pytest.mark.parametrize("head", HEADS, ids=identity)
-@pytest.mark.parametrize("extra", [{}, {"first_order_steps": 5}, {"inner_optimizer": "momentum"}, {"inner_lr_schedule": "linear"}],
+@pytest.mark.parametrize("extra", [{}, {"first_order_steps": 5}, {"inner_optimizer": "momentum"},
+                                   {"inner_lr_schedule": "linear"}],
                          ids=identity)  # fmt: skip
 def test_anil_is_autograd_through_the_head_alone(model, head, extra):
     """To rounding: nothing is approximated."""
@@ -55,7 +56,8 @@ def test_anil_costs_the_same_for_any_number_of_steps(steps, monkeypatch):
 
 @pytest.mark.parametrize(("algorithm", "model", "settings", "at_most"), [
     ("boil", "bert", {}, 1e-3), ("boil", "classifier", {"inner_lr": 0.3}, 1e-3), ("boil", "bert", {"first_order_steps": 9}, 1e-5),
-    ("proto_maml", "bert", {"inner_lr": 0.02}, 1e-3), ("proto_maml", "classifier", {"inner_lr": 0.02, "prototype_gradient": True}, 1e-3),
+    ("proto_maml", "bert", {"inner_lr": 0.02}, 1e-3),
+    ("proto_maml", "classifier", {"inner_lr": 0.02, "prototype_gradient": True}, 1e-3),
     ("proto_maml", "bert", {"inner_lr": 0.02, "prototype_gradient": True, "first_order_steps": 9}, 1e-5),
     ("meta_sgd", "llama", {}, 1e-3), ("meta_sgd", "bert", {}, 1e-3), ("meta_sgd", "llama", {"first_order_steps": 9}, 1e-5),
     ("protonet", "bert", {}, 1e-5), ("protonet", "classifier", {}, 1e-5), ("protonet", "bert", {"inner_steps": 0}, 1e-5),
@@ -283,7 +285,7 @@ def test_in_context_scores_the_query_with_and_without_the_support_set():
 def test_in_context_is_a_run(tmp_path):
     from tests.models import save_llama, write_pairs
 
-    result, held_out = run_of(tmp_path, algorithm="in_context", task_type="causal_lm", k_shot=2, num_query=3,
+    _, held_out = run_of(tmp_path, algorithm="in_context", task_type="causal_lm", k_shot=2, num_query=3,
                               model_name_or_path=str(save_llama(tmp_path / "llama")),
                               dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))])  # fmt: skip
     rows = {name: value["loss"][0] for name, value in held_out.items() if name.startswith(("before", "after"))}

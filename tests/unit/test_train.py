@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -55,3 +57,62 @@ def test_episodes_of_changing_size_follow_the_oracle(tmp_path):
     off, travelled = (sum(float((a[name].double() - b[name]).square().sum()) for name in body) ** 0.5 for a, b in (
         ({name: made[name.removeprefix("hf.")] for name in body}, wanted), (began, wanted)))  # fmt: skip
     assert off < 1e-5 * travelled
+
+
+CONTINUED = {
+    "learned rates by layer": {"algorithm": "fomaml", "inner_lr_learned": "layer"},
+    "learned rates by element": {"algorithm": "meta_sgd", "first_order_steps": 3},
+    "kept moments": {"algorithm": "reptile", "inner_optimizer": "adamw", "inner_lr": 0.01, "inner_state": "kept"},
+    "nesterov": {"algorithm": "fomaml", "outer_optimizer": "nesterov"},
+    "annealed": {"algorithm": "fomaml", "multi_step_loss_steps": 3},
+}
+
+
+@pytest.mark.parametrize("settings", CONTINUED.values(), ids=CONTINUED)
+def test_a_stopped_run_goes_on_to_the_same_weights_and_rates(tmp_path, settings):
+    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
+    fixed = {"model_name_or_path": str(model), "dataset": [str(data)], "k_shot": 1, "num_query": 2, "outer_steps": 4,
+             "save_steps": 2, "eval_episodes": 0, "meta_batch_size": 2, "inner_steps": 2,
+             "outer_lr": 1e-3, **settings}  # fmt: skip
+    MetaTrainer(Config(**fixed, output_dir=str(tmp_path / "whole"))).train()
+    stopped = tmp_path / "stopped"
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", stopped / "checkpoint-2")
+    run = json.loads((tmp_path / "whole" / "run.json").read_text())
+    run["settings"]["output_dir"], run["finished"] = str(stopped), False
+    (stopped / "run.json").write_text(json.dumps(run))
+    MetaTrainer(Config(**fixed, output_dir=str(stopped))).train()
+    files = {path.name for path in (tmp_path / "whole" / "model").iterdir()}
+    assert ("inner_lr.safetensors" in files) == (settings["algorithm"] == "meta_sgd")
+    for name in ("model.safetensors", "fmmeta.json", *(files & {"inner_lr.safetensors"})):
+        assert (stopped / "model" / name).read_bytes() == (tmp_path / "whole" / "model" / name).read_bytes(), name
+    saved = [load_file(tmp_path / "whole" / f"checkpoint-{n}" / "shard-00000.safetensors") for n in (2, 4)]
+    assert any(not torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+@pytest.mark.parametrize("learned", ["no", "layer", "element"])
+def test_exported_rates_are_those_that_were_learned(tmp_path, learned):
+    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
+    settings = {"algorithm": "fomaml", "inner_lr_learned": learned,
+                "inner_lr_schedule": "constant" if learned == "element" else "linear",
+                "inner_lr_groups": ["head=2"], "rates_lr": 0.02, "inner_steps": 2}  # fmt: skip
+    MetaTrainer(Config(model_name_or_path=str(model), dataset=[str(data)], k_shot=1, num_query=2, outer_steps=2, eval_episodes=0,
+                       meta_batch_size=2, output_dir=str(tmp_path / "run"), **settings)).train()  # fmt: skip
+    told = json.loads((tmp_path / "run" / "model" / "fmmeta.json").read_text())["inner_rates"]
+    if learned == "element":
+        assert told == "inner_lr.safetensors"
+        rates = load_file(tmp_path / "run" / "model" / told)
+        weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
+        assert {name: value.shape for name, value in rates.items()} == {
+            name: value.shape for name, value in weights.items() if name in rates
+        }
+        assert {"classifier.weight", "classifier.bias", "bert.encoder.layer.1.output.dense.weight"} <= set(rates)
+        moved = {name for name, value in rates.items() if (value - (0.2 if "classifier" in name else 0.1)).abs().max() > 1e-6}
+        assert "classifier.bias" in moved
+    else:
+        assert {"head", "bert.encoder.layer.0", "bert.pooler.dense"} <= set(told)
+        start = {name: [0.2, 0.1] if name == "head" else [0.1, 0.05] for name in told}
+        if learned == "no":
+            assert told == start
+        else:
+            assert all(told[name] != start[name] for name in told)
+            assert all(abs(a - b) < 0.1 for name in told for a, b in zip(told[name], start[name], strict=True))

@@ -2,10 +2,13 @@
 
     W_{k+1} = W_k - alpha grad_W L(W_k f(support)),   g = d L_query(W_K) / dtheta,   f: features of the body at theta
 
-Raghu, Raghu, Bengio, Vinyals, "Rapid Learning or Feature Reuse?", 2020 (arXiv 1909.09157), section 4. The body does not move, so its
+Raghu, Raghu, Bengio, Vinyals, "Rapid Learning or Feature Reuse?", 2020 (arXiv 1909.09157), section 4. The body does not move, so
+its
 features are computed once per task and the whole inner loop is a small problem that every rank of the group solves for itself, in
-fp64 and with autograd, which also differentiates it exactly. What it says of the features is pulled back through the body in one pass.
-Cost per task: a forward of the support set, a forward and backward of the query set, and a forward and backward of the support set
+fp64 and with autograd, which also differentiates it exactly. What it says of the features is pulled back through the body in one
+pass.
+Cost per task: a forward of the support set, a forward and backward of the query set, and a forward and backward of the support
+set
 for the exact gradient; without it (`--first_order_steps`) 2 passes in all, whatever K is. No trajectory.
 """
 

@@ -4,8 +4,10 @@
     g = ((1 + damping) I + H(phi*) / lambda)^-1 grad L_query(phi*)                  H: Hessian of the support loss
 
 Rajeswaran, Finn, Kakade, Levine, "Meta-Learning with Implicit Gradients", 2019 (arXiv 1909.04630), lemma 1, solved by conjugate
-gradients (their algorithm 2) with the Hessian-vector products of curvature.py. `lambda` is --proximal_weight. The formula holds near the minimum
-(enough inner steps) and where lambda exceeds the Hessian's most negative eigenvalue: conjugate gradients then meet only directions of
+gradients (their algorithm 2) with the Hessian-vector products of curvature.py. `lambda` is --proximal_weight. The formula holds
+near the minimum
+(enough inner steps) and where lambda exceeds the Hessian's most negative eigenvalue: conjugate gradients then meet only
+directions of
 positive curvature. One that is not is the sign that lambda is too small; the solution so far is used, and the run says so.
 Cost per task: K + 1 + 2 C + 2 passes for C conjugate-gradient steps, five shards, no trajectory.
 """
@@ -26,7 +28,7 @@ from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.batch import Batches
 
 UNSOLVED = 0.5  # a residual above this is no solution
-NUMBERS = ("cg_residual", "too_little_proximal_weight")
+NUMBERS: tuple[str, ...] = ("cg_residual", "too_little_proximal_weight")
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,13 @@ def warning(weight: float, values: Mapping[str, float]) -> str | None:
     share, residual = values["too_little_proximal_weight"], values["cg_residual"]
     if not share > 0:
         return None if not residual > UNSOLVED else (
-            f"proximal_weight={weight:g} is too small for so few steps of conjugate gradients: on the mean over this outer step's tasks "
+            f"proximal_weight={weight:g} is too small for so few steps of conjugate gradients: on the mean over this outer "
+            f"step's tasks "
             f"they leave {100 * residual:.0f} % of the right-hand side; raise --proximal_weight or --cg_steps")  # fmt: skip
-    return (f"proximal_weight={weight:g} is too small: on {100 * share:.0f} % of this outer step's tasks the support loss curves downwards more "
-            "than that somewhere, and the implicit gradient does not exist; raise --proximal_weight (and lower --inner_lr below its "
+    return (f"proximal_weight={weight:g} is too small: on {100 * share:.0f} % of this outer step's tasks the support loss "
+            f"curves downwards more "
+            "than that somewhere, and the implicit gradient does not exist; raise --proximal_weight (and lower --inner_lr "
+            "below its "
             "inverse)")  # fmt: skip
 
 
