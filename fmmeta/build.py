@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.config import Config, UsageError
-from fmmeta.meta.inner import Batches, InnerLoop
+from fmmeta.meta.inner import InnerLoop
 from fmmeta.models.forward import check_attention
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, describe, empty_learner, load_learner, load_tokenizer
@@ -27,9 +27,13 @@ from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
 from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.batch import Dealer
+from fmmeta.tasks.load import Sources, load_sources, stratum_weights
+from fmmeta.tasks.loader import Load
 from fmmeta.tasks.pack import pack
 from fmmeta.tasks.prompts import make_prompt
-from fmmeta.tasks.source import Sources, TaskSource, load_sources
+from fmmeta.tasks.schedule import Schedule
+from fmmeta.tasks.source import TaskSource, shares
+from fmmeta.tasks.transforms import Transforms
 
 Notice = Callable[[str], None]
 
@@ -41,24 +45,36 @@ class Plan:
     description: Description
     tokenizer: Any
     sources: Sources
+    transforms: Transforms | None
     deepspeed: dict[str, Any]
     precision: ds_config.Precision
 
 
 def plan(config: Config, world: World, notice: Notice) -> Plan:
     """Read and check everything but the weights. Collective: world."""
-    with world.comm.together("reading settings, model configuration and data"):
+    with world.comm.together("reading settings"):
         deepspeed, precision = ds_config.read(config.deepspeed, config.bf16, notice)
+
+    def read() -> tuple[Description, Any, Sources]:
         description = describe(config)
         tokenizer = load_tokenizer(config, description, notice)
         if config.task_type == "causal_lm":
             make_prompt(config.prompt_template, tokenizer)  # what the tokenizer cannot do is said before any data are read
-        sources = load_sources(config, tokenizer, notice)
+        return description, tokenizer, load_sources(config, tokenizer, notice)
+
+    names = " ".join(config.dataset)
+    description, tokenizer, sources = world.first_on_node(
+        f"dataset={names} is being read and tokenised", read, config.prepare_timeout
+    )
+    with world.comm.together("trying the transforms"):
+        transforms = Transforms.of(config, tokenizer)
+        if transforms:
+            transforms(sources.train.draw(Schedule(sources.train.items, 1, config.seed).meta_batch(0)[0]))
     notice(sources.summary)
     prints = set(world.comm.gather_bytes(sources.fingerprint.encode()))
     if len(prints) > 1:
-        raise UsageError(f"dataset={config.dataset[0]} is not the same on every rank ({len(prints)} versions); share one copy")
-    return Plan(description, tokenizer, sources, deepspeed, precision)
+        raise UsageError(f"dataset={names} is not the same on every rank ({len(prints)} versions); share one copy")
+    return Plan(description, tokenizer, sources, transforms, deepspeed, precision)
 
 
 def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ranks:
@@ -69,7 +85,7 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
         learner = empty_learner(config, plan.description)
         trained = sum(param.numel() for param in learner.parameters() if param.requires_grad)
         frozen = sum(param.numel() for param in learner.parameters() if not param.requires_grad)
-        rows = min(config.micro_batch_size, config.k_shot * (config.n_way if config.task_type == "classification" else 1))
+        rows = min(config.micro_batch_size, config.most_shots * (config.most_classes or 1))
         causal = config.task_type == "causal_lm"
         sizes = memory.Sizes.of(plan.description.hf_config, trained, frozen, rows, config.max_length, causal,
                                 config.gradient_checkpointing,
@@ -112,14 +128,20 @@ class Parts:
     inner: InnerLoop
     dealer: Dealer
 
-    def batches(self, source: TaskSource) -> Callable[[Any], Batches]:
-        """A function from a task of `source` to this rank's micro-batches."""
+    def load(self, source: TaskSource, transform: Transforms | None = None) -> Load:
+        """From a task of `source` to this rank's micro-batches."""
+        return Load(source, self.dealer, transform, self.inner.classes)
 
-        def draw(task: Any) -> Batches:
-            episode = source.episode(task)
-            return Batches(self.dealer.deal(episode.support), self.dealer.deal(episode.query))
 
-        return draw
+def training_schedule(config: Config, plan: Plan, layout: Layout) -> Schedule:
+    """The tasks of every outer step. Raises `UsageError` where they cannot be shared by the nodes."""
+    source = plan.sources.train
+    nodes = 1
+    if config.task_sharding == "node":  # a group that spans nodes is as good as one
+        nodes = layout.num_groups // max(1, layout.launch.local_world_size // layout.group_size)
+    return Schedule(source.items, config.meta_batch_size * config.meta_accumulation_steps, config.seed,
+                    shares=shares(source.items, stratum_weights(config), config.mix_temperature), nodes=nodes,
+                    sizes=source.size)  # fmt: skip
 
 
 def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
@@ -144,8 +166,7 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     worker.write(theta)
     equal_replicas(ranks, theta)
     theta = Home(ranks.device, config.offload_outer).keep(theta)
-    classes = config.n_way if config.task_type == "classification" else 0
-    inner = InnerLoop(config.inner_steps, config.inner_lr, config.head_init, learner.head_names, classes)
+    inner = InnerLoop(config.inner_steps, config.inner_lr, config.head_init, learner.head_names, config.most_classes)
     pad = plan.tokenizer.pad_token_id
     packing = partial(pack, length=config.max_length) if config.packing else None
     dealer = Dealer(plan.description.hf_config.pad_token_id if pad is None else pad, config.micro_batch_size,

@@ -3,8 +3,8 @@
     device (default)    beside the shards: work happens in place
     host (--offload_outer)    in the host's memory, pinned where there is a GPU; work happens on copies
 
-Work goes in pieces of CHUNK elements. Offloading what is idle: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840). On CPUs both are the
-same memory; the copies are made all the same, so that one path is tested everywhere.
+Work goes in pieces of CHUNK elements. Offloading what is idle: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840). On CPUs both
+are the same memory; the copies are made all the same, so that one path is tested everywhere.
 """
 
 from __future__ import annotations

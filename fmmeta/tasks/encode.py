@@ -6,14 +6,24 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from fmmeta.config import UsageError
+from fmmeta.config import Config, UsageError
 from fmmeta.tasks.batch import IGNORE, Example
 from fmmeta.tasks.prompts import Prompt, make_prompt
+
+LONGEST_TOKEN = 64  # characters: what lies further off than max_length of these is cut before a tokenizer sees it
+
+
+def encode(tokenizer: Any, config: Config, left: Sequence[str], right: Sequence[str]) -> list[Example]:
+    """Rows by role to examples: texts, whose label is yet to be given (-1), or pairs of input and output."""
+    if config.task_type == "causal_lm":
+        return encode_pairs(tokenizer, left, right, config.max_length, config.prompt_template)
+    return [Example(ids, -1) for ids in encode_texts(tokenizer, left, config.max_length)]
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[list[int]]:
     """Tokens of each text, with the tokenizer's special tokens, at most `max_length`."""
-    return tokenizer(list(texts), truncation=True, max_length=max_length, verbose=False)["input_ids"]
+    texts = [text[: LONGEST_TOKEN * max_length] for text in texts]
+    return tokenizer(texts, truncation=True, max_length=max_length, verbose=False)["input_ids"]
 
 
 def encode_pairs(
@@ -24,6 +34,8 @@ def encode_pairs(
     Too long texts lose the start of the prompt, chats the start of the input (a chat without its frame is none); the answer
     loses its end where that is not enough. At least one token precedes it.
     """
+    reach = LONGEST_TOKEN * max_length
+    inputs, outputs = [text[-reach:] for text in inputs], [text[:reach] for text in outputs]
     prompt = make_prompt(template, tokenizer)
     if not prompt.specials:
         refuse_long_frame(tokenizer, prompt, max_length)

@@ -58,5 +58,5 @@ def test_the_full_matrix_holds_what_is_promised():
         found = [c for c in listed if (c.layout, c.stage, c.algorithm, c.model) == (layout, stage, algorithm, model)]
         assert {c.dtype for c in found} == {"fp32", "bf16"}
         assert {c.groups for c in found} == {"one", "several"}
-    assert {(c.stage, c.also) for c in listed} == set(itertools.product(AXES["stage"], AXES["also"]))
-    assert {(c.dtype, c.also) for c in listed} == set(itertools.product(AXES["dtype"], AXES["also"]))
+    everything = set(itertools.product(AXES["stage"], AXES["also"], AXES["dtype"]))  # the salt of full() is chosen for this
+    assert {(c.stage, c.also, c.dtype) for c in listed} == everything

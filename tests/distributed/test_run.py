@@ -102,8 +102,8 @@ def test_cross_group_traffic_is_one_reduction_of_the_shard(tmp_path):
 
 def test_metrics_and_run_json_hold_what_is_promised(tmp_path):
     train(tmp_path / "run", 1, outer_steps=2).ok()
-    keys = {"step", "seconds", "tokens", "support_loss", "query_loss", "accuracy", "grad_norm", "lr", "skipped_tasks",
-            "comm_bytes", "wait_seconds"}  # fmt: skip
+    keys = {"step", "epoch", "seconds", "tokens", "support_loss", "query_loss", "accuracy", "grad_norm", "lr", "skipped_tasks",
+            "comm_bytes", "data_seconds", "wait_seconds", "wait_seconds_by_group", "imbalance"}  # fmt: skip
     assert all(keys == set(line) for line in metrics_of(tmp_path / "run"))
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["finished"]

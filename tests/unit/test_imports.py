@@ -21,7 +21,7 @@ ORDER = [
     {"parallel"},
     {"meta"},
     {"checkpoint", "export", "fewshot"},
-    {"progress", "record", "build"},
+    {"progress", "record", "build", "feed"},
     {"train"},
     {"cli"},
 ]
