@@ -107,6 +107,9 @@ class TaskConfig:
     n_way_max: int | None = setting(None, "Episodes of n_way to this many classes, as many as chance has it")
     k_shot_max: int | None = setting(None, "k_shot to this many support examples, for each class as chance has it")
     max_length: int = setting(128, "Longest text in tokens; the rest is cut off")
+    packing: bool = setting(
+        False, "causal_lm: lay short rows behind each other into sequences of up to max_length tokens; none sees another"
+    )
     example_transforms: list[str] = setting(
         [], "Callables module:name on each example of training episodes; see fmmeta/tasks/transforms.py"
     )
@@ -120,9 +123,6 @@ class TaskConfig:
     )
     max_bad_share: float = setting(0.05, "skip: stop when more than this share of rows or tasks is bad")
     prepare_timeout: int = setting(1800, "Seconds that ranks wait for the one of their node that downloads and tokenises")
-    packing: bool = setting(
-        False, "causal_lm: lay short rows behind each other into sequences of up to max_length tokens; none sees another"
-    )
 
 
 @dataclass

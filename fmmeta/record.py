@@ -15,7 +15,7 @@ from fmmeta import checkpoint
 from fmmeta.config import Config, UsageError, changed_settings
 from fmmeta.parallel.communicator import Communicator
 
-PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors")
+PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "peft")
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,11 @@ def check_positions(hf: Any) -> None:
 def check_packing(learner: Learner) -> None:
     """Refuse a model whose logits change when rows share a sequence: recurrent and convolutional layers look past positions.
 
-    Two short rows go through the model by themselves and packed, in both orders. Runs on the whole model in fp32.
+    Two short rows go through the model by themselves and packed, in both orders. Runs on the whole model in fp32, with eager
+    attention: flash attention needs a GPU and bf16.
     """
+    chosen = learner.hf.config._attn_implementation
+    learner.hf.config._attn_implementation = "eager"
     vocabulary = learner.hf.get_input_embeddings().weight.shape[0]
     draw = torch.Generator().manual_seed(0)
     rows = [torch.randint(vocabulary, (1, length), generator=draw) for length in (9, 6)]
@@ -80,3 +83,4 @@ def check_packing(learner: Learner) -> None:
         if not off < 1e-3:
             raise UsageError(f"packing=True: rows that share a sequence see each other in {type(learner.hf).__name__} (logits "
                              f"move by {off:.1e} of their spread); leave it out")  # fmt: skip
+    learner.hf.config._attn_implementation = chosen

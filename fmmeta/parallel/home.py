@@ -1,10 +1,10 @@
 """Where a rank's outer state lives: theta, the sum of directions, the outer moments. None of it is used inside the inner loop.
 
     device (default)    beside the shards: work happens in place
-    host (--offload_outer)    in the host's memory, pinned where there is a GPU; work happens on copies of CHUNK elements
+    host (--offload_outer)    in the host's memory, pinned where there is a GPU; work happens on copies
 
-Offloading what is idle: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840). On CPUs both are the same memory; the copies are made
-all the same, so that one path is tested everywhere.
+Work goes in pieces of CHUNK elements. Offloading what is idle: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840). On CPUs both
+are the same memory; the copies are made all the same, so that one path is tested everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 2**24  # elements that come to the device at a time
+CHUNK = 2**24  # elements that are worked on at a time
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,9 @@ class Home:
         return torch.zeros(like.shape, dtype=like.dtype, pin_memory=self.device.type == "cuda")
 
     def pieces(self, place: slice) -> Iterator[slice]:
-        """`place` cut into what comes to the device at a time; nothing is cut where nothing travels."""
-        size = CHUNK if self.offload else max(1, place.stop - place.start)
-        for begin in range(place.start, place.stop, size):
-            yield slice(begin, min(begin + size, place.stop))
+        """`place` cut into what is worked on at a time: torch's AdamW needs as much again for its intermediate results."""
+        for begin in range(place.start, place.stop, CHUNK):
+            yield slice(begin, min(begin + CHUNK, place.stop))
 
     def fetch(self, part: Tensor) -> Tensor:
         """Part of a vector to work on: the part itself, or a copy on the device that `put` brings back."""

@@ -26,8 +26,8 @@ from fmmeta.tasks.table import Table, tabulate
 
 FORMAT = 1  # part of every key: raise it when the columns or their meaning change
 CHUNK = 8192  # rows of a record batch, and of a call of the tokenizer
-KEYED = ("task_type", "max_length", "text_column", "label_column", "stratum_column", "task_column", "input_column",
-         "output_column", "prompt_template", "on_bad_task")  # fmt: skip
+KEYED = ("task_type", "max_length", "prompt_template", "text_column", "label_column", "stratum_column", "task_column",
+         "input_column", "output_column", "on_bad_task")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def prepare(name: str, content: str, read: Callable[[Bad], Sequence[Row]], confi
     """
     settings = {key: getattr(config, key) for key in KEYED}
     if config.prompt_template == "chat":
-        settings["chat_template"] = tokenizer.chat_template
+        settings["chat_template"] = tokenizer.get_chat_template()
     key = digest([FORMAT, content, tokenizer_print(tokenizer), settings, one_task])
     path = cache_folder() / f"{key}.arrow"
     store = open_store(path)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.launch import ROOT, environment, free_port, run_ranks
-from tests.models import write_classes
+from tests.models import save_llama, write_classes, write_pairs
 
 QUICK = {"outer_steps": 6, "eval_episodes": 0, "save_steps": 0, "logging_steps": 1}
 
@@ -54,6 +54,36 @@ def test_the_same_flags_on_other_layouts_give_the_same_model(tmp_path):
     assert [line["accuracy"] for line in metrics_of(tmp_path / "1")] == pytest.approx(
         [x["accuracy"] for x in metrics_of(tmp_path / "4")]
     )
+
+
+@pytest.mark.timeout(600)
+def test_adapters_are_the_same_on_other_layouts_and_after_a_resumption(tmp_path):
+    """One rank of plain PyTorch; a group of two with ZeRO 3, its base sharded; and that one again from its second checkpoint."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base, data = save_llama(tmp_path / "base"), write_pairs(tmp_path / "pairs.jsonl")
+    flags = {
+        **{"model_name_or_path": base, "dataset": data, "task_type": "causal_lm", "num_query": 3, "meta_batch_size": 3},
+        **{"lora_r": 4, "lora_target_modules": "all-linear", "outer_lr": 5e-3, "adam_epsilon": 1e-3, "save_steps": 2},
+    }
+    one = train(tmp_path / "one", 1, **flags).ok()
+    sharded = {**flags, "deepspeed": "ds_configs/zero3.json", "group_size": 2}
+    two = train(tmp_path / "two", 2, **sharded, lora_merge=True).ok()
+    resumed = train(tmp_path / "again", 2, **sharded, resume_from_checkpoint=tmp_path / "one" / "checkpoint-4").ok()
+    assert "LoRA of rank 4: 3,712 of 27,520 parameters are trained" in one.output[0]
+    assert all(not text.strip() for text in (two.output[1], resumed.output[1]))
+    adapters = [load_file(tmp_path / run / "model" / "adapter_model.safetensors") for run in ("one", "two", "again")]
+    assert relative_difference(adapters[0], adapters[1]) < 1e-6
+    assert relative_difference(adapters[0], adapters[2]) < 1e-6
+    assert all(float(value.abs().max()) > 1e-4 for name, value in adapters[0].items() if "lora_B" in name)  # B began at zero
+    ids = torch.randint(3, 250, (2, 9))
+    with torch.no_grad():
+        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "two" / "model")(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "merged")(ids).logits
+        plain = AutoModelForCausalLM.from_pretrained(base)(ids).logits
+    torch.testing.assert_close(merged, loaded, rtol=1e-5, atol=1e-5)
+    assert float((merged - plain).abs().max()) > 1e-3
 
 
 def test_cross_group_traffic_is_one_reduction_of_the_shard(tmp_path):

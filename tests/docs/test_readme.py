@@ -48,7 +48,9 @@ def test_command_runs(command, tmp_path):
     text = ended.stdout + ended.stderr
     assert ended.returncode == 0, text[-4000:]
     assert "after adaptation, meta-trained" in text
-    assert (tmp_path / "run" / "model" / "config.json").is_file()
+    lora = "--lora_r" in command
+    assert (tmp_path / "run" / "model" / ("adapter_config.json" if lora else "config.json")).is_file()
+    assert (tmp_path / "run" / "merged" / "config.json").is_file() == ("--lora_merge" in command)
     assert "ninja" not in text
     assert "nvcc" not in text
 

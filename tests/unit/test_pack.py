@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmmeta.config import Config
+from fmmeta.models.forward import check_packing
 from fmmeta.models.learner import CausalLearner, positions
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.models.losses import objective
@@ -140,7 +141,11 @@ def learner_of(folder: Path):
 
 
 def test_a_model_that_keeps_rows_apart_is_accepted(tmp_path):
-    assert learner_of(save_llama(tmp_path)).packed
+    learner = learner_of(save_llama(tmp_path))
+    assert learner.packed
+    assert learner.hf.config._attn_implementation == "sdpa"
+    learner.hf.config._attn_implementation = "flash_attention_2"  # cannot run here, and need not for the check
+    check_packing(learner)
 
 
 def test_a_model_without_positions_is_refused_before_its_weights_are_read(tmp_path):
