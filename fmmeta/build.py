@@ -5,7 +5,6 @@ Whatever can fail for one rank alone (files, downloads, memory) runs inside `tog
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +14,15 @@ from torch import Tensor
 
 from fmmeta.config import Config, UsageError
 from fmmeta.meta.inner import Batches, InnerLoop
-from fmmeta.models.learner import Learner
-from fmmeta.models.load import Description, describe, empty_learner, load_learner, load_tokenizer
+from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
+from fmmeta.models.stages import plan_cut
 from fmmeta.parallel import ds_config, memory
 from fmmeta.parallel.communicator import Ranks, World
 from fmmeta.parallel.layout import Layout
-from fmmeta.parallel.plain import PlainWorker
-from fmmeta.parallel.shards import param_groups
 from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.batch import Dealer
 from fmmeta.tasks.source import Sources, TaskSource, load_sources
+from fmmeta.workers import place_of, start_worker
 
 Notice = Callable[[str], None]
 
@@ -44,6 +42,8 @@ def plan(config: Config, world: World, notice: Notice) -> Plan:
     """Read and check everything but the weights. Collective: world."""
     with world.comm.together("reading settings, model configuration and data"):
         deepspeed, precision = ds_config.read(config.deepspeed, config.bf16, notice)
+        if config.pipeline_stages > 1:
+            deepspeed, precision = ds_config.for_pipeline(deepspeed, precision, notice)
         description = describe(config)
         tokenizer = load_tokenizer(config, description, notice)
         sources = load_sources(config, tokenizer, notice)
@@ -62,16 +62,19 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
         params = sum(param.numel() for param in learner.parameters())
         rows = min(config.micro_batch_size, config.k_shot * (config.n_way if config.task_type == "classification" else 1))
         sizes = memory.Sizes.of(plan.description.hf_config, params, rows, config.max_length, config.task_type == "causal_lm")
+        if config.pipeline_stages > 1:
+            plan_cut(learner, config.pipeline_stages)
         if config.group_size != "auto":
-            Layout(world.launch, int(config.group_size))
+            place_of(config, Layout(world.launch, int(config.group_size)))
     if config.group_size == "auto":
-        group_size, why = memory.choose_group_size(world, sizes, plan.precision)
+        group_size, why = memory.choose_group_size(world, sizes, plan.precision, config.pipeline_stages)
         notice(why)
     else:
         group_size = int(config.group_size)
     engine = engine_of(config, plan, group_size, world.device)
     ranks = world.split(group_size, default_group=engine == "deepspeed")
     stage = f"DeepSpeed ZeRO {plan.precision.zero_stage}" if engine == "deepspeed" else "plain PyTorch, nothing to shard"
+    stage += f", {config.pipeline_stages} pipeline stages" if config.pipeline_stages > 1 else ""
     notice(f"{ranks.layout} on {world.device.type}; {stage}; {'bf16' if plan.precision.bf16 else 'fp32'}")
     return ranks
 
@@ -92,7 +95,7 @@ class Parts:
 
     worker: Worker
     theta: Tensor
-    frozen: dict[str, Tensor]  # untrained tensors by name, on the first rank, for export
+    frozen: dict[str, Tensor]  # untrained tensors by name, on the rank that writes them, for export
     inner: InnerLoop
     dealer: Dealer
 
@@ -108,49 +111,26 @@ class Parts:
 
 def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     """Read the weights and start the worker; the replicas are equal afterwards. Collective: world."""
-    with ranks.world.together("loading the model"):
-        learner = load_learner(config, plan.description)
-        per_task = learner.head_names if config.head_init != "learned" else ()
-        groups = param_groups(learner, per_task, config.weight_decay > 0)
-    frozen = untrained(learner)
-    check_equal(ranks, fingerprint_of(frozen), "frozen weights and buffers")
-    layout = ranks.layout
-    if engine_of(config, plan, layout.group_size, ranks.device) == "plain":
-        worker: Worker = PlainWorker(learner, groups, ranks.device, plan.precision.bf16)
-    else:
-        from fmmeta.parallel.engine import DeepSpeedWorker
-
-        filled = ds_config.complete(plan.deepspeed, plan.precision, getattr(plan.description.hf_config, "hidden_size", 768))
-        worker = DeepSpeedWorker(learner, groups, filled, ranks.group)
+    engine = engine_of(config, plan, ranks.layout.group_size, ranks.device)
+    started = start_worker(config, plan.description, plan.deepspeed, plan.precision, engine, ranks)
+    worker, place = started.worker, started.place
     theta = ranks.cross.broadcast_(worker.read())
     worker.write(theta)
     equal_replicas(ranks, theta)
     classes = config.n_way if config.task_type == "classification" else 0
-    inner = InnerLoop(config.inner_steps, config.inner_lr, config.head_init, learner.head_names, classes)
+    inner = InnerLoop(config.inner_steps, config.inner_lr, config.head_init, started.head_names, classes)
     pad = plan.tokenizer.pad_token_id
-    dealer = Dealer(plan.description.hf_config.pad_token_id if pad is None else pad, config.micro_batch_size,
-                    layout.group_rank, layout.group_size)  # fmt: skip
-    return Parts(worker, theta, frozen if ranks.first else {}, inner, dealer)
-
-
-def untrained(learner: Learner) -> dict[str, Tensor]:
-    """Copies of frozen parameters and saved buffers, before an engine shards them."""
-    state = learner.state_dict()
-    trained = {name for name, param in learner.named_parameters(remove_duplicate=False) if param.requires_grad}
-    return {name: value.detach().cpu().clone() for name, value in state.items() if name not in trained}
-
-
-def fingerprint_of(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode() + tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    rows = config.k_shot * max(1, classes)
+    most = min(config.micro_batch_size, max(1, -(-rows // (place.data * place.stages))))  # a micro-batch for every stage to work on
+    dealer = Dealer(plan.description.hf_config.pad_token_id if pad is None else pad,
+                    most if place.stages > 1 else config.micro_batch_size, place.data_rank, place.data)  # fmt: skip
+    return Parts(worker, theta, started.frozen, inner, dealer)
 
 
 def hash_vector(vector: Tensor) -> int:
     """A 64-bit hash of an fp32 vector's bits and their places, computed where the vector lives."""
     total, mask = 0, 2**64 - 1
-    for number, part in enumerate(vector.split(2**24)):
+    for number, part in enumerate(vector.split(2**20)):
         bits = part.contiguous().view(torch.int32).long()
         places = torch.arange(1, len(bits) + 1, device=bits.device, dtype=torch.int64)
         total = (total * 1000003 + int((bits * (places * 2654435761 + number)).sum())) & mask
@@ -163,8 +143,3 @@ def equal_replicas(ranks: Ranks, theta: Tensor) -> None:
     size = ranks.layout.group_size
     if any(hashes[rank] != hashes[rank % size] for rank in range(len(hashes))):
         raise RuntimeError("theta differs between groups although it was broadcast; check the hardware and the network")
-
-
-def check_equal(ranks: Ranks, mine: str, what: str) -> None:
-    if len(set(ranks.world.gather_bytes(mine.encode()))) > 1:
-        raise UsageError(f"the {what} are not the same on every rank; let every node read the same checkpoint")

@@ -39,7 +39,7 @@ def save(folder: Path, vectors: dict[str, Tensor], params: ParamMap, state: dict
         if ranks.layout.group_index == 0 and (ranks.layout.group_rank == 0 or not params.replicated):
             file = temporary / f"shard-{ranks.layout.group_rank:05d}.safetensors"
             save_file({f"{name}/{fragment.name}@{fragment.offset}": vector[fragment.here].cpu().clone()
-                       for name, vector in vectors.items() for fragment in params.fragments}, file)  # fmt: skip
+                       for name, vector in vectors.items() for fragment in params.fragments if fragment.owned}, file)  # fmt: skip
             sync(file)
     with ranks.world.together("finishing a checkpoint"):
         if ranks.first:

@@ -114,7 +114,7 @@ class Run:
                 episode = batches(task)
                 direction = self.rule.direction(self.worker, self.theta, episode)
                 meta.add(direction)
-                tally.add(direction, sum(episode.tokens))
+                tally.add(direction, sum(episode.tokens) if self.worker.voice else 0)
             weight = tally.agree(self.ranks)
             moved = self.outer.step(meta.reduce(self.ranks.cross, weight), self.outer_step)
             if moved.applied:

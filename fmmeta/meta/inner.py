@@ -73,7 +73,7 @@ class InnerLoop:
             counted = (batch.weights > 0).to(rows)
             ones = torch.cat([rows, torch.ones_like(rows[:, :1])], 1) * counted.to(rows.device)[:, None]
             sums.index_add_(0, batch.labels.to(rows.device), ones)
-        worker.group.sum_(sums)
+        worker.group.sum_(sums if worker.voice else sums.zero_())
         means = sums[:, :-1] / sums[:, -1:].clamp(min=1)
         phi = theta.clone()
         values = (2 * means, -(means**2).sum(1))

@@ -93,8 +93,9 @@ def free_bytes(device: torch.device, local_world_size: int) -> int:
     return psutil.virtual_memory().available // local_world_size
 
 
-def choose_group_size(world: World, sizes: Sizes, precision: Precision) -> tuple[int, str]:
-    """Smallest divisor of the local ranks at which the estimate fits, and the arithmetic. Collective: world.
+def choose_group_size(world: World, sizes: Sizes, precision: Precision, multiple: int = 1) -> tuple[int, str]:
+    """Smallest divisor of the local ranks, and multiple of `multiple`, at which the estimate fits, and the arithmetic.
+    Collective: world.
 
     Raises `UsageError` on every rank if none does.
     """
@@ -102,7 +103,7 @@ def choose_group_size(world: World, sizes: Sizes, precision: Precision) -> tuple
     free = free_bytes(world.device, local)
     free = min(int(text) for text in world.comm.gather_bytes(str(free).encode()))
     for size in divisors(local):
-        if world.launch.world_size % size == 0:
+        if world.launch.world_size % size == 0 and size % multiple == 0:
             needed = estimate(sizes, precision, size)
             if needed.total <= HEADROOM * free:
                 return size, f"group_size {size} (auto): {needed}, of {free / GIB:.3g} GiB free per rank"

@@ -11,7 +11,7 @@ A `ParamMap` says which slice of which parameter each element is. Padding that Z
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ class Fragment:
     begin: int
     offset: int
     length: int
+    owned: bool = True  # whether these elements count here; elsewhere in the group lie copies of them if not
 
     @property
     def here(self) -> slice:
@@ -45,6 +46,7 @@ class ParamMap:
     """Names for the elements of a rank's flat vector.
 
     `replicated`: every rank of the group holds all of it (ZeRO 0), so sums over the model need no communication.
+    Where ranks hold parts, each element of the model is owned by exactly one of them.
     """
 
     fragments: tuple[Fragment, ...]
@@ -56,6 +58,15 @@ class ParamMap:
         wanted = set(names)
         return [fragment for fragment in self.fragments if fragment.name in wanted]
 
+    def counted(self) -> list[slice]:
+        """The parts of the vector that count in sums over the model: all of it but copies of what another rank owns."""
+        runs, begin = [], 0
+        for fragment in sorted(self.fragments, key=lambda fragment: fragment.begin):
+            if not fragment.owned:
+                runs.append(slice(begin, fragment.begin))
+                begin = fragment.begin + fragment.length
+        return [run for run in [*runs, slice(begin, self.numel)] if run.start < run.stop]
+
     def put(self, vector: Tensor, name: str, value: Tensor) -> None:
         """Write this rank's slice of a whole parameter into `vector`."""
         for fragment in self.named([name]):
@@ -65,7 +76,8 @@ class ParamMap:
         """Assemble one parameter from the vectors of the group. Collective: group (none if replicated)."""
         flat = vector.new_zeros(torch.Size(shape).numel())
         for fragment in self.named([name]):
-            flat[fragment.there] = vector[fragment.here]
+            if fragment.owned:
+                flat[fragment.there] = vector[fragment.here]
         return (flat if self.replicated else sum_over_group(flat)).view(shape)
 
 
@@ -95,17 +107,18 @@ class Shards:
     refresh: Callable[[], None]
     replicated: bool
 
-    def param_map(self, names: Mapping[int, tuple[str, tuple[int, ...]]]) -> ParamMap:
-        """`names`: id of a parameter -> its name and whole shape."""
+    def param_map(self, names: Mapping[int, tuple[str, tuple[int, ...]]], copies: Collection[str] = (),
+                  replicated: bool | None = None) -> ParamMap:  # fmt: skip
+        """`names`: id of a parameter -> its name and whole shape; `copies`: names of those that another rank owns."""
         fragments, groups, begin = [], {}, 0
         for tensor, pieces, group in zip(self.tensors, self.pieces, self.group_names, strict=True):
             for param, at, offset, length in pieces:
                 name, shape = names[id(param)]
-                fragments.append(Fragment(name, shape, begin + at, offset, length))
+                fragments.append(Fragment(name, shape, begin + at, offset, length, name not in copies))
             first = groups[group].start if group in groups else begin
             begin += tensor.numel()
             groups[group] = slice(first, begin)
-        return ParamMap(tuple(fragments), begin, groups, self.replicated)
+        return ParamMap(tuple(fragments), begin, groups, self.replicated if replicated is None else replicated)
 
 
 def of_engine(engine: Any, group_rank: int) -> Shards:

@@ -54,12 +54,12 @@ class Pass:
 
 
 class Worker(ABC):
-    """The verbs over two primitives: `accumulate` gradients of micro-batches, `apply` an update to the shards."""
+    """The verbs."""
 
     params: ParamMap
-    model: nn.Module
     group: Communicator
     device: torch.device
+    voice = True  # False where other ranks of the group run the same rows: what they give is counted there
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -70,24 +70,18 @@ class Worker(ABC):
         """Replace the shards and refresh the working weights. Collective: group."""
 
     @abstractmethod
-    def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of a rank's part of the loss to what this pass has gathered. Collective: group."""
-
-    @abstractmethod
-    def apply(self, update: Update) -> Tensor:
-        """Hand each shard and its gradient, summed over the group, to `update`; refresh.
-
-        Returns whether this rank met a non-finite gradient or a refused step, as a 0-d tensor. Collective: group.
-        """
-
     def step(self, batches: Sequence[MicroBatch], update: Update) -> Pass:
         """One optimisation step on the mean loss over `batches`. Collective: group."""
-        stats = torch.zeros(4, dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(batches):
-            loss = self._loss(batch, stats)
-            self.backward(loss, last=index == len(batches) - 1)
-        stats[3] = self.apply(update)
-        return Pass(self.group.sum_(stats))
+
+    @abstractmethod
+    def forward(self, batches: Sequence[MicroBatch]) -> Pass:
+        """Loss and accuracy over `batches`. Collective: group."""
+
+    @abstractmethod
+    def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Input of the classifier head for the rows of each micro-batch of this rank, fp32 [B, D]; zeros on a rank without
+        voice. Collective: group.
+        """
 
     def gradient(self, batches: Sequence[MicroBatch], restore: Tensor | None = None) -> tuple[Tensor, Pass]:
         """Return the gradient of the mean loss, fp32 [S]; leave the weights alone, or put `restore` in. Collective: group."""
@@ -103,9 +97,51 @@ class Worker(ABC):
             self.write(restore)  # a skipped step restores nothing
         return captured, result
 
+    def dot(self, a: Tensor, b: Tensor) -> float:
+        """Inner product over the whole model. Collective: group (none if replicated)."""
+        product = torch.zeros((), dtype=torch.float64, device=a.device)
+        for run in self.params.counted():
+            for x, y in zip(a[run].split(2**22), b[run].split(2**22), strict=True):  # in pieces: fp64 copies are twice the size
+                product += torch.dot(x.double(), y.double())
+        return float(product if self.params.replicated else self.group.sum_(product))
+
+    def whole(self, vector: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One whole parameter out of the group's vectors. Collective: group."""
+        return self.params.whole(vector, name, shape, self.group.sum_)
+
+    def writer(self, name: str) -> int:
+        """The rank of the group that writes a parameter to the exported folder."""
+        return 0
+
+
+class WholeWorker(Worker):
+    """A worker each of whose ranks runs the model from tokens to logits: the verbs over two primitives, `backward` of a
+    micro-batch and `apply` of an update to the shards.
+    """
+
+    model: nn.Module
+
+    @abstractmethod
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of a rank's part of the loss to what this pass has gathered. Collective: group."""
+
+    @abstractmethod
+    def apply(self, update: Update) -> Tensor:
+        """Hand each shard and its gradient, summed over the group, to `update`; refresh.
+
+        Returns whether this rank met a non-finite gradient or a refused step, as a 0-d tensor. Collective: group.
+        """
+
+    def step(self, batches: Sequence[MicroBatch], update: Update) -> Pass:
+        stats = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(batches):
+            loss = self._loss(batch, stats)
+            self.backward(loss, last=index == len(batches) - 1)
+        stats[3] = self.apply(update)
+        return Pass(self.group.sum_(stats))
+
     @torch.no_grad()
     def forward(self, batches: Sequence[MicroBatch]) -> Pass:
-        """Loss and accuracy over `batches`. Collective: group."""
         stats = torch.zeros(4, dtype=torch.float64, device=self.device)
         for batch in batches:
             self._loss(batch, stats)
@@ -113,19 +149,7 @@ class Worker(ABC):
 
     @torch.no_grad()
     def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Input of the classifier head for the rows of each micro-batch of this rank, fp32 [B, D]. Collective: group."""
         return [self._call(batch.to(self.device), want="features").float() for batch in batches]
-
-    def dot(self, a: Tensor, b: Tensor) -> float:
-        """Inner product over the whole model. Collective: group (none if replicated)."""
-        product = torch.zeros((), dtype=torch.float64, device=a.device)
-        for x, y in zip(a.split(2**22), b.split(2**22), strict=True):  # in pieces: fp64 copies are twice the size
-            product += torch.dot(x.double(), y.double())
-        return float(product if self.params.replicated else self.group.sum_(product))
-
-    def whole(self, vector: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One whole parameter out of the group's vectors. Collective: group."""
-        return self.params.whole(vector, name, shape, self.group.sum_)
 
     def _call(self, batch: MicroBatch, want: str = "logits") -> Tensor:
         return self.model(batch.input_ids, batch.attention_mask, want=want)
