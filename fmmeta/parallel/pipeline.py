@@ -47,6 +47,7 @@ class PipelineWorker(EngineWorker):
         self.ends = group.subset(ends) if cut.tied else None
         self.tap = ShardTap(groups)
         tied = next((p for p in stage.parameters() if names[id(p)][0] == cut.tied), None)
+        self.tied_shape = () if tied is None else tuple(tied.shape)
         module = self._module(deepspeed, tied)
         engine, *_ = deepspeed.initialize(model=module, optimizer=self.tap, config=config, dist_init_required=False)
         mine = {name for name, _ in names.values()}
@@ -83,9 +84,7 @@ class PipelineWorker(EngineWorker):
     def write(self, vector: Tensor) -> None:
         """Also makes the copy of a tied weight in `vector` equal to its owner's: sums over groups may round them apart."""
         if self.ends is not None and self.cut.tied is not None:
-            shape = next((f.shape for f in self.params.named([self.cut.tied])), None)
-            assert shape is not None, "both end stages hold the tied weight"
-            self.params.put(vector, self.cut.tied, self.params.whole(vector, self.cut.tied, shape, self.ends.sum_))
+            self.params.put(vector, self.cut.tied, self.params.whole(vector, self.cut.tied, self.tied_shape, self.ends.sum_))
         super().write(vector)
 
     def step(self, batches: Sequence[MicroBatch], update: Update) -> Pass:

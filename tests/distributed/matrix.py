@@ -23,7 +23,7 @@ from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule import Schedule
 from fmmeta.tasks.source import load_sources
 from tests.launch import run_ranks
-from tests.models import save_bert, save_llama, write_classes, write_pairs
+from tests.models import DECODERS, ENCODERS, save_bert, save_family, save_llama, write_classes, write_pairs
 
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))  # groups, ranks of a group
 AXES: dict[str, tuple[Any, ...]] = {
@@ -53,6 +53,8 @@ class Case:
     outer: str
     head: str
     extra: str
+    stages: int = 1  # pipeline stages of a group
+    export: bool = False
 
     @property
     def id(self) -> str:
@@ -100,22 +102,60 @@ def pairs(case: Case) -> set[tuple[Any, ...]]:
     return set(itertools.combinations(values, 2))
 
 
+def spread() -> list[Case]:
+    """Models spread by layers: every family, P in {2, 3}, with and without data parallelism, tied and untied, fp32 and bf16.
+
+    `layout`, stages, DeepSpeed stage, model, dtype; the remaining axes take turns. Micro-batches have changing lengths in all
+    of them, since rows are dealt by length.
+    """
+    listed = [
+        *(((1, 2), 2, i % 2, f"{name}3", "fp32") for i, name in enumerate((*DECODERS, *ENCODERS))),
+        ((1, 2), 2, 0, "llama3-untied", "fp32"),
+        ((1, 2), 2, 0, "llama3", "bf16"),
+        ((1, 2), 2, 1, "roberta3", "bf16"),
+        ((1, 3), 3, 1, "llama3", "fp32"),
+        ((1, 3), 3, 0, "gpt23", "fp32"),
+        ((1, 3), 3, 1, "bert3", "fp32"),
+        ((1, 3), 3, 0, "qwen23-untied", "bf16"),
+        ((1, 4), 2, 0, "llama3", "fp32"),
+        ((1, 4), 2, 1, "llama3", "fp32"),
+        ((1, 4), 2, 1, "bert3", "fp32"),
+        ((1, 4), 2, 1, "qwen33", "bf16"),
+        ((1, 6), 3, 1, "llama3", "fp32"),
+        ((1, 6), 3, 0, "roberta3", "fp32"),
+        ((3, 2), 2, 0, "llama3", "fp32"),
+    ]
+    cases = []
+    for turn, (layout, stages, stage, model, dtype) in enumerate(listed):
+        causal = not model.startswith(ENCODERS)
+        head = "zero" if causal else ("learned", "prototype", "zero")[turn % 3]
+        cases.append(Case(layout, stage, ("fomaml", "reptile")[turn // 2 % 2], ("several", "one")[turn // 3 % 2], "default", model, dtype,
+                          ("sgd", "adamw")[turn // 4 % 2], head, ("none", "micro")[turn // 5 % 2], stages, export=True))  # fmt: skip
+    return cases
+
+
 class Bench:
     """Checkpoints, data and DeepSpeed files of the matrix, in a temporary folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.models = {"llama": save_llama(folder / "llama"), "bert": save_bert(folder / "bert")}
-        self.data = {"llama": write_pairs(folder / "pairs.jsonl"), "bert": write_classes(folder / "classes.jsonl")}
+        self.data = {True: write_pairs(folder / "pairs.jsonl"), False: write_classes(folder / "classes.jsonl")}
+        self.models = cache(self._model)
         self.reference = cache(self._reference)
+
+    def _model(self, name: str) -> Path:
+        if name in ("llama", "bert"):
+            return save_llama(self.folder / name) if name == "llama" else save_bert(self.folder / name)
+        family, tied = name.removesuffix("-untied").removesuffix("3"), not name.endswith("-untied")
+        return save_family(self.folder / name, family, tied)
 
     def settings(self, case: Case) -> dict[str, Any]:
         """Step sizes are such that theta travels much further than fp32 rounds, and chaos stays small in bf16."""
-        causal = case.model == "llama"
+        causal = not case.model.startswith(ENCODERS)
         prototype_lr = 0.01 if case.algorithm == "fomaml" else 0.1
         inner_lr = 0.1 if causal else prototype_lr if case.head == "prototype" else 0.3
         return {
-            "model_name_or_path": str(self.models[case.model]), "dataset": [str(self.data[case.model])],
+            "model_name_or_path": str(self.models(case.model)), "dataset": [str(self.data[causal])],
             "task_type": "causal_lm" if causal else "classification", "pooling": "auto", "head_init": case.head,
             "n_way": 2 if causal else 5, "k_shot": 5 if causal else 3 if case.head == "prototype" else 1, "num_query": 3,
             "algorithm": case.algorithm, "meta_batch_size": 3, "inner_steps": 2, "inner_lr": inner_lr, "outer_steps": 3,
@@ -136,10 +176,10 @@ class Bench:
             if case.extra == "offload":
                 zero["offload_optimizer"] = {"device": "cpu"}
             ds.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
-            config = {**self.settings(case), "deepspeed": str(ds), "group_size": str(group_size),
+            config = {**self.settings(case), "deepspeed": str(ds), "group_size": str(group_size), "pipeline_stages": case.stages,
                       "engine": "plain" if case.stage == "plain" else "deepspeed",
                       "micro_batch_size": 1 if case.extra == "micro" else 32}  # fmt: skip
-            listed.append({"id": case.id, "config": config})
+            listed.append({"id": case.id, "config": config, "export": case.export})
         file = self.folder / f"cases-{num_groups}x{group_size}-{len(listed)}.json"
         file.write_text(json.dumps(listed))
         out = self.folder / f"out-{num_groups}x{group_size}"
@@ -174,4 +214,4 @@ class Bench:
         return reference_run(learner, steps, config, config.bf16), began
 
 
-__all__ = ["LAYOUTS", "TOLERANCE", "Bench", "Case", "cases", "full", "pairwise"]
+__all__ = ["LAYOUTS", "TOLERANCE", "Bench", "Case", "cases", "full", "pairwise", "spread"]

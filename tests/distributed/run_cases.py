@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from fmmeta import build
 from fmmeta.config import Config
+from fmmeta.export import export
 from fmmeta.models.load import empty_learner, load_learner
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
@@ -68,6 +69,8 @@ def main(cases_file: str, out: str) -> None:
         for name, param in skeleton.named_parameters():
             if param.requires_grad:
                 theta[name] = parts.worker.whole(run.theta, name, tuple(param.shape)).cpu()
+        if case.get("export"):
+            export(folder / "model", run.theta, parts.worker, parts.frozen, config, plan.description, plan.tokenizer, ranks)
         if launch.global_rank == 0:
             save_file(theta, folder.with_suffix(".safetensors"))
             facts = {"engine": type(parts.worker).__name__, "groups": list(parts.worker.params.groups),

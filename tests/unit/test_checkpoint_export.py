@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fmmeta import checkpoint
-from fmmeta.build import untrained
 from fmmeta.config import Config
 from fmmeta.export import export
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import Fragment, ParamMap, param_groups
 from fmmeta.record import Metrics, find_start, write_run
+from fmmeta.workers import untrained
 from tests.models import WORDS, save_bert, save_llama
 from tests.unit.helpers import one_rank, refusal
 

@@ -21,6 +21,7 @@ ORDER = [
     {"parallel"},
     {"meta"},
     {"checkpoint", "export", "fewshot"},
+    {"workers"},
     {"progress", "record", "build"},
     {"train"},
     {"cli"},
