@@ -90,7 +90,8 @@ def param_groups(model: nn.Module, head: Iterable[str], weight_decay: bool) -> l
     sorted_into: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
     for name, param in model.named_parameters():
         if param.requires_grad:
-            sorted_into["head" if name in head else "decay" if weight_decay and param.ndim > 1 else "no_decay"].append(param)
+            matrix = len(getattr(param, "ds_shape", param.shape)) > 1  # ZeRO 3 from birth empties the shape
+            sorted_into["head" if name in head else "decay" if weight_decay and matrix else "no_decay"].append(param)
     return [{"params": params, "name": name} for name, params in sorted_into.items() if params]
 
 
