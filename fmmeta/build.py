@@ -20,6 +20,7 @@ from fmmeta.parallel import ds_config, memory
 from fmmeta.parallel.communicator import Ranks, World
 from fmmeta.parallel.layout import Layout
 from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.tensor import tensor_parallel_block
 from fmmeta.tasks.batch import Dealer
 from fmmeta.tasks.source import Sources, TaskSource, load_sources
 from fmmeta.workers import place_of, start_worker
@@ -45,6 +46,9 @@ def plan(config: Config, world: World, notice: Notice) -> Plan:
         if config.pipeline_stages > 1:
             deepspeed, precision = ds_config.for_pipeline(deepspeed, precision, notice)
         description = describe(config)
+        if config.tensor_parallel_size > 1:
+            ds_config.for_tensor(precision)
+            tensor_parallel_block(description.hf_config, config.tensor_parallel_size)
         tokenizer = load_tokenizer(config, description, notice)
         sources = load_sources(config, tokenizer, notice)
     notice(sources.summary)
@@ -67,7 +71,7 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
         if config.group_size != "auto":
             place_of(config, Layout(world.launch, int(config.group_size)))
     if config.group_size == "auto":
-        group_size, why = memory.choose_group_size(world, sizes, plan.precision, config.pipeline_stages)
+        group_size, why = memory.choose_group_size(world, sizes, plan.precision, config.pipeline_stages * config.tensor_parallel_size)
         notice(why)
     else:
         group_size = int(config.group_size)
@@ -75,6 +79,7 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     ranks = world.split(group_size, default_group=engine == "deepspeed")
     stage = f"DeepSpeed ZeRO {plan.precision.zero_stage}" if engine == "deepspeed" else "plain PyTorch, nothing to shard"
     stage += f", {config.pipeline_stages} pipeline stages" if config.pipeline_stages > 1 else ""
+    stage += f", {config.tensor_parallel_size} tensor ranks" if config.tensor_parallel_size > 1 else ""
     notice(f"{ranks.layout} on {world.device.type}; {stage}; {'bf16' if plan.precision.bf16 else 'fp32'}")
     return ranks
 

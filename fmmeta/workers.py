@@ -2,6 +2,7 @@
 
     plain        whole on one rank                                   reads everything
     ZeRO 0-2     whole on every rank of the group                    reads everything
+    tensor       weight matrices cut over the group                  reads everything, then cuts
     ZeRO 3       every parameter cut over the group from birth       reads one tensor at a time
     pipeline     some layers per rank                                reads its own tensors only
 """
@@ -27,6 +28,7 @@ from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.layout import Layout, Place
 from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
+from fmmeta.parallel.tensor import tensor_parallel_block
 from fmmeta.parallel.worker import Worker
 
 
@@ -45,6 +47,8 @@ def start_worker(config: Config, description: Description, deepspeed: dict[str, 
     """Read the weights and start the worker. Collective: world."""
     place = place_of(config, ranks.layout)
     filled = ds_config.complete(deepspeed, precision, getattr(description.hf_config, "hidden_size", 768))
+    if place.tensor > 1:
+        filled["tensor_parallel"] = tensor_parallel_block(description.hf_config, place.tensor)
     if place.stages > 1:
         return start_pipeline(config, description, filled, place, ranks)
     if engine == "deepspeed" and precision.zero_stage == 3 and ranks.layout.group_size > 1:
@@ -59,7 +63,7 @@ def start_worker(config: Config, description: Description, deepspeed: dict[str, 
     else:
         from fmmeta.parallel.engine import DeepSpeedWorker
 
-        worker = DeepSpeedWorker(learner, groups, filled, ranks.group)
+        worker = DeepSpeedWorker(learner, groups, filled, ranks.group, place)
     return Started(worker, learner.head_names, place, frozen if ranks.first else {})
 
 
@@ -77,7 +81,8 @@ def start_sharded(config: Config, description: Description, filled: dict[str, An
     frozen = frozen if ranks.first else {}
     shard_at_birth(stream, filled)
     groups = param_groups(learner, per_task(config, learner), config.weight_decay > 0)
-    worker = DeepSpeedWorker(learner, groups, filled, ranks.group, ((name, stream.read(name)) for name in trained))
+    exact = ((name, stream.read(name)) for name in trained)
+    worker = DeepSpeedWorker(learner, groups, filled, ranks.group, place, exact)
     return Started(worker, learner.head_names, place, frozen)
 
 
@@ -103,7 +108,7 @@ def start_pipeline(config: Config, description: Description, filled: dict[str, A
 
 
 def place_of(config: Config, layout: Layout) -> Place:
-    return Place(layout.group_rank, layout.group_size, config.pipeline_stages)
+    return Place(layout.group_rank, layout.group_size, config.pipeline_stages, config.tensor_parallel_size)
 
 
 def per_task(config: Config, learner: Learner) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ REFUSED = {
     "progressive_layer_drop": "it drops layers by step count, and inner steps would count",
     "eigenvalue": "it is tied to DeepSpeed's own training loop",
     "autotuning": "it starts runs of its own; use --group_size auto",
-    "tensor_parallel": "it is not supported yet",
+    "tensor_parallel": "it is made by --tensor_parallel_size",
     "sequence_parallel_size": "it is not supported yet",
     "pipeline": "stages are made by --pipeline_stages",
     "hybrid_engine": "it is for RLHF generation",
@@ -107,6 +107,14 @@ def for_pipeline(config: dict[str, Any], precision: Precision, notice: Callable[
     if precision.zero_stage == 1 and not precision.bf16:
         config = {**config, "zero_optimization": {**config["zero_optimization"], "compute_grad_norm": False}}
     return config, precision
+
+
+def for_tensor(precision: Precision) -> None:
+    """Raises `UsageError` for what was not tested around tensor parallelism."""
+    if precision.zero_stage > 1 or precision.offload:
+        what = "offload_optimizer" if precision.offload else f"ZeRO {precision.zero_stage}"
+        raise UsageError(f"tensor_parallel_size does not go with {what}, which was not tested around it; use a DeepSpeed file with "
+                         "zero_optimization.stage 0 or 1 and no offload")  # fmt: skip
 
 
 def complete(config: dict[str, Any], precision: Precision, hidden_size: int) -> dict[str, Any]:

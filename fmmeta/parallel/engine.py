@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from fmmeta.models.stream import Stream
 from fmmeta.parallel import shards
 from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.layout import Place
+from fmmeta.parallel.tensor import Cut, cut_of
 from fmmeta.parallel.worker import Update, WholeWorker, Worker
 
 Names = Mapping[int, tuple[str, tuple[int, ...]]]
@@ -57,11 +59,11 @@ class EngineWorker(Worker):
     tap: ShardTap
 
     def attach(self, engine: Any, shard_rank: int, names: Names, copies: Collection[str] = (),
-               replicated: bool | None = None) -> None:  # fmt: skip
-        """Find the shards of `engine`, whose optimizer is the tap; see shards.param_map for `names` and `copies`."""
+               replicated: bool | None = None, cuts: Mapping[str, Cut] | None = None) -> None:  # fmt: skip
+        """Find the shards of `engine`, whose optimizer is the tap; see shards.param_map for the rest."""
         self.engine = engine
         self.shards = shards.of_engine(engine, shard_rank)
-        self.params = self.shards.param_map(names, copies, replicated)
+        self.params = self.shards.param_map(names, copies, replicated, cuts)
         begin = 0
         for tensor in self.shards.tensors:
             self.tap.where[tensor.data_ptr()] = slice(begin, begin + tensor.numel())
@@ -91,13 +93,17 @@ class EngineWorker(Worker):
 
 
 class DeepSpeedWorker(EngineWorker, WholeWorker):
-    """One engine over the ranks of `group`, which must be the default process group. `config`: see ds_config.complete."""
+    """One engine over the ranks of `group`, which must be the default process group. `config`: see ds_config.complete.
+
+    With tensor parallelism the ranks of a tensor set run the same rows, and the first of them owns what all of them hold.
+    """
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]], config: dict[str, Any], group: Communicator,
-                 exact: Iterable[tuple[str, Tensor]] | None = None) -> None:  # fmt: skip
+                 place: Place, exact: Iterable[tuple[str, Tensor]] | None = None) -> None:  # fmt: skip
         """`exact`: whole fp32 parameters by name, where `model` does not hold them itself (ZeRO 3 from birth)."""
         deepspeed = import_deepspeed()
-        self.group, self.device = group, group.device
+        self.group, self.device, self.place = group, group.device, place
+        self.voice = place.tensor_rank == 0
         # ZeRO 3 empties the shapes
         names = {id(p): (name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()}
         bf16 = config["bf16"]["enabled"]
@@ -105,13 +111,20 @@ class DeepSpeedWorker(EngineWorker, WholeWorker):
             exact = [(name, p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad]
         self.tap = ShardTap(groups)
         self.model, *_ = deepspeed.initialize(model=model, optimizer=self.tap, config=config, dist_init_required=False)
-        self.attach(self.model, group.rank, names)
+        if place.tensor == 1:
+            self.attach(self.model, group.rank, names)
+        else:
+            held = [(name, shape, tuple(p.shape)) for p in model.parameters() for name, shape in [names[id(p)]]]
+            cuts = {name: cut for name, shape, part in held if (cut := cut_of(shape, part, place.tensor_rank))}
+            apart = config["zero_optimization"]["stage"] > 0  # data ranks hold different shards
+            copies = [name for name, *_ in held if (place.data_rank and not apart) or (place.tensor_rank and name not in cuts)]
+            self.attach(self.model, place.data_rank, names, copies, False, cuts)
         if bf16 and exact is not None:
             self.set_exactly(exact)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss * self.group.size, scale_wrt_gas=False)  # DeepSpeed averages over ranks; we sum
+        self.engine.backward(loss * self.place.data, scale_wrt_gas=False)  # DeepSpeed averages over data ranks; we sum
 
     def apply(self, update: Update) -> Tensor:
         self.tap.update, self.tap.bad = update, None

@@ -23,14 +23,18 @@ GROUPS = ("decay", "no_decay", "head")
 
 @dataclass(frozen=True)
 class Fragment:
-    """`length` elements of parameter `name`, from `offset` of the flattened parameter, lying at `begin` of the vector."""
+    """`length` elements of parameter `name`, from `offset` of the flattened parameter, lying at `begin` of the vector.
+
+    With a `cut` (dimension, first index, length: tensor parallelism) the offset counts in that part of the parameter.
+    """
 
     name: str
     shape: tuple[int, ...]
     begin: int
     offset: int
     length: int
-    owned: bool = True  # whether these elements count here; elsewhere in the group lie copies of them if not
+    owned: bool = True  # whether these elements count here; another rank of the group owns them if not
+    cut: tuple[int, int, int] | None = None
 
     @property
     def here(self) -> slice:
@@ -39,6 +43,22 @@ class Fragment:
     @property
     def there(self) -> slice:
         return slice(self.offset, self.offset + self.length)
+
+
+    def take(self, whole: Tensor) -> Tensor:
+        """These elements out of the whole parameter."""
+        part = whole.view(self.shape)
+        return (part if self.cut is None else part.narrow(*self.cut)).reshape(-1)[self.there]
+
+    def fill(self, whole: Tensor, values: Tensor) -> None:
+        """Write these elements into the whole parameter (contiguous)."""
+        if self.cut is None:
+            whole.view(-1)[self.there] = values
+            return
+        part = whole.view(self.shape).narrow(*self.cut)
+        flat = part.reshape(-1).clone()
+        flat[self.there] = values
+        part.copy_(flat.view_as(part))
 
 
 @dataclass(frozen=True)
@@ -70,14 +90,14 @@ class ParamMap:
     def put(self, vector: Tensor, name: str, value: Tensor) -> None:
         """Write this rank's slice of a whole parameter into `vector`."""
         for fragment in self.named([name]):
-            vector[fragment.here] = value.reshape(-1)[fragment.there].to(vector)
+            vector[fragment.here] = fragment.take(value).to(vector)
 
     def whole(self, vector: Tensor, name: str, shape: tuple[int, ...], sum_over_group: Callable[[Tensor], Tensor]) -> Tensor:
         """Assemble one parameter from the vectors of the group. Collective: group (none if replicated)."""
         flat = vector.new_zeros(torch.Size(shape).numel())
         for fragment in self.named([name]):
             if fragment.owned:
-                flat[fragment.there] = vector[fragment.here]
+                fragment.fill(flat, vector[fragment.here])
         return (flat if self.replicated else sum_over_group(flat)).view(shape)
 
 
@@ -109,13 +129,18 @@ class Shards:
     replicated: bool
 
     def param_map(self, names: Mapping[int, tuple[str, tuple[int, ...]]], copies: Collection[str] = (),
-                  replicated: bool | None = None) -> ParamMap:  # fmt: skip
-        """`names`: id of a parameter -> its name and whole shape; `copies`: names of those that another rank owns."""
+                  replicated: bool | None = None, cuts: Mapping[str, tuple[int, int, int]] | None = None) -> ParamMap:  # fmt: skip
+        """`names`: id of a parameter -> its name and whole shape; `copies`: names of those that another rank owns; `cuts`: the
+        part of a parameter that this rank holds, where it does not hold all of it.
+        """
         fragments, groups, begin = [], {}, 0
         for tensor, pieces, group in zip(self.tensors, self.pieces, self.group_names, strict=True):
             for param, at, offset, length in pieces:
                 name, shape = names[id(param)]
-                fragments.append(Fragment(name, shape, begin + at, offset, length, name not in copies))
+                cut = (cuts or {}).get(name)
+                if cut and cut[0] == 0:  # rows follow each other in the whole parameter too
+                    offset, cut = offset + cut[1] * (torch.Size(shape).numel() // shape[0]), None
+                fragments.append(Fragment(name, shape, begin + at, offset, length, name not in copies, cut))
             first = groups[group].start if group in groups else begin
             begin += tensor.numel()
             groups[group] = slice(first, begin)

@@ -157,5 +157,6 @@ class WholeWorker(Worker):
     def _loss(self, batch: MicroBatch, stats: Tensor) -> Tensor:
         batch = batch.to(self.device)
         loss, right, rows = objective(self._call(batch), batch)
-        stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
+        if self.voice:
+            stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
         return loss
