@@ -19,8 +19,8 @@ from fmmeta.models.stages import plan_cut
 from fmmeta.parallel import ds_config, memory
 from fmmeta.parallel.communicator import Ranks, World
 from fmmeta.parallel.layout import Layout
-from fmmeta.parallel.worker import Worker
 from fmmeta.parallel.tensor import tensor_parallel_block
+from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.batch import Dealer
 from fmmeta.tasks.source import Sources, TaskSource, load_sources
 from fmmeta.workers import place_of, start_worker
@@ -71,7 +71,9 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
         if config.group_size != "auto":
             place_of(config, Layout(world.launch, int(config.group_size)))
     if config.group_size == "auto":
-        group_size, why = memory.choose_group_size(world, sizes, plan.precision, config.pipeline_stages * config.tensor_parallel_size)
+        group_size, why = memory.choose_group_size(
+            world, sizes, plan.precision, config.pipeline_stages * config.tensor_parallel_size
+        )
         notice(why)
     else:
         group_size = int(config.group_size)
@@ -126,7 +128,9 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     inner = InnerLoop(config.inner_steps, config.inner_lr, config.head_init, started.head_names, classes)
     pad = plan.tokenizer.pad_token_id
     rows = config.k_shot * max(1, classes)
-    most = min(config.micro_batch_size, max(1, -(-rows // (place.data * place.stages))))  # a micro-batch for every stage to work on
+    most = min(
+        config.micro_batch_size, max(1, -(-rows // (place.data * place.stages)))
+    )  # a micro-batch for every stage to work on
     dealer = Dealer(plan.description.hf_config.pad_token_id if pad is None else pad,
                     most if place.stages > 1 else config.micro_batch_size, place.data_rank, place.data)  # fmt: skip
     return Parts(worker, theta, started.frozen, inner, dealer)

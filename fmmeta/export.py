@@ -18,7 +18,6 @@ from fmmeta.models.load import Description, cached_file, empty_learner
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
 
-
 FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this large, if the model has as much
 
 

@@ -1,10 +1,10 @@
 """From a checkpoint to a worker that holds it, in each of the ways to spread a model over a group.
 
-    plain        whole on one rank                                   reads everything
-    ZeRO 0-2     whole on every rank of the group                    reads everything
-    tensor       weight matrices cut over the group                  reads everything, then cuts
-    ZeRO 3       every parameter cut over the group from birth       reads one tensor at a time
-    pipeline     some layers per rank                                reads its own tensors only
+plain        whole on one rank                                   reads everything
+ZeRO 0-2     whole on every rank of the group                    reads everything
+tensor       weight matrices cut over the group                  reads everything, then cuts
+ZeRO 3       every parameter cut over the group from birth       reads one tensor at a time
+pipeline     some layers per rank                                reads its own tensors only
 """
 
 from __future__ import annotations

@@ -76,9 +76,11 @@ class PipelineWorker(EngineWorker):
         layers[self.place.stage] = self.stage
         os.environ.setdefault("LOCAL_RANK", "0")
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its plan
-            module = Stages(layers, num_stages=self.place.stages, loss_fn=self._judge, partition_method="uniform", dynamic_shape=True)
+            module = Stages(
+                layers, num_stages=self.place.stages, loss_fn=self._judge, partition_method="uniform", dynamic_shape=True
+            )
         if tied is not None and self.place.stage > 0:
-            tied.ds_pipe_replicated = True  # counted once in DeepSpeed's norms
+            tied.ds_pipe_replicated = True  # type: ignore[attr-defined]  # counted once in DeepSpeed's norms
         return module
 
     def write(self, vector: Tensor) -> None:

@@ -44,7 +44,6 @@ class Fragment:
     def there(self) -> slice:
         return slice(self.offset, self.offset + self.length)
 
-
     def take(self, whole: Tensor) -> Tensor:
         """These elements out of the whole parameter."""
         part = whole.view(self.shape)

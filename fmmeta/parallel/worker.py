@@ -79,8 +79,8 @@ class Worker(ABC):
 
     @abstractmethod
     def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Input of the classifier head for the rows of each micro-batch of this rank, fp32 [B, D]; zeros on a rank without
-        voice. Collective: group.
+        """Input of the classifier head for the rows of each micro-batch of this rank, fp32 [B, D]; of no meaning on a rank
+        without voice. Collective: group.
         """
 
     def gradient(self, batches: Sequence[MicroBatch], restore: Tensor | None = None) -> tuple[Tensor, Pass]:

@@ -54,6 +54,7 @@ class Case:
     head: str
     extra: str
     stages: int = 1  # pipeline stages of a group
+    tensor: int = 1  # tensor-parallel ranks of a group
     export: bool = False
 
     @property
@@ -103,10 +104,11 @@ def pairs(case: Case) -> set[tuple[Any, ...]]:
 
 
 def spread() -> list[Case]:
-    """Models spread by layers: every family, P in {2, 3}, with and without data parallelism, tied and untied, fp32 and bf16.
+    """Models spread by layers (every family, P in {2, 3}), from birth by ZeRO 3, and by tensor parallelism: with and without data
+    parallelism, tied and untied, fp32 and bf16.
 
-    `layout`, stages, DeepSpeed stage, model, dtype; the remaining axes take turns. Micro-batches have changing lengths in all
-    of them, since rows are dealt by length.
+    A row: layout, stages (or T tensor ranks as -T), ZeRO stage, model, dtype; the remaining axes take turns. Micro-batches have
+    changing lengths in all of them, since rows are dealt by length.
     """
     listed = [
         *(((1, 2), 2, i % 2, f"{name}3", "fp32") for i, name in enumerate((*DECODERS, *ENCODERS))),
@@ -124,6 +126,16 @@ def spread() -> list[Case]:
         ((1, 6), 3, 1, "llama3", "fp32"),
         ((1, 6), 3, 0, "roberta3", "fp32"),
         ((3, 2), 2, 0, "llama3", "fp32"),
+        *(((1, 2), 1, 3, f"{name}3", "fp32") for name in (*DECODERS, *ENCODERS)),
+        ((2, 2), 1, 3, "llama3-untied", "bf16"),
+        ((1, 2), -2, 0, "llama3", "fp32"),
+        ((1, 2), -2, 1, "qwen33-untied", "fp32"),
+        ((1, 2), -2, 1, "mistral3", "bf16"),
+        ((1, 2), -2, 0, "qwen23", "bf16"),
+        ((2, 2), -2, 1, "llama3-untied", "fp32"),
+        ((1, 4), -2, 1, "qwen33", "fp32"),
+        ((1, 4), -2, 0, "llama3", "fp32"),
+        ((1, 4), -2, 1, "llama3", "bf16"),
     ]
     cases = []
     for turn, (layout, stages, stage, model, dtype) in enumerate(listed):
@@ -131,7 +143,7 @@ def spread() -> list[Case]:
         # in bf16 class means start the head so roughly that 3 steps part from the oracle on any layout, sharded or not
         head = "zero" if causal else "learned" if dtype == "bf16" else ("learned", "prototype", "zero")[turn % 3]
         cases.append(Case(layout, stage, ("fomaml", "reptile")[turn // 2 % 2], ("several", "one")[turn // 3 % 2], "default", model, dtype,
-                          ("sgd", "adamw")[turn // 4 % 2], head, ("none", "micro")[turn // 5 % 2], stages, export=True))  # fmt: skip
+                          ("sgd", "adamw")[turn // 4 % 2], head, ("none", "micro")[turn // 5 % 2], max(1, stages), max(1, -stages), export=True))  # fmt: skip
     return cases
 
 
@@ -178,6 +190,7 @@ class Bench:
                 zero["offload_optimizer"] = {"device": "cpu"}
             ds.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
             config = {**self.settings(case), "deepspeed": str(ds), "group_size": str(group_size), "pipeline_stages": case.stages,
+                      "tensor_parallel_size": case.tensor,
                       "engine": "plain" if case.stage == "plain" else "deepspeed",
                       "micro_batch_size": 1 if case.extra == "micro" else 32}  # fmt: skip
             listed.append({"id": case.id, "config": config, "export": case.export})

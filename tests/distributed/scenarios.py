@@ -12,8 +12,8 @@ import torch
 from fmmeta import build
 from fmmeta.cli import parse
 from fmmeta.config import Config, UsageError
-from fmmeta.parallel.communicator import PeerError, World, pick_device
 from fmmeta.models.load import load_learner
+from fmmeta.parallel.communicator import PeerError, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.workers import check_equal, fingerprint_of
 
