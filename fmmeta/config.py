@@ -147,8 +147,8 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UsageError(f"{name}={getattr(self, name)} is no positive number; use one, such as 0.1 for inner SGD")
         if self.pipeline_stages > 1 and self.tensor_parallel_size > 1:
-            raise UsageError(f"pipeline_stages={self.pipeline_stages} and tensor_parallel_size={self.tensor_parallel_size} are not "
-                             "combined; use one of them, with data parallelism beside it")  # fmt: skip
+            raise UsageError(f"pipeline_stages={self.pipeline_stages} and tensor_parallel_size={self.tensor_parallel_size} are "
+                             "not combined; use one of them, with data parallelism beside it")  # fmt: skip
         if self.engine == "plain" and self.pipeline_stages * self.tensor_parallel_size > 1:
             raise UsageError("engine=plain holds a whole model on one rank; leave out pipeline_stages and tensor_parallel_size")
         causal = self.task_type == "causal_lm"
@@ -172,14 +172,16 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
 LEAST = {
     "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
     "inner_steps": 1, "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
-    "micro_batch_size": 1, "pipeline_stages": 1, "tensor_parallel_size": 1, "save_steps": 0, "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
+    "micro_batch_size": 1, "pipeline_stages": 1, "tensor_parallel_size": 1, "save_steps": 0,
+    "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
     "logging_steps": 1, "weight_decay": 0,
 }  # fmt: skip
 
 # Settings that may differ between a run and its continuation: they do not change theta.
 FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
-    "eval_episodes", "group_size", "pipeline_stages", "tensor_parallel_size", "micro_batch_size", "engine", "deepspeed", "max_bad_steps", "attn_implementation",
+    "eval_episodes", "group_size", "pipeline_stages", "tensor_parallel_size", "micro_batch_size", "engine", "deepspeed",
+    "max_bad_steps", "attn_implementation",
 }  # fmt: skip
 
 

@@ -54,6 +54,11 @@ class OuterStep:
     applied: bool
 
 
+def pieces(place: slice, longest: int = 2**22) -> list[slice]:
+    """A slice as short ones: AdamW makes two temporaries of the size of each tensor that it is given."""
+    return [slice(begin, min(begin + longest, place.stop)) for begin in range(place.start, place.stop, longest)]
+
+
 class Outer:
     """AdamW or SGD on this rank's slice of theta, with clipping over the whole model and an HF schedule.
 
@@ -67,9 +72,10 @@ class Outer:
         self.theta, self.worker, self.config = theta, worker, config
         self.head = worker.params.groups.get("head")
         slices = {name: place for name, place in worker.params.groups.items() if name != "head"}
-        self.parts = [(theta[place], place) for place in slices.values()]
-        groups = [{"params": [part], "weight_decay": config.weight_decay if name == "decay" else 0.0}
-                  for (part, _), name in zip(self.parts, slices, strict=True)]  # fmt: skip
+        parts = {name: [(theta[piece], piece) for piece in pieces(place)] for name, place in slices.items()}
+        self.parts = [part for group in parts.values() for part in group]
+        groups = [{"params": [part for part, _ in group], "weight_decay": config.weight_decay if name == "decay" else 0.0}
+                  for name, group in parts.items()]  # fmt: skip
         peak = config.outer_lr
         if config.outer_optimizer == "adamw":
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=peak, eps=config.adam_epsilon)

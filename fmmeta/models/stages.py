@@ -133,8 +133,8 @@ def plan_cut(learner: Learner, stages: int) -> Cut:
     tied = sorted({canonical[id(named[name])] for name in doubles})
     strange = [name for name in doubles if {stage_of[home[name]], stage_of[home[canonical[id(named[name])]]]} != {0, stages - 1}]
     if strange or len(tied) > 1:
-        raise UsageError(f"pipeline_stages={stages}: the model ties {', '.join([*tied, *sorted(strange)])}, and only the first and "
-                         "the last layer may share one parameter; use --group_size with ZeRO 3")  # fmt: skip
+        raise UsageError(f"pipeline_stages={stages}: the model ties {', '.join([*tied, *sorted(strange)])}, and only the first "
+                         "and the last layer may share one parameter; use --group_size with ZeRO 3")  # fmt: skip
     owner = {name: stage_of[layer] for name, layer in home.items() if name not in doubles}
     sizes = [sum(weights[bounds[s] : bounds[s + 1]]) for s in range(stages)]
     return Cut(tuple(bounds), owner, tuple(sizes), tied[0] if tied else None)

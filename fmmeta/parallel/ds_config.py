@@ -113,8 +113,8 @@ def for_tensor(precision: Precision) -> None:
     """Raises `UsageError` for what was not tested around tensor parallelism."""
     if precision.zero_stage > 1 or precision.offload:
         what = "offload_optimizer" if precision.offload else f"ZeRO {precision.zero_stage}"
-        raise UsageError(f"tensor_parallel_size does not go with {what}, which was not tested around it; use a DeepSpeed file with "
-                         "zero_optimization.stage 0 or 1 and no offload")  # fmt: skip
+        raise UsageError(f"tensor_parallel_size does not go with {what}, which was not tested around it; use a DeepSpeed "
+                         "file with zero_optimization.stage 0 or 1 and no offload")  # fmt: skip
 
 
 def complete(config: dict[str, Any], precision: Precision, hidden_size: int) -> dict[str, Any]:

@@ -128,7 +128,8 @@ class Shards:
     replicated: bool
 
     def param_map(self, names: Mapping[int, tuple[str, tuple[int, ...]]], copies: Collection[str] = (),
-                  replicated: bool | None = None, cuts: Mapping[str, tuple[int, int, int]] | None = None) -> ParamMap:  # fmt: skip
+                  replicated: bool | None = None,
+                  cuts: Mapping[str, tuple[int, int, int]] | None = None) -> ParamMap:  # fmt: skip
         """`names`: id of a parameter -> its name and whole shape; `copies`: names of those that another rank owns; `cuts`: the
         part of a parameter that this rank holds, where it does not hold all of it.
         """

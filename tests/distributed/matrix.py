@@ -142,8 +142,10 @@ def spread() -> list[Case]:
         causal = not model.startswith(ENCODERS)
         # in bf16 class means start the head so roughly that 3 steps part from the oracle on any layout, sharded or not
         head = "zero" if causal else "learned" if dtype == "bf16" else ("learned", "prototype", "zero")[turn % 3]
-        cases.append(Case(layout, stage, ("fomaml", "reptile")[turn // 2 % 2], ("several", "one")[turn // 3 % 2], "default", model, dtype,
-                          ("sgd", "adamw")[turn // 4 % 2], head, ("none", "micro")[turn // 5 % 2], max(1, stages), max(1, -stages), export=True))  # fmt: skip
+        algorithm, groups = ("fomaml", "reptile")[turn // 2 % 2], ("several", "one")[turn // 3 % 2]
+        outer, extra = ("sgd", "adamw")[turn // 4 % 2], ("none", "micro")[turn // 5 % 2]
+        cases.append(Case(layout, stage, algorithm, groups, "default", model, dtype, outer, head, extra,
+                          max(1, stages), max(1, -stages), export=True))  # fmt: skip
     return cases
 
 
