@@ -43,6 +43,7 @@ def write_pairs(path: Path) -> None:
 def run(folder: str, flags: list[str]) -> None:
     from fmmeta import build
     from fmmeta.cli import parse
+    from fmmeta.parallel import memory
     from fmmeta.parallel.communicator import World, pick_device
     from fmmeta.parallel.layout import Launch
     from fmmeta.progress import Progress
@@ -78,9 +79,9 @@ def run(folder: str, flags: list[str]) -> None:
     export(work / "model", trainer.theta, parts.worker, parts.frozen, config, plan.description, plan.tokenizer, ranks)
     exporting = resident("VmHWM") - before
     own = sum(fragment.length for fragment in parts.worker.params.fragments)
-    estimated = build.estimated(config, plan, ranks.layout.group_size) if hasattr(build, "estimated") else None
+    estimated = memory.estimate(build.sizes_of(config, plan), plan.precision, parts.place.data)
     line = {"rank": launch.global_rank, "parameters": own, "load_gb": loaded / 1e9, "train_gb": peak / 1e9,
-            "export_gb": exporting / 1e9, "estimate_gb": estimated.total / 1e9 if estimated else 0, "estimate": str(estimated)}  # fmt: skip
+            "export_gb": exporting / 1e9, "estimate_gb": estimated.total / 1e9, "estimate": str(estimated)}  # fmt: skip
     for text in world.comm.gather_bytes(json.dumps(line).encode()):
         if launch.global_rank == 0:
             print(text.decode(), flush=True)

@@ -6,7 +6,7 @@ Whatever can fail for one rank alone (files, downloads, memory) runs inside `tog
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from fmmeta.models.load import Description, describe, empty_learner, load_tokeni
 from fmmeta.models.stages import plan_cut
 from fmmeta.parallel import ds_config, memory
 from fmmeta.parallel.communicator import Ranks, World
-from fmmeta.parallel.layout import Layout
-from fmmeta.parallel.tensor import tensor_parallel_block
+from fmmeta.parallel.layout import Layout, Place
+from fmmeta.parallel.tensor import cut_patterns, tensor_parallel_block
 from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.batch import Dealer
 from fmmeta.tasks.source import Sources, TaskSource, load_sources
@@ -62,21 +62,16 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     """Choose the group size and make the groups. Collective: world."""
     sizes = None
     with world.comm.together("sizing the model"):
-        learner = empty_learner(config, plan.description)
-        params = sum(param.numel() for param in learner.parameters())
-        rows = min(config.micro_batch_size, config.k_shot * (config.n_way if config.task_type == "classification" else 1))
-        sizes = memory.Sizes.of(plan.description.hf_config, params, rows, config.max_length, config.task_type == "causal_lm")
-        if config.pipeline_stages > 1:
-            plan_cut(learner, config.pipeline_stages)
+        sizes = sizes_of(config, plan)
         if config.group_size != "auto":
             place_of(config, Layout(world.launch, int(config.group_size)))
+    model_ranks = config.pipeline_stages * config.tensor_parallel_size
     if config.group_size == "auto":
-        group_size, why = memory.choose_group_size(
-            world, sizes, plan.precision, config.pipeline_stages * config.tensor_parallel_size
-        )
+        group_size, why = memory.choose_group_size(world, sizes, plan.precision, model_ranks)
         notice(why)
     else:
         group_size = int(config.group_size)
+        memory.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
     engine = engine_of(config, plan, group_size, world.device)
     ranks = world.split(group_size, default_group=engine == "deepspeed")
     stage = f"DeepSpeed ZeRO {plan.precision.zero_stage}" if engine == "deepspeed" else "plain PyTorch, nothing to shard"
@@ -84,6 +79,23 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     stage += f", {config.tensor_parallel_size} tensor ranks" if config.tensor_parallel_size > 1 else ""
     notice(f"{ranks.layout} on {world.device.type}; {stage}; {'bf16' if plan.precision.bf16 else 'fp32'}")
     return ranks
+
+
+def sizes_of(config: Config, plan: Plan) -> memory.Sizes:
+    """The largest rank's part of the model and its micro-batches. Raises `UsageError` for what cannot be cut."""
+    learner = empty_learner(config, plan.description)
+    rows = config.k_shot * (config.n_way if config.task_type == "classification" else 1)
+    params, depth = sum(param.numel() for param in learner.parameters()), 1
+    if config.pipeline_stages > 1:
+        depth = config.pipeline_stages
+        params, rows = max(plan_cut(learner, depth).sizes), -(-rows // depth)
+    elif config.tensor_parallel_size > 1:
+        size = config.tensor_parallel_size
+        is_cut = cut_patterns(plan.description.hf_config)
+        params -= sum(p.numel() - p.numel() // size for name, p in learner.named_parameters() if is_cut(name))
+    sizes = memory.Sizes.of(plan.description.hf_config, params, min(config.micro_batch_size, rows), config.max_length,
+                            config.task_type == "causal_lm")  # fmt: skip
+    return replace(sizes, layers=-(-sizes.layers // depth), in_flight=depth)
 
 
 def engine_of(config: Config, plan: Plan, group_size: int, device: torch.device) -> str:
@@ -105,6 +117,7 @@ class Parts:
     frozen: dict[str, Tensor]  # untrained tensors by name, on the rank that writes them, for export
     inner: InnerLoop
     dealer: Dealer
+    place: Place
 
     def batches(self, source: TaskSource) -> Callable[[Any], Batches]:
         """A function from a task of `source` to this rank's micro-batches."""
@@ -133,7 +146,7 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     )  # a micro-batch for every stage to work on
     dealer = Dealer(plan.description.hf_config.pad_token_id if pad is None else pad,
                     most if place.stages > 1 else config.micro_batch_size, place.data_rank, place.data)  # fmt: skip
-    return Parts(worker, theta, started.frozen, inner, dealer)
+    return Parts(worker, theta, started.frozen, inner, dealer, place)
 
 
 def hash_vector(vector: Tensor) -> int:

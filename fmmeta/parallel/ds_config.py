@@ -55,6 +55,7 @@ class Precision:
     zero_stage: int
     bf16: bool
     offload: bool
+    live: int = 10**9  # parameters that ZeRO 3 may hold whole at a time
 
 
 def read(path: str | None, bf16: bool, notice: Callable[[str], None]) -> tuple[dict[str, Any], Precision]:
@@ -84,7 +85,8 @@ def read(path: str | None, bf16: bool, notice: Callable[[str], None]) -> tuple[d
     offload = check_offload(zero, stage, name)
     asked = block_of(config, "bf16", '{"enabled": true}', name).get("enabled", "auto")
     bf16 = bf16 if asked == "auto" else bool(asked)
-    return config, Precision(stage, bf16, offload)
+    live = zero.get("stage3_max_live_parameters", "auto")
+    return config, Precision(stage, bf16, offload, *([int(live)] if live != "auto" else []))
 
 
 def for_pipeline(config: dict[str, Any], precision: Precision, notice: Callable[[str], None]) -> tuple[dict[str, Any], Precision]:

@@ -1,9 +1,11 @@
 """How much memory a rank needs, by estimate, and the smallest group that has it.
 
-Bytes per rank for P trainable parameters in a group of M ranks, w bytes per working weight (docs/memory.md):
+Bytes per rank for P parameters (of the largest stage, or of a tensor rank) shared by M data ranks,
+w bytes per working weight (docs/memory.md):
 
     weights      P w        / M at ZeRO 3
-    gradients    P 4        / M at ZeRO 2 and 3
+    gathered     whole parameters that ZeRO 3 holds at once: at most stage3_max_live_parameters x w
+    gradients    P 4        / M at ZeRO 2 and 3; twice at ZeRO 3, which flattens them for the step
     master       P 4        / M at ZeRO 1 to 3; none in fp32 at ZeRO 0, where the weights are the masters
     meta         5 P 4      / M at ZeRO 1 to 3: theta, meta-gradient, one captured direction, two Adam moments
     activations  B T L (34 H + 5 A T) w / 2     Korthikanti et al. 2022 (arXiv 2205.05198), equation 2
@@ -20,7 +22,8 @@ import torch
 from fmmeta.config import UsageError
 from fmmeta.parallel.communicator import World
 from fmmeta.parallel.ds_config import Precision
-from fmmeta.parallel.layout import divisors
+from fmmeta.parallel.layout import any_of, divisors
+from fmmeta.parallel.limits import host_bytes
 
 GIB = 2**30
 HEADROOM = 0.9  # allocators, buckets and the runtime need the rest
@@ -28,7 +31,7 @@ HEADROOM = 0.9  # allocators, buckets and the runtime need the rest
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the estimate needs of a model and its batches."""
+    """What the estimate needs of a rank's part of a model (of the largest stage), and its batches."""
 
     params: int
     layers: int
@@ -37,6 +40,7 @@ class Sizes:
     vocab: int  # 0 where no logits over the vocabulary are made
     rows: int  # of a micro-batch
     tokens: int  # of a row
+    in_flight: int = 1  # micro-batches whose activations a rank keeps
 
     @classmethod
     def of(cls, hf_config: Any, params: int, rows: int, tokens: int, causal: bool) -> Sizes:
@@ -51,6 +55,7 @@ class Estimate:
     """Bytes on one rank by kind."""
 
     weights: int
+    gathered: int
     gradients: int
     master: int
     meta: int
@@ -68,43 +73,60 @@ class Estimate:
         )
 
 
-def estimate(sizes: Sizes, precision: Precision, group_size: int) -> Estimate:
-    """Peak bytes of one rank in a group of `group_size`."""
+def estimate(sizes: Sizes, precision: Precision, sharers: int) -> Estimate:
+    """Peak bytes of one rank. `sharers`: the ranks that ZeRO cuts over (of a stage or tensor rank, the data ranks)."""
     stage, width = precision.zero_stage, 2 if precision.bf16 else 4
-    share = [1 if stage < least else group_size for least in (3, 2, 1)]
+    share = [1 if stage < least else sharers for least in (3, 2, 1)]
     fp32 = 4 * sizes.params
     per_token = 34 * sizes.hidden + 5 * sizes.heads * sizes.tokens
     return Estimate(
         weights=sizes.params * width // share[0],
-        gradients=fp32 // share[1],
+        gathered=min(sizes.params, precision.live) * width if share[0] > 1 else 0,
+        gradients=fp32 // share[1] * (2 if stage == 3 else 1),
         master=0 if stage == 0 and not precision.bf16 else fp32 // share[2],
         meta=5 * fp32 // share[2],
-        activations=sizes.rows * sizes.tokens * sizes.layers * per_token * width // 2,
+        activations=sizes.in_flight * sizes.rows * sizes.tokens * sizes.layers * per_token * width // 2,
         logits=12 * sizes.rows * sizes.tokens * sizes.vocab,
     )
 
 
 def free_bytes(device: torch.device, local_world_size: int) -> int:
-    """Memory that one rank may use: its GPU's, or its share of what the host has free."""
+    """Memory that one rank may use: its GPU's, or its share of what the host has free, or what limits leave it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    import psutil
-
-    return psutil.virtual_memory().available // local_world_size
+    return host_bytes(local_world_size)
 
 
-def choose_group_size(world: World, sizes: Sizes, precision: Precision, multiple: int = 1) -> tuple[int, str]:
-    """Smallest divisor of the local ranks, and multiple of `multiple`, at which the estimate fits, and the arithmetic.
-    Collective: world.
+def check_group_size(world: World, sizes: Sizes, precision: Precision, group_size: int, model_ranks: int = 1) -> None:
+    """Refuse a group size that was asked for and cannot hold the model. `model_ranks`: stages x tensor ranks. Collective: world.
+
+    With offload part of it lies elsewhere: nothing is refused.
+    """
+    free = least_free(world)
+    needed = estimate(sizes, precision, group_size // model_ranks)
+    if needed.total > free and not precision.offload:
+        sizes_tried = [size for size in divisors(world.launch.world_size) if size % model_ranks == 0]
+        enough = [s for s in sizes_tried if estimate(sizes, precision, s // model_ranks).total <= HEADROOM * free]
+        instead = f"group_size {any_of([str(size) for size in enough])}" if enough else "more ranks or a smaller model"
+        raise UsageError(f"group_size={group_size} needs {needed} per rank at ZeRO {precision.zero_stage}, and {free / GIB:.3g} "
+                         f"GiB are free; use {instead}")  # fmt: skip
+
+
+def least_free(world: World) -> int:
+    free = free_bytes(world.device, world.launch.local_world_size)
+    return min(int(text) for text in world.comm.gather_bytes(str(free).encode()))
+
+
+def choose_group_size(world: World, sizes: Sizes, precision: Precision, model_ranks: int = 1) -> tuple[int, str]:
+    """Smallest divisor of the local ranks, and multiple of `model_ranks` (stages x tensor ranks), at which the estimate fits,
+    and the arithmetic. Collective: world.
 
     Raises `UsageError` on every rank if none does.
     """
-    local = world.launch.local_world_size
-    free = free_bytes(world.device, local)
-    free = min(int(text) for text in world.comm.gather_bytes(str(free).encode()))
+    local, free = world.launch.local_world_size, least_free(world)
     for size in divisors(local):
-        if world.launch.world_size % size == 0 and size % multiple == 0:
-            needed = estimate(sizes, precision, size)
+        if world.launch.world_size % size == 0 and size % model_ranks == 0:
+            needed = estimate(sizes, precision, size // model_ranks)
             if needed.total <= HEADROOM * free:
                 return size, f"group_size {size} (auto): {needed}, of {free / GIB:.3g} GiB free per rank"
     raise UsageError(f"group_size=auto finds no room: {local} ranks of a group need {needed} each at ZeRO "

@@ -9,6 +9,8 @@ The rest (embeddings, norms, heads) is whole on every rank. Shoeybi et al. 2019 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 from fmmeta.config import UsageError
@@ -33,6 +35,12 @@ def tensor_parallel_block(hf_config: Any, size: int) -> dict[str, Any]:
     specs: list[dict[str, Any]] = [{"patterns": [plan[kind]], "partition_type": kind} for kind in ("column", "row")]
     specs.append({"patterns": [plan["partial"]], "partition_type": "skip", "grad_allreduce": True})
     return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
+
+
+def cut_patterns(hf_config: Any) -> Callable[[str], bool]:
+    """Whether a parameter of this name is cut."""
+    plan = PLANS[hf_config.model_type]
+    return lambda name: any(re.match(plan[kind], name) for kind in ("column", "row"))
 
 
 def cut_of(whole: tuple[int, ...], part: tuple[int, ...], rank: int) -> Cut | None:

@@ -90,14 +90,15 @@ ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
     (0, True, 4, (2000, 4000, 4000, 20000)),
     (1, False, 4, (4000, 4000, 1000, 5000)),
     (2, True, 4, (2000, 1000, 1000, 5000)),
-    (3, True, 4, (500, 1000, 1000, 5000)),
-    (3, False, 1, (4000, 4000, 4000, 20000)),
+    (3, True, 4, (500, 2000, 1000, 5000)),
+    (3, False, 1, (4000, 8000, 4000, 20000)),
 ])  # fmt: skip
 def test_estimate_by_hand(stage, bf16, group_size, kinds):
     found = estimate(SIZES, Precision(stage, bf16, False), group_size)
     assert (found.weights, found.gradients, found.master, found.meta) == kinds
     assert found.activations == ACTIVATIONS * (1 if bf16 else 2)
-    assert (found.logits, found.total) == (0, sum(kinds) + found.activations)
+    assert found.gathered == (2000 if stage == 3 and group_size > 1 else 0)
+    assert (found.logits, found.total) == (0, sum(kinds) + found.gathered + found.activations)
 
 
 def test_logits_are_counted_for_language_models():

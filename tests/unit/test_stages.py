@@ -191,5 +191,6 @@ def test_a_tensor_of_another_shape_is_refused_in_a_language_model(tmp_path, save
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = config_of(tmp_path, "llama")
     assert refusal(open_stream, config, describe(config)) == (
-        f"model_name_or_path={tmp_path} holds model.norm.weight of shape [31], and its configuration says [32]; mend the checkpoint"
+        f"model_name_or_path={tmp_path} holds model.norm.weight of shape [31], and its configuration says [32]; mend the "
+        "checkpoint"
     )
