@@ -76,7 +76,7 @@ def run(folder: str, flags: list[str]) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     from fmmeta.export import export
 
-    export(work / "model", trainer.theta, parts.worker, parts.frozen, config, plan.description, plan.tokenizer, ranks)
+    export(Path(f"{folder}-exported"), trainer.theta, parts.worker, parts.frozen, config, plan.description, plan.tokenizer, ranks)
     exporting = resident("VmHWM") - before
     own = sum(fragment.length for fragment in parts.worker.params.fragments)
     estimated = memory.estimate(build.sizes_of(config, plan), plan.precision, parts.place.data)

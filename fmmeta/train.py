@@ -115,6 +115,7 @@ class Run:
                 direction = self.rule.direction(self.worker, self.theta, episode)
                 meta.add(direction)
                 tally.add(direction, sum(episode.tokens) if self.worker.voice else 0)
+                del direction  # its shard would lie beside the next one's
             weight = tally.agree(self.ranks)
             moved = self.outer.step(meta.reduce(self.ranks.cross, weight), self.outer_step)
             if moved.applied:

@@ -5,7 +5,7 @@ w bytes per working weight (docs/memory.md):
 
     weights      P w        / M at ZeRO 3
     gathered     whole parameters that ZeRO 3 holds at once: at most stage3_max_live_parameters x w
-    gradients    P 4        / M at ZeRO 2 and 3; twice at ZeRO 3, which flattens them for the step
+    gradients    P 4        / M at ZeRO 2 and 3; twice at ZeRO 3, and at ZeRO 0 where M > 1: flattened for step or reduction
     master       P 4        / M at ZeRO 1 to 3; none in fp32 at ZeRO 0, where the weights are the masters
     meta         5 P 4      / M at ZeRO 1 to 3: theta, meta-gradient, one captured direction, two Adam moments
     activations  B T L (34 H + 5 A T) w / 2     Korthikanti et al. 2022 (arXiv 2205.05198), equation 2
@@ -14,7 +14,7 @@ w bytes per working weight (docs/memory.md):
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ def estimate(sizes: Sizes, precision: Precision, sharers: int) -> Estimate:
     return Estimate(
         weights=sizes.params * width // share[0],
         gathered=min(sizes.params, precision.live) * width if share[0] > 1 else 0,
-        gradients=fp32 // share[1] * (2 if stage == 3 else 1),
+        gradients=fp32 // share[1] * (2 if stage == 3 or (stage == 0 and sharers > 1) else 1),
         master=0 if stage == 0 and not precision.bf16 else fp32 // share[2],
         meta=5 * fp32 // share[2],
         activations=sizes.in_flight * sizes.rows * sizes.tokens * sizes.layers * per_token * width // 2,
@@ -103,13 +103,19 @@ def check_group_size(world: World, sizes: Sizes, precision: Precision, group_siz
     With offload part of it lies elsewhere: nothing is refused.
     """
     free = least_free(world)
-    needed = estimate(sizes, precision, group_size // model_ranks)
+    needed = estimate(sizes, at_size(precision, group_size), group_size // model_ranks)
     if needed.total > free and not precision.offload:
         sizes_tried = [size for size in divisors(world.launch.world_size) if size % model_ranks == 0]
-        enough = [s for s in sizes_tried if estimate(sizes, precision, s // model_ranks).total <= HEADROOM * free]
-        instead = f"group_size {any_of([str(size) for size in enough])}" if enough else "more ranks or a smaller model"
-        raise UsageError(f"group_size={group_size} needs {needed} per rank at ZeRO {precision.zero_stage}, and {free / GIB:.3g} "
-                         f"GiB are free; use {instead}")  # fmt: skip
+        enough = [s for s in sizes_tried if estimate(sizes, at_size(precision, s), s // model_ranks).total <= HEADROOM * free]
+        instead = f"group_size {any_of([str(size) for size in enough])}" if enough else "ZeRO 3, --pipeline_stages or more ranks"
+        stage = at_size(precision, group_size).zero_stage
+        raise UsageError(f"group_size={group_size} needs {needed} per rank at ZeRO {stage}, and {free / GIB:.3g} GiB are free; "
+                         f"use {instead}")  # fmt: skip
+
+
+def at_size(precision: Precision, group_size: int) -> Precision:
+    """A group of one runs plain PyTorch, which keeps what ZeRO 0 keeps."""
+    return replace(precision, zero_stage=0) if group_size == 1 and not precision.offload else precision
 
 
 def least_free(world: World) -> int:
@@ -126,7 +132,7 @@ def choose_group_size(world: World, sizes: Sizes, precision: Precision, model_ra
     local, free = world.launch.local_world_size, least_free(world)
     for size in divisors(local):
         if world.launch.world_size % size == 0 and size % model_ranks == 0:
-            needed = estimate(sizes, precision, size // model_ranks)
+            needed = estimate(sizes, at_size(precision, size), size // model_ranks)
             if needed.total <= HEADROOM * free:
                 return size, f"group_size {size} (auto): {needed}, of {free / GIB:.3g} GiB free per rank"
     raise UsageError(f"group_size=auto finds no room: {local} ranks of a group need {needed} each at ZeRO "

@@ -50,6 +50,8 @@ class PipelineWorker(EngineWorker):
         self.tied_shape = () if tied is None else tuple(tied.shape)
         module = self._module(deepspeed, tied)
         engine, *_ = deepspeed.initialize(model=module, optimizer=self.tap, config=config, dist_init_required=False)
+        if place.data == 1 and engine.optimizer is self.tap:  # its reduction over one rank would copy all gradients
+            engine.pipeline_enable_backward_allreduce = False
         mine = {name for name, _ in names.values()}
         whole = config["zero_optimization"]["stage"] == 0 and not config["bf16"]["enabled"]
         copies = mine if whole and place.data_rank > 0 else {cut.tied} & mine if place.stage > 0 else set()

@@ -86,8 +86,9 @@ ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
 
 
 @pytest.mark.parametrize(("stage", "bf16", "group_size", "kinds"), [
-    (0, False, 4, (4000, 4000, 0, 20000)),  # in fp32 the weights are the masters
-    (0, True, 4, (2000, 4000, 4000, 20000)),
+    (0, False, 4, (4000, 8000, 0, 20000)),  # in fp32 the weights are the masters
+    (0, True, 4, (2000, 8000, 4000, 20000)),
+    (0, False, 1, (4000, 4000, 0, 20000)),
     (1, False, 4, (4000, 4000, 1000, 5000)),
     (2, True, 4, (2000, 1000, 1000, 5000)),
     (3, True, 4, (500, 2000, 1000, 5000)),
