@@ -98,3 +98,13 @@ def test_free_settings_exist():
 ])  # fmt: skip
 def test_settings_of_the_other_task_type_are_refused(settings, named):
     assert refusal(Config, **settings) == f"{named}; leave it out"
+
+
+def test_ways_to_spread_a_model_that_contradict_each_other():
+    assert refusal(Config, pipeline_stages=2, tensor_parallel_size=2) == (
+        "pipeline_stages=2 and tensor_parallel_size=2 are not combined; use one of them, with data parallelism beside it"
+    )
+    assert refusal(Config, pipeline_stages=2, engine="plain") == (
+        "engine=plain holds a whole model on one rank; leave out pipeline_stages and tensor_parallel_size"
+    )
+    assert refusal(Config, tensor_parallel_size=0) == "tensor_parallel_size=0 is below 1; use 1 or more"
