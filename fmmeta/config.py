@@ -6,6 +6,7 @@ and starts nothing, so that `import fmmeta` stays cheap.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -16,6 +17,8 @@ ALGORITHMS = ("fomaml", "reptile")
 OUTER_OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
 ENGINES = ("auto", "deepspeed", "plain")
+SHARDINGS = ("global", "node")
+ON_BAD_TASK = ("raise", "skip")
 
 
 class UsageError(ValueError):
@@ -46,7 +49,17 @@ class ModelConfig:
 @dataclass
 class TaskConfig:
     dataset: list[str] = setting(
-        ["letters"], "'letters' (built-in suite), a .jsonl/.csv/.parquet file (.gz too), a folder of them, or a hub id"
+        ["letters"],
+        "One or more of: 'letters' (built-in suite), a .jsonl/.csv/.parquet file (.gz too), a folder of them, a folder "
+        "of folders of them (each file a task, read when it is drawn; its folder the stratum), or a hub id. Of several, each is "
+        "a stratum",
+    )
+    mix_weights: list[float] = setting([], "Share of the tasks of each data set (default: in proportion to its tasks)")
+    mix_temperature: float = setting(
+        1.0, "A stratum of n tasks comes up in proportion to n ** (1 / T): 1 as they are, more for rare strata, inf all alike"
+    )
+    task_sharding: str = setting(
+        "global", "global: meta-batches of all tasks; node: each node draws from a stratified part of its own", SHARDINGS
     )
     dataset_config_name: str | None = setting(None, "Configuration of a hub data set")
     text_column: str | None = setting(None, "Column of the text (default: text, sentence or utterance)")
@@ -72,7 +85,22 @@ class TaskConfig:
     n_way: int = setting(5, "Classes per episode")
     k_shot: int = setting(5, "Support examples per class; per task for causal_lm")
     num_query: int = setting(5, "Query examples per class; per task for causal_lm")
+    n_way_max: int | None = setting(None, "Episodes of n_way to this many classes, as many as chance has it")
+    k_shot_max: int | None = setting(None, "k_shot to this many support examples, for each class as chance has it")
     max_length: int = setting(128, "Longest text in tokens; the rest is cut off")
+    example_transforms: list[str] = setting(
+        [], "Callables module:name on each example of training episodes; see fmmeta/tasks/transforms.py"
+    )
+    episode_transforms: list[str] = setting([], "Callables module:name on whole training episodes, after the others")
+    num_workers: str = setting("auto", "Loader processes per rank; auto: none, or as many as a measurement asks for")
+    prefetch_factor: int = setting(4, "Episodes that each loader process prepares ahead")
+    on_bad_task: str = setting(
+        "raise",
+        "What cannot be read or drawn: raise stops the run, naming file and line; skip retries, then leaves the task out",
+        ON_BAD_TASK,
+    )
+    max_bad_share: float = setting(0.05, "skip: stop when more than this share of rows or tasks is bad")
+    prepare_timeout: int = setting(1800, "Seconds that ranks wait for the one of their node that downloads and tokenises")
 
 
 @dataclass
@@ -158,8 +186,47 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
                 raise UsageError(f"{name}={getattr(self, name)} means nothing for task_type={self.task_type}; leave it out")
         if isinstance(self.dataset, str):
             self.dataset = [self.dataset]
-        if len(self.dataset) != 1:
-            raise UsageError(f"dataset={' '.join(self.dataset)} names {len(self.dataset)} data sets; give one")
+        self._check_data()
+
+    def _check_data(self) -> None:
+        names = " ".join(self.dataset)
+        if not self.dataset or len(set(self.dataset)) < len(self.dataset):
+            raise UsageError(f"dataset={names} names {'a data set twice' if names else 'no data set'}; name each once")
+        for name in ("class_splits", "task_splits"):
+            if getattr(self, name) is not None and len(self.dataset) > 1:
+                raise UsageError(f"{name}={getattr(self, name)} cannot serve {len(self.dataset)} data sets; put a {name}.json "
+                                 "into the folder of each")  # fmt: skip
+        if self.mix_weights and (
+            len(self.mix_weights) != len(self.dataset) or not all(0 < w < math.inf for w in self.mix_weights)
+        ):
+            weights = " ".join(map(str, self.mix_weights))
+            raise UsageError(f"mix_weights={weights} does not fit dataset={names}; give one positive number for each")
+        if not self.mix_temperature > 0:
+            raise UsageError(
+                f"mix_temperature={self.mix_temperature} is not positive; use 1, or more to draw rare strata more often"
+            )
+        if self.mix_weights and self.mix_temperature != 1:
+            raise UsageError(f"mix_temperature={self.mix_temperature} and mix_weights both set the shares; leave one out")
+        for name, least in (("n_way_max", self.n_way), ("k_shot_max", self.k_shot)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"{name}={value} is below {name.removesuffix('_max')}={least}; raise it or leave it out")
+            if value is not None and self.task_type == "causal_lm":
+                raise UsageError(f"{name}={value} means nothing for task_type=causal_lm; leave it out")
+        if self.num_workers != "auto" and not str(self.num_workers).isdigit():
+            raise UsageError(f"num_workers={self.num_workers} is neither a number nor auto; use auto, 0, 1, 2, ...")
+        self.num_workers = str(self.num_workers)
+        if not 0 <= self.max_bad_share <= 1:
+            raise UsageError(f"max_bad_share={self.max_bad_share} is no share; use a number from 0 to 1")
+
+    @property
+    def most_classes(self) -> int:
+        """Classes of the largest episode, and so of the head; 0 for causal_lm."""
+        return (self.n_way_max or self.n_way) if self.task_type == "classification" else 0
+
+    @property
+    def most_shots(self) -> int:
+        return self.k_shot_max or self.k_shot
 
     @property
     def builtin_model(self) -> bool:
@@ -174,14 +241,14 @@ LEAST = {
     "inner_steps": 1, "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
     "micro_batch_size": 1, "pipeline_stages": 1, "tensor_parallel_size": 1, "save_steps": 0,
     "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
-    "logging_steps": 1, "weight_decay": 0,
+    "logging_steps": 1, "weight_decay": 0, "prefetch_factor": 1, "prepare_timeout": 1,
 }  # fmt: skip
 
 # Settings that may differ between a run and its continuation: they do not change theta.
 FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
     "eval_episodes", "group_size", "pipeline_stages", "tensor_parallel_size", "micro_batch_size", "engine", "deepspeed",
-    "max_bad_steps", "attn_implementation",
+    "max_bad_steps", "attn_implementation", "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
 }  # fmt: skip
 
 

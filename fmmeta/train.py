@@ -12,6 +12,7 @@ from typing import Any
 from fmmeta import build, checkpoint, record
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
+from fmmeta.feed import Feed, Reader
 from fmmeta.fewshot.evaluate import Score, evaluate_tasks, mean_ci95
 from fmmeta.fewshot.heldout import compare, show
 from fmmeta.meta.algorithms import make_rule
@@ -20,10 +21,11 @@ from fmmeta.meta.tally import Tally
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
+from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.schedule import Schedule
 from fmmeta.tasks.source import TaskSource
 
-TRAIN, VALID, TEST = range(3)  # streams of the schedule
+VALID, TEST = 1, 2  # streams of the schedule; training is 0
 
 
 @dataclass
@@ -80,10 +82,8 @@ class Run:
         self.initial = self.theta.to("cpu", copy=True) if config.eval_episodes else None  # for the table at the end; host memory
         self.rule = make_rule(config.algorithm, parts.inner)
         self.outer = Outer(self.theta, self.worker, config)
-        self.schedule = Schedule(
-            plan.sources.train.items, config.meta_batch_size * config.meta_accumulation_steps, config.seed, TRAIN
-        )
-        self.outer_step, self.bad_steps = 0, 0
+        self.schedule = build.training_schedule(config, plan, ranks.layout)
+        self.outer_step, self.bad_steps, self.tasks = 0, 0, {"seen": 0, "bad": 0}
 
     def resume(self) -> None:
         """Take theta, the optimizer and the position from a checkpoint, if there is one. Collective: world."""
@@ -94,7 +94,7 @@ class Run:
                 vectors = checkpoint.load(found, state["vectors"], self.worker.params, self.theta)
                 self.theta.copy_(vectors.pop("theta"))
                 self.outer.load_state(vectors, state["optimizer_steps"])
-                self.outer_step, self.bad_steps = state["outer_step"], state["bad_steps"]
+                self.outer_step, self.bad_steps, self.tasks = state["outer_step"], state["bad_steps"], state["tasks"]
             self.metrics = record.Metrics(self.folder, self.outer_step, self.ranks.first)
             if self.ranks.first:
                 self._write_run(finished=False)
@@ -105,30 +105,62 @@ class Run:
     def loop(self) -> None:
         """Outer steps until the last one. Collective: world."""
         config = self.config
-        batches = self.parts.batches(self.plan.sources.train)
-        meta, first, layout = MetaGradient(self.theta), self.outer_step, self.ranks.layout
+        load = self.parts.load(self.plan.sources.train, self.plan.transforms)
+        self.feed = Feed(self.schedule, load, self.outer_step, self.ranks, config, self.progress.notice)
+        self.feed.seen, self.feed.bad = self.tasks["seen"], self.tasks["bad"]
+        meta, first = MetaGradient(self.theta), self.outer_step
         self.progress.start("outer step")
-        while self.outer_step < config.outer_steps:
-            tally = Tally()
-            for task in self.schedule.share(self.outer_step, layout.num_groups, layout.group_index):
-                episode = batches(task)
-                direction = self.rule.direction(self.worker, self.theta, episode)
-                meta.add(direction)
-                tally.add(direction, sum(episode.tokens) if self.worker.voice else 0)
-                del direction  # its shard would lie beside the next one's
-            weight = tally.agree(self.ranks)
-            moved = self.outer.step(meta.reduce(self.ranks.cross, weight), self.outer_step)
-            if moved.applied:
-                self.worker.write(self.theta)
-            meta.clear()
-            self.outer_step += 1
-            self._after_step(moved, tally, first)
+        began = time.monotonic()
+        try:
+            while self.outer_step < config.outer_steps:
+                tally = Tally()
+                for episode in self._episodes(tally):
+                    direction = self.rule.direction(self.worker, self.theta, episode)
+                    meta.add(direction)
+                    tally.add(direction, sum(episode.tokens) if self.worker.voice else 0)
+                    del direction  # its shard would lie beside the next one's
+                weight = tally.agree(self.ranks)
+                self._judge(tally)
+                moved = self.outer.step(meta.reduce(self.ranks.cross, weight), self.outer_step)
+                if moved.applied:
+                    self.worker.write(self.theta)
+                meta.clear()
+                self.outer_step += 1
+                self._after_step(moved, tally, first)
+                self.feed.settle(time.monotonic() - began)
+        finally:
+            self.feed.loader.close()
+
+    def _episodes(self, tally: Tally) -> list[Batches]:
+        """This group's episodes of the outer step. Collective: group."""
+        waited, asked = self.feed.loader.wait_s, self.schedule.share(self.outer_step, *self._place)
+        found = self.feed.read(asked)
+        tally.missed(len(asked) - len(found), len(self.feed.errors), self.feed.loader.wait_s - waited)
+        return [batches for _, batches in found]
+
+    def _judge(self, tally: Tally) -> None:
+        """Go on without the tasks that could not be had, or stop, the work so far saved. Collective: world."""
+        try:
+            left_out = self.feed.judge(self.schedule.tasks_per_step, int(tally.failures))
+        except UsageError:
+            if self.config.save_steps:
+                self.save()
+            raise
+        if left_out:
+            tally.values["bad_tasks"] = left_out
+        self.tasks = {"seen": self.feed.seen, "bad": self.feed.bad}
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self.ranks.layout.num_groups, self.ranks.layout.group_index
 
     def _after_step(self, moved: OuterStep, tally: Tally, first: int) -> None:
         config, step = self.config, self.outer_step
-        self.bad_steps = 0 if moved.applied else self.bad_steps + 1
+        unread = len(tally.values.get("bad_tasks", ())) == self.schedule.tasks_per_step
+        self.bad_steps = 0 if moved.applied else self.bad_steps + (not unread)
         values = {
             "step": step,
+            "epoch": self.schedule.position(step)[0],
             "seconds": time.monotonic() - tally.began,  # the reduction and the outer step are part of it
             **tally.values,
             "grad_norm": moved.grad_norm,
@@ -157,7 +189,7 @@ class Run:
         vectors, optimizer_steps = self.outer.state()
         vectors = {"theta": self.theta, **vectors}
         state = {"outer_step": self.outer_step, "optimizer_steps": optimizer_steps, "bad_steps": self.bad_steps,
-                 "vectors": list(vectors), "layout": str(self.ranks.layout),
+                 "tasks": self.tasks, "vectors": list(vectors), "layout": str(self.ranks.layout),
                  "settings": record.settings_of(self.config, self.plan.sources.fingerprint)}  # fmt: skip
         folder = self.folder / f"checkpoint-{self.outer_step}"
         checkpoint.save(folder, vectors, self.worker.params, state, self.ranks, self.config.save_total_limit)
@@ -191,9 +223,12 @@ class Run:
         return compared.facts()
 
     def _scores(self, source: TaskSource, stream: int, what: str) -> list[Score]:
-        tasks = Schedule(source.items, self.config.eval_episodes, self.config.seed, stream).meta_batch(0)
+        """Scores of the held-out episodes of a stream: the same ones every time. Collective: world."""
+        schedule = Schedule(source.items, self.config.eval_episodes, self.config.seed, stream, shuffle=False, sizes=source.size)
+        tasks, load = schedule.meta_batch(0), self.parts.load(source)
+        reader = Reader(lambda tasks: [load(task) for task in tasks], self.ranks, self.config, self.progress.notice)
         self.progress.start(what)
-        return evaluate_tasks(self.worker, self.theta, self.parts.inner, tasks, self.parts.batches(source), self.ranks,
+        return evaluate_tasks(self.worker, self.theta, self.parts.inner, tasks, reader, self.ranks,
                               lambda done, total: self.progress.line(what, done, total))  # fmt: skip
 
     def _write_run(self, **facts: Any) -> None:

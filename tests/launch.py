@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -42,8 +42,11 @@ def free_port() -> int:
 
 
 def run_ranks(arguments: Sequence[str], ranks: int, timeout_s: float = 300, per_rank: dict[int, dict[str, str]] | None = None,
-              cwd: Path = ROOT) -> Ended:  # fmt: skip
-    """Run `python ARGUMENTS` once per rank with torchrun's variables. After `timeout_s` all are killed and the test fails."""
+              cwd: Path = ROOT, before: Callable[[], None] | None = None) -> Ended:  # fmt: skip
+    """Run `python ARGUMENTS` once per rank with torchrun's variables. After `timeout_s` all are killed and the test fails.
+
+    before: called in each process before Python starts.
+    """
     port = str(free_port())
     processes, files = [], []
     for rank in range(ranks):
@@ -52,7 +55,9 @@ def run_ranks(arguments: Sequence[str], ranks: int, timeout_s: float = 300, per_
         # a pipe that nobody reads would stop its rank, and so all of them
         files.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         processes.append(
-            subprocess.Popen([sys.executable, *arguments], env=env, cwd=cwd, stdout=files[-1], stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                [sys.executable, *arguments], env=env, cwd=cwd, stdout=files[-1], stderr=subprocess.STDOUT, preexec_fn=before
+            )
         )
     deadline = time.monotonic() + timeout_s
     late = False

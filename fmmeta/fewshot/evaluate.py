@@ -10,12 +10,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from fmmeta.meta.inner import Batches, InnerLoop
+from fmmeta.meta.inner import InnerLoop
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
+from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.schedule import Task, deal
 
 
@@ -31,7 +34,17 @@ class Score:
     accuracy_after: float
 
 
-def evaluate_tasks(worker: Worker, theta: Tensor, inner: InnerLoop, tasks: Sequence[Task], batches: Callable[[Task], Batches],
+class Reads(Protocol):
+    """Where episodes come from, and who decides about those that cannot be had (feed.Reader)."""
+
+    errors: list[dict[str, Any]]
+
+    def read(self, tasks: Sequence[Task]) -> list[tuple[Task, Batches]]: ...
+
+    def judge(self, tasks: int, failures: int) -> list[dict[str, str]]: ...
+
+
+def evaluate_tasks(worker: Worker, theta: Tensor, inner: InnerLoop, tasks: Sequence[Task], reader: Reads,
                    ranks: Ranks, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Score]:  # fmt: skip
     """Score every task; this group takes its share of them. Leaves `theta` in the worker. Collective: world.
 
@@ -39,11 +52,11 @@ def evaluate_tasks(worker: Worker, theta: Tensor, inner: InnerLoop, tasks: Seque
     """
     worker.write(theta)
     slots = {task.seed: slot for slot, task in enumerate(tasks)}
-    mine = deal(tasks, ranks.layout.num_groups)[ranks.layout.group_index]
+    mine = reader.read(deal(tasks, ranks.layout.num_groups)[ranks.layout.group_index])
+    reader.judge(len(tasks), int(ranks.world.sum_(torch.tensor([float(len(reader.errors))]))))
     scores = []
-    for done, task in enumerate(mine):
+    for done, (task, episode) in enumerate(mine):
         progress(done, len(mine))
-        episode = batches(task)
         inner.start(worker, theta, episode.support)
         before = worker.forward(episode.query)
         inner.run(worker, episode.support)

@@ -15,19 +15,6 @@ from fmmeta.parallel.worker import Pass, Update, Worker
 from fmmeta.tasks.batch import MicroBatch
 
 
-@dataclass(frozen=True)
-class Batches:
-    """An episode as this rank's micro-batches."""
-
-    support: list[MicroBatch]
-    query: list[MicroBatch]
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """Tokens of this rank's support and query rows, padding left out."""
-        return sum(b.tokens for b in self.support), sum(b.tokens for b in self.query)
-
-
 def sgd(lr: float) -> Update:
     """phi <- phi - lr * gradient."""
 

@@ -74,16 +74,16 @@ def direction(learner: Any, theta: Weights, episode: Episode, config: Config, bf
     """FOMAML: the query gradient at phi. Reptile: theta - phi."""
     phi = {name: value.clone() for name, value in theta.items()}
     if config.head_init == "prototype" and learner.head_names:
-        means = class_means(learner, phi, episode, config.n_way, bf16)
+        means = class_means(learner, phi, episode, config.most_classes, bf16)
         phi[learner.head_names[0]] = 2 * means
         if len(learner.head_names) > 1:
             phi[learner.head_names[1]] = -(means**2).sum(1)
     for _ in range(config.inner_steps):
-        gradient = set_gradient(learner, phi, episode.support, bf16)
+        gradient = set_gradient(learner, phi, episode.support, len(episode.classes), bf16)
         phi = {name: phi[name] - config.inner_lr * gradient[name] for name in phi}
     if config.algorithm == "reptile":
         return {name: theta[name] - phi[name] for name in phi}
-    return set_gradient(learner, phi, episode.query, bf16)
+    return set_gradient(learner, phi, episode.query, len(episode.classes), bf16)
 
 
 def at(learner: Any, weights: Weights, bf16: bool) -> Any:
@@ -98,15 +98,15 @@ def at(learner: Any, weights: Weights, bf16: bool) -> Any:
     return model
 
 
-def set_gradient(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool) -> Weights:
-    """Gradient of the mean loss over a set: over rows, or over label tokens."""
+def set_gradient(learner: Any, weights: Weights, rows: Sequence[Example], classes: int, bf16: bool) -> Weights:
+    """Gradient of the mean loss over a set: over rows (whose `classes` are all there is), or over label tokens."""
     model = at(learner, weights, bf16)
     total = sum(1 if isinstance(row.labels, int) else sum(x != IGNORE for x in row.labels) for row in rows)
     sums = {name: torch.zeros_like(value) for name, value in weights.items()}
     for row in rows:
         logits = forward(model, row).float()
         if isinstance(row.labels, int):
-            loss = F.cross_entropy(logits, torch.tensor([row.labels]))
+            loss = F.cross_entropy(logits[:, : classes or None], torch.tensor([row.labels]))
         else:
             loss = F.cross_entropy(logits[0, :-1], torch.tensor(row.labels)[1:], ignore_index=IGNORE, reduction="sum")
         (loss / total).backward()
@@ -124,7 +124,8 @@ def class_means(learner: Any, weights: Weights, episode: Episode, classes: int, 
     with torch.no_grad():
         features = torch.cat([forward(model, row, want="features").float() for row in episode.support])
     labels = torch.tensor([row.labels for row in episode.support])
-    return torch.stack([features[labels == c].mean(0) for c in range(classes)])
+    means = [features[labels == c].mean(0) for c in range(classes)]
+    return torch.stack([torch.zeros_like(mean) if mean.isnan().any() else mean for mean in means])  # classes of other episodes
 
 
 def forward(model: Any, row: Example, want: str = "logits") -> Tensor:

@@ -150,7 +150,7 @@ def auto_class(config: Config, description: Description) -> tuple[Any, dict[str,
         return AutoModelForCausalLM, kwargs
     if description.pooling != "model":
         return AutoModel, kwargs
-    description.hf_config.num_labels = config.n_way
+    description.hf_config.num_labels = config.most_classes
     return AutoModelForSequenceClassification, kwargs
 
 
@@ -158,12 +158,12 @@ def wrap(hf: Any, config: Config, description: Description) -> Learner:
     if config.task_type == "causal_lm":
         return CausalLearner(hf)
     if description.pooling == "model":
-        learner = NativeClassifier(hf, config.n_way)
+        learner = NativeClassifier(hf, config.most_classes)
         if config.head_init == "prototype" and len(learner.head_names) < 2:
             raise UsageError(f"head_init=prototype needs a head with a bias, and that of {type(hf).__name__} has none; "
                              "use --pooling mean or another --head_init")  # fmt: skip
         return learner
-    return PooledClassifier(hf, config.n_way, description.pooling)
+    return PooledClassifier(hf, config.most_classes, description.pooling)
 
 
 def one_line(error: BaseException) -> str:

@@ -13,11 +13,14 @@ A communicator has few verbs: sum, broadcast, gather bytes, barrier. No pickles 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,8 @@ from fmmeta.config import UsageError
 from fmmeta.parallel.layout import Launch, Layout
 
 TIMEOUT = timedelta(minutes=30)
+SAY_S = 10.0  # between two words of a rank that waits for another one
+T = TypeVar("T")
 
 
 class PeerError(RuntimeError):
@@ -135,11 +140,57 @@ class World:
         if launch.world_size > 1:
             os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port),
                               RANK=str(launch.global_rank), WORLD_SIZE=str(launch.world_size))  # fmt: skip
-            self.store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+            try:
+                self.store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+            except dist.DistNetworkError as error:
+                if "EADDRINUSE" not in str(error):
+                    raise
+                raise UsageError(f"master_port={launch.master_port} is in use on {platform.node()}; give the launcher another, "
+                                 f"such as --master_port {launch.master_port + 1}") from None  # fmt: skip
             store = dist.PrefixStore("world", self.store)
             backend = dist.ProcessGroupGloo(store, launch.global_rank, launch.world_size, TIMEOUT)
         self.comm = Communicator(backend, launch.global_rank, launch.world_size, torch.device("cpu"))
-        self.made = [self.comm]
+        self.made, self.prepared = [self.comm], 0
+
+    def first_on_node(self, doing: str, work: Callable[[], T], timeout_s: float, say: Callable[[str], None] | None = None) -> T:
+        """Run `work` on the first rank of every node, and when it is done there on the others, which find it prepared.
+
+        The second rank of a node says whom it waits for. What one rank raises all raise; but after `timeout_s` of waiting
+        for a rank that does not answer, those that wait raise `UsageError` without it. Collective: world.
+        """
+        assert self.store is not None, "before close"
+        launch, say = self.launch, say or (lambda text: print(f"fmmeta: {text}", file=sys.stderr, flush=True))
+        first = launch.global_rank - launch.local_rank
+        self.prepared += 1
+        key, done, result = f"first_on_node/{self.prepared}/{first}", "failed", None
+        prepared = launch.local_rank == 0 or self._wait(key, doing, first, timeout_s, say)
+        with self.comm.together(doing):
+            try:
+                if prepared:  # if not, that rank's error is everybody's
+                    result = work()
+                    done = "done"
+            finally:
+                if launch.local_rank == 0:
+                    self.store.set(key, done)
+        return cast("T", result)
+
+    def _wait(self, key: str, doing: str, first: int, timeout_s: float, say: Callable[[str], None]) -> bool:
+        """Whether the rank `first` has done it."""
+        assert self.store is not None
+        began, told, mine = time.monotonic(), 0.0, self.launch.global_rank
+        speaks, whom = self.launch.local_rank == 1, f"rank {first} on {platform.node()} ({doing})"
+        while not self.store.check([key]):
+            waited = time.monotonic() - began
+            if waited > timeout_s:
+                text = f"prepare_timeout={timeout_s:g}: rank {mine} has waited {waited:.0f} s for {whom}; raise it, or look there"
+                if speaks:
+                    say(f"error: {text}")
+                raise UsageError(text)
+            if speaks and waited - told >= SAY_S:
+                told = waited
+                say(f"rank {mine} waits for {whom}: {waited:.0f} s so far, {timeout_s:g} s at most")
+            time.sleep(0.05)
+        return self.store.get(key) == b"done"
 
     def split(self, group_size: int, default_group: bool = True) -> Ranks:
         """Make groups of `group_size`; with `default_group` each becomes the default world of its processes.

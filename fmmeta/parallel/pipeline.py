@@ -127,14 +127,17 @@ class PipelineWorker(EngineWorker):
         self.found = []
 
     def _feed(self, batches: Sequence[MicroBatch]) -> Iterable[Fed]:
-        return iter([((b.input_ids, b.attention_mask), (b.input_ids, b.attention_mask, b.labels, b.weights)) for b in batches])
+        """What the ends load. The loss function is fixed, so whatever an objective needs travels with the labels."""
+        return iter([((b.input_ids, b.attention_mask),
+                      (b.input_ids, b.attention_mask, b.labels, b.weights, torch.tensor(b.classes))) for b in batches])  # fmt: skip
 
     def _judge(self, outputs: Tensor, loaded: tuple[Tensor, ...]) -> Tensor:
         """The loss that DeepSpeed asks the last stage for, once per micro-batch and in their order."""
         if self.stage.want == "features":
             self.found.append(outputs.float())
             return outputs.new_zeros(())
-        loss, right, rows = objective(outputs, MicroBatch(*loaded))
+        *tensors, classes = loaded
+        loss, right, rows = objective(outputs, MicroBatch(*tensors, classes=int(classes)))
         self.stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
         return loss * self.scale
 

@@ -6,7 +6,7 @@ rows of like length lie together, and the weights make the losses add up to the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,16 +40,40 @@ class MicroBatch:
     attention_mask: Tensor
     labels: Tensor
     weights: Tensor
+    classes: int = 0  # of this episode, where that is fewer than the head has; 0: all of them
 
     def to(self, device: torch.device) -> MicroBatch:
         if self.input_ids.device == device:
             return self
-        return MicroBatch(*(t.to(device, non_blocking=True) for t in vars(self).values()))
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> MicroBatch:
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        changed = map(change, (self.input_ids, self.attention_mask, self.labels, self.weights))
+        return MicroBatch(*changed, classes=self.classes)
 
     @property
     def tokens(self) -> int:
         """Tokens of the rows that count, padding left out."""
         return int(self.attention_mask[self.weights > 0].sum())
+
+
+@dataclass(frozen=True)
+class Batches:
+    """An episode as this rank's micro-batches."""
+
+    support: list[MicroBatch]
+    query: list[MicroBatch]
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of this rank's support and query rows, padding left out."""
+        return sum(b.tokens for b in self.support), sum(b.tokens for b in self.query)
+
+    def pin_memory(self) -> Batches:
+        return Batches([b.pin_memory() for b in self.support], [b.pin_memory() for b in self.query])
 
 
 @dataclass(frozen=True)
@@ -61,7 +85,7 @@ class Dealer:
     group_rank: int = 0
     group_size: int = 1
 
-    def deal(self, examples: Sequence[Example]) -> list[MicroBatch]:
+    def deal(self, examples: Sequence[Example], classes: int = 0) -> list[MicroBatch]:
         """This rank's micro-batches of a set; as many as every other rank of the group gets.
 
         A rank without rows gets one row of weight 0, since it has to join the collectives.
@@ -70,8 +94,8 @@ class Dealer:
         ordered = sorted(examples, key=lambda example: len(example.input_ids), reverse=True)
         rounds = -(-len(ordered) // (self.group_size * self.micro_batch_size))
         parts = even_parts(ordered, rounds * self.group_size)[self.group_rank :: self.group_size]
-        return [collate(part, 1 / total, self.pad_token_id) if part else collate(ordered[-1:], 0.0, self.pad_token_id)
-                for part in parts]  # fmt: skip
+        pad = self.pad_token_id
+        return [collate(part, 1 / total, pad, classes) if part else collate(ordered[-1:], 0.0, pad, classes) for part in parts]
 
 
 def even_parts(rows: Sequence[Example], count: int) -> list[Sequence[Example]]:
@@ -81,7 +105,7 @@ def even_parts(rows: Sequence[Example], count: int) -> list[Sequence[Example]]:
     return [rows[a:b] for a, b in pairwise(bounds)]
 
 
-def collate(rows: Sequence[Example], weight: float, pad_token_id: int) -> MicroBatch:
+def collate(rows: Sequence[Example], weight: float, pad_token_id: int, classes: int = 0) -> MicroBatch:
     """Pad rows on the right to the longest of them."""
     longest = max(len(row.input_ids) for row in rows)
     input_ids = torch.full((len(rows), longest), pad_token_id, dtype=torch.long)
@@ -96,4 +120,4 @@ def collate(rows: Sequence[Example], weight: float, pad_token_id: int) -> MicroB
             labels[i, :n] = torch.as_tensor(row.labels)
         else:
             labels[i] = row.labels  # type: ignore[assignment]
-    return MicroBatch(input_ids, mask, labels, torch.full((len(rows),), weight))
+    return MicroBatch(input_ids, mask, labels, torch.full((len(rows),), weight), classes)

@@ -1,6 +1,7 @@
 """Rows of a data set: local .jsonl, .csv and .parquet files (.gz too), folders of them, or a hub id.
 
-Local files are read line by line here, so that an error can name the file and the line.
+Local files are read line by line here, so that an error can name the file and the line. What cannot be read goes to
+`bad`, which raises it or counts it; reading goes on after a bad line wherever the next line can still be told.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from fmmeta.config import UsageError
 
 ENDINGS = (".jsonl", ".csv", ".parquet")
+
+Bad = Callable[[UsageError], None]
+"""Takes what is wrong with a row or a file: raises it, or remembers it."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +32,33 @@ class Row:
     origin: str
 
 
-def read_rows(dataset: str, config_name: str | None = None) -> list[Row]:
-    """Read every row of a file, a folder or a hub data set. Raises `UsageError` naming file and line."""
+def refuse(error: UsageError) -> NoReturn:
+    raise error
+
+
+def data_files(dataset: str) -> list[Path] | None:
+    """The files of a local data set, in the order of their names; None for a hub id. Raises `UsageError`."""
     path = Path(dataset)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if ending(file))
         if not files:
             raise UsageError(f"dataset={dataset} holds no {', '.join(ENDINGS)} file (.gz too); name a folder that does")
-    elif path.is_file():
+        return files
+    if path.is_file():
         if not ending(path):
             raise UsageError(f"dataset={dataset} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them")
-        files = [path]
-    elif path.is_absolute() or dataset.startswith(".") or ending(path) or dataset.count("/") > 1:
+        return [path]
+    if path.is_absolute() or dataset.startswith(".") or ending(path) or dataset.count("/") > 1:
         raise UsageError(f"dataset={dataset} is not a file or folder; check the path")
-    else:
-        return read_hub(dataset, config_name)
-    return [row for file in files for row in read_file(file)]
+    return None
+
+
+def read_rows(dataset: str, config_name: str | None = None, bad: Bad = refuse) -> list[Row]:
+    """Read every row of a file, a folder or a hub data set. Raises `UsageError` naming file and line."""
+    files = data_files(dataset)
+    if files is None:
+        return hub_rows(dataset, open_hub(dataset, config_name))
+    return [row for file in files for row in read_file(file, bad)]
 
 
 def ending(path: Path) -> str | None:
@@ -51,32 +66,41 @@ def ending(path: Path) -> str | None:
     return next((end for end in ENDINGS if name.endswith(end)), None)
 
 
-def read_file(path: Path) -> list[Row]:
+def read_file(path: Path, bad: Bad = refuse) -> list[Row]:
     readers = {".jsonl": jsonl, ".csv": csv_rows, ".parquet": parquet}
+    rows, wrong = list[Row](), list[UsageError]()
+
+    def told(error: UsageError) -> None:
+        wrong.append(error)
+        bad(error)
+
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            rows = list(readers[ending(path) or ""](path, file))  # type: ignore[arg-type]
+            rows.extend(readers[ending(path) or ""](path, file, told))  # type: ignore[arg-type]
     except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"{path} cannot be read: {error}; mend or remove the file") from None
-    if not rows:
-        raise UsageError(f"{path} is empty; remove it or fill it")
+        bad(UsageError(f"{path} cannot be read: {error}; mend or remove the file"))
+        return rows
+    if not rows and not wrong:
+        bad(UsageError(f"{path} is empty; remove it or fill it"))
     return rows
 
 
-def jsonl(path: Path, file: io.BufferedReader) -> Iterator[Row]:
+def jsonl(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
         try:
             values = json.loads(line.decode("utf-8-sig"))
-        except ValueError as error:  # malformed JSON or UTF-8
-            raise UsageError(f"{path}:{number} is not a line of JSON ({error}); mend the line") from None
-        if not isinstance(values, dict):
-            raise UsageError(f'{path}:{number} is no JSON object; write {{"text": ..., "label": ...}}')
-        yield Row(values, f"{path}:{number}")
+        except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8
+            bad(UsageError(f"{path}:{number} is not a line of JSON ({error}); mend the line"))
+            continue
+        if isinstance(values, dict):
+            yield Row(values, f"{path}:{number}")
+        else:
+            bad(UsageError(f'{path}:{number} is no JSON object; write {{"text": ..., "label": ...}}'))
 
 
-def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row]:
+def csv_rows(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
     reader = csv.reader((line.decode("utf-8-sig") for line in file), strict=True)  # line by line: errors know their line
     header, done = None, 0  # done: lines before the row at hand
     try:
@@ -84,36 +108,43 @@ def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row]:
             if header is None:
                 header = cells
             elif cells and len(cells) != len(header):
-                raise UsageError(f"{path}:{reader.line_num} has another number of fields than the header; mend the line")
+                bad(UsageError(f"{path}:{reader.line_num} has another number of fields than the header; mend the line"))
             elif cells:
                 yield Row(dict(zip(header, cells, strict=True)), f"{path}:{reader.line_num}")
             done = reader.line_num
-    except (csv.Error, UnicodeDecodeError) as error:
+    except (csv.Error, UnicodeDecodeError) as error:  # where the next row begins is not known any more
         line = done + 1 if isinstance(error, csv.Error) else reader.line_num + 1
-        raise UsageError(f"{path}:{line} is not a line of CSV ({error}); mend the line") from None
+        bad(UsageError(f"{path}:{line} is not a line of CSV ({error}); mend the line"))
 
 
-def parquet(path: Path, file: io.BufferedReader) -> Iterator[Row]:
+def parquet(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         table = pyarrow.parquet.read_table(io.BytesIO(file.read()))
     except pyarrow.ArrowException as error:
-        raise UsageError(f"{path} is not a parquet file ({error}); mend or remove it") from None
+        bad(UsageError(f"{path} is not a parquet file ({error}); mend or remove it"))
+        return
     for number, values in enumerate(table.to_pylist(), 1):
         yield Row(values, f"{path}:{number}")
 
 
-def read_hub(dataset: str, config_name: str | None) -> list[Row]:
-    """All splits of a hub data set (or of its cached copy when HF_HUB_OFFLINE is set); class ids become names."""
+def open_hub(dataset: str, config_name: str | None) -> dict[str, Any]:
+    """All splits of a hub data set (or of its cached copy when HF_HUB_OFFLINE is set), none of whose rows is read yet."""
     import datasets
 
     try:
-        splits = datasets.load_dataset(dataset, config_name)
+        return {str(split): part for split, part in datasets.load_dataset(dataset, config_name).items()}
     except Exception as error:  # the hub has many ways to say no
         text = " ".join(str(error).split())
         raise UsageError(f"dataset={dataset} is neither a path nor a readable hub data set ({text}); check the name") from None
+
+
+def hub_rows(dataset: str, splits: dict[str, Any]) -> list[Row]:
+    """Rows of all splits; class ids become names."""
+    import datasets
+
     rows = []
     for split, part in splits.items():
         names = {column: feature for column, feature in part.features.items() if isinstance(feature, datasets.ClassLabel)}

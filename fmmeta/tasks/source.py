@@ -1,30 +1,59 @@
-"""Task sources: from rows to episodes. A source describes its tasks cheaply and draws an episode on demand.
+"""Task sources: they describe their tasks cheaply, and draw the rows of an episode on demand.
 
-    rows -> columns -> members (classes or named tasks) -> train | valid | test -> TaskSource.episode(task)
+    TaskSource.items                 what there is, for the schedule
+    TaskSource.draw(task) -> Draw    which rows support and query are, a pure function of the task's seed
+    Draw.episode() -> Episode        their tokens
 
-Two kinds: N-way episodes over labelled rows, and support/query pairs of named tasks (causal_lm). Drawing an episode is
-a pure function of the task's seed.
+Kinds: N-way episodes over labelled rows, support and query pairs of named tasks (causal_lm), and a mixture of sources.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from pathlib import Path
 
 import numpy as np
 
-from fmmeta.config import Config, UsageError
 from fmmeta.tasks.batch import Example
-from fmmeta.tasks.builtin import letters
-from fmmeta.tasks.encode import encode_pairs, encode_texts
-from fmmeta.tasks.rows import read_rows
-from fmmeta.tasks.schedule import Item, Task
-from fmmeta.tasks.splits import SPLITS, check_splits, own_splits, read_splits
-from fmmeta.tasks.table import Table, tabulate
+from fmmeta.tasks.schedule import Item, Items, Task
+from fmmeta.tasks.store import Store
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large episodes are: classes, support examples per class (both possibly a range), query examples per class.
+
+    Pairs of named tasks have one class in this sense.
+    """
+
+    n_way: int
+    k_shot: int
+    num_query: int
+    n_way_max: int
+    k_shot_max: int
+
+    def ways(self, rng: np.random.Generator, available: int) -> int:
+        """Number of classes of an episode. Drawn first, so that the size is known from the seed alone."""
+        most = min(self.n_way_max, available)
+        return self.n_way if most <= self.n_way else int(rng.integers(self.n_way, most + 1))
+
+    def shots(self, rng: np.random.Generator, ways: int) -> np.ndarray:
+        """Support examples of each class [ways], drawn second: uneven, as in Meta-Dataset (Triantafillou et al. 2020)."""
+        if self.k_shot_max <= self.k_shot:
+            return np.full(ways, self.k_shot)
+        return rng.integers(self.k_shot, self.k_shot_max + 1, ways)
+
+    @property
+    def fixed(self) -> bool:
+        return self.n_way_max <= self.n_way and self.k_shot_max <= self.k_shot
+
+    def rows(self, seed: tuple[int, ...], available: int) -> int:
+        """Rows of the episode that `seed` will draw."""
+        rng = np.random.default_rng(seed)
+        ways = self.ways(rng, available)
+        return int(self.shots(rng, ways).sum()) + ways * self.num_query
 
 
 @dataclass(frozen=True)
@@ -37,137 +66,146 @@ class Episode:
     classes: tuple[str, ...] = ()
 
 
-class TaskSource(Protocol):
-    """Tasks of one split: cheap descriptions, and episodes drawn from them."""
+@dataclass(frozen=True)
+class Draw:
+    """An episode as row numbers of a store, and the label of each row in this episode."""
 
-    @property
-    def items(self) -> Sequence[Item]: ...
+    task: Task
+    store: Store
+    support: list[tuple[int, int]]  # row, label
+    query: list[tuple[int, int]]
+    classes: tuple[str, ...] = ()
 
-    def episode(self, task: Task) -> Episode: ...
+    def episode(self) -> Episode:
+        """Read the tokens. Raises `OSError` if the store's file has changed."""
+        self.store.check()
+        support, query = ([self._example(row, label) for row, label in rows] for rows in (self.support, self.query))
+        return Episode(self.task, support, query, self.classes)
+
+    def _example(self, row: int, label: int) -> Example:
+        ids = Store.cell(self.store.ids, row).tolist()
+        return Example(ids, label if self.classes else Store.cell(self.store.labels, row).tolist())
 
 
-class PairSource:
-    """Named tasks of (input, output) pairs: `k_shot` pairs to learn from, `num_query` to be asked."""
+class TaskSource(ABC):
+    """Tasks of one split."""
 
-    def __init__(self, tasks: Mapping[str, list[Example]], strata: Mapping[str, str], k_shot: int, num_query: int) -> None:
-        self.k_shot, self.num_query = k_shot, num_query
-        self.pairs = list(tasks.values())
-        drawn = k_shot + num_query
-        self.items: Sequence[Item] = [Item(name, strata[name], expected_tokens(rows, drawn)) for name, rows in tasks.items()]
+    items: Items
+
+    @abstractmethod
+    def draw(self, task: Task) -> Draw:
+        """The rows of a task's episode. Raises `OSError` or `UsageError` if they cannot be had."""
+
+    def size(self, item: int, seed: tuple[int, ...]) -> int:
+        """Expected tokens of the episode that (item, seed) will draw."""
+        return int(self.items.tokens[item])
 
     def episode(self, task: Task) -> Episode:
-        rows = self.pairs[task.item]
-        drawn = np.random.default_rng(task.seed).choice(len(rows), self.k_shot + self.num_query, replace=False)
-        chosen = [rows[i] for i in drawn]
-        return Episode(task, chosen[: self.k_shot], chosen[self.k_shot :])
+        return self.draw(task).episode()
 
 
-class ClassSource:
-    """N-way episodes. `pools`: pool -> class -> texts. An episode draws its classes from one pool.
+class PairSource(TaskSource):
+    """Named tasks of (input, output) pairs: `k_shot` pairs to learn from, `num_query` to be asked. `rows`: by task."""
 
-    Named tasks are pools of their own; one labelled set is a single pool, and each of its classes leads episodes in
-    turn, the others being drawn at random, so that every class, and with it every stratum, comes up equally often.
+    def __init__(self, store: Store, rows: Mapping[str, np.ndarray], strata: Mapping[str, str], shape: Shape) -> None:
+        self.store, self.shape, self.rows = store, shape, list(rows.values())
+        lengths, drawn = store.lengths(), shape.k_shot + shape.num_query
+        self.items = Items.of(Item(name, strata[name], round(drawn * lengths[own].mean())) for name, own in rows.items())
+
+    def draw(self, task: Task) -> Draw:
+        rows = self.rows[task.item]
+        drawn = np.random.default_rng(task.seed).choice(len(rows), self.shape.k_shot + self.shape.num_query, replace=False)
+        chosen = [(int(row), 0) for row in rows[drawn]]
+        return Draw(task, self.store, chosen[: self.shape.k_shot], chosen[self.shape.k_shot :])
+
+
+Pool = Mapping[str, np.ndarray]
+"""Rows by class; an episode draws its classes from one pool."""
+
+
+class ClassSource(TaskSource):
+    """N-way episodes. Named tasks are pools of their own; one labelled set is a single pool, named "".
+
+    Each class of a labelled set leads episodes in turn, the others being drawn at random, so that every class, and
+    with it every stratum, comes up equally often.
     """
 
-    def __init__(self, pools: Mapping[str, Mapping[str, list[Example]]], strata: Mapping[str, str],
-                 n_way: int, k_shot: int, num_query: int) -> None:  # fmt: skip
-        self.n_way, self.k_shot, self.num_query = n_way, k_shot, num_query
+    def __init__(self, store: Store, pools: Mapping[str, Pool], strata: Mapping[str, str], shape: Shape) -> None:
+        self.store, self.shape = store, shape
         items: list[Item] = []
-        self.draws: list[tuple[Mapping[str, list[Example]], str | None]] = []  # pool and leading class of each item
-        per_class = k_shot + num_query
+        self.draws: list[tuple[Pool, str | None]] = []  # pool and leading class of each item
+        lengths = store.lengths()
+        self.row_tokens: list[float] = []
+        per_class = (shape.k_shot + shape.k_shot_max) / 2 + shape.num_query
         for pool_name, pool in pools.items():
             leads: list[str | None] = [None] if pool_name else list(pool)
-            tokens = n_way * expected_tokens([row for rows in pool.values() for row in rows], per_class)
+            mean = float(lengths[np.concatenate(list(pool.values()))].mean())
+            ways = (shape.n_way + min(shape.n_way_max, len(pool))) / 2
             for lead in leads:
                 name = lead or pool_name
-                items.append(Item(name, strata[name], tokens))
+                items.append(Item(name, strata[name], round(ways * per_class * mean)))
                 self.draws.append((pool, lead))
-        self.items: Sequence[Item] = items
+                self.row_tokens.append(mean)
+        self.items = Items.of(items)
 
-    def episode(self, task: Task) -> Episode:
+    def size(self, item: int, seed: tuple[int, ...]) -> int:
+        if self.shape.fixed:
+            return super().size(item, seed)
+        return round(self.row_tokens[item] * self.shape.rows(seed, len(self.draws[item][0])))
+
+    def draw(self, task: Task) -> Draw:
         rng = np.random.default_rng(task.seed)
         pool, lead = self.draws[task.item]
+        ways = self.shape.ways(rng, len(pool))
+        shots = self.shape.shots(rng, ways)
         others = [name for name in pool if name != lead]
-        wanted = self.n_way - (lead is not None)
-        chosen = [others[i] for i in rng.choice(len(others), wanted, replace=False)] + ([lead] if lead else [])
-        classes = [chosen[i] for i in rng.permutation(self.n_way)]
+        chosen = [others[i] for i in rng.choice(len(others), ways - (lead is not None), replace=False)] + ([lead] if lead else [])
+        classes = [chosen[i] for i in rng.permutation(ways)]
         support, query = [], []
         for label, name in enumerate(classes):
             rows = pool[name]
-            drawn = rng.choice(len(rows), self.k_shot + self.num_query, replace=False)
-            labelled = [replace(rows[i], labels=label) for i in drawn]
-            support += labelled[: self.k_shot]
-            query += labelled[self.k_shot :]
-        return Episode(task, support, query, tuple(classes))
+            asked = min(int(shots[label]), len(rows) - self.shape.num_query)
+            drawn = rows[rng.choice(len(rows), asked + self.shape.num_query, replace=False)]
+            support += [(int(row), label) for row in drawn[:asked]]
+            query += [(int(row), label) for row in drawn[asked:]]
+        return Draw(task, self.store, support, query, tuple(classes))
 
 
-def expected_tokens(rows: Sequence[Example], drawn: int) -> int:
-    return round(drawn * sum(len(row.input_ids) for row in rows) / len(rows))
+class Mixture(TaskSource):
+    """Several data sets as one source; each is a stratum."""
+
+    def __init__(self, sources: Mapping[str, TaskSource]) -> None:
+        self.sources = list(sources.values())
+        self.items = Items.of(
+            Item(f"{name}/{item.name}", name, item.tokens) for name, source in sources.items() for item in source.items
+        )
+        self.starts = np.cumsum([0, *(len(source.items) for source in self.sources)])
+
+    def size(self, item: int, seed: tuple[int, ...]) -> int:
+        source, own = self._find(item)
+        return source.size(own, seed)
+
+    def draw(self, task: Task) -> Draw:
+        source, own = self._find(task.item)
+        return replace(source.draw(replace(task, item=own)), task=task)
+
+    def _find(self, item: int) -> tuple[TaskSource, int]:
+        which = int(np.searchsorted(self.starts, item, side="right")) - 1
+        return self.sources[which], item - int(self.starts[which])
 
 
-@dataclass
-class Sources:
-    """One source per split; valid and test are None where there are too few members to hold any out."""
-
-    train: TaskSource
-    valid: TaskSource | None
-    test: TaskSource | None
-    fingerprint: str
-    summary: str
+def short_names(datasets: Sequence[str]) -> list[str]:
+    """Last parts of the data sets' names, or the names themselves where these are not enough to tell them apart."""
+    short = [Path(name).name.split(".")[0] for name in datasets]
+    return short if len(set(short)) == len(short) else list(datasets)
 
 
-def load_sources(config: Config, tokenizer: Any, notice: Callable[[str], None]) -> Sources:
-    """Read, split, check and tokenise `config.dataset`. Raises `UsageError` for whatever would fail later."""
-    name = config.dataset[0]
-    rows, splits = letters() if name == "letters" else (read_rows(name, config.dataset_config_name), None)
-    table = tabulate(rows, config, notice)
-    named_tasks = table.task[0] != ""
-    if splits and (config.class_splits or config.task_splits or config.split):
-        raise UsageError(f"dataset={name} has splits of its own; leave --class_splits, --task_splits and --split out")
-    splits = splits or read_splits(config, named_tasks, notice)
-    strata = dict(zip(table.member, table.stratum, strict=True))
-    if splits is None:
-        splits = own_splits(strata, 1 if named_tasks else config.n_way, notice)
-    check_splits(splits, strata, "task" if named_tasks else "class")
-    examples = encode(table, config, tokenizer)
-    made = {split: make_source(config, table, examples, splits.get(split, []), strata, split) for split in SPLITS}
-    if made["train"] is None:
-        raise UsageError(f"dataset={name} has nothing to train on: its train split is empty; mend the split file")
-    digest = hashlib.sha256(repr([(e.input_ids, e.labels) for e in examples]).encode())
-    digest.update(json.dumps([table.member, table.stratum, splits], sort_keys=True).encode())
-    noun = "tasks" if named_tasks else "classes"
-    sizes = ", ".join(f"{len(splits.get(split, []))} {split}" for split in SPLITS)
-    summary = f"{name}: {len(examples)} rows, {len(set(strata.values()))} strata; {noun}: {sizes}"
-    return Sources(made["train"], made["valid"], made["test"], digest.hexdigest(), summary)
-
-
-def encode(table: Table, config: Config, tokenizer: Any) -> list[Example]:
-    if config.task_type == "causal_lm":
-        return encode_pairs(tokenizer, table.left, table.right, config.max_length)
-    return [Example(ids, -1) for ids in encode_texts(tokenizer, table.left, config.max_length)]
-
-
-def make_source(config: Config, table: Table, examples: list[Example], members: Iterable[str],
-                strata: Mapping[str, str], split: str) -> TaskSource | None:  # fmt: skip
-    """The source of one split, or None if it has no members. Raises `UsageError` for what no episode can be drawn from."""
-    wanted = set(members)
-    if not wanted:
+def shares(items: Items, weights: Mapping[str, float], temperature: float) -> np.ndarray | None:
+    """Share of each stratum (codes of `items`): `weights` by name, or n ** (1 / temperature); None where natural."""
+    if weights:
+        wanted = np.array([weights[name] for name in items.strata])
+    elif temperature != 1:
+        wanted = np.bincount(items.stratum, minlength=len(items.strata)) ** (1 / temperature)
+    else:
         return None
-    needed = config.k_shot + config.num_query
-    pools: dict[str, dict[str, list[Example]]] = defaultdict(lambda: defaultdict(list))
-    for member, task, right, example in zip(table.member, table.task, table.right, examples, strict=True):
-        if member in wanted:
-            pools[task]["" if config.task_type == "causal_lm" else right].append(example)
-    for task, pool in pools.items():
-        for name, rows in pool.items():
-            if len(rows) < needed:
-                what = f"task {task!r}" if not name else f"class {name!r}" + (f" of task {task!r}" if task else "")
-                raise UsageError(f"k_shot={config.k_shot} and num_query={config.num_query} need {needed} rows, but {what} "
-                                 f"has {len(rows)}; lower them or leave it out of the {split} split")  # fmt: skip
-    if config.task_type == "causal_lm":
-        return PairSource({task: pool[""] for task, pool in pools.items()}, strata, config.k_shot, config.num_query)
-    for task, pool in pools.items():
-        if len(pool) < config.n_way:
-            where = f"task {task!r}" if task else f"the {split} split"
-            raise UsageError(f"n_way={config.n_way} is above the {len(pool)} classes of {where}; lower n_way")
-    return ClassSource(pools, strata, config.n_way, config.k_shot, config.num_query)
+    return wanted / wanted.sum()

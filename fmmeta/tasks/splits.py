@@ -12,17 +12,21 @@ from fmmeta.config import Config, UsageError
 SPLITS = ("train", "valid", "test")
 
 
-def read_splits(config: Config, named_tasks: bool, notice: Callable[[str], None]) -> dict[str, list[str]] | None:
-    """Splits from the file given, else from the data folder's own file, else None."""
+def read_splits(name: str, config: Config, named_tasks: bool, notice: Callable[[str], None]) -> dict[str, list[str]] | None:
+    """Splits from the file given, else from the data folder's own file, else None.
+
+    Of several data sets --split concerns those that have named splits.
+    """
+    alone = len(config.dataset) == 1
     setting, other = ("task_splits", "class_splits") if named_tasks else ("class_splits", "task_splits")
     if getattr(config, other) is not None:
-        raise UsageError(f"{other}={getattr(config, other)} does not fit: dataset={config.dataset[0]} "
+        raise UsageError(f"{other}={getattr(config, other)} does not fit: dataset={name} "
                          f"{'names its tasks' if named_tasks else 'has no task column'}; use --{setting}")  # fmt: skip
     path = getattr(config, setting)
     if path is None:
-        beside = Path(config.dataset[0]) / f"{setting}.json"
+        beside = Path(name) / f"{setting}.json"
         if not beside.is_file():
-            if config.split is not None:
+            if config.split is not None and alone:
                 raise UsageError(f"split={config.split} needs a file of splits; give one with --{setting}")
             return None
         path = str(beside)
@@ -34,11 +38,11 @@ def read_splits(config: Config, named_tasks: bool, notice: Callable[[str], None]
     except ValueError as error:
         raise UsageError(f"{setting}={path} is not JSON ({error}); mend the file") from None
     if isinstance(splits, dict) and splits and "train" not in splits and all(isinstance(s, dict) for s in splits.values()):
-        name = config.split or next(iter(splits))
-        if name not in splits:
-            raise UsageError(f"split={name} is not in {path}; it has {', '.join(splits)}")
-        splits = splits[name]
-    elif config.split is not None:
+        chosen = config.split or next(iter(splits))
+        if chosen not in splits:
+            raise UsageError(f"split={chosen} is not in {path}; it has {', '.join(splits)}")
+        splits = splits[chosen]
+    elif config.split is not None and alone:
         raise UsageError(f"split={config.split} does not fit: {path} holds one split only; leave --split out")
     if not isinstance(splits, dict) or not all(isinstance(m, list) for m in splits.values()) or "train" not in splits:
         raise UsageError(f'{setting}={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}')

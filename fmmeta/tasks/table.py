@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fmmeta.config import Config, UsageError
-from fmmeta.tasks.rows import Row
+from fmmeta.tasks.rows import Bad, Row, refuse
 
 USUAL = {
     "text_column": ("text", "sentence", "utterance"), "label_column": ("label", "intent", "class"),
@@ -26,45 +26,55 @@ class Table:
     right: list[str]  # class or output
 
 
-def tabulate(rows: Sequence[Row], config: Config, notice: Callable[[str], None]) -> Table:
-    """Pick the columns, check that every row fills them, and drop rows that say the same twice."""
+def tabulate(name: str, rows: Sequence[Row], config: Config, notice: Callable[[str], None], bad: Bad = refuse,
+             one_task: bool = False) -> Table:  # fmt: skip
+    """Pick the columns of data set `name`, check that every row fills them, and drop rows that say the same twice.
+
+    one_task: the rows are one task, whatever they say of tasks and strata.
+    """
     columns = sorted({column for row in rows for column in row.values})
     causal = config.task_type == "causal_lm"
-    left = (
-        pick(config, columns, "input_column", also="text_column" if causal else None)
-        if causal
-        else pick(config, columns, "text_column")
-    )
-    right = pick(config, columns, "output_column", also="label_column") if causal else pick(config, columns, "label_column")
-    task = pick(config, columns, "task_column", required=causal)
-    stratum = pick(config, columns, "stratum_column", required=False)
-    table, seen = Table([], [], [], [], []), set()
+    if causal:
+        left = pick(name, config, columns, "input_column", also="text_column")
+        right = pick(name, config, columns, "output_column", also="label_column")
+    else:
+        left, right = pick(name, config, columns, "text_column"), pick(name, config, columns, "label_column")
+    task = None if one_task else pick(name, config, columns, "task_column", required=causal)
+    stratum = None if one_task else pick(name, config, columns, "stratum_column", required=False)
+    roles = {"left": left, "right": right, "task": task, "stratum": stratum}
+    table, seen, wrong = Table([], [], [], [], []), set(), 0
     for row in rows:
-        values = {column: cell(row, column) for column in (left, right, task, stratum) if column}
-        key = (values.get(task or ""), values[left], values[right])  # type: ignore[index]
+        try:
+            values = {role: cell(row, column) for role, column in roles.items() if column}
+        except UsageError as error:
+            bad(error)
+            wrong += 1
+            continue
+        key = (values.get("task"), values["left"], values["right"])
         if key in seen:
             continue
         seen.add(key)
-        table.left.append(values[left])  # type: ignore[index]
-        table.right.append(values[right])  # type: ignore[index]
-        table.task.append(values[task] if task else "")
-        table.member.append(values[task] if task else values[right])  # type: ignore[index]
-        table.stratum.append(values[stratum] if stratum else "all")
-    if len(seen) < len(rows):
-        notice(f"{len(rows) - len(seen)} of {len(rows)} rows repeat another one and are left out")
+        table.left.append(values["left"])
+        table.right.append(values["right"])
+        table.task.append(values.get("task", ""))
+        table.member.append(values.get("task", values["right"]))
+        table.stratum.append(values.get("stratum", "all"))
+    if len(seen) + wrong < len(rows):
+        notice(f"{len(rows) - len(seen) - wrong} of {len(rows)} rows repeat another one and are left out")
     return table
 
 
-def pick(config: Config, columns: Sequence[str], setting: str, required: bool = True, also: str | None = None) -> str | None:
+def pick(name: str, config: Config, columns: Sequence[str], setting: str, also: str | None = None,
+         required: bool = True) -> str | None:  # fmt: skip
     asked = getattr(config, setting)
     if asked is not None:
         if asked not in columns:
-            raise UsageError(f"{setting}={asked} is no column of dataset={config.dataset[0]}; it has {', '.join(columns)}")
+            raise UsageError(f"{setting}={asked} is no column of dataset={name}; it has {', '.join(columns)}")
         return asked
     usual = USUAL[setting] + (USUAL[also] if also else ())
     found = next((column for column in usual if column in columns), None)
     if found is None and required:
-        raise UsageError(f"dataset={config.dataset[0]} has none of the columns {', '.join(usual)}; it has "
+        raise UsageError(f"dataset={name} has none of the columns {', '.join(usual)}; it has "
                          f"{', '.join(columns)}: name one with --{setting}")  # fmt: skip
     return found
 
@@ -73,4 +83,7 @@ def cell(row: Row, column: str) -> str:
     value = row.values.get(column)
     if value is None or isinstance(value, (dict, list)) or value == "":
         raise UsageError(f"{row.origin} has {column}={value!r}, which is no text; mend the row")
-    return str(value)
+    text = str(value)
+    if "\0" in text:
+        raise UsageError(f"{row.origin} has NUL bytes in {column}; mend the row")
+    return text

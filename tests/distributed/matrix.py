@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from fmmeta.config import Config
 from fmmeta.meta.reference import Reference, reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
+from fmmeta.tasks.load import load_sources
 from fmmeta.tasks.schedule import Schedule
-from fmmeta.tasks.source import load_sources
 from tests.launch import run_ranks
 from tests.models import DECODERS, ENCODERS, save_bert, save_family, save_llama, write_classes, write_pairs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from fmmeta import build
 from fmmeta.cli import parse
 from fmmeta.config import Config, UsageError
 from fmmeta.models.load import load_learner
+from fmmeta.parallel import communicator
 from fmmeta.parallel.communicator import PeerError, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.workers import check_equal, fingerprint_of
@@ -71,6 +73,38 @@ def refusals(world: World, file: str) -> None:
             print("accepted")
         except UsageError as error:
             print(error)
+
+
+def prepare_once(world: World, folder: str) -> None:
+    """One rank of a node works first; its failure is everybody's; who waits too long says for whom."""
+    communicator.SAY_S = 0.3
+    file = Path(folder) / "prepared"
+
+    def read() -> str:
+        if world.launch.local_rank == 0:
+            time.sleep(1)
+            file.write_text(f"what rank {world.launch.global_rank} left")
+            return "nothing"
+        return file.read_text()
+
+    def broken() -> str:
+        assert world.launch.local_rank == 0, "the others have nothing to do"
+        raise UsageError("dataset=x is broken; mend it")
+
+    print("found", world.first_on_node("reading the data", read, 60), flush=True)
+    try:
+        world.first_on_node("reading", broken, 60)
+    except UsageError as error:
+        print(error, flush=True)
+    if world.launch.local_rank == 0:
+        time.sleep(2)  # it never comes
+        return
+    try:
+        world.first_on_node("reading slowly", lambda: None, 0.5)
+    except UsageError as error:
+        print(f"raised: {error}", flush=True)
+    world.store = None
+    os._exit(0)  # as a launcher would end it: rank 0 does not answer
 
 
 if __name__ == "__main__":

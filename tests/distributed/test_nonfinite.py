@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from fmmeta.config import Config
 from fmmeta.meta.reference import reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
+from fmmeta.tasks.load import load_sources
 from fmmeta.tasks.schedule import Schedule
-from fmmeta.tasks.source import load_sources
 from tests.launch import run_ranks
 from tests.models import save_llama, write_pairs
 

@@ -73,8 +73,8 @@ def test_cross_group_traffic_is_one_reduction_of_the_shard(tmp_path):
 
 def test_metrics_and_run_json_hold_what_is_promised(tmp_path):
     train(tmp_path / "run", 1, outer_steps=2).ok()
-    keys = {"step", "seconds", "tokens", "support_loss", "query_loss", "accuracy", "grad_norm", "lr", "skipped_tasks",
-            "comm_bytes", "wait_seconds"}  # fmt: skip
+    keys = {"step", "epoch", "seconds", "tokens", "support_loss", "query_loss", "accuracy", "grad_norm", "lr", "skipped_tasks",
+            "comm_bytes", "data_seconds", "wait_seconds", "wait_seconds_by_group", "imbalance"}  # fmt: skip
     assert all(keys == set(line) for line in metrics_of(tmp_path / "run"))
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["finished"]
@@ -122,8 +122,8 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
 def test_a_run_moves_between_all_ways_to_spread_a_model(tmp_path):
     """A pipeline's checkpoint goes on under tensor parallelism, and that one's under ZeRO 3."""
     data = write_pairs(tmp_path / "pairs.jsonl")
-    settings = {"task_type": "causal_lm", "dataset": data, "num_query": 3, "meta_batch_size": 2, "inner_steps": 2, "outer_steps": 4,
-                "save_steps": 1, "save_total_limit": 4}  # fmt: skip
+    settings = {"task_type": "causal_lm", "dataset": data, "num_query": 3, "meta_batch_size": 2, "inner_steps": 2,
+                "outer_steps": 4, "save_steps": 1, "save_total_limit": 4}  # fmt: skip
     train(tmp_path / "plain", 1, **settings).ok()
     spread = {**settings, "group_size": 2}
     first = train(tmp_path / "stages", 2, pipeline_stages=2, deepspeed="ds_configs/zero1.json", **spread).ok()

@@ -40,7 +40,7 @@ def test_flags_become_settings():
     (["--n_way"], "argument --n_way/--n-way: expected one argument"),
     (["--config"], "argument --config: expected one argument"),
     (["--n_way", "1"], "n_way=1 is below 2; use 2 or more"),
-    (["--dataset", "a", "b"], "dataset=a b names 2 data sets; give one"),
+    (["--dataset", "a", "a"], "dataset=a a names a data set twice; name each once"),
 ])  # fmt: skip
 def test_bad_flags(argv, said):
     if said is None:

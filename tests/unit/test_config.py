@@ -51,12 +51,29 @@ def test_inner_lr_is_positive(value):
     assert refusal(Config, inner_lr=value) == f"inner_lr={value} is no positive number; use one, such as 0.1 for inner SGD"
 
 
-@pytest.mark.parametrize(("dataset", "said"), [
-    ([], "dataset= names 0 data sets; give one"),
-    (["a", "b"], "dataset=a b names 2 data sets; give one"),
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"dataset": []}, "dataset= names no data set; name each once"),
+    ({"dataset": ["a", "b", "a"]}, "dataset=a b a names a data set twice; name each once"),
+    ({"dataset": ["a", "b"], "class_splits": "c.json"},
+     "class_splits=c.json cannot serve 2 data sets; put a class_splits.json into the folder of each"),
+    ({"dataset": ["a", "b"], "mix_weights": [1.0]},
+     "mix_weights=1.0 does not fit dataset=a b; give one positive number for each"),
+    ({"dataset": ["a", "b"], "mix_weights": [1.0, 0.0]},
+     "mix_weights=1.0 0.0 does not fit dataset=a b; give one positive number for each"),
+    ({"mix_temperature": 0.0}, "mix_temperature=0.0 is not positive; use 1, or more to draw rare strata more often"),
+    ({"dataset": ["a", "b"], "mix_weights": [1.0, 2.0], "mix_temperature": 2.0},
+     "mix_temperature=2.0 and mix_weights both set the shares; leave one out"),
+    ({"n_way_max": 4}, "n_way_max=4 is below n_way=5; raise it or leave it out"),
+    ({"k_shot_max": 1}, "k_shot_max=1 is below k_shot=5; raise it or leave it out"),
+    ({"k_shot_max": 9, "task_type": "causal_lm"}, "k_shot_max=9 means nothing for task_type=causal_lm; leave it out"),
+    ({"num_workers": "many"}, "num_workers=many is neither a number nor auto; use auto, 0, 1, 2, ..."),
+    ({"max_bad_share": 1.5}, "max_bad_share=1.5 is no share; use a number from 0 to 1"),
 ])  # fmt: skip
-def test_one_data_set_is_given(dataset, said):
-    assert refusal(Config, dataset=dataset) == said
+def test_settings_of_the_data_are_checked(settings, said):
+    assert refusal(Config, **settings) == said
+
+
+def test_one_data_set_is_enough():
     assert Config(dataset="a.csv").dataset == ["a.csv"]
 
 

@@ -38,7 +38,7 @@ def caches(tmp_path_factory) -> Path:
 
 
 def offline(caches: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    env = environment(HF_HUB_OFFLINE="1", HF_HOME=str(caches))
+    env = environment(HF_HUB_OFFLINE="1", HF_HOME=str(caches), HF_DATASETS_CACHE=str(caches / "datasets"))
     words = [sys.executable, "launch/train.py", "--output_dir", str(tmp_path / "run"), "--outer_steps", "1", "--k_shot", "1",
              "--num_query", "1", "--eval_episodes", "2", *flags]  # fmt: skip
     return subprocess.run(words, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)

@@ -22,7 +22,7 @@ ORDER = [
     {"meta"},
     {"checkpoint", "export", "fewshot"},
     {"workers"},
-    {"progress", "record", "build"},
+    {"progress", "record", "build", "feed"},
     {"train"},
     {"cli"},
 ]

@@ -12,16 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.config import SCHEDULES, Config
+from fmmeta.feed import Reader
 from fmmeta.fewshot.evaluate import Score, evaluate_tasks, mean_ci95, per_stratum
 from fmmeta.meta.algorithms import Direction, make_rule
-from fmmeta.meta.inner import Batches, InnerLoop, sgd
+from fmmeta.meta.inner import InnerLoop, sgd
 from fmmeta.meta.outer import MetaGradient, Outer
 from fmmeta.models.learner import NativeClassifier, PooledClassifier
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
 from fmmeta.parallel.worker import Pass
-from fmmeta.tasks.batch import Dealer, Example
+from fmmeta.tasks.batch import Batches, Dealer, Example
+from fmmeta.tasks.loader import Loaded
 from fmmeta.tasks.schedule import Task
 from tests.unit.helpers import one_rank
 
@@ -352,7 +354,8 @@ def test_evaluation_scores_before_and_after_and_leaves_theta():
     theta = worker.read()
     worker.write(torch.zeros_like(theta))  # evaluation puts theta in by itself
     tasks = [Task(0, f"t{i}", f"s{i}", 10 + i, (0, 0, 0, i)) for i in range(2)]
-    scores = evaluate_tasks(worker, theta, inner_loop(model, "zero"), tasks, lambda task: batches(), one_rank())
+    reader = Reader(lambda tasks: [Loaded(task, batches()) for task in tasks], one_rank(), Config(), print)
+    scores = evaluate_tasks(worker, theta, inner_loop(model, "zero"), tasks, reader, one_rank())
     assert torch.equal(worker.read(), theta)
     assert [(score.slot, score.stratum) for score in scores] == [(0, "s0"), (1, "s1")]
     for score in scores:

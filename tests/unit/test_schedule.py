@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmmeta.tasks.schedule import Item, Schedule, Task, deal
+from fmmeta.tasks.schedule import Item, Items, Schedule, Task, deal
 
 STRATA = st.lists(st.integers(1, 12), min_size=1, max_size=6)  # items per stratum
 TOKENS = st.lists(st.integers(1, 500), max_size=24)
 
 
-def items_of(sizes: list[int]) -> list[Item]:
-    return [Item(f"{s}-{i}", f"s{s}", 10 + s + i) for s, size in enumerate(sizes) for i in range(size)]
+def items_of(sizes: list[int]) -> Items:
+    return Items.of(Item(f"{s}-{i}", f"s{s}", 10 + s + i) for s, size in enumerate(sizes) for i in range(size))
 
 
 def tasks_of(tokens: list[int], strata: str = "") -> list[Task]:

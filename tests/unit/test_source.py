@@ -12,8 +12,9 @@ from fmmeta.config import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batch import IGNORE
 from fmmeta.tasks.encode import encode_pairs, encode_texts
+from fmmeta.tasks.load import Sources, load_sources
 from fmmeta.tasks.schedule import Schedule
-from fmmeta.tasks.source import Episode, Sources, load_sources
+from fmmeta.tasks.source import Episode
 from tests.models import write_classes, write_pairs
 from tests.unit.helpers import DATA, refusal, write_rows
 

@@ -29,7 +29,7 @@ def written(tmp_path, value) -> str:
     (FIVE, {}, ["a"]), (FIVE, {"split": "02"}, ["c"]), ({"train": [1, 2], "test": []}, {}, ["1", "2"]),
 ])  # fmt: skip
 def test_the_chosen_split_is_read(tmp_path, value, settings, train):
-    splits = read_splits(config_for(written(tmp_path, value), **settings), False, pytest.fail)
+    splits = read_splits("data", config_for(written(tmp_path, value), **settings), False, pytest.fail)
     assert splits is not None
     assert splits["train"] == train
 
@@ -38,9 +38,9 @@ def test_the_chosen_split_is_read(tmp_path, value, settings, train):
 def test_the_folder_brings_its_own(tmp_path, file, named_tasks):
     (tmp_path / f"{file}.json").write_text(json.dumps({"train": ["a"]}))
     notices: list[str] = []
-    assert read_splits(Config(dataset=[str(tmp_path)]), named_tasks, notices.append) == {"train": ["a"]}
+    assert read_splits(str(tmp_path), Config(dataset=[str(tmp_path)]), named_tasks, notices.append) == {"train": ["a"]}
     assert notices == [f"{file}: {tmp_path / file}.json"]
-    assert read_splits(Config(dataset=[str(tmp_path)]), not named_tasks, notices.append) is None
+    assert read_splits(str(tmp_path), Config(dataset=[str(tmp_path)]), not named_tasks, notices.append) is None
 
 
 @pytest.mark.parametrize(("value", "settings", "said"), [
@@ -53,16 +53,16 @@ def test_the_folder_brings_its_own(tmp_path, file, named_tasks):
 ])  # fmt: skip
 def test_a_file_that_does_not_fit_is_refused(tmp_path, value, settings, said):
     path = written(tmp_path, value)
-    assert refusal(read_splits, config_for(path, **settings), False, print) == said.format(path=path)
+    assert refusal(read_splits, "data", config_for(path, **settings), False, print) == said.format(path=path)
 
 
 def test_an_unreadable_file_is_refused(tmp_path):
     path = written(tmp_path, "{train")
-    message = refusal(read_splits, config_for(path), False, print)
+    message = refusal(read_splits, "data", config_for(path), False, print)
     assert message.startswith(f"class_splits={path} is not JSON (Expecting property name")
     assert message.endswith("; mend the file")
     none = tmp_path / "none.json"
-    assert refusal(read_splits, config_for(none), False, print) == (
+    assert refusal(read_splits, "data", config_for(none), False, print) == (
         f"class_splits={none} is not a file; give a JSON file of splits"
     )
 
@@ -70,16 +70,16 @@ def test_an_unreadable_file_is_refused(tmp_path):
 def test_the_other_kind_of_splits_is_refused(tmp_path):
     path = written(tmp_path, FIVE)
     tasks = Config(dataset=["data"], task_splits=path)
-    assert refusal(read_splits, config_for(path), True, print) == (
+    assert refusal(read_splits, "data", config_for(path), True, print) == (
         f"class_splits={path} does not fit: dataset=data names its tasks; use --task_splits"
     )
-    assert refusal(read_splits, tasks, False, print) == (
+    assert refusal(read_splits, "data", tasks, False, print) == (
         f"task_splits={path} does not fit: dataset=data has no task column; use --class_splits"
     )
 
 
 def test_a_split_without_a_file_is_refused():
-    assert refusal(read_splits, Config(dataset=["data"], split="01"), False, print) == (
+    assert refusal(read_splits, "data", Config(dataset=["data"], split="01"), False, print) == (
         "split=01 needs a file of splits; give one with --class_splits"
     )
 

@@ -12,8 +12,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fmmeta.meta.inner import Batches, InnerLoop
+from fmmeta.meta.inner import InnerLoop
 from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.tasks.batch import Batches
 
 
 @dataclass(frozen=True)

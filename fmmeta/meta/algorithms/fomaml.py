@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fmmeta.meta.algorithms import Direction
-from fmmeta.meta.inner import Batches, InnerLoop
+from fmmeta.meta.inner import InnerLoop
 from fmmeta.parallel.worker import Worker
+from fmmeta.tasks.batch import Batches
 
 
 @dataclass(frozen=True)

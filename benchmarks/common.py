@@ -1,0 +1,67 @@
+"""What benchmarks share: the machine in words, medians with their spread, tables, JSON and plots."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def machine() -> dict[str, Any]:
+    """Hardware and versions, for the results file."""
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    packages = ("torch", "deepspeed", "transformers", "datasets")
+    here = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "cores": os.cpu_count(), "gpu": gpu}
+    return {**here, "python": platform.python_version(), **{package: importlib.metadata.version(package) for package in packages}}
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
+    return {"median": statistics.median(values), "low": low, "high": high}
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table, aligned for reading in a terminal."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def write_json(path: str | None, results: dict[str, Any]) -> None:
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps({"machine": machine(), **results}, indent=1) + "\n")
+
+
+def plot(path: str | None, draw: Any) -> None:
+    """Draw into an SVG file; `draw` gets matplotlib's axes. Needs the extra `bench`."""
+    if not path:
+        return
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install 'fmmeta[bench]'") from None
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "fmmeta"  # the same drawing gives the same file
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    draw(axes)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)

@@ -1,0 +1,110 @@
+"""What the outer loop eats: the episodes of this group's tasks, and what all ranks do about those that cannot be had.
+
+schedule.share --> loader.fetch --> read: a task that one rank of the group misses is left out by all of them
+                                 --> judge: the errors of all ranks; go on without those tasks, or stop together
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fmmeta.config import Config, UsageError
+from fmmeta.parallel.communicator import PeerError, Ranks
+from fmmeta.tasks.batch import Batches
+from fmmeta.tasks.loader import EpisodeLoader, Load, Loaded
+from fmmeta.tasks.samplers import TaskSampler
+from fmmeta.tasks.schedule import Schedule, Task
+
+LEAST_SEEN = 100  # tasks that max_bad_share counts as seen from the start, so that the first bad one does not stop a run
+
+Episodes = list[tuple[Task, Batches]]
+
+
+class Reader:
+    """Fetches the episodes of a group and judges the failures. `seen`, `bad`: tasks over all groups so far."""
+
+    def __init__(self, fetch: Callable[[Sequence[Task]], list[Loaded]], ranks: Ranks, config: Config,
+                 notice: Callable[[str], None]) -> None:  # fmt: skip
+        self.fetch, self.ranks, self.config, self.notice = fetch, ranks, config, notice
+        self.seen = self.bad = 0
+        self.errors: list[dict[str, Any]] = []  # of this rank, not judged yet
+
+    def read(self, tasks: Sequence[Task]) -> Episodes:
+        """The episodes of `tasks` that every rank of the group has. Collective: group."""
+        loaded = self.fetch(tasks)
+        self.errors += [{"slot": one.task.seed[-1], "task": one.task.name, "error": one.error, "crash": one.crash}
+                        for one in loaded if one.batches is None]  # fmt: skip
+        missing = self.ranks.group.sum_(torch.tensor([float(one.batches is None) for one in loaded])) if tasks else []
+        return [
+            (one.task, one.batches) for one, gone in zip(loaded, missing, strict=True) if not gone and one.batches is not None
+        ]
+
+    def judge(self, tasks: int, failures: int) -> list[dict[str, str]]:
+        """Decide about the failures of the last `tasks` tasks of all groups; return those left out, by name and error.
+
+        failures: how many ranks have met one. Raises on all ranks alike: `UsageError` where on_bad_task says so or too many
+        tasks are bad, `PeerError` for an error that is not the data's. Collective: world, if there is a failure.
+        """
+        self.seen += tasks
+        if not failures:
+            return []
+        told = [json.loads(part) for part in self.ranks.world.gather_bytes(json.dumps(self.errors).encode())]
+        self.errors = []
+        by_slot = {error["slot"]: error for errors in told for error in errors}
+        found = [by_slot[slot] for slot in sorted(by_slot)]
+        crash = next((error for error in found if error["crash"]), None)
+        if crash:
+            raise PeerError(f"loading task {crash['task']} failed: {crash['error']}")
+        first = f"task {found[0]['task']}: {found[0]['error']}"
+        if self.config.on_bad_task == "raise":
+            raise UsageError(f"{first}; mend it, or go on without such tasks by --on_bad_task skip")
+        self.bad += len(found)
+        for error in found:
+            self.notice(f"left out: task {error['task']}: {error['error']}")
+        if self.bad > self.config.max_bad_share * max(self.seen, LEAST_SEEN):
+            raise UsageError(
+                f"max_bad_share={self.config.max_bad_share}: {self.bad} of {self.seen} tasks could not be had, the last: {first}"
+            )
+        return [{"task": error["task"], "error": error["error"]} for error in found]
+
+
+class Feed(Reader):
+    """The training tasks of this group, from the outer step `first` on, loaded ahead."""
+
+    def __init__(self, schedule: Schedule, load: Load, first: int, ranks: Ranks, config: Config,
+                 notice: Callable[[str], None]) -> None:  # fmt: skip
+        self.schedule, self.layout = schedule, ranks.layout
+        budget = max(0, (os.cpu_count() or 1) // ranks.layout.launch.local_world_size - 1)
+        self.loader = EpisodeLoader(load, self.upcoming, config.num_workers, config.prefetch_factor,
+                                    pin=ranks.device.type == "cuda", budget=budget)  # fmt: skip
+        super().__init__(self.loader.fetch, ranks, config, notice)
+        if first == 0 and config.num_workers not in ("auto", "0"):
+            notice(f"num_workers={config.num_workers}: loader processes per rank")
+
+    def upcoming(self, task: Task) -> Iterable[Task]:
+        """The tasks of this group from `task` to the end of the run."""
+        own = copy.copy(self.schedule)  # a reader of its own: it runs ahead of the loop
+        sampler = TaskSampler(own, self.layout.num_groups, self.layout.group_index, task.seed[2])
+        running = itertools.takewhile(lambda one: one.seed[2] < self.config.outer_steps, sampler)
+        return itertools.dropwhile(lambda one: one != task, running)
+
+    def episodes(self, outer_step: int) -> Episodes:
+        """What this group learns from in an outer step. Collective: group."""
+        return self.read(self.schedule.share(outer_step, self.layout.num_groups, self.layout.group_index))
+
+    def settle(self, step_seconds: float) -> None:
+        """Let the loader decide how many processes it wants; report those that died."""
+        chosen = self.loader.decide(step_seconds)
+        if chosen is not None:
+            share = 100 * (self.loader.load_s - self.loader.warm[0]) / (step_seconds - self.loader.warm[1])
+            self.notice(f"num_workers=auto: {chosen} (loading takes {share:.2g} % of an outer step)")
+        for cause in self.loader.deaths:
+            self.notice(f"a loader process died and was replaced: {cause}")
+        self.loader.deaths.clear()

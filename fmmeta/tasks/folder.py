@@ -1,0 +1,102 @@
+"""A folder of folders of files: each file is a task, its folder the stratum. A file is read when its task is drawn.
+
+    tasks/<stratum>/<task>.jsonl      (.csv, .parquet, .gz too)
+
+Nothing but names, sizes and the first line of each file is looked at before, so that a run over a million files
+starts at once, a node reads the files of its own tasks only, and a bad file is one bad task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fmmeta.config import Config, UsageError
+from fmmeta.tasks.members import group_rows, problems
+from fmmeta.tasks.rows import ending, read_file
+from fmmeta.tasks.schedule import Item, Items, Task
+from fmmeta.tasks.source import ClassSource, Draw, PairSource, Shape, TaskSource
+from fmmeta.tasks.store import digest, files_digest, prepare
+
+OPEN = 64  # files whose tokens stay at hand
+PEEK = 4096  # bytes looked at to estimate the length of a row
+BYTES_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    name: str
+    stratum: str
+    path: Path
+
+
+def task_files(dataset: str) -> list[TaskFile] | None:
+    """The task files of a folder of folders; None for any other data set."""
+    root = Path(dataset)
+    if not root.is_dir() or any(ending(path) for path in root.iterdir() if path.is_file()):
+        return None
+    files = [path for folder in sorted(root.iterdir()) if folder.is_dir() for path in sorted(folder.iterdir()) if ending(path)]
+    return [TaskFile(f"{path.parent.name}/{path.name.split('.')[0]}", path.parent.name, path) for path in files] or None
+
+
+class FolderSource(TaskSource):
+    """Tasks that are files. Raises `UsageError` for two files of one name."""
+
+    def __init__(self, files: Sequence[TaskFile], shape: Shape, config: Config, tokenizer: Any) -> None:
+        self.files, self.shape, self.config, self.tokenizer = files, shape, config, tokenizer
+        names = [file.name for file in files]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UsageError(f"dataset={files[0].path.parent.parent} has two files for the task {twice}; rename one")
+        rows = (shape.k_shot + shape.k_shot_max) / 2 + shape.num_query
+        drawn = rows * (shape.n_way + shape.n_way_max) / 2
+        self.items = Items.of(
+            Item(file.name, file.stratum, round(drawn * row_tokens(file.path, config.max_length))) for file in files
+        )
+        self.opened: dict[int, TaskSource] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "opened": {}}
+
+    @property
+    def fingerprint(self) -> str:
+        """Of names and sizes: the contents are not read."""
+        return digest([(file.name, file.path.stat().st_size) for file in self.files])
+
+    def part(self, numbers: Sequence[int]) -> FolderSource:
+        """The source of some of the files."""
+        return FolderSource([self.files[number] for number in numbers], self.shape, self.config, self.tokenizer)
+
+    def draw(self, task: Task) -> Draw:
+        source = self.opened.get(task.item)
+        if source is None:
+            while len(self.opened) >= OPEN:
+                del self.opened[next(iter(self.opened))]
+            source = self.opened[task.item] = self._open(self.files[task.item])
+        return replace(source.draw(replace(task, item=0)), task=task)
+
+    def _open(self, file: TaskFile) -> TaskSource:
+        with file.path.open("rb"):
+            pass  # an I/O error as it is, so that it can be tried again
+        store = prepare(str(file.path), files_digest([file.path]), lambda bad: read_file(file.path, bad), self.config,
+                        self.tokenizer, lambda text: None, one_task=True)  # fmt: skip
+        classes = self.config.task_type == "classification"
+        pool = group_rows(store, set(store.member.names), classes)[""]
+        problem = next((text for _, text in problems(file.name, pool, self.shape, "")), None)
+        if problem:
+            raise UsageError(f"{file.path}: {problem.split(';')[0]}; mend or remove the file")
+        make = ClassSource if classes else PairSource
+        return make(store, {file.name: pool if classes else pool[""]}, {file.name: file.stratum}, self.shape)  # type: ignore[dict-item]
+
+
+def row_tokens(path: Path, max_length: int) -> float:
+    """Tokens of a row by the length of the first line; the longest there may be where that says nothing."""
+    try:
+        with path.open("rb") as file:
+            line = file.read(PEEK).split(b"\n")[0]
+    except OSError:
+        return max_length  # met again, and treated, when the task is drawn
+    plain = path.suffix == ".jsonl" or path.suffix == ".csv"
+    return min(max_length, max(4, len(line) / BYTES_PER_TOKEN)) if plain else max_length

@@ -1,0 +1,144 @@
+"""Data that goes bad while two ranks train: the run ends as the policy says, the counts add up, nobody hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fmmeta.config import Config
+from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.tasks.load import load_sources
+from fmmeta.tasks.schedule import Schedule, Task
+from tests.launch import Ended, run_ranks
+from tests.models import WORDS
+
+STEPS, HARM_AT, SAFE = 16, 3, 10  # outer steps; when files break; from where on no loader has read ahead by then
+FLAGS = {
+    "n_way": 2, "k_shot": 1, "num_query": 1, "meta_batch_size": 2, "inner_steps": 1, "outer_steps": STEPS, "eval_episodes": 0,
+    "logging_steps": 1, "num_workers": 1, "prefetch_factor": 1, "episode_transforms": "tests.distributed.damage:harm",
+}  # fmt: skip
+
+
+def write_tasks(root: Path) -> Path:
+    """Two strata of 24 files, each a task with two classes."""
+    for s in range(2):
+        (root / f"s{s}").mkdir(parents=True)
+        for f in range(24):
+            rows = [{"text": f"{WORDS[f % 15]} {WORDS[i]}", "label": "ab"[i % 2]} for i in range(8)]
+            (root / f"s{s}" / f"t{f:02}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "task_splits.json").write_text(json.dumps({"train": [f"s{s}/t{f:02}" for s in range(2) for f in range(24)]}))
+    return root
+
+
+def schedule_of(root: Path) -> list[list[Task]]:
+    config = Config(dataset=[str(root)], **{key: FLAGS[key] for key in ("n_way", "k_shot", "num_query")})
+    items = load_sources(config, byte_tokenizer(), lambda text: None).train.items
+    schedule = Schedule(items, 2, config.seed)
+    return [schedule.meta_batch(step) for step in range(STEPS)]
+
+
+def bounded() -> None:
+    """Root reads everything; without these two capabilities it does not."""
+    import ctypes
+
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        ctypes.CDLL(None).prctl(24, capability)  # PR_CAPBSET_DROP
+
+
+def train(root: Path, out: Path, plan: dict, **flags) -> Ended:
+    file = out.with_suffix(".damage.json")
+    file.write_text(json.dumps(plan))
+    given = {**FLAGS, "dataset": root, "output_dir": out, **flags}
+    env = {"FMMETA_DAMAGE": str(file)}
+    return run_ranks(["launch/train.py", *(f"--{key}={value}" for key, value in given.items())], 2, 200,
+                     {0: env, 1: env}, before=bounded)  # fmt: skip
+
+
+def lines_of(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(300)
+def test_bad_tasks_are_left_out_and_counted(tmp_path):
+    root = write_tasks(tmp_path / "tasks")
+    steps = schedule_of(root)
+    path = {task.name: root / f"{task.name}.jsonl" for step in steps for task in step}
+    cut, forbidden = (steps[step][0].name for step in (SAFE, SAFE + 2))
+    nul, mixed, long = (steps[step][1].name for step in (2, SAFE, SAFE + 3))
+    path[nul].write_bytes(b"\0" * 4096)
+    path[mixed].write_bytes(path[mixed].read_bytes()[:200] + '{"text": "gr\u00fcn", "label": "a"}\n'.encode("latin-1"))
+    path[long].write_text(path[long].read_text() + json.dumps({"text": "word " * 2_000_000, "label": "a"}) + "\n")
+    plan = {"at": HARM_AT, "truncate": [str(path[cut])], "forbid": [str(path[forbidden])], "kill_at": 6}
+    ended = train(root, tmp_path / "out", plan, on_bad_task="skip", max_bad_share=0.1).ok()
+    lines = lines_of(tmp_path / "out")
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    found = {bad["task"]: bad["error"] for line in lines for bad in line.get("bad_tasks", ())}
+    wanted = {name for name in (cut, forbidden, nul, mixed)}
+    assert set(found) == wanted  # and not the long one, which is read as far as it counts
+    where = {bad["task"]: line["step"] - 1 for line in lines for bad in line.get("bad_tasks", ())}
+    assert all(name in {task.name for task in steps[step]} for name, step in where.items())  # the schedule is as it was
+    assert sum(line["skipped_tasks"] for line in lines) == 4
+    assert all(line["skipped_tasks"] == len(line.get("bad_tasks", ())) for line in lines)
+    assert "is not a line of JSON" in found[cut]
+    assert found[forbidden] == f"PermissionError: [Errno 13] Permission denied: '{path[forbidden]}'"
+    assert "is not a line of JSON ('utf-8' codec can't decode byte" in found[mixed]
+    assert "1 of 1 rows cannot be used" in found[nul]
+    said = "".join(ended.output)
+    assert all(f"fmmeta: left out: task {name}: " in said for name in wanted)
+    assert "a loader process died and was replaced: process " in said
+    assert "was killed by SIGKILL" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.timeout(300)
+def test_a_bad_task_stops_all_ranks_and_the_mended_run_goes_on(tmp_path):
+    root = write_tasks(tmp_path / "tasks")
+    steps = schedule_of(root)
+    straight = train(root, tmp_path / "straight", {"at": 10**9}).ok()
+    assert "Traceback" not in straight.output[0]
+    bad = steps[SAFE][0].name
+    file = root / f"{bad}.jsonl"
+    ended = train(root, tmp_path / "out", {"at": HARM_AT, "forbid": [str(file)]})
+    assert ended.codes == [2, 2]
+    assert ended.output[0].splitlines()[-1] == (
+        f"fmmeta: error: task {bad}: PermissionError: [Errno 13] Permission denied: '{file}'; mend it, or go on without "
+        "such tasks by --on_bad_task skip"
+    )
+    assert not ended.output[1].strip()
+    assert (tmp_path / "out" / f"checkpoint-{SAFE}").is_dir()  # what was learned so far is kept
+    os.chmod(file, 0o644)
+    train(root, tmp_path / "out", {"at": 10**9}, num_workers=0).ok()
+    one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("straight", "out"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.timeout(300)
+def test_too_many_bad_tasks_stop_all_ranks(tmp_path):
+    root = write_tasks(tmp_path / "tasks")
+    steps = schedule_of(root)
+    bad = [task.name for step in steps[SAFE:] for task in step]
+    ended = train(root, tmp_path / "out", {"at": HARM_AT, "truncate": [str(root / f"{name}.jsonl") for name in bad]},
+                  on_bad_task="skip", max_bad_share=0.03)  # fmt: skip
+    assert ended.codes == [2, 2]
+    last = ended.output[0].splitlines()[-1]
+    assert last.startswith("fmmeta: error: max_bad_share=0.03: 4 of 24 tasks could not be had, the last: task ")
+    assert not ended.output[1].strip()
+
+
+def test_one_rank_of_a_node_prepares_and_the_others_wait_for_it(tmp_path):
+    ended = run_ranks(["-m", "tests.distributed.scenarios", "prepare_once", str(tmp_path)], 3, 100).ok()
+    first, second, third = (text.splitlines() for text in ended.output)
+    assert first == ["found nothing", "dataset=x is broken; mend it"]
+    assert second[0].startswith("fmmeta: rank 1 waits for rank 0 on ")
+    assert "(reading the data): 0 s so far, 60 s at most" in second[0]
+    assert [line for line in second if line.startswith("found")] == ["found what rank 0 left"]
+    assert third[:2] == ["found what rank 0 left", "dataset=x is broken; mend it"]  # one waiting rank speaks
+    late = f"has waited 1 s for rank 0 on {platform.node()} (reading slowly); raise it, or look there"
+    assert second[-2:] == [f"fmmeta: error: prepare_timeout=0.5: rank 1 {late}", f"raised: prepare_timeout=0.5: rank 1 {late}"]
+    assert third[2:] == [f"raised: prepare_timeout=0.5: rank 2 {late}"]

@@ -1,0 +1,174 @@
+"""Several data sets as one, and folders whose files are tasks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fmmeta.config import Config
+from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.tasks.folder import FolderSource, row_tokens, task_files
+from fmmeta.tasks.load import Sources, load_sources, stratum_weights
+from fmmeta.tasks.schedule import Schedule
+from fmmeta.tasks.source import shares, short_names
+from tests.models import WORDS, write_classes, write_pairs
+from tests.unit.helpers import DATA, refusal, write_rows
+
+TOKENIZER = byte_tokenizer()
+
+
+def load(*names: Path | str, notices: list[str] | None = None, **settings) -> tuple[Config, Sources]:
+    given = {"n_way": 2, "k_shot": 1, "num_query": 2, "max_length": 64, **settings}
+    config = Config(dataset=[str(name) for name in names], **given)
+    return config, load_sources(config, TOKENIZER, (notices if notices is not None else []).append)
+
+
+def write_folder(root: Path, strata: int = 2, files: int = 6, rows: int = 8) -> Path:
+    for s in range(strata):
+        (root / f"s{s}").mkdir(parents=True)
+        for f in range(files):
+            made = [{"text": f"{WORDS[f]} {WORDS[i]}", "label": "ab"[i % 2]} for i in range(rows)]
+            write_rows(root / f"s{s}" / f"t{f}.{('jsonl', 'csv', 'jsonl.gz')[f % 3]}", made)
+    return root
+
+
+def tasks_of(config: Config, sources: Sources, count: int):
+    given = shares(sources.train.items, stratum_weights(config), config.mix_temperature)
+    return Schedule(sources.train.items, count, config.seed, shares=given).meta_batch(0)
+
+
+def test_data_sets_of_a_mixture_are_strata_and_keep_to_themselves(tmp_path):
+    first, second = write_classes(tmp_path / "first.jsonl"), write_classes(tmp_path / "second.jsonl", classes=9, strata=1)
+    config, sources = load(first, second)
+    parts = {"first": load(first)[1], "second": load(second)[1]}
+    assert set(sources.train.items.strata) == {"first", "second"}
+    assert len(sources.train.items) == sum(len(part.train.items) for part in parts.values())
+    for task in tasks_of(config, sources, 30):
+        own, name = task.name.split("/")
+        episode = sources.train.episode(task)
+        alone = parts[own].train
+        (number,) = [i for i, item in enumerate(alone.items) if item.name == name]
+        assert episode.task == task
+        assert episode.support == alone.episode(type(task)(number, name, "", 0, task.seed)).support
+    assert sources.fingerprint not in {part.fingerprint for part in parts.values()}
+
+
+@pytest.mark.parametrize(("settings", "wanted"), [
+    ({"mix_weights": [3.0, 1.0]}, {"first": 300, "second": 100}),
+    ({"mix_temperature": float("inf")}, {"first": 200, "second": 200}),
+    ({}, {"first": 291, "second": 109}),  # 8 of 11 training classes
+])  # fmt: skip
+def test_weights_and_temperature_set_the_shares(tmp_path, settings, wanted):
+    first, second = write_classes(tmp_path / "first.jsonl"), write_classes(tmp_path / "second.jsonl", classes=7, strata=1)
+    config, sources = load(first, second, **settings)
+    drawn = Counter(task.stratum for task in tasks_of(config, sources, 400))
+    assert {name: pytest.approx(count, abs=4) for name, count in wanted.items()} == drawn
+
+
+def test_names_that_are_not_enough_are_whole():
+    assert short_names(["x/clinc150", "y/banking77.jsonl.gz"]) == ["clinc150", "banking77"]
+    assert short_names(["x/data.jsonl", "y/data.jsonl"]) == ["x/data.jsonl", "y/data.jsonl"]
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data sets are not at {DATA}")
+def test_real_data_sets_mix_with_their_own_splits():
+    _, sources = load(DATA / "clinc150", DATA / "banking77", split="02")
+    assert Counter(item.stratum for item in sources.train.items) == {"clinc150": 50, "banking77": 25}
+    assert sources.test is not None
+    assert Counter(item.stratum for item in sources.test.items) == {"clinc150": 50, "banking77": 27}
+
+
+def test_a_data_set_without_training_tasks_is_named(tmp_path):
+    first = write_classes(tmp_path / "first.jsonl")
+    (tmp_path / "second").mkdir()
+    write_classes(tmp_path / "second" / "rows.jsonl")
+    (tmp_path / "second" / "class_splits.json").write_text(json.dumps({"train": [], "test": ["c0", "c1"]}))
+    assert refusal(load, first, tmp_path / "second") == (
+        f"dataset={tmp_path / 'second'} has nothing to train on: its train split is empty; mend the split file"
+    )
+
+
+def test_files_of_a_folder_of_folders_are_tasks(tmp_path):
+    root = write_folder(tmp_path / "tasks")
+    notices: list[str] = []
+    config, sources = load(root, notices=notices)
+    assert isinstance(sources.train, FolderSource)
+    assert sources.summary == f"{root}: 12 task files, 2 strata; tasks: 8 train, 2 valid, 2 test"
+    for task in tasks_of(config, sources, 16):
+        episode = sources.train.episode(task)
+        stratum, file = task.name.split("/")
+        assert task.stratum == stratum
+        assert sorted(episode.classes) == ["a", "b"]
+        word = WORDS[int(file[1:])]
+        texts = [TOKENIZER.decode(row.input_ids, skip_special_tokens=True) for row in episode.support + episode.query]
+        assert all(text.startswith(word) for text in texts)
+
+
+def test_pairs_in_files_need_no_task_column(tmp_path):
+    (tmp_path / "tasks" / "s").mkdir(parents=True)
+    for name in "abc":
+        write_rows(tmp_path / "tasks" / "s" / f"{name}.jsonl", [{"input": f"{i}", "output": name} for i in range(5)])
+    config, sources = load(tmp_path / "tasks", task_type="causal_lm")
+    for task in tasks_of(config, sources, 3):
+        row = sources.train.episode(task).query[0]
+        assert TOKENIZER.decode(row.input_ids, skip_special_tokens=True).endswith(f"Output: {task.name[-1]}")
+
+
+def test_no_file_is_read_before_its_task_is_drawn(tmp_path):
+    root = write_folder(tmp_path / "tasks")
+    config, sources = load(root)
+    (root / "s0" / "t0.jsonl").write_text("{\n")  # nobody has looked
+    bad = []
+    for task in tasks_of(config, sources, 8):
+        try:
+            sources.train.draw(task)
+        except ValueError as error:
+            bad.append((task.name, str(error)))
+    if any(item.name == "s0/t0" for item in sources.train.items):
+        assert [name for name, _ in bad] == ["s0/t0"]
+        assert bad[0][1].startswith(f"{root / 's0' / 't0.jsonl'}:1 is not a line of JSON (")
+    else:
+        assert not bad
+    assert len(sources.train.opened) == 8 - len(bad)
+    assert pickle.loads(pickle.dumps(sources.train)).opened == {}
+
+
+@pytest.mark.parametrize(("rows", "said"), [
+    ([{"text": "x", "label": "a"}, {"text": "y", "label": "b"}],
+     "{path}: k_shot=1 and num_query=2 need 3 rows, but class 'a' of task 's0/t0' has 1; mend or remove the file"),
+    ([{"text": f"x{i}", "label": "a"} for i in range(4)],
+     "{path}: n_way=2 is above the 1 classes of task 's0/t0'; mend or remove the file"),
+])  # fmt: skip
+def test_a_file_without_an_episode_in_it_is_named(tmp_path, rows, said):
+    (tmp_path / "tasks" / "s0").mkdir(parents=True)
+    path = write_rows(tmp_path / "tasks" / "s0" / "t0.jsonl", rows)
+    config, sources = load(tmp_path / "tasks")
+    assert refusal(sources.train.draw, tasks_of(config, sources, 1)[0]) == said.format(path=path)
+
+
+def test_two_files_of_one_name_are_refused(tmp_path):
+    root = write_folder(tmp_path / "tasks")
+    (root / "s0" / "t0.csv").write_text("text,label\na,b\n")
+    assert refusal(load, root) == f"dataset={root} has two files for the task s0/t0; rename one"
+
+
+def test_what_is_a_folder_of_tasks(tmp_path):
+    root = write_folder(tmp_path / "tasks")
+    assert len(task_files(str(root)) or []) == 12
+    write_pairs(root / "rows.jsonl")
+    assert task_files(str(root)) is None  # files beside folders: one data set
+    assert task_files(str(tmp_path / "nowhere")) is None
+
+
+def test_tokens_of_a_file_are_guessed_from_its_first_line(tmp_path):
+    short = write_rows(tmp_path / "a.jsonl", [{"text": "word " * 16, "label": "a"}])
+    assert 20 < row_tokens(short, 512) < 40
+    assert row_tokens(short, 10) == 10
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(short.read_bytes()))
+    assert row_tokens(packed, 512) == row_tokens(tmp_path / "gone.jsonl", 512) == 512

@@ -1,0 +1,140 @@
+"""Transforms: what they get, what they may give back, and every way to name a wrong one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fmmeta.config import Config
+from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.tasks.load import load_sources
+from fmmeta.tasks.schedule import Schedule
+from fmmeta.tasks.transforms import TextExample, Transforms, drop_words, name_classes, swap_words
+from tests.models import write_classes, write_pairs
+from tests.unit.helpers import refusal
+
+TOKENIZER = byte_tokenizer()
+HERE = "tests.unit.test_transforms"
+NOT_A_FUNCTION = 3
+LOCAL = [lambda example, rng: example][0]
+
+
+def upper(example, rng):
+    return replace(example, text=example.text.upper(), target=example.target.upper())
+
+
+def first_query_only(episode, rng):
+    return replace(episode, query=episode.query[:1])
+
+
+def broken(example, rng):
+    raise KeyError("no such word")
+
+
+def silent(example, rng):
+    return replace(example, text="")
+
+
+def forgetful(example, rng):
+    return None
+
+
+def relabel(example, rng):
+    return replace(example, label=7)
+
+
+def drawn(tmp_path, **settings):
+    causal = settings.get("task_type") == "causal_lm"
+    path = (write_pairs if causal else write_classes)(tmp_path / "d.jsonl")
+    config = Config(dataset=[str(path)], n_way=2, k_shot=2, num_query=2, **settings)
+    source = load_sources(config, TOKENIZER, lambda text: None).train
+    return config, source.draw(Schedule(source.items, 1, 5).meta_batch(0)[0])
+
+
+def run(tmp_path, **settings):
+    config, draw = drawn(tmp_path, **settings)
+    transforms = Transforms.of(config, TOKENIZER)
+    assert transforms is not None
+    return draw.episode(), transforms(draw)
+
+
+def texts(rows) -> list[str]:
+    return [TOKENIZER.decode(row.input_ids, skip_special_tokens=True) for row in rows]
+
+
+def test_without_names_there_are_none():
+    assert Transforms.of(Config(), TOKENIZER) is None
+
+
+def test_examples_are_changed_before_the_tokenizer(tmp_path):
+    plain, changed = run(tmp_path, example_transforms=[f"{HERE}:upper"])
+    assert texts(changed.support) == [text.upper() for text in texts(plain.support)]
+    assert [row.labels for row in changed.query] == [row.labels for row in plain.query]
+    assert changed.classes == plain.classes
+
+
+def test_pairs_are_changed_with_their_answers(tmp_path):
+    plain, changed = run(tmp_path, task_type="causal_lm", example_transforms=[f"{HERE}:upper"])
+    wanted = [text.upper().replace("INPUT:", "Input:").replace("OUTPUT:", "Output:") for text in texts(plain.query)]
+    assert texts(changed.query) == wanted
+    assert [row.label_tokens for row in changed.query] == [row.label_tokens for row in plain.query]
+
+
+def test_episodes_are_changed_whole_and_last(tmp_path):
+    plain, changed = run(tmp_path, example_transforms=[f"{HERE}:upper"],
+                         episode_transforms=["fmmeta.tasks.transforms:name_classes", f"{HERE}:first_query_only"])  # fmt: skip
+    prompt = " | ".join(plain.classes)
+    assert texts(changed.support) == [f"{prompt}: {text.upper()}" for text in texts(plain.support)]
+    assert len(changed.query) == 1
+
+
+def test_built_in_ones_do_what_they_say():
+    example, rng = TextExample("one two three four five six seven eight nine ten", "c", 0), np.random.default_rng(0)
+    kept = [len(drop_words(example, rng).text.split()) for _ in range(500)]
+    assert abs(np.mean(kept) - 9) < 0.2
+    assert drop_words(replace(example, text="word"), np.random.default_rng(3)).text == "word"
+    swapped = swap_words(example, rng).text.split()
+    assert sorted(swapped) == sorted(example.text.split())
+    assert sum(a != b for a, b in zip(swapped, example.text.split(), strict=True)) == 2
+    assert name_classes.__doc__
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"example_transforms": ["nowhere:f"]},
+     "example_transforms=nowhere:f cannot be imported (No module named 'nowhere'); write module:name of a function"),
+    ({"example_transforms": [f"{HERE}:missing"]},
+     f"example_transforms={HERE}:missing cannot be imported (module '{HERE}' has no attribute 'missing'); "
+     "write module:name of a function"),
+    ({"episode_transforms": ["justaname"]},
+     "episode_transforms=justaname cannot be imported (No module named 'justaname'); write module:name of a function"),
+    ({"example_transforms": [f"{HERE}:NOT_A_FUNCTION"]},
+     f"example_transforms={HERE}:NOT_A_FUNCTION is a int and cannot be called; name a function"),
+    ({"example_transforms": [f"{HERE}:broken"]},
+     f"transform {HERE}:broken failed with KeyError: 'no such word'; mend it or leave it out"),
+    ({"example_transforms": [f"{HERE}:silent"]},
+     f"transform {HERE}:silent left an example without text; return it as it was instead"),
+    ({"example_transforms": [f"{HERE}:forgetful"]},
+     f"transform {HERE}:forgetful returned NoneType for a TextExample; return one"),
+    ({"example_transforms": [f"{HERE}:relabel"]},
+     f"transforms {HERE}:relabel left a label that is none of the episode's 2 classes; leave labels alone"),
+])  # fmt: skip
+def test_wrong_ones_are_named(tmp_path, settings, said):
+    assert refusal(run, tmp_path, **settings) == said
+
+
+def test_what_cannot_be_sent_to_a_loader_process_is_named():
+    said = refusal(Transforms.of, Config(example_transforms=[f"{HERE}:LOCAL"]), TOKENIZER)
+    assert said.startswith(f"example_transforms={HERE}:LOCAL cannot be sent to a loader process (")
+    assert said.endswith("; name a function of a module")
+
+
+def test_modules_of_the_working_folder_count(tmp_path, monkeypatch):
+    (tmp_path / "my_changes.py").write_text("def shout(example, rng):\n    return example\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert Transforms.of(Config(example_transforms=["my_changes:shout"]), TOKENIZER) is not None
+    assert os.getcwd() in sys.path
