@@ -128,8 +128,8 @@ class PipelineWorker(EngineWorker):
 
     def _feed(self, batches: Sequence[MicroBatch]) -> Iterable[Fed]:
         """What the ends load. The loss function is fixed, so whatever an objective needs travels with the labels."""
-        return iter([((b.input_ids, b.attention_mask),
-                      (b.input_ids, b.attention_mask, b.labels, b.weights, torch.tensor(b.classes))) for b in batches])  # fmt: skip
+        ends = [(b.input_ids, b.attention_mask, b.labels, b.weights, torch.tensor(b.classes)) for b in batches]
+        return iter([(end[:2], end) for end in ends])
 
     def _judge(self, outputs: Tensor, loaded: tuple[Tensor, ...]) -> Tensor:
         """The loss that DeepSpeed asks the last stage for, once per micro-batch and in their order."""
