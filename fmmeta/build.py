@@ -5,9 +5,8 @@ Whatever can fail for one rank alone (files, downloads, memory) runs inside `tog
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,14 +17,13 @@ from fmmeta.config import Config, UsageError
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.models.forward import check_attention
-from fmmeta.models.learner import Learner
-from fmmeta.models.load import Description, describe, empty_learner, load_learner, load_tokenizer
+from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
+from fmmeta.models.stages import plan_cut
 from fmmeta.parallel import ds_config, memory
 from fmmeta.parallel.communicator import Ranks, World
 from fmmeta.parallel.home import Home
-from fmmeta.parallel.layout import Layout
-from fmmeta.parallel.plain import PlainWorker
-from fmmeta.parallel.shards import param_groups
+from fmmeta.parallel.layout import Layout, Place
+from fmmeta.parallel.tensor import cut_patterns, tensor_parallel_block
 from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.batch import Dealer
 from fmmeta.tasks.load import Sources, load_sources, stratum_weights
@@ -35,6 +33,7 @@ from fmmeta.tasks.prompts import make_prompt
 from fmmeta.tasks.schedule import Schedule
 from fmmeta.tasks.source import TaskSource, shares
 from fmmeta.tasks.transforms import Transforms
+from fmmeta.workers import place_of, start_worker
 
 Notice = Callable[[str], None]
 
@@ -55,9 +54,14 @@ def plan(config: Config, world: World, notice: Notice) -> Plan:
     """Read and check everything but the weights. Collective: world."""
     with world.comm.together("reading settings"):
         deepspeed, precision = ds_config.read(config.deepspeed, config.bf16, notice)
+        if config.pipeline_stages > 1:
+            deepspeed, precision = ds_config.for_pipeline(deepspeed, precision, notice)
 
     def read() -> tuple[Description, Any, Sources]:
         description = describe(config)
+        if config.tensor_parallel_size > 1:
+            ds_config.for_tensor(precision)
+            tensor_parallel_block(description.hf_config, config.tensor_parallel_size)
         tokenizer = load_tokenizer(config, description, notice)
         if config.task_type == "causal_lm":
             make_prompt(config.prompt_template, tokenizer)  # what the tokenizer cannot do is said before any data are read
@@ -83,30 +87,45 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     sizes = None
     with world.comm.together("sizing the model"):
         check_attention(config, plan.precision.bf16, world.device.type)
-        learner = empty_learner(config, plan.description)
-        trained = sum(param.numel() for param in learner.parameters() if param.requires_grad)
-        frozen = sum(param.numel() for param in learner.parameters() if not param.requires_grad)
-        rows = min(config.micro_batch_size, config.most_shots * (config.most_classes or 1))
-        causal = config.task_type == "causal_lm"
-        sizes = memory.Sizes.of(plan.description.hf_config, trained, frozen, rows, config.max_length, causal,
-                                config.gradient_checkpointing,
-                                config.offload_outer and world.device.type != "cpu")  # fmt: skip
+        sizes = sizes_of(config, plan, world.device)
         if config.group_size != "auto":
-            Layout(world.launch, int(config.group_size))
+            place_of(config, Layout(world.launch, int(config.group_size)))
+    model_ranks = config.pipeline_stages * config.tensor_parallel_size
     if config.group_size == "auto":
-        group_size, why = memory.choose_group_size(world, sizes, plan.precision)
+        group_size, why = memory.choose_group_size(world, sizes, plan.precision, model_ranks)
         notice(why)
     else:
         group_size = int(config.group_size)
+        memory.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
     engine = engine_of(config, plan, group_size, world.device)
     ranks = world.split(group_size, default_group=engine == "deepspeed")
     stage = f"DeepSpeed ZeRO {plan.precision.zero_stage}" if engine == "deepspeed" else "plain PyTorch, nothing to shard"
+    stage += f", {config.pipeline_stages} pipeline stages" if config.pipeline_stages > 1 else ""
+    stage += f", {config.tensor_parallel_size} tensor ranks" if config.tensor_parallel_size > 1 else ""
     notice(f"{ranks.layout} on {world.device.type}; {stage}; {'bf16' if plan.precision.bf16 else 'fp32'}")
     if config.offload_outer and world.device.type == "cpu":
         notice("offload_outer changes nothing on CPUs: the ranks' memory is the host's already")
     if config.lora_r:
         notice(f"LoRA of rank {config.lora_r}: {sizes.params:,} of {sizes.params + sizes.frozen:,} parameters are trained")
     return ranks
+
+
+def sizes_of(config: Config, plan: Plan, device: torch.device) -> memory.Sizes:
+    """The largest rank's part of the model and its micro-batches. Raises `UsageError` for what cannot be cut."""
+    learner = empty_learner(config, plan.description)
+    rows, depth = config.most_shots * (config.most_classes or 1), config.pipeline_stages
+    params = sum(param.numel() for param in learner.parameters() if param.requires_grad)
+    frozen = sum(param.numel() for param in learner.parameters() if not param.requires_grad)
+    if depth > 1:  # what a stage holds, trained or not, counts as trained
+        params, frozen, rows = max(plan_cut(learner, depth).sizes), 0, -(-rows // depth)
+    elif config.tensor_parallel_size > 1:
+        size = config.tensor_parallel_size
+        is_cut = cut_patterns(plan.description.hf_config)
+        params -= sum(p.numel() - p.numel() // size for name, p in learner.named_parameters() if is_cut(name))
+    sizes = memory.Sizes.of(plan.description.hf_config, params, frozen, min(config.micro_batch_size, rows), config.max_length,
+                            config.task_type == "causal_lm", config.gradient_checkpointing,
+                            config.offload_outer and device.type != "cpu")  # fmt: skip
+    return replace(sizes, layers=-(-sizes.layers // depth), in_flight=depth)
 
 
 def engine_of(config: Config, plan: Plan, group_size: int, device: torch.device) -> str:
@@ -125,9 +144,10 @@ class Parts:
 
     worker: Worker
     theta: Tensor
-    frozen: dict[str, Tensor]  # untrained tensors by name, on the first rank, for export; none beside adapters
+    frozen: dict[str, Tensor]  # untrained tensors by name, on the rank that writes them, for export; none beside adapters
     setup: rules.Setup
     dealer: Dealer
+    place: Place
     prompt: Prompted | None = None  # puts support sets before queries
 
     def load(self, source: TaskSource, transform: Transforms | None = None) -> Load:
@@ -148,57 +168,36 @@ def training_schedule(config: Config, plan: Plan, layout: Layout) -> Schedule:
 
 def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     """Read the weights and start the worker; the replicas are equal afterwards. Collective: world."""
-    with ranks.world.together("loading the model"):
-        learner = load_learner(config, plan.description)
-        per_task = learner.head_names if config.head_init != "learned" else ()
-        groups = param_groups(learner, per_task, config.weight_decay > 0)
-    still = untrained(learner)
-    check_equal(ranks, fingerprint_of(still), "frozen weights and buffers")
-    frozen = {name: value.clone() for name, value in still.items()} if ranks.first and not config.lora_r else {}
-    del still  # an engine gives the frozen weights other storage
-    layout = ranks.layout
-    if engine_of(config, plan, layout.group_size, ranks.device) == "plain":
-        worker: Worker = PlainWorker(learner, groups, ranks.device, plan.precision.bf16)
-    else:
-        from fmmeta.parallel.engine import DeepSpeedWorker
-
-        filled = ds_config.complete(plan.deepspeed, plan.precision, getattr(plan.description.hf_config, "hidden_size", 768))
-        worker = DeepSpeedWorker(learner, groups, filled, ranks.group)
+    engine = engine_of(config, plan, ranks.layout.group_size, ranks.device)
+    started = start_worker(config, plan.description, plan.deepspeed, plan.precision, engine, ranks)
+    worker, place = started.worker, started.place
     theta = ranks.cross.broadcast_(worker.read())
     worker.write(theta)
     equal_replicas(ranks, theta)
     theta = Home(ranks.device, config.offload_outer).keep(theta)
-    setup = rules.setup(config, worker, learner.head_names, config.most_classes, plan.precision.bf16)
-    pad = plan.tokenizer.pad_token_id
-    packing = partial(pack, length=config.max_length) if config.packing else None
-    dealer = Dealer(plan.description.hf_config.pad_token_id if pad is None else pad, config.micro_batch_size,
-                    layout.group_rank, layout.group_size, packing)  # fmt: skip
+    setup = rules.setup(config, worker, started.head_names, config.most_classes, plan.precision.bf16)
     prompt = None
     if config.algorithm == "in_context":
         positions = getattr(plan.description.hf_config, "max_position_embeddings", None)
         prompt = partial(prompted, bos_token_id=plan.tokenizer.bos_token_id, positions=positions)
-    return Parts(worker, theta, frozen, setup, dealer, prompt)
+    return Parts(worker, theta, started.frozen, setup, dealer_of(config, plan, place), place, prompt)
 
 
-def untrained(learner: Learner) -> dict[str, Tensor]:
-    """Frozen parameters and saved buffers by name, uncopied, before an engine shards them."""
-    state = learner.state_dict()
-    trained = {name for name, param in learner.named_parameters(remove_duplicate=False) if param.requires_grad}
-    return {name: value.detach() for name, value in state.items() if name not in trained}
-
-
-def fingerprint_of(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def dealer_of(config: Config, plan: Plan, place: Place) -> Dealer:
+    """Deals a task's rows over the data ranks of a group, in micro-batches small enough for every stage to work on one."""
+    pad, most = plan.tokenizer.pad_token_id, config.micro_batch_size
+    if place.stages > 1:
+        rows = config.most_shots * (config.most_classes or 1)
+        most = min(most, max(1, -(-rows // (place.data * place.stages))))
+    packing = partial(pack, length=config.max_length) if config.packing else None
+    return Dealer(plan.description.hf_config.pad_token_id if pad is None else pad, most, place.data_rank, place.data,
+                  packing)  # fmt: skip
 
 
 def hash_vector(vector: Tensor) -> int:
     """A 64-bit hash of an fp32 vector's bits and their places, computed where the vector lives."""
     total, mask = 0, 2**64 - 1
-    for number, part in enumerate(vector.split(2**24)):
+    for number, part in enumerate(vector.split(2**20)):
         bits = part.contiguous().view(torch.int32).long()
         places = torch.arange(1, len(bits) + 1, device=bits.device, dtype=torch.int64)
         total = (total * 1000003 + int((bits * (places * 2654435761 + number)).sum())) & mask
@@ -211,8 +210,3 @@ def equal_replicas(ranks: Ranks, theta: Tensor) -> None:
     size = ranks.layout.group_size
     if any(hashes[rank] != hashes[rank % size] for rank in range(len(hashes))):
         raise RuntimeError("theta differs between groups although it was broadcast; check the hardware and the network")
-
-
-def check_equal(ranks: Ranks, mine: str, what: str) -> None:
-    if len(set(ranks.world.gather_bytes(mine.encode()))) > 1:
-        raise UsageError(f"the {what} are not the same on every rank; let every node read the same checkpoint")

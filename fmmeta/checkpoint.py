@@ -1,7 +1,8 @@
 """Checkpoints: theta and the outer optimizer as named slices of parameters, readable on any layout.
 
     checkpoint-N/
-      shard-RRRRR.safetensors    per rank of the first group: `vector/parameter@offset` -> fp32 [length]
+      shard-RRRRR.safetensors    per rank of the first group: `vector/parameter@offset` -> fp32 [length], what the rank owns;
+                                 `...@offset#dim:first:length` where offset counts in a cut of the parameter
       tables.safetensors         what every rank holds alike: learned rates by layer and step, with their moments
       state.json                 outer step, optimizer steps, settings; written last
 
@@ -16,14 +17,14 @@ import shutil
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fmmeta.config import UsageError
 from fmmeta.parallel.communicator import Ranks
-from fmmeta.parallel.shards import ParamMap
+from fmmeta.parallel.shards import Fragment, ParamMap
 
 STATE, TABLES = "state.json", "tables.safetensors"
 
@@ -44,8 +45,8 @@ def save(folder: Path, vectors: dict[str, Tensor], params: ParamMap, state: dict
     with ranks.world.together("writing a checkpoint"):
         if ranks.layout.group_index == 0 and (ranks.layout.group_rank == 0 or not params.replicated):
             file = temporary / f"shard-{ranks.layout.group_rank:05d}.safetensors"
-            save_file({f"{name}/{fragment.name}@{fragment.offset}": vector[fragment.here].cpu().clone()
-                       for name, vector in vectors.items() for fragment in params.fragments}, file)  # fmt: skip
+            save_file({f"{name}/{place_in_parameter(fragment)}": vector[fragment.here].cpu().clone()
+                       for name, vector in vectors.items() for fragment in params.fragments if fragment.owned}, file)  # fmt: skip
             sync(file)
     with ranks.world.together("finishing a checkpoint"):
         if ranks.first:
@@ -69,22 +70,21 @@ def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict
         files = [safe_open(file, "pt") for file in sorted(folder.glob("shard-*.safetensors"))]
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{folder} cannot be read ({error}); give an older checkpoint") from None
-    where: dict[str, list[tuple[int, int, Any, str]]] = defaultdict(list)  # vector/parameter -> begin, end, file, key
+    where: dict[str, list[Stored]] = defaultdict(list)
     for file in files:
         for key in file.keys():  # noqa: SIM118  (a safetensors handle is no dict)
-            path, _, offset = key.rpartition("@")
+            path, _, place = key.rpartition("@")
+            offset, _, cut = place.partition("#")
             length = file.get_slice(key).get_shape()[0]
-            where[path].append((int(offset), int(offset) + length, file, key))
+            where[path].append(
+                Stored(int(offset), int(offset) + length, file, key, tuple(map(int, cut.split(":"))) if cut else None)
+            )
     vectors = {name: torch.zeros_like(like) for name in names}
     for name, vector in vectors.items():
         for fragment in params.fragments:
-            missing = fragment.length
-            for begin, end, file, key in where[f"{name}/{fragment.name}"]:
-                low, high = max(begin, fragment.offset), min(end, fragment.offset + fragment.length)
-                if low < high:
-                    at = fragment.begin + low - fragment.offset
-                    vector[at : at + high - low] = file.get_slice(key)[low - begin : high - begin].to(vector)
-                    missing -= high - low
+            stored = where[f"{name}/{fragment.name}"]
+            straight = fragment.cut is None and all(part.cut is None for part in stored)
+            missing = (read_range if straight else read_across)(fragment, stored, vector[fragment.here])
             if missing:
                 raise UsageError(f"{folder} lacks {missing} elements of {name}/{fragment.name}; give another checkpoint")
     return vectors
@@ -101,6 +101,43 @@ def load_tables(folder: Path) -> dict[str, Tensor]:
         return load_file(folder / TABLES)
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{folder / TABLES} cannot be read ({error}); give an older checkpoint") from None
+
+
+class Stored(NamedTuple):
+    """A tensor of a shard file: elements `begin` to `end` of the flattened parameter, or of a cut of it."""
+
+    begin: int
+    end: int
+    file: Any
+    key: str
+    cut: tuple[int, ...] | None
+
+
+def place_in_parameter(fragment: Fragment) -> str:
+    return f"{fragment.name}@{fragment.offset}" + (f"#{':'.join(map(str, fragment.cut))}" if fragment.cut else "")
+
+
+def read_range(fragment: Fragment, stored: list[Stored], into: Tensor) -> int:
+    """Read the overlap of a fragment with what is stored; return how many elements are missing."""
+    missing = fragment.length
+    for part in stored:
+        low, high = max(part.begin, fragment.offset), min(part.end, fragment.offset + fragment.length)
+        if low < high:
+            values = part.file.get_slice(part.key)[low - part.begin : high - part.begin]
+            into[low - fragment.offset : high - fragment.offset] = values.to(into)
+            missing -= high - low
+    return missing
+
+
+def read_across(fragment: Fragment, stored: list[Stored], into: Tensor) -> int:
+    """The same where one side is cut across rows (tensor parallelism): by way of the whole parameter."""
+    whole, known = torch.zeros(fragment.shape), torch.zeros(fragment.shape)
+    for part in stored:
+        piece = Fragment(fragment.name, fragment.shape, 0, part.begin, part.end - part.begin, cut=part.cut)  # type: ignore[arg-type]
+        piece.fill(whole, part.file.get_tensor(part.key).float())
+        piece.fill(known, torch.ones(piece.length))
+    into.copy_(fragment.take(whole))
+    return fragment.length - int(fragment.take(known).sum())
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -38,6 +38,7 @@ def resolved(c: Any) -> dict[str, Any]:
 def problems(c: Any) -> Iterator[str]:
     """One line for everything about the algorithm that contradicts something else."""
     yield from _without_effect(c)
+    yield from _of_the_spread(c)
     yield from _of_the_algorithm(c)
     yield from _of_inner_settings(c)
     yield from _of_the_outer_optimizer(c)
@@ -62,6 +63,41 @@ def _without_effect(c: Any) -> Iterator[str]:
                "leave it out")  # fmt: skip
     if c.trajectory_gib is not None and c.trajectory_gib < 0:
         yield f"trajectory_gib={c.trajectory_gib} is below 0; use 0 to keep the whole trajectory in host memory"
+
+
+def _of_the_spread(c: Any) -> Iterator[str]:
+    """What pipeline stages and tensor parallelism do not go with; data parallelism and ZeRO 3 go with all of it."""
+    stages, tensor = c.pipeline_stages, c.tensor_parallel_size
+    if stages > 1 and tensor > 1:
+        yield (f"pipeline_stages={stages} and tensor_parallel_size={tensor} are not combined; use one of them, with data "
+               "parallelism beside it")  # fmt: skip
+    if stages * tensor == 1:
+        return
+    spread = f"pipeline_stages={stages}" if stages > 1 else f"tensor_parallel_size={tensor}"
+    if c.engine == "plain":
+        yield "engine=plain holds a whole model on one rank; leave out pipeline_stages and tensor_parallel_size"
+    of_stages = {
+        "lora_r": "adapters are made on a whole model, and a stage reads its own layers only",
+        "packing": "stages before the last run the base model, which does not know packed rows",
+        "gradient_checkpointing": "layers that are computed twice are not tested in DeepSpeed's pipeline engine",
+        "offload_outer": "how the stages' state lies in host memory is not tested",
+    }
+    of_tensor = {
+        "lora_r": "adapters are not cut with the weights that they stand beside",
+        "packing": "packed rows are not tested with cut attention heads",
+        "gradient_checkpointing": "the sums of cut layers are not tested when layers are computed twice",
+        "offload_outer": "how cut weights' state lies in host memory is not tested",
+    }
+    for name, why in (of_stages if stages > 1 else of_tensor).items():
+        if getattr(c, name):
+            yield f"{spread} with {name}={getattr(c, name)}: {why}; use ZeRO 3, or leave {name} out"
+    if c.prototype_gradient or c.algorithm in ("anil", "protonet"):
+        what = f"algorithm={c.algorithm}" if c.algorithm in ("anil", "protonet") else "prototype_gradient=True"
+        why = ("their gradient begins in the middle of the last stage" if stages > 1 else
+               "tensor ranks run the same rows, which would count twice")  # fmt: skip
+        yield f"{spread} with {what}: gradients back through features are not implemented ({why}); use ZeRO 3"
+    if c.algorithm == "in_context":
+        yield f"{spread} with algorithm=in_context is not tested: whole support sets travel as prompts; use ZeRO 3"
 
 
 def _of_the_algorithm(c: Any) -> Iterator[str]:

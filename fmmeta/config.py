@@ -202,6 +202,8 @@ class MetaConfig:
 class ParallelConfig:
     deepspeed: str | None = setting(None, "DeepSpeed JSON, as HF users have it; see ds_configs/")
     group_size: str = setting("auto", "Ranks that hold one model together; auto: the fewest that hold it by estimate")
+    pipeline_stages: int = setting(1, "Cut the model into this many pipeline stages inside each group")
+    tensor_parallel_size: int = setting(1, "Cut the weight matrices of each layer over this many ranks of each group")
     micro_batch_size: int = setting(32, "Most examples of one forward pass on one rank")
     engine: str = setting(
         "auto",
@@ -341,14 +343,16 @@ LEAST = {
     "lora_r": 0, "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
     "inner_steps": 0, "inner_weight_decay": 0, "cg_steps": 1, "cg_damping": 0, "first_order_steps": 0, "multi_step_loss_steps": 0,
     "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
-    "micro_batch_size": 1, "save_steps": 0, "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
+    "micro_batch_size": 1, "pipeline_stages": 1, "tensor_parallel_size": 1,
+    "save_steps": 0, "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
     "logging_steps": 1, "weight_decay": 0, "prefetch_factor": 1, "prepare_timeout": 1,
 }  # fmt: skip
 
 # Settings that may differ between a run and its continuation: they do not change theta.
 FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
-    "eval_episodes", "group_size", "micro_batch_size", "engine", "deepspeed", "max_bad_steps", "attn_implementation",
+    "eval_episodes", "group_size", "pipeline_stages", "tensor_parallel_size", "micro_batch_size", "engine", "deepspeed",
+    "max_bad_steps", "attn_implementation",
     "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
     "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",
 }  # fmt: skip

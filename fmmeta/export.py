@@ -1,7 +1,8 @@
 """From theta to an ordinary HF folder: config, safetensors, tokenizer, and fmmeta.json with what adaptation needs.
 
 `from_pretrained` reads it without fmmeta. An encoder with fmmeta's pooling becomes a sentence-transformers folder.
-LoRA leaves the adapters there, which peft loads on their base, and on request an ordinary model in merged/ beside it.
+A model is written file by file, each by the rank that holds its tensors or the first one; nobody holds all of it. LoRA leaves
+adapters there, which peft loads on their base, and on request an ordinary model in merged/ beside it.
 """
 
 from __future__ import annotations
@@ -21,62 +22,130 @@ from fmmeta.models.lora import merged, save_adapter
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
 
-RATES = "inner_lr.safetensors"
+HEAD_FILE, RATES = "head.safetensors", "inner_lr.safetensors"
+FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this large, if the model has as much
 
 
 def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor], config: Config, description: Description,
            tokenizer: Any, ranks: Ranks, rates: Rates | None = None) -> None:  # fmt: skip
-    """Write `folder`. `frozen`: tensors that are not trained, by name; `rates`: written if they were learned. One parameter is
-    gathered at a time, on the first group only. Collective: world.
+    """Write `folder`. `frozen`: tensors that are not trained, by name, on the ranks that write them; `rates`: written if they
+    were learned. Collective: world.
     """
     skeleton = empty_learner(config, description)
     shapes = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}
-    weights = dict(frozen)
+    if config.lora_r:
+        weights = gather(theta, worker, shapes, ranks)
+        with ranks.world.together("exporting the adapters"):
+            if ranks.first:
+                write_adapters(folder, skeleton, weights, config, description, tokenizer, rates)
+    else:
+        with ranks.world.together("exporting the configuration"):
+            if ranks.first:
+                folder.mkdir(parents=True, exist_ok=True)
+                save_model(folder, skeleton.hf, description, {})
+                accompany(folder, skeleton, config, description, tokenizer, rates)
+        failure: Exception | None = None
+        if ranks.layout.group_index == 0:
+            failure = write_weights(folder, theta, worker, frozen, skeleton, config)
+        with ranks.world.together("exporting the weights"):
+            if failure is not None:
+                raise failure
+    if rates is not None and rates.element is not None:
+        named = gather(rates.element, worker, shapes, ranks)
+        with ranks.world.together("exporting the inner rates"):
+            if ranks.first:
+                save_tensors({name.removeprefix("hf."): value for name, value in named.items()}, folder / RATES)
+
+
+def gather(vector: Tensor, worker: Worker, shapes: dict[str, tuple[int, ...]], ranks: Ranks) -> dict[str, Tensor]:
+    """Whole parameters out of a vector, by name, on the first rank; empty elsewhere. Collective: first group."""
+    found = {}
     if ranks.layout.group_index == 0:
         for name, shape in shapes.items():
-            whole = worker.whole(theta, name, shape)
+            whole = worker.whole(vector, name, shape)
             if ranks.first:
-                weights[name] = whole.cpu()
-    with ranks.world.together("exporting the model"):
-        if ranks.first:
-            write(folder, skeleton, weights, config, description, tokenizer, rates)
-    if rates is not None and rates.element is not None:
-        export_rates(folder / RATES, rates.element, worker, shapes, ranks)
+                found[name] = whole.cpu()
+    return found
 
 
-def export_rates(file: Path, element: Tensor, worker: Worker, shapes: dict[str, tuple[int, ...]], ranks: Ranks) -> None:
-    """Write learned rates per element under the names of the parameters in the folder. Collective: world."""
+def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     from safetensors.torch import save_file
 
-    named = {}
-    if ranks.layout.group_index == 0:
-        for name, shape in shapes.items():
-            whole = worker.whole(element, name, shape)
-            if ranks.first:
-                named[name.removeprefix("hf.")] = whole.cpu()
-    with ranks.world.together("exporting the inner rates"):
-        if ranks.first:
-            save_file(named, file)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, file)
 
 
-def write(
+def write_adapters(
     folder: Path, skeleton: Any, weights: dict[str, Tensor], config: Config, description: Description, tokenizer: Any,
-    rates: Rates | None = None,
+    rates: Rates | None,
 ) -> None:  # fmt: skip
-    """Write `folder` from whole weights by name; with --lora_merge merged/ beside it too."""
+    """Write adapters (whole, by name) as peft does; with --lora_merge merged/ beside the folder too."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not config.lora_r:
-        inside = {name.removeprefix("hf."): value.contiguous() for name, value in weights.items() if name.startswith("hf.")}
-        save_model(folder, skeleton.hf, description, inside)
-    else:
-        save_adapter(folder, skeleton, weights, config)
-        if config.builtin_model:
-            save_model(folder / "base", load_hf(config, description), description)
-    accompany(folder, skeleton, weights, config, description, tokenizer, rates)
+    save_adapter(folder, skeleton, weights, config)
+    if config.builtin_model:
+        save_model(folder / "base", load_hf(config, description), description)
+    folders = [folder]
     if config.lora_merge:
-        beside = folder.with_name("merged")
-        save_model(beside, merged(load_hf(config, description), folder, config), description)
-        accompany(beside, skeleton, weights, config, description, tokenizer, rates)
+        folders.append(folder.with_name("merged"))
+        save_model(folders[1], merged(load_hf(config, description), folder, config), description)
+    for each in folders:
+        accompany(each, skeleton, config, description, tokenizer, rates)
+        if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
+            save_tensors({name: weights[name] for name in skeleton.head_names}, each / HEAD_FILE)
+
+
+def write_weights(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor], skeleton: Any,
+                  config: Config) -> Exception | None:  # fmt: skip
+    """Write the safetensors files one after another, each by the rank that `worker.writer` names. A rank holds one file and
+    one further parameter at a time. Returns what went wrong, since the other ranks wait for this one. Collective: group.
+    """
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    trained = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}
+    files = plan_files(skeleton.hf, worker)
+    failure: Exception | None = None
+    if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
+        head = {name: worker.whole(theta, name, trained[name]).cpu().contiguous() for name in skeleton.head_names}
+        if worker.group.rank == 0:
+            save_file(head, folder / HEAD_FILE)
+    for path, (writer, names) in files.items():
+        held: dict[str, Tensor] = {}
+        for name in names:
+            value = worker.whole(theta, name, trained[name]) if name in trained else frozen.get(name)
+            if worker.group.rank == writer and value is not None:
+                held[name.removeprefix("hf.")] = value.cpu().contiguous()
+        if worker.group.rank == writer:
+            try:
+                save_file(revert_weight_conversion(skeleton.hf, held), folder / path, metadata={"format": "pt"})
+            except Exception as error:
+                failure = error
+    if worker.group.rank == 0 and len(files) > 1:
+        state = skeleton.hf.state_dict()
+        meta = {path: {name[3:]: state[name[3:]] for name in names} for path, (_, names) in files.items()}
+        keys = {key: path for path, tensors in meta.items() for key in revert_weight_conversion(skeleton.hf, tensors)}
+        size = sum(value.numel() * 4 for tensors in meta.values() for value in tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return failure
+
+
+def plan_files(hf: Any, worker: Worker) -> dict[str, tuple[int, list[str]]]:
+    """File names, and for each the rank of the group that writes it and the tensors in it; tied ones are written once."""
+    once = {name for name, _ in hf.named_parameters()} | {name for name, _ in hf.named_buffers()}
+    ignored = set(hf._keys_to_ignore_on_save or ())
+    tensors = {f"hf.{key}": value.numel() * 4 for key, value in hf.state_dict().items() if key in once - ignored}
+    limit = min(FILE_BYTES[1], max(FILE_BYTES[0], sum(tensors.values()) // worker.group.size))
+    files: list[tuple[int, list[str]]] = []
+    full = 0
+    for writer, name in sorted(((worker.writer(name), name) for name in tensors), key=lambda item: item[0]):  # keeps the order
+        if not files or files[-1][0] != writer or full + tensors[name] > limit:
+            files.append((writer, []))
+            full = 0
+        files[-1][1].append(name)
+        full += tensors[name]
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, 1)}
 
 
 def save_model(folder: Path, hf: Any, description: Description, weights: dict[str, Tensor] | None = None) -> None:
@@ -87,18 +156,11 @@ def save_model(folder: Path, hf: Any, description: Description, weights: dict[st
     hf.save_pretrained(folder, state_dict=weights)
 
 
-def accompany(
-    folder: Path, skeleton: Any, weights: dict[str, Tensor], config: Config, description: Description, tokenizer: Any,
-    rates: Rates | None = None,
-) -> None:  # fmt: skip
-    """What lies beside the weights: tokenizer, pooling, a learned head, fmmeta.json."""
-    from safetensors.torch import save_file
-
+def accompany(folder: Path, skeleton: Any, config: Config, description: Description, tokenizer: Any, rates: Rates | None) -> None:
+    """What lies beside the weights: tokenizer, pooling, fmmeta.json."""
     tokenizer.save_pretrained(folder)
     if isinstance(skeleton, PooledClassifier):
         sentence_transformers(folder, config, description)
-        if config.head_init == "learned":
-            save_file({name: weights[name].contiguous() for name in skeleton.head_names}, folder / "head.safetensors")
     defaults = {"task_type": config.task_type, "pooling": description.pooling, "head_init": config.head_init,
                 "algorithm": config.algorithm, "n_way": config.n_way, "k_shot": config.k_shot, "inner_steps": config.inner_steps,
                 "inner_lr": config.inner_lr, "max_length": config.max_length, "inner_optimizer": config.inner_optimizer,

@@ -132,7 +132,8 @@ class Run:
                 for episode in self._episodes(tally):
                     direction = rule.direction(self.worker, self.theta, episode)
                     meta.add(direction)
-                    tally.add(direction, sum(episode.tokens))
+                    tally.add(direction, sum(episode.tokens) if self.worker.voice else 0)
+                    del direction  # its shard would lie beside the next one's
                 weight = tally.agree(self.ranks)
                 self._judge(tally)
                 moved = self.outer.step(meta.reduce(self.ranks.cross, weight), self.outer_step, meta.extra)

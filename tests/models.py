@@ -25,19 +25,46 @@ def save_llama(folder: Path, tied: bool = True) -> Path:
     return save(LlamaForCausalLM(config), folder)
 
 
-def save_bert(folder: Path) -> Path:
-    """A 2-layer BERT classifier with LayerNorms, biases and dropout in its configuration.
+DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox")
+ENCODERS = ("bert", "roberta")
+
+
+def save_family(folder: Path, family: str, tied: bool = True, layers: int = 3) -> Path:
+    """A small model of a family; Mistral and Qwen2 look back over a short window only, the latter not in its first layer."""
+    import transformers
+
+    if family in ENCODERS:
+        return save_bert(folder, family, layers)
+    shared = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 4, "vocab_size": 259,
+              "max_position_embeddings": 128, "tie_word_embeddings": tied, "pad_token_id": 0, "bos_token_id": 1,
+              "eos_token_id": 2, "initializer_range": 0.1}  # fmt: skip
+    grouped = {"num_key_value_heads": 2, "intermediate_size": 48}
+    own = {
+        "llama": grouped,
+        "mistral": {**grouped, "sliding_window": 8, "head_dim": 8},
+        "qwen2": {**grouped, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        "qwen3": {**grouped, "head_dim": 8},
+        "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+        "gpt_neox": {"intermediate_size": 48, "rotary_pct": 0.5},
+    }[family]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **shared, **own)
+    return save(transformers.AutoModelForCausalLM.from_config(config), folder)
+
+
+def save_bert(folder: Path, family: str = "bert", layers: int = 2) -> Path:
+    """A BERT or RoBERTa classifier with LayerNorms, biases and dropout in its configuration.
 
     It is trained for a second to tell words apart: at random weights it ignores the text, gradients are as small as
     rounding errors, and comparisons of them say nothing.
     """
-    from transformers import BertConfig, BertForSequenceClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification
 
     torch.manual_seed(0)
-    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=259,
-                        max_position_embeddings=128, type_vocab_size=1, num_labels=len(WORDS), pad_token_id=0,
-                        initializer_range=0.05)  # fmt: skip
-    model, tokenizer = BertForSequenceClassification(config).eval(), byte_tokenizer(128)
+    config = AutoConfig.for_model(family, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=48,
+                                  vocab_size=259, max_position_embeddings=130, type_vocab_size=1, num_labels=len(WORDS),
+                                  pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.05)  # fmt: skip
+    model, tokenizer = AutoModelForSequenceClassification.from_config(config).eval(), byte_tokenizer(128)
     optimizer, rng = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(1)
     for _ in range(30):
         labels = [rng.randrange(len(WORDS)) for _ in range(32)]

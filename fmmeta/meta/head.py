@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.parallel.worker import Pass, WholeWorker, Worker
 from fmmeta.tasks.batch import MicroBatch
 
 
@@ -60,6 +60,7 @@ class HeadStart:
         of_weight, of_bias = worker.whole(v, self.names[0], shape), worker.whole(v, self.names[1], shape[:1])
         of_mean = (2 * of_weight - 2 * means.means * of_bias[:, None]) / means.counts
         cotangents = [of_mean[batch.labels.to(of_mean.device)] * counted(batch, of_mean) for batch in support]
+        assert isinstance(worker, WholeWorker), "combinations.py refuses pipeline stages here"
         worker.write(theta)
         pulled, result = worker.pull(support, cotangents)
         return pulled.add_(v), [result]
@@ -76,6 +77,6 @@ def class_means(worker: Worker, support: Sequence[MicroBatch], features: Sequenc
     for batch, rows in zip(support, features, strict=True):
         with_ones = torch.cat([rows, torch.ones_like(rows[:, :1])], 1) * counted(batch, rows)
         sums.index_add_(0, batch.labels.to(rows.device), with_ones)
-    worker.group.sum_(sums)
+    worker.group.sum_(sums if worker.voice else sums.zero_())
     counts = sums[:, -1:].clamp(min=1)
     return Means(sums[:, :-1] / counts, counts)

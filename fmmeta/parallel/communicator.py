@@ -16,7 +16,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -78,6 +78,13 @@ class Communicator:
         table[self.rank, : len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
         self.sum_(table)
         return [bytes(row[:length].tolist()) for row, length in zip(table, lengths.tolist(), strict=True)]
+
+    def subset(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator of some ranks of this one, which must be the default group; None on the others. Collective: this one."""
+        backend = dist.new_group(list(ranks))
+        if self.rank not in ranks:
+            return None
+        return Communicator(backend, list(ranks).index(self.rank), len(ranks), self.device)
 
     def barrier(self) -> None:
         """Wait for every rank. Collective: this communicator."""

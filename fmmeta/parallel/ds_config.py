@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ REFUSED = {
     "progressive_layer_drop": "it drops layers by step count, and inner steps would count",
     "eigenvalue": "it is tied to DeepSpeed's own training loop",
     "autotuning": "it starts runs of its own; use --group_size auto",
-    "tensor_parallel": "it is not supported yet",
+    "tensor_parallel": "it is made by --tensor_parallel_size",
     "sequence_parallel_size": "it is not supported yet",
-    "pipeline": "it is not supported yet",
+    "pipeline": "stages are made by --pipeline_stages",
     "hybrid_engine": "it is for RLHF generation",
     "zero_quantized_weights": "it makes passes inexact",
     "zero_quantized_gradients": "it makes passes inexact",
@@ -55,6 +55,7 @@ class Precision:
     zero_stage: int
     bf16: bool
     offload: bool
+    live: int = 10**9  # parameters that ZeRO 3 may hold whole at a time
 
 
 def read(path: str | None, bf16: bool, notice: Callable[[str], None]) -> tuple[dict[str, Any], Precision]:
@@ -84,7 +85,38 @@ def read(path: str | None, bf16: bool, notice: Callable[[str], None]) -> tuple[d
     offload = check_offload(zero, stage, name)
     asked = block_of(config, "bf16", '{"enabled": true}', name).get("enabled", "auto")
     bf16 = bf16 if asked == "auto" else bool(asked)
-    return config, Precision(stage, bf16, offload)
+    live = zero.get("stage3_max_live_parameters", "auto")
+    return config, Precision(stage, bf16, offload, *([int(live)] if live != "auto" else []))
+
+
+def for_pipeline(config: dict[str, Any], precision: Precision, notice: Callable[[str], None]) -> tuple[dict[str, Any], Precision]:
+    """The same file for a pipeline. Raises `UsageError` for what DeepSpeed's pipeline engine cannot do.
+
+    ZeRO 0 in bf16 becomes ZeRO 1: DeepSpeed uses one wrapper (BF16_Optimizer) for both, and adds gradients up in fp32 in
+    ZeRO 1 only. In fp32, ZeRO 1 computes no gradient norm: it would do so with one reduction over the stages per parameter
+    group, and stages have different groups (only the last one has a head), so they would wait for each other for ever.
+    """
+    if precision.zero_stage > 1:
+        raise UsageError(f"pipeline_stages does not go with ZeRO {precision.zero_stage}, which cuts what a stage computes with; "
+                         "use a DeepSpeed file with zero_optimization.stage 0 or 1")  # fmt: skip
+    if precision.offload:
+        raise UsageError("pipeline_stages does not go with offload_optimizer, which DeepSpeed's pipeline engine was not tested "
+                         "with; remove it, or use ZeRO 3 without stages")  # fmt: skip
+    if precision.bf16 and precision.zero_stage == 0:
+        notice("ZeRO 0 in bf16 runs as ZeRO 1 in a pipeline, which adds gradients up in fp32")
+        config = {**config, "zero_optimization": {**config["zero_optimization"], "stage": 1}}
+        precision = replace(precision, zero_stage=1)
+    if precision.zero_stage == 1 and not precision.bf16:
+        config = {**config, "zero_optimization": {**config["zero_optimization"], "compute_grad_norm": False}}
+    return config, precision
+
+
+def for_tensor(precision: Precision) -> None:
+    """Raises `UsageError` for what was not tested around tensor parallelism."""
+    if precision.zero_stage > 1 or precision.offload:
+        what = "offload_optimizer" if precision.offload else f"ZeRO {precision.zero_stage}"
+        raise UsageError(f"tensor_parallel_size does not go with {what}, which was not tested around it; use a DeepSpeed "
+                         "file with zero_optimization.stage 0 or 1 and no offload")  # fmt: skip
 
 
 def complete(config: dict[str, Any], precision: Precision, hidden_size: int) -> dict[str, Any]:

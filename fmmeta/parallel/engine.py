@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fmmeta.models.stream import Stream
 from fmmeta.parallel import shards
 from fmmeta.parallel.communicator import Communicator
-from fmmeta.parallel.worker import Update, Worker
+from fmmeta.parallel.layout import Place
+from fmmeta.parallel.tensor import Cut, cut_of
+from fmmeta.parallel.worker import Update, WholeWorker, Worker
+
+Names = Mapping[int, tuple[str, tuple[int, ...]]]
+"""Id of a parameter -> its name and whole shape."""
 
 
 class ShardTap(torch.optim.Optimizer):
@@ -45,31 +52,31 @@ class ShardTap(torch.optim.Optimizer):
                     self.update(param.data.view(-1), grad, self.where[param.data_ptr()])
 
 
-class DeepSpeedWorker(Worker):
-    """One engine over the ranks of `group`, which must be the default process group. `config`: see ds_config.complete."""
+class EngineWorker(Worker):
+    """What workers over an engine share: the tap, the shards, reading and writing them."""
 
-    def __init__(self, model: nn.Module, groups: list[dict[str, Any]], config: dict[str, Any], group: Communicator) -> None:
-        deepspeed = import_deepspeed()
-        self.group, self.device = group, group.device
-        names = {id(p): (name, tuple(p.shape)) for name, p in model.named_parameters()}  # ZeRO 3 empties the shapes
-        bf16 = config["bf16"]["enabled"]
-        exact = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad} if bf16 else {}
-        self.tap = ShardTap(groups)
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.tap, config=config, dist_init_required=False)
-        self.model = self.engine
-        self.shards = shards.of_engine(self.engine, group.rank)
-        self.params = self.shards.param_map(names)
+    engine: Any
+    tap: ShardTap
+
+    def attach(self, engine: Any, shard_rank: int, names: Names, copies: Collection[str] = (),
+               replicated: bool | None = None, cuts: Mapping[str, Cut] | None = None) -> None:  # fmt: skip
+        """Find the shards of `engine`, whose optimizer is the tap; see shards.param_map for the rest."""
+        self.engine = engine
+        self.shards = shards.of_engine(engine, shard_rank)
+        self.params = self.shards.param_map(names, copies, replicated, cuts)
         self.home = self.shards.tensors[0].device
         begin = 0
         for tensor in self.shards.tensors:
             self.tap.where[tensor.data_ptr()] = slice(begin, begin + tensor.numel())
             begin += tensor.numel()
         self.places = list(self.tap.where.values())
-        if exact:  # DeepSpeed makes its fp32 shards from weights that it has rounded to bf16
-            theta = self.read()
-            for name, value in exact.items():
-                self.params.put(theta, name, value)
-            self.write(theta)
+
+    def set_exactly(self, exact: Iterable[tuple[str, Tensor]]) -> None:
+        """Put whole fp32 parameters into the shards: DeepSpeed makes those from weights that it has rounded to bf16."""
+        theta = self.read()
+        for name, value in exact:
+            self.params.put(theta, name, value)
+        self.write(theta)
 
     def read(self) -> Tensor:
         return torch.cat(self.shards.tensors)
@@ -78,18 +85,66 @@ class DeepSpeedWorker(Worker):
         torch._foreach_copy_(self.shards.tensors, [vector[place] for place in self.places])
         self.shards.refresh()
 
+    def refused(self) -> Tensor:
+        """Whether the last step was skipped or met a non-finite gradient on this rank."""
+        skipped = not self.engine.was_step_applied()
+        if skipped or self.tap.bad is None:
+            return torch.tensor(skipped, device=self.device)
+        return self.tap.bad.to(self.device)
+
+
+class DeepSpeedWorker(EngineWorker, WholeWorker):
+    """One engine over the ranks of `group`, which must be the default process group. `config`: see ds_config.complete.
+
+    With tensor parallelism the ranks of a tensor set run the same rows, and the first of them owns what all of them hold.
+    """
+
+    def __init__(self, model: nn.Module, groups: list[dict[str, Any]], config: dict[str, Any], group: Communicator,
+                 place: Place, exact: Iterable[tuple[str, Tensor]] | None = None) -> None:  # fmt: skip
+        """`exact`: whole fp32 parameters by name, where `model` does not hold them itself (ZeRO 3 from birth)."""
+        deepspeed = import_deepspeed()
+        self.group, self.device, self.place = group, group.device, place
+        self.voice = place.tensor_rank == 0
+        # ZeRO 3 empties the shapes
+        names = {id(p): (name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()}
+        bf16 = config["bf16"]["enabled"]
+        if bf16 and exact is None:
+            exact = [(name, p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad]
+        self.tap = ShardTap(groups)
+        self.model, *_ = deepspeed.initialize(model=model, optimizer=self.tap, config=config, dist_init_required=False)
+        if place.tensor == 1:
+            self.attach(self.model, group.rank, names)
+        else:
+            held = [(name, shape, tuple(p.shape)) for p in model.parameters() for name, shape in [names[id(p)]]]
+            cuts = {name: cut for name, shape, part in held if (cut := cut_of(shape, part, place.tensor_rank))}
+            apart = config["zero_optimization"]["stage"] > 0  # data ranks hold different shards
+            copies = [name for name, *_ in held if (place.data_rank and not apart) or (place.tensor_rank and name not in cuts)]
+            self.attach(self.model, place.data_rank, names, copies, False, cuts)
+        if bf16 and exact is not None:
+            self.set_exactly(exact)
+
     def backward(self, loss: Tensor, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss * self.group.size, scale_wrt_gas=False)  # DeepSpeed averages over ranks; we sum
+        self.engine.backward(loss * self.place.data, scale_wrt_gas=False)  # DeepSpeed averages over data ranks; we sum
 
     def apply(self, update: Update) -> Tensor:
         self.tap.update, self.tap.bad = update, None
         self.engine.step()
         self.tap.update = None
-        skipped = not self.engine.was_step_applied()
-        if skipped or self.tap.bad is None:
-            return torch.tensor(skipped, device=self.device)
-        return self.tap.bad.to(self.device)
+        return self.refused()
+
+
+def shard_at_birth(stream: Stream, config: dict[str, Any]) -> None:
+    """Read every parameter of a stream and cut it over the group before the next is read (ZeRO 3). Collective: group."""
+    deepspeed = import_deepspeed()
+    cutter = deepspeed.zero.Init(config_dict_or_path=config)  # its context is for constructors; here the module exists already
+
+    def cut(param: nn.Parameter) -> None:
+        if config["bf16"]["enabled"]:
+            param.data = param.data.bfloat16()
+        cutter._convert_to_zero_parameters([param])
+
+    stream.fill([name for name, _ in stream.learner.named_parameters()], cut)
 
 
 def import_deepspeed() -> Any:

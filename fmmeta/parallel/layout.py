@@ -103,6 +103,41 @@ class Layout:
         return f"{self.num_groups} {groups} of {self.group_size} {ranks}"
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands inside its group: group_size = pipeline stages x tensor ranks x data ranks.
+
+    Ranks follow each other as DeepSpeed counts them: tensor ranks are neighbours, then data ranks, then stages.
+    """
+
+    group_rank: int
+    group_size: int
+    stages: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in (("pipeline_stages", self.stages), ("tensor_parallel_size", self.tensor)):
+            if self.group_size % size:
+                raise UsageError(f"group_size={self.group_size} is not a multiple of {name}={size}; use {size} or {2 * size}")
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks: how many parts each set of examples is cut into."""
+        return self.group_size // (self.stages * self.tensor)
+
+    @property
+    def stage(self) -> int:
+        return self.group_rank // (self.data * self.tensor)
+
+    @property
+    def data_rank(self) -> int:
+        return self.group_rank // self.tensor % self.data
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.group_rank % self.tensor
+
+
 def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 

@@ -1,9 +1,11 @@
 """How much memory a rank needs, by estimate, and the smallest group that has it.
 
-Bytes per rank for P trained and F frozen parameters in a group of M ranks, w bytes per working weight (docs/memory.md):
+Bytes per rank for P trained and F frozen parameters (of the largest stage, or of a tensor rank) shared by M data ranks,
+w bytes per working weight (docs/memory.md):
 
     weights      (P + F) w  / M at ZeRO 3
-    gradients    P 4        / M at ZeRO 2 and 3
+    gathered     whole parameters that ZeRO 3 holds at once: at most stage3_max_live_parameters x w
+    gradients    P 4        / M at ZeRO 2 and 3; twice at ZeRO 3, and at ZeRO 0 where M > 1: flattened for step or reduction
     master       P 4        / M at ZeRO 1 to 3; none in fp32 at ZeRO 0, where the weights are the masters
     meta         5 P 4      / M at ZeRO 1 to 3: theta, meta-gradient, one captured direction, two Adam moments; with
                             --offload_outer the direction stays and 4 P 4 lie in host memory
@@ -15,7 +17,7 @@ Bytes per rank for P trained and F frozen parameters in a group of M ranks, w by
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +25,8 @@ import torch
 from fmmeta.config import UsageError
 from fmmeta.parallel.communicator import World
 from fmmeta.parallel.ds_config import Precision
-from fmmeta.parallel.layout import divisors
+from fmmeta.parallel.layout import any_of, divisors
+from fmmeta.parallel.limits import host_bytes
 
 GIB = 2**30
 HEADROOM = 0.9  # allocators, buckets and the runtime need the rest
@@ -31,7 +34,7 @@ HEADROOM = 0.9  # allocators, buckets and the runtime need the rest
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the estimate needs of a model and its batches."""
+    """What the estimate needs of a rank's part of a model (of the largest stage), and its batches."""
 
     params: int  # trained
     layers: int
@@ -43,6 +46,7 @@ class Sizes:
     frozen: int = 0  # parameters that are not trained
     checkpointing: bool = False  # layers keep their inputs only
     offload_outer: bool = False  # to another memory than the device's
+    in_flight: int = 1  # micro-batches whose activations a rank keeps
 
     @classmethod
     def of(cls, hf_config: Any, params: int, frozen: int, rows: int, tokens: int, causal: bool, checkpointing: bool,
@@ -59,6 +63,7 @@ class Estimate:
     """Bytes on one rank's device by kind, and in host memory."""
 
     weights: int
+    gathered: int
     gradients: int
     master: int
     meta: int
@@ -78,48 +83,72 @@ class Estimate:
         return f"{summed} = {self.total / GIB:.3g} GiB{beside}"
 
 
-def estimate(sizes: Sizes, precision: Precision, group_size: int) -> Estimate:
-    """Peak bytes of one rank in a group of `group_size`."""
+def estimate(sizes: Sizes, precision: Precision, sharers: int) -> Estimate:
+    """Peak bytes of one rank. `sharers`: the ranks that ZeRO cuts over (of a stage or tensor rank, the data ranks)."""
     stage, width = precision.zero_stage, 2 if precision.bf16 else 4
-    share = [1 if stage < least else group_size for least in (3, 2, 1)]
+    share = [1 if stage < least else sharers for least in (3, 2, 1)]
     fp32 = 4 * sizes.params
     layer = 34 * sizes.hidden + 5 * sizes.heads * sizes.tokens  # bytes of a token in bf16
     per_token = 2 * sizes.layers * sizes.hidden + layer if sizes.checkpointing else sizes.layers * layer
     return Estimate(
         weights=(sizes.params + sizes.frozen) * width // share[0],
-        gradients=fp32 // share[1],
+        gathered=min(sizes.params + sizes.frozen, precision.live) * width if share[0] > 1 else 0,
+        gradients=fp32 // share[1] * (2 if stage == 3 or (stage == 0 and sharers > 1) else 1),
         master=0 if stage == 0 and not precision.bf16 else fp32 // share[2],
         meta=(1 if sizes.offload_outer else 5) * fp32 // share[2],
-        activations=sizes.rows * sizes.tokens * per_token * width // 2,
+        activations=sizes.in_flight * sizes.rows * sizes.tokens * per_token * width // 2,
         logits=12 * sizes.rows * sizes.tokens * sizes.vocab,
         host=4 * fp32 // share[2] if sizes.offload_outer else 0,
     )
 
 
 def free_bytes(device: torch.device, local_world_size: int) -> int:
-    """Memory that one rank may use: its GPU's, or its share of what the host has free."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes(local_world_size)
+    """Memory that one rank may use: its GPU's, or its share of what the host has free, or what limits leave it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return host_bytes(local_world_size)
 
 
-def host_bytes(local_world_size: int) -> int:
-    """One rank's share of what the host has free."""
-    import psutil
+def check_group_size(world: World, sizes: Sizes, precision: Precision, group_size: int, model_ranks: int = 1) -> None:
+    """Refuse a group size that was asked for and cannot hold the model. `model_ranks`: stages x tensor ranks. Collective: world.
 
-    return psutil.virtual_memory().available // local_world_size
-
-
-def choose_group_size(world: World, sizes: Sizes, precision: Precision) -> tuple[int, str]:
-    """Smallest divisor of the local ranks at which the estimate fits, and the arithmetic. Collective: world.
-
-    Raises `UsageError` on every rank if none does.
+    With offload part of it lies elsewhere: nothing is refused.
     """
+    free, _ = least_free(world)
+    needed = estimate(sizes, at_size(precision, group_size), group_size // model_ranks)
+    if needed.total > free and not precision.offload:
+        sizes_tried = [size for size in divisors(world.launch.world_size) if size % model_ranks == 0]
+        enough = [s for s in sizes_tried if estimate(sizes, at_size(precision, s), s // model_ranks).total <= HEADROOM * free]
+        instead = f"group_size {any_of([str(size) for size in enough])}" if enough else "ZeRO 3, --pipeline_stages or more ranks"
+        stage = at_size(precision, group_size).zero_stage
+        raise UsageError(f"group_size={group_size} needs {needed} per rank at ZeRO {stage}, and {free / GIB:.3g} GiB are free; "
+                         f"use {instead}")  # fmt: skip
+
+
+def at_size(precision: Precision, group_size: int) -> Precision:
+    """A group of one runs plain PyTorch, which keeps what ZeRO 0 keeps."""
+    return replace(precision, zero_stage=0) if group_size == 1 and not precision.offload else precision
+
+
+def least_free(world: World) -> tuple[int, int]:
+    """Bytes of its device and of host memory that every rank has. Collective: world."""
     local = world.launch.local_world_size
     mine = (free_bytes(world.device, local), host_bytes(local))
     everywhere = [json.loads(text) for text in world.comm.gather_bytes(json.dumps(mine).encode())]
     free, host = (min(values) for values in zip(*everywhere, strict=True))
+    return free, host
+
+
+def choose_group_size(world: World, sizes: Sizes, precision: Precision, model_ranks: int = 1) -> tuple[int, str]:
+    """Smallest divisor of the local ranks, and multiple of `model_ranks` (stages x tensor ranks), at which the estimate fits,
+    and the arithmetic. Collective: world.
+
+    Raises `UsageError` on every rank if none does.
+    """
+    local, (free, host) = world.launch.local_world_size, least_free(world)
     for size in divisors(local):
-        if world.launch.world_size % size == 0:
-            needed = estimate(sizes, precision, size)
+        if world.launch.world_size % size == 0 and size % model_ranks == 0:
+            needed = estimate(sizes, at_size(precision, size), size // model_ranks)
             if needed.total <= HEADROOM * free and needed.host <= HEADROOM * host:
                 return size, f"group_size {size} (auto): {needed}, of {free / GIB:.3g} GiB free per rank"
     in_host = f" (and {host / GIB:.3g} in host memory)" if needed.host else ""

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.shards import Fragment, ParamMap
-from fmmeta.parallel.worker import Update, Worker
+from fmmeta.parallel.worker import Update, WholeWorker
 
 
-class PlainWorker(Worker):
+class PlainWorker(WholeWorker):
     """Holds the whole model. `groups`: parameter groups as `shards.param_groups` returns them."""
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]], device: torch.device, bf16: bool = False) -> None:

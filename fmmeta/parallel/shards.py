@@ -11,7 +11,7 @@ A `ParamMap` says which slice of which parameter each element is. Padding that Z
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,18 @@ GROUPS = ("decay", "no_decay", "head")
 
 @dataclass(frozen=True)
 class Fragment:
-    """`length` elements of parameter `name`, from `offset` of the flattened parameter, lying at `begin` of the vector."""
+    """`length` elements of parameter `name`, from `offset` of the flattened parameter, lying at `begin` of the vector.
+
+    With a `cut` (dimension, first index, length: tensor parallelism) the offset counts in that part of the parameter.
+    """
 
     name: str
     shape: tuple[int, ...]
     begin: int
     offset: int
     length: int
+    owned: bool = True  # whether these elements count here; another rank of the group owns them if not
+    cut: tuple[int, int, int] | None = None
 
     @property
     def here(self) -> slice:
@@ -39,12 +44,28 @@ class Fragment:
     def there(self) -> slice:
         return slice(self.offset, self.offset + self.length)
 
+    def take(self, whole: Tensor) -> Tensor:
+        """These elements out of the whole parameter."""
+        part = whole.view(self.shape)
+        return (part if self.cut is None else part.narrow(*self.cut)).reshape(-1)[self.there]
+
+    def fill(self, whole: Tensor, values: Tensor) -> None:
+        """Write these elements into the whole parameter (contiguous)."""
+        if self.cut is None:
+            whole.view(-1)[self.there] = values
+            return
+        part = whole.view(self.shape).narrow(*self.cut)
+        flat = part.reshape(-1).clone()
+        flat[self.there] = values
+        part.copy_(flat.view_as(part))
+
 
 @dataclass(frozen=True)
 class ParamMap:
     """Names for the elements of a rank's flat vector.
 
     `replicated`: every rank of the group holds all of it (ZeRO 0), so sums over the model need no communication.
+    Where ranks hold parts, each element of the model is owned by exactly one of them.
     """
 
     fragments: tuple[Fragment, ...]
@@ -56,16 +77,26 @@ class ParamMap:
         wanted = set(names)
         return [fragment for fragment in self.fragments if fragment.name in wanted]
 
+    def counted(self) -> list[slice]:
+        """The parts of the vector that count in sums over the model: all of it but copies of what another rank owns."""
+        runs, begin = [], 0
+        for fragment in sorted(self.fragments, key=lambda fragment: fragment.begin):
+            if not fragment.owned:
+                runs.append(slice(begin, fragment.begin))
+                begin = fragment.begin + fragment.length
+        return [run for run in [*runs, slice(begin, self.numel)] if run.start < run.stop]
+
     def put(self, vector: Tensor, name: str, value: Tensor) -> None:
         """Write this rank's slice of a whole parameter into `vector`."""
         for fragment in self.named([name]):
-            vector[fragment.here] = value.reshape(-1)[fragment.there].to(vector)
+            vector[fragment.here] = fragment.take(value).to(vector)
 
     def whole(self, vector: Tensor, name: str, shape: tuple[int, ...], sum_over_group: Callable[[Tensor], Tensor]) -> Tensor:
         """Assemble one parameter from the vectors of the group. Collective: group (none if replicated)."""
         flat = vector.new_zeros(torch.Size(shape).numel())
         for fragment in self.named([name]):
-            flat[fragment.there] = vector[fragment.here]
+            if fragment.owned:
+                fragment.fill(flat, vector[fragment.here])
         return (flat if self.replicated else sum_over_group(flat)).view(shape)
 
 
@@ -78,7 +109,8 @@ def param_groups(model: nn.Module, head: Iterable[str], weight_decay: bool) -> l
     sorted_into: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
     for name, param in model.named_parameters():
         if param.requires_grad:
-            sorted_into["head" if name in head else "decay" if weight_decay and param.ndim > 1 else "no_decay"].append(param)
+            matrix = len(getattr(param, "ds_shape", param.shape)) > 1  # ZeRO 3 from birth empties the shape
+            sorted_into["head" if name in head else "decay" if weight_decay and matrix else "no_decay"].append(param)
     return [{"params": params, "name": name} for name, params in sorted_into.items() if params]
 
 
@@ -95,17 +127,24 @@ class Shards:
     refresh: Callable[[], None]
     replicated: bool
 
-    def param_map(self, names: Mapping[int, tuple[str, tuple[int, ...]]]) -> ParamMap:
-        """`names`: id of a parameter -> its name and whole shape."""
+    def param_map(self, names: Mapping[int, tuple[str, tuple[int, ...]]], copies: Collection[str] = (),
+                  replicated: bool | None = None,
+                  cuts: Mapping[str, tuple[int, int, int]] | None = None) -> ParamMap:  # fmt: skip
+        """`names`: id of a parameter -> its name and whole shape; `copies`: names of those that another rank owns; `cuts`: the
+        part of a parameter that this rank holds, where it does not hold all of it.
+        """
         fragments, groups, begin = [], {}, 0
         for tensor, pieces, group in zip(self.tensors, self.pieces, self.group_names, strict=True):
             for param, at, offset, length in pieces:
                 name, shape = names[id(param)]
-                fragments.append(Fragment(name, shape, begin + at, offset, length))
+                cut = (cuts or {}).get(name)
+                if cut and cut[0] == 0:  # rows follow each other in the whole parameter too
+                    offset, cut = offset + cut[1] * (torch.Size(shape).numel() // shape[0]), None
+                fragments.append(Fragment(name, shape, begin + at, offset, length, name not in copies, cut))
             first = groups[group].start if group in groups else begin
             begin += tensor.numel()
             groups[group] = slice(first, begin)
-        return ParamMap(tuple(fragments), begin, groups, self.replicated)
+        return ParamMap(tuple(fragments), begin, groups, self.replicated if replicated is None else replicated)
 
 
 def of_engine(engine: Any, group_rank: int) -> Shards:

@@ -6,7 +6,7 @@
     gradient(batches, restore) -> vector, Pass      the same, capturing instead         query gradient
     forward(batches) -> Pass             loss and accuracy, no gradient                 evaluation
     features(batches) -> [[B, D]]        what the classifier head sees, no gradient     prototypes
-    pull(batches, cotangents) -> vector, Pass    gradient of <features, cotangents>     back through features
+    pull(batches, cotangents) -> vector, Pass    gradient of <features, cotangents>     back through features (WholeWorker)
     dot(a, b) -> float                   over the whole model, each element once
     dots(a, b, segments, n) -> [n]       the same, by layer                             learned rates
 
@@ -58,13 +58,13 @@ class Pass:
 
 
 class Worker(ABC):
-    """The verbs over two primitives: `accumulate` gradients of micro-batches, `apply` an update to the shards."""
+    """The verbs."""
 
     params: ParamMap
-    model: nn.Module
     group: Communicator
     device: torch.device  # of the working weights
     home: torch.device  # of the fp32 shards and of vectors: the host's where DeepSpeed offloads them
+    voice = True  # False where other ranks of the group run the same rows: what they give is counted there
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -73,6 +73,82 @@ class Worker(ABC):
     @abstractmethod
     def write(self, vector: Tensor) -> None:
         """Replace the shards and refresh the working weights. Collective: group."""
+
+    @abstractmethod
+    def step(self, batches: Sequence[MicroBatch], update: Update) -> Pass:
+        """One optimisation step on the mean loss over `batches`. Collective: group."""
+
+    @abstractmethod
+    def forward(self, batches: Sequence[MicroBatch]) -> Pass:
+        """Loss and accuracy over `batches`. Collective: group."""
+
+    @abstractmethod
+    def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Input of the classifier head for the rows of each micro-batch of this rank, fp32 [B, D]; of no meaning on a rank
+        without voice. Collective: group.
+        """
+
+    def gradient(self, batches: Sequence[MicroBatch], restore: Tensor | None = None) -> tuple[Tensor, Pass]:
+        """Return the gradient of the mean loss, fp32 [S]; leave the weights alone, or put `restore` in. Collective: group."""
+        return self._capture(lambda update: self.step(batches, update), restore)
+
+    def _capture(self, step: Callable[[Update], Pass], restore: Tensor | None = None) -> tuple[Tensor, Pass]:
+        captured = torch.zeros(self.params.numel, device=self.home)
+
+        def capture(shard: Tensor, grad: Tensor, where: slice) -> None:
+            captured[where] = grad
+            if restore is not None:
+                shard.copy_(restore[where])
+
+        result = step(capture)
+        if restore is not None and not result.finite:
+            self.write(restore)  # a skipped step restores nothing
+        return captured, result
+
+    def travelled(self, theta: Tensor) -> Tensor:
+        """theta minus what the worker holds, fp32 [S] beside the shards, wherever theta lies."""
+        way = self.read().neg_()
+        for part, there in zip(way.split(CHUNK), theta.split(CHUNK), strict=True):
+            part.add_(there.to(part.device))
+        return way
+
+    def dot(self, a: Tensor, b: Tensor) -> float:
+        """Inner product over the whole model. Collective: group (none if replicated)."""
+        product = torch.zeros((), dtype=torch.float64, device=self.device)
+        for run in self.params.counted():
+            for x, y in zip(a[run].split(2**22), b[run].split(2**22), strict=True):  # in pieces: fp64 copies are twice the size
+                product += torch.dot(x.to(self.device).double(), y.to(self.device).double())
+        return float(product if self.params.replicated else self.group.sum_(product))
+
+    def dots(self, a: Tensor, b: Tensor, segments: Sequence[tuple[int, int, int]], count: int) -> Tensor:
+        """Inner products by layer, float64 [count] in host memory, over the whole model.
+
+        segments: begin, end, layer of stretches of this rank's vectors. Collective: group (none if replicated).
+        """
+        sums = torch.zeros(count, dtype=torch.float64, device=a.device)
+        for run in self.params.counted():
+            for begin, end, layer in segments:
+                here = slice(max(begin, run.start), min(end, run.stop))
+                if here.start < here.stop:
+                    sums[layer] += torch.dot(a[here].double(), b[here].double())
+        sums = sums.cpu()
+        return sums if self.params.replicated else self.group.sum_(sums)
+
+    def whole(self, vector: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One whole parameter out of the group's vectors. Collective: group."""
+        return self.params.whole(vector, name, shape, self.group.sum_)
+
+    def writer(self, name: str) -> int:
+        """The rank of the group that writes a parameter to the exported folder."""
+        return 0
+
+
+class WholeWorker(Worker):
+    """A worker each of whose ranks runs the model from tokens to logits: the verbs over two primitives, `backward` of a
+    micro-batch and `apply` of an update to the shards.
+    """
+
+    model: nn.Module
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -86,16 +162,10 @@ class Worker(ABC):
         """
 
     def step(self, batches: Sequence[MicroBatch], update: Update) -> Pass:
-        """One optimisation step on the mean loss over `batches`. Collective: group."""
         return self._step(batches, self._loss, update)
-
-    def gradient(self, batches: Sequence[MicroBatch], restore: Tensor | None = None) -> tuple[Tensor, Pass]:
-        """Return the gradient of the mean loss, fp32 [S]; leave the weights alone, or put `restore` in. Collective: group."""
-        return self._capture(batches, self._loss, restore)
 
     @torch.no_grad()
     def forward(self, batches: Sequence[MicroBatch]) -> Pass:
-        """Loss and accuracy over `batches`. Collective: group."""
         stats = torch.zeros(4, dtype=torch.float64, device=self.device)
         for batch in batches:
             self._loss(batch, stats)
@@ -103,15 +173,7 @@ class Worker(ABC):
 
     @torch.no_grad()
     def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Input of the classifier head for the rows of each micro-batch of this rank, fp32 [B, D]. Collective: group."""
         return [self._call(batch.to(self.device), want="features").float() for batch in batches]
-
-    def travelled(self, theta: Tensor) -> Tensor:
-        """theta minus what the worker holds, fp32 [S] beside the shards, wherever theta lies."""
-        way = self.read().neg_()
-        for part, there in zip(way.split(CHUNK), theta.split(CHUNK), strict=True):
-            part.add_(there.to(part.device))
-        return way
 
     def pull(self, batches: Sequence[MicroBatch], cotangents: Sequence[Tensor]) -> tuple[Tensor, Pass]:
         """Gradient of sum <features, cotangent> over the rows of the group, fp32 [S]; the weights stay.
@@ -126,29 +188,7 @@ class Worker(ABC):
             stats[0] += product.detach()
             return product + 0.0 * logits.float().sum()  # the head takes part, as engines expect of every parameter
 
-        return self._capture(batches, loss)
-
-    def dot(self, a: Tensor, b: Tensor) -> float:
-        """Inner product over the whole model. Collective: group (none if replicated)."""
-        product = torch.zeros((), dtype=torch.float64, device=self.device)
-        for x, y in zip(a.split(2**22), b.split(2**22), strict=True):  # in pieces: fp64 copies are twice the size
-            product += torch.dot(x.to(self.device).double(), y.to(self.device).double())
-        return float(product if self.params.replicated else self.group.sum_(product))
-
-    def dots(self, a: Tensor, b: Tensor, segments: Sequence[tuple[int, int, int]], count: int) -> Tensor:
-        """Inner products by layer, float64 [count] in host memory, over the whole model.
-
-        segments: begin, end, layer of stretches of this rank's vectors. Collective: group (none if replicated).
-        """
-        sums = torch.zeros(count, dtype=torch.float64, device=a.device)
-        for begin, end, layer in segments:
-            sums[layer] += torch.dot(a[begin:end].double(), b[begin:end].double())
-        sums = sums.cpu()
-        return sums if self.params.replicated else self.group.sum_(sums)
-
-    def whole(self, vector: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One whole parameter out of the group's vectors. Collective: group."""
-        return self.params.whole(vector, name, shape, self.group.sum_)
+        return self._capture(lambda update: self._step(batches, loss, update))
 
     def _step(self, batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch, Tensor], Tensor], update: Update) -> Pass:
         stats = torch.zeros(4, dtype=torch.float64, device=self.device)
@@ -158,25 +198,12 @@ class Worker(ABC):
         stats[3] = self.apply(update)
         return Pass(self.group.sum_(stats))
 
-    def _capture(self, batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch, Tensor], Tensor],
-                 restore: Tensor | None = None) -> tuple[Tensor, Pass]:  # fmt: skip
-        captured = torch.zeros(self.params.numel, device=self.home)
-
-        def capture(shard: Tensor, grad: Tensor, where: slice) -> None:
-            captured[where] = grad
-            if restore is not None:
-                shard.copy_(restore[where])
-
-        result = self._step(batches, loss_of, capture)
-        if restore is not None and not result.finite:
-            self.write(restore)  # a skipped step restores nothing
-        return captured, result
-
     def _call(self, batch: MicroBatch, want: str = "logits") -> Any:
         return self.model(batch.input_ids, batch.attention_mask, want=want)
 
     def _loss(self, batch: MicroBatch, stats: Tensor) -> Tensor:
         batch = batch.to(self.device)
         loss, right, rows = objective(self._call(batch), batch)
-        stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
+        if self.voice:
+            stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
         return loss

@@ -24,7 +24,7 @@ from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.load import load_sources
 from fmmeta.tasks.schedule import Schedule
 from tests.launch import run_ranks
-from tests.models import save_bert, save_llama, write_classes, write_pairs
+from tests.models import DECODERS, ENCODERS, save_bert, save_family, save_llama, write_classes, write_pairs
 
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))  # groups, ranks of a group
 AXES: dict[str, tuple[Any, ...]] = {
@@ -99,6 +99,9 @@ class Case:
     head: str
     extra: str
     also: str = "nothing"
+    stages: int = 1  # pipeline stages of a group
+    tensor: int = 1  # tensor-parallel ranks of a group
+    export: bool = False
 
     @property
     def id(self) -> str:
@@ -156,8 +159,66 @@ def pairwise() -> list[Case]:
 
 
 def pairs(case: Case) -> set[tuple[Any, ...]]:
-    values = list(vars(case).items())
+    values = [(name, value) for name, value in vars(case).items() if name in AXES]
     return set(itertools.combinations(values, 2))
+
+
+def spread() -> list[Case]:
+    """Models spread by layers (every family, P in {2, 3}), from birth by ZeRO 3, and by tensor parallelism: with and without data
+    parallelism, tied and untied, fp32 and bf16.
+
+    A row: layout, stages (or T tensor ranks as -T), ZeRO stage, model, dtype; the remaining axes take turns. Micro-batches have
+    changing lengths in all of them, since rows are dealt by length.
+    """
+    listed = [
+        *(((1, 2), 2, i % 2, f"{name}3", "fp32") for i, name in enumerate((*DECODERS, *ENCODERS))),
+        ((1, 2), 2, 0, "llama3-untied", "fp32"),
+        ((1, 2), 2, 0, "llama3", "bf16"),
+        ((1, 2), 2, 1, "roberta3", "bf16"),
+        ((1, 3), 3, 1, "llama3", "fp32"),
+        ((1, 3), 3, 0, "gpt23", "fp32"),
+        ((1, 3), 3, 1, "bert3", "fp32"),
+        ((1, 3), 3, 0, "qwen23-untied", "bf16"),
+        ((1, 4), 2, 0, "llama3", "fp32"),
+        ((1, 4), 2, 1, "llama3", "fp32"),
+        ((1, 4), 2, 1, "bert3", "fp32"),
+        ((1, 4), 2, 1, "qwen33", "bf16"),
+        ((1, 6), 3, 1, "llama3", "fp32"),
+        ((1, 6), 3, 0, "roberta3", "fp32"),
+        ((3, 2), 2, 0, "llama3", "fp32"),
+        *(((1, 2), 1, 3, f"{name}3", "fp32") for name in (*DECODERS, *ENCODERS)),
+        ((2, 2), 1, 3, "llama3-untied", "bf16"),
+        ((1, 2), -2, 0, "llama3", "fp32"),
+        ((1, 2), -2, 1, "qwen33-untied", "fp32"),
+        ((1, 2), -2, 1, "mistral3", "bf16"),
+        ((1, 2), -2, 0, "qwen23", "bf16"),
+        ((2, 2), -2, 1, "llama3-untied", "fp32"),
+        ((1, 4), -2, 1, "qwen33", "fp32"),
+        ((1, 4), -2, 0, "llama3", "fp32"),
+        ((1, 4), -2, 1, "llama3", "bf16"),
+    ]
+    cases = []
+    for turn, (layout, stages, stage, model, dtype) in enumerate(listed):
+        causal = not model.startswith(ENCODERS)
+        # in bf16 class means start the head so roughly that 3 steps part from the oracle on any layout, sharded or not
+        head = "zero" if causal else "learned" if dtype == "bf16" else ("learned", "prototype", "zero")[turn % 3]
+        algorithm, groups = ("fomaml", "reptile")[turn // 2 % 2], ("several", "one")[turn // 3 % 2]
+        outer, extra = ("sgd", "adamw")[turn // 4 % 2], ("none", "micro")[turn // 5 % 2]
+        cases.append(Case(layout, stage, algorithm, groups, "default", model, dtype, outer, head, extra,
+                          stages=max(1, stages), tensor=max(1, -stages), export=True))  # fmt: skip
+    algorithms = [
+        ((1, 2), 2, 0, "llama3", "maml"), ((1, 2), 2, 1, "bert3", "fomaml-rates"), ((1, 2), 2, 0, "llama3", "meta_sgd"),
+        ((1, 2), 2, 1, "bert3", "boil"), ((1, 2), 2, 0, "llama3", "reptile-adam"), ((1, 2), 2, 1, "llama3", "joint"),
+        ((1, 4), 2, 1, "llama3", "imaml"), ((1, 4), 2, 0, "llama3", "fomaml-rates"),
+        ((1, 2), -2, 0, "llama3", "maml"), ((1, 2), -2, 1, "qwen33-untied", "fomaml-rates"),
+        ((1, 2), -2, 1, "llama3", "meta_sgd"), ((1, 2), -2, 1, "llama3", "reptile-adam"), ((1, 2), -2, 0, "llama3", "joint"),
+        ((1, 4), -2, 1, "llama3", "imaml"),
+    ]  # fmt: skip
+    for layout, stages, stage, model, algorithm in algorithms:
+        head = HEADS.get(algorithm, "zero")
+        cases.append(Case(layout, stage, algorithm, "several", "default", model, "fp32", "adamw", head, "none",
+                          stages=max(1, stages), tensor=max(1, -stages), export=True))  # fmt: skip
+    return cases
 
 
 class Bench:
@@ -165,18 +226,24 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.models = {"llama": save_llama(folder / "llama"), "bert": save_bert(folder / "bert")}
-        self.data = {"llama": write_pairs(folder / "pairs.jsonl"), "bert": write_classes(folder / "classes.jsonl")}
+        self.data = {True: write_pairs(folder / "pairs.jsonl"), False: write_classes(folder / "classes.jsonl")}
+        self.models = cache(self._model)
         self.reference = cache(self._reference)
+
+    def _model(self, name: str) -> Path:
+        if name in ("llama", "bert"):
+            return save_llama(self.folder / name) if name == "llama" else save_bert(self.folder / name)
+        family, tied = name.removesuffix("-untied").removesuffix("3"), not name.endswith("-untied")
+        return save_family(self.folder / name, family, tied)
 
     def settings(self, case: Case) -> dict[str, Any]:
         """Step sizes are such that theta travels much further than fp32 rounds, and chaos stays small in bf16."""
-        causal = case.model == "llama"
+        causal = not case.model.startswith(ENCODERS)
         rule = VARIANTS.get(case.algorithm, {"algorithm": case.algorithm})
         prototype_lr = 0.1 if case.algorithm == "reptile" else 0.01
         inner_lr = 0.1 if causal else prototype_lr if case.head == "prototype" else 0.3
         return {
-            "model_name_or_path": str(self.models[case.model]), "dataset": [str(self.data[case.model])],
+            "model_name_or_path": str(self.models(case.model)), "dataset": [str(self.data[causal])],
             "task_type": "causal_lm" if causal else "classification", "pooling": "auto", "head_init": case.head,
             "n_way": 2 if causal else 5, "k_shot": 5 if causal else 3 if case.head == "prototype" else 1, "num_query": 3,
             "meta_batch_size": 3, "inner_steps": 2, "inner_lr": inner_lr, "outer_steps": 3,
@@ -198,10 +265,11 @@ class Bench:
             if case.extra == "offload":
                 zero["offload_optimizer"] = {"device": "cpu"}
             ds.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
-            config = {**self.settings(case), "deepspeed": str(ds), "group_size": str(group_size),
+            config = {**self.settings(case), "deepspeed": str(ds), "group_size": str(group_size), "pipeline_stages": case.stages,
+                      "tensor_parallel_size": case.tensor,
                       "engine": "plain" if case.stage == "plain" else "deepspeed",
                       "micro_batch_size": 1 if case.extra == "micro" else 32}  # fmt: skip
-            listed.append({"id": case.id, "config": config})
+            listed.append({"id": case.id, "config": config, "export": case.export})
         file = self.folder / f"cases-{num_groups}x{group_size}-{len(listed)}.json"
         file.write_text(json.dumps(listed))
         out = self.folder / f"out-{num_groups}x{group_size}"
@@ -236,4 +304,4 @@ class Bench:
         return reference_run(learner, steps, config, config.bf16), began
 
 
-__all__ = ["AXES", "LAYOUTS", "TOLERANCE", "Bench", "Case", "cases", "full", "pairwise", "tolerance"]
+__all__ = ["AXES", "LAYOUTS", "TOLERANCE", "Bench", "Case", "cases", "full", "pairwise", "spread", "tolerance"]

@@ -18,30 +18,34 @@ from safetensors.torch import save_file
 
 from fmmeta import build
 from fmmeta.config import Config
+from fmmeta.export import export
 from fmmeta.models.load import empty_learner, load_learner
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
 from fmmeta.record import Start
+from fmmeta.tasks.loader import Load
 from fmmeta.train import Run
 
 
 def poison(parts: build.Parts, chosen: dict[tuple[int, int], str]) -> None:
     """Weigh the rows of the chosen tasks infinitely: loss and gradients are no numbers then, as after a divergence."""
-    clean = parts.batches
+    if not chosen:
+        return
+    clean = parts.load
 
-    def batches(source):
-        draw = clean(source)
-
-        def poisoned(task):
-            episode = draw(task)
+    class Poisoned(Load):
+        def batches(self, task):
+            episode = super().batches(task)
             for batch in getattr(episode, chosen[task.seed[2:]]) if task.seed[2:] in chosen else []:
                 batch.weights *= float("inf")
             return episode
 
-        return poisoned
+    def load(source, transform=None):
+        made = clean(source, transform)
+        return Poisoned(made.source, made.dealer, made.transform, made.most_classes)
 
-    parts.batches = batches  # type: ignore[method-assign]
+    parts.load = load  # type: ignore[method-assign]
 
 
 def main(cases_file: str, out: str) -> None:
@@ -68,9 +72,12 @@ def main(cases_file: str, out: str) -> None:
         for name, param in skeleton.named_parameters():
             if param.requires_grad:
                 theta[name] = parts.worker.whole(run.theta, name, tuple(param.shape)).cpu()
+        if case.get("export"):
+            export(folder / "model", run.theta, parts.worker, parts.frozen, config, plan.description, plan.tokenizer, ranks)
         if launch.global_rank == 0:
             save_file(theta, folder.with_suffix(".safetensors"))
-            layers = [m for m in parts.worker.model.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
+            held = getattr(parts.worker, "model", None) or parts.worker.stage
+            layers = [m for m in held.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
             effects = {"gradient_checkpointing": bool(layers), "packing": parts.dealer.pack is not None,
                        "offload_outer": run.outer.home.offload, "lora_r": max((p.shape[0] for n, p in skeleton.named_parameters()
                                                                                if ".lora_A." in n), default=0)}  # fmt: skip

@@ -13,9 +13,11 @@ import torch
 from fmmeta import build
 from fmmeta.cli import parse
 from fmmeta.config import Config, UsageError
+from fmmeta.models.load import load_learner
 from fmmeta.parallel import communicator
 from fmmeta.parallel.communicator import PeerError, World, pick_device
 from fmmeta.parallel.layout import Launch
+from fmmeta.workers import check_equal, fingerprint_of
 
 
 def together(world: World) -> None:
@@ -47,7 +49,7 @@ def equal_start(world: World) -> None:
     ranks = world.split(1)
     config.seed += rank  # a broken initialisation: every rank makes its own weights
     parts = build.build(config, plan, ranks)
-    own = build.load_learner(config, plan.description)
+    own = load_learner(config, plan.description)
     moved = max(float((parts.worker.whole(parts.theta, name, p.shape) - p).abs().max()) for name, p in own.named_parameters()
                 if p.requires_grad)  # fmt: skip
     print(f"hash {build.hash_vector(parts.theta)} moved {moved > 0}")
@@ -57,7 +59,7 @@ def equal_start(world: World) -> None:
     except RuntimeError as error:
         print(error)
     try:
-        build.check_equal(ranks, build.fingerprint_of({"table": torch.full((3,), float(rank))}), "frozen weights")
+        check_equal(ranks, fingerprint_of([("table", torch.full((3,), float(rank)))]), "frozen weights")
     except UsageError as error:
         print(error)
 

@@ -38,10 +38,11 @@ def settings(model, data, **extra):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("groups", "group_size"), [(2, 1), (2, 2)])
-def test_theta_is_what_the_other_tasks_make_it(files, groups, group_size):
+@pytest.mark.parametrize(("groups", "group_size", "spread"), [(2, 1, {}), (2, 2, {}), (2, 2, {"pipeline_stages": 2}),
+                                                              (2, 2, {"tensor_parallel_size": 2})])  # fmt: skip
+def test_theta_is_what_the_other_tasks_make_it(files, groups, group_size, spread):
     folder, model, data = files
-    stages = ("plain", 0) if group_size == 1 else (0, 1, 2, 3)
+    stages = ("plain", 0) if group_size == 1 else (0, 1) if spread else (0, 1, 2, 3)
     listed = []
     for stage in stages:
         ds = folder / f"zero{stage}.json"
@@ -52,9 +53,9 @@ def test_theta_is_what_the_other_tasks_make_it(files, groups, group_size):
                     continue  # each place of a poison with one rule is enough for the larger layout
                 engine = "plain" if stage == "plain" else "deepspeed"
                 own = {"deepspeed": str(ds), "algorithm": algorithm, "group_size": str(group_size), "engine": engine}
-                config = settings(model, data, **own)
+                config = settings(model, data, **own, **spread)
                 listed.append({"id": f"{stage}-{algorithm}-{name}", "config": config, "poison": poison})
-    out = folder / f"out-{groups}x{group_size}"
+    out = folder / f"out-{groups}x{group_size}-{'-'.join(spread)}"
     out.mkdir()
     (out / "cases.json").write_text(json.dumps(listed))
     run_ranks(["-m", "tests.distributed.run_cases", str(out / "cases.json"), str(out)], groups * group_size, timeout_s=500).ok()

@@ -27,7 +27,8 @@ def train(folder: Path, ranks: int, timeout_s: float = 200, **flags):
 
 
 def model_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model" / "model.safetensors")
+    files = sorted((folder / "model").glob("model*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -147,6 +148,31 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
     assert relative_difference(whole, model_of(tmp_path / "moved")) < 1e-6
 
 
+@pytest.mark.timeout(600)
+def test_a_run_moves_between_all_ways_to_spread_a_model(tmp_path):
+    """A pipeline's checkpoint goes on under tensor parallelism, and that one's under ZeRO 3."""
+    data = write_pairs(tmp_path / "pairs.jsonl")
+    settings = {"task_type": "causal_lm", "dataset": data, "num_query": 3, "meta_batch_size": 2, "inner_steps": 2,
+                "outer_steps": 4, "save_steps": 1, "save_total_limit": 4}  # fmt: skip
+    train(tmp_path / "plain", 1, **settings).ok()
+    spread = {**settings, "group_size": 2}
+    first = train(tmp_path / "stages", 2, pipeline_stages=2, deepspeed="ds_configs/zero1.json", **spread).ok()
+    assert "1 group of 2 ranks on cpu; DeepSpeed ZeRO 1, 2 pipeline stages; fp32" in first.output[0]
+    assert not first.output[1].strip()
+    begun = tmp_path / "stages" / "checkpoint-1"
+    second = train(tmp_path / "tensor", 2, tensor_parallel_size=2, resume_from_checkpoint=begun, **spread).ok()
+    assert "DeepSpeed ZeRO 0, 2 tensor ranks" in second.output[0]
+    begun = tmp_path / "tensor" / "checkpoint-2"
+    train(tmp_path / "zero3", 2, deepspeed="ds_configs/zero3.json", resume_from_checkpoint=begun, **spread).ok()
+    wanted = model_of(tmp_path / "plain")
+    for name in ("stages", "tensor", "zero3"):
+        assert relative_difference(wanted, model_of(tmp_path / name)) < 1e-6, name
+    assert len(list((tmp_path / "stages" / "model").glob("model-*.safetensors"))) == 2  # one from each stage
+    lines = [metrics_of(tmp_path / name) for name in ("plain", "stages")]
+    for key in ("tokens", "query_loss", "accuracy", "grad_norm"):
+        assert [line[key] for line in lines[1]] == pytest.approx([line[key] for line in lines[0]], rel=1e-4), key
+
+
 def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
     """Flags, and what the one line must say. One case of each place where checks live; tests/unit has the rest."""
     data = write_classes(folder / "classes.jsonl")
@@ -155,6 +181,8 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
     (folder / "splits.json").write_text('{"train": ["c0", "no such class"]}')
     (folder / "fp16.json").write_text('{"fp16": {"enabled": true}}')
     (folder / "clip.json").write_text('{"gradient_clipping": 1.0}')
+    (folder / "electra").mkdir()
+    (folder / "electra" / "config.json").write_text('{"model_type": "electra", "vocab_size": 300}')
     (folder / "moe").mkdir()
     (folder / "moe" / "config.json").write_text('{"model_type": "mixtral", "num_local_experts": 8}')
     return {
@@ -170,6 +198,25 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
         "model": ({"model_name_or_path": folder / "empty"}, "holds no config.json"),
         "moe": ({"model_name_or_path": folder / "moe"}, "is a mixture of experts (mixtral)"),
         "fp16": ({"deepspeed": folder / "fp16.json"}, "use bf16 or fp32"),
+        "stages": ({"group_size": 2, "pipeline_stages": 3}, "pipeline_stages=3 is above the 2 layers of the model"),
+        "stages of a group": ({"group_size": 1, "pipeline_stages": 2}, "group_size=1 is not a multiple of pipeline_stages=2"),
+        "stages, ZeRO": (
+            {"group_size": 2, "pipeline_stages": 2, "deepspeed": "ds_configs/zero2.json"},
+            "does not go with ZeRO 2",
+        ),
+        "stages, family": (
+            {"model_name_or_path": folder / "electra", "group_size": 2, "pipeline_stages": 2},
+            "electra is not cut",
+        ),
+        "tensor, family": ({"group_size": 2, "tensor_parallel_size": 2}, "model_type=bert has no plan of its own"),
+        "tensor, heads": (
+            {"group_size": 2, "tensor_parallel_size": 3, "task_type": "causal_lm", "k_shot": 1, "num_query": 1},
+            "tensor_parallel_size=3 does not divide num_attention_heads=4",
+        ),
+        "tensor, ZeRO": (
+            {"group_size": 2, "tensor_parallel_size": 2, "deepspeed": "ds_configs/zero3.json"},
+            "not go with ZeRO 3",
+        ),
         "clipping": ({"deepspeed": folder / "clip.json"}, "gradient_clipping=1.0, which fmmeta owns"),
     }
 

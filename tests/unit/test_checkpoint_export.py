@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fmmeta import checkpoint
-from fmmeta.build import untrained
 from fmmeta.config import Config
 from fmmeta.export import export
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import Fragment, ParamMap, param_groups
 from fmmeta.record import Metrics, find_start, write_run
+from fmmeta.workers import untrained
 from tests.models import WORDS, save_bert, save_llama
 from tests.unit.helpers import one_rank, refusal
 
@@ -85,6 +85,42 @@ def two_shards(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("reader", [WHOLE, CUT, SECOND], ids=["whole", "cut", "second"])
 def test_shards_of_two_ranks_are_one_checkpoint(tmp_path, reader):
     assert_holds(two_shards(tmp_path), reader)
+
+
+ACROSS = [
+    ParamMap((Fragment("a", (4, 3), 0, 0, 4, True, (1, 0, 1)), Fragment("b", (5,), 4, 0, 5), Fragment("c", (2, 2), 9, 0, 2)),
+             11, {}, False),
+    ParamMap((Fragment("a", (4, 3), 0, 0, 8, True, (1, 1, 2)), Fragment("b", (5,), 8, 0, 5, False),
+              Fragment("c", (2, 2), 13, 2, 2)), 15, {}, False),
+]  # fmt: skip
+
+
+def test_cuts_across_rows_are_one_checkpoint(tmp_path):
+    """Two tensor ranks hold the first column of `a` and the other two; the second's `b` is a copy."""
+    folder = saved(tmp_path, ACROSS[0])
+    one, two = load_file(folder / "shard-00000.safetensors"), saved(tmp_path / "two", ACROSS[1])
+    assert torch.equal(one["theta/a@0#1:0:1"], torch.tensor([100.0, 103.0, 106.0, 109.0]))
+    (two / "shard-00000.safetensors").rename(folder / "shard-00001.safetensors")
+    assert "theta/b@0" not in load_file(folder / "shard-00001.safetensors")
+    for reader in (*ACROSS, WHOLE, CUT, SECOND):
+        assert_holds(folder, reader)
+    (folder / "shard-00001.safetensors").unlink()
+    assert refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)) == (
+        f"{folder} lacks 8 elements of theta/a; give another checkpoint"
+    )
+    whole = saved(tmp_path / "whole", WHOLE)
+    for reader in ACROSS:
+        assert_holds(whole, reader)
+
+
+def test_copies_count_once():
+    assert ACROSS[0].counted() == [slice(0, 11)]
+    assert ACROSS[1].counted() == [slice(0, 8), slice(13, 15)]
+    vectors = [laid_out(params, parameters(100)) for params in ACROSS]
+    held = {name: [params.whole(v, name, shape, lambda t: t) for params, v in zip(ACROSS, vectors, strict=True)]
+            for name, shape in SHAPES.items()}  # fmt: skip
+    for name, parts in held.items():
+        assert torch.equal(sum(parts).view(-1), parameters(100)[name]), name
 
 
 def test_a_missing_shard_is_named(tmp_path):

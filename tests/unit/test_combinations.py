@@ -115,3 +115,50 @@ def test_lists_of_layers_come_from_flags_and_files(tmp_path):
 def test_defaults_follow_the_algorithm(algorithm, settings):
     config = Config(algorithm=algorithm)
     assert (config.head_init, config.inner_steps, config.inner_lr_learned) == settings
+
+
+STAGES, TENSOR = {"pipeline_stages": 2}, {"tensor_parallel_size": 2}
+CAUSAL = {"task_type": "causal_lm"}
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({**STAGES, **TENSOR}, "pipeline_stages=2 and tensor_parallel_size=2 are not combined; use one of them, with data "
+     "parallelism beside it"),
+    ({**STAGES, "engine": "plain"}, "engine=plain holds a whole model on one rank; leave out pipeline_stages and "
+     "tensor_parallel_size"),
+    ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 is below 1; use 1 or more"),
+    ({**STAGES, "lora_r": 4}, "pipeline_stages=2 with lora_r=4: adapters are made on a whole model, and a stage reads its own "
+     "layers only; use ZeRO 3, or leave lora_r out"),
+    ({**STAGES, **CAUSAL, "packing": True}, "pipeline_stages=2 with packing=True: stages before the last run the base model, "
+     "which does not know packed rows; use ZeRO 3, or leave packing out"),
+    ({**STAGES, "gradient_checkpointing": True}, "pipeline_stages=2 with gradient_checkpointing=True: layers that are computed "
+     "twice are not tested in DeepSpeed's pipeline engine; use ZeRO 3, or leave gradient_checkpointing out"),
+    ({**STAGES, "offload_outer": True}, "pipeline_stages=2 with offload_outer=True: how the stages' state lies in host memory is "
+     "not tested; use ZeRO 3, or leave offload_outer out"),
+    ({**TENSOR, "lora_r": 4}, "tensor_parallel_size=2 with lora_r=4: adapters are not cut with the weights that they stand "
+     "beside; use ZeRO 3, or leave lora_r out"),
+    ({**TENSOR, **CAUSAL, "packing": True}, "tensor_parallel_size=2 with packing=True: packed rows are not tested with cut "
+     "attention heads; use ZeRO 3, or leave packing out"),
+    ({**TENSOR, "gradient_checkpointing": True}, "tensor_parallel_size=2 with gradient_checkpointing=True: the sums of cut "
+     "layers are not tested when layers are computed twice; use ZeRO 3, or leave gradient_checkpointing out"),
+    ({**TENSOR, "offload_outer": True}, "tensor_parallel_size=2 with offload_outer=True: how cut weights' state lies in host "
+     "memory is not tested; use ZeRO 3, or leave offload_outer out"),
+    ({**STAGES, "algorithm": "anil"}, "pipeline_stages=2 with algorithm=anil: gradients back through features are not "
+     "implemented (their gradient begins in the middle of the last stage); use ZeRO 3"),
+    ({**STAGES, "algorithm": "protonet"}, "pipeline_stages=2 with algorithm=protonet: gradients back through features are not "
+     "implemented (their gradient begins in the middle of the last stage); use ZeRO 3"),
+    ({**STAGES, "algorithm": "proto_maml", "prototype_gradient": True}, "pipeline_stages=2 with prototype_gradient=True: "
+     "gradients back through features are not implemented (their gradient begins in the middle of the last stage); use ZeRO 3"),
+    ({**TENSOR, "algorithm": "anil"}, "tensor_parallel_size=2 with algorithm=anil: gradients back through features are not "
+     "implemented (tensor ranks run the same rows, which would count twice); use ZeRO 3"),
+    ({**STAGES, **CAUSAL, "algorithm": "in_context"}, "pipeline_stages=2 with algorithm=in_context is not tested: whole support "
+     "sets travel as prompts; use ZeRO 3"),
+])  # fmt: skip
+def test_ways_to_spread_a_model_and_what_they_do_not_go_with(settings, said):
+    assert refusal(Config, **settings) == said
+
+
+@pytest.mark.parametrize("algorithm", ["maml", "imaml", "boil", "meta_sgd", "proto_maml", "joint", "reptile", "none"])
+@pytest.mark.parametrize("spread", [STAGES, TENSOR])
+def test_algorithms_that_go_with_stages_and_tensor_ranks(spread, algorithm):
+    assert Config(**spread, **(CAUSAL if algorithm == "joint" else {}), algorithm=algorithm)

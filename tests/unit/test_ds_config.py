@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fmmeta.parallel.ds_config import OURS, REFUSED, Precision, complete, read
+from fmmeta.parallel.ds_config import OURS, REFUSED, Precision, complete, for_pipeline, for_tensor, read
 from tests.unit.helpers import ROOT, refusal
 
 HF = {  # a typical file of transformers' documentation
@@ -167,3 +167,37 @@ def test_every_shipped_file_passes(file):
     assert precision.offload == ("offload" in file.stem)
     assert "auto" not in json.dumps(complete(config, precision, 64))
     assert notices == []
+
+
+def test_a_file_for_a_pipeline():
+    notices: list[str] = []
+    one = {"zero_optimization": {"stage": 1}}
+    config, precision = for_pipeline(one, Precision(1, False, False), notices.append)
+    assert config["zero_optimization"] == {"stage": 1, "compute_grad_norm": False}  # its norms would wait for other stages
+    assert one == {"zero_optimization": {"stage": 1}}
+    assert notices == []
+    config, precision = for_pipeline({"zero_optimization": {"stage": 0}}, Precision(0, True, False), notices.append)
+    assert (config, precision) == ({"zero_optimization": {"stage": 1}}, Precision(1, True, False))
+    assert notices == ["ZeRO 0 in bf16 runs as ZeRO 1 in a pipeline, which adds gradients up in fp32"]
+    assert refusal(for_pipeline, {}, Precision(2, False, False), print) == (
+        "pipeline_stages does not go with ZeRO 2, which cuts what a stage computes with; use a DeepSpeed file with "
+        "zero_optimization.stage 0 or 1"
+    )
+    assert refusal(for_pipeline, {}, Precision(1, False, True), print) == (
+        "pipeline_stages does not go with offload_optimizer, which DeepSpeed's pipeline engine was not tested with; remove it, "
+        "or use ZeRO 3 without stages"
+    )
+
+
+def test_a_file_around_tensor_parallelism():
+    for_tensor(Precision(1, True, False))
+    for precision, what in ((Precision(2, False, False), "ZeRO 2"), (Precision(1, False, True), "offload_optimizer")):
+        assert refusal(for_tensor, precision) == (
+            f"tensor_parallel_size does not go with {what}, which was not tested around it; use a DeepSpeed file with "
+            "zero_optimization.stage 0 or 1 and no offload"
+        )
+
+
+def test_parameters_that_zero_3_may_hold_whole(ds_file):
+    zero = {"stage": 3, "stage3_max_live_parameters": 5e7}
+    assert read(ds_file({"zero_optimization": zero}), False, print)[1] == Precision(3, False, False, 50_000_000)

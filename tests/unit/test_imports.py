@@ -22,6 +22,7 @@ ORDER = [
     {"parallel"},
     {"meta"},
     {"checkpoint", "export", "fewshot"},
+    {"workers"},
     {"progress", "record", "build", "feed"},
     {"train"},
     {"cli"},

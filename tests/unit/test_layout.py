@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmmeta.parallel import memory
+from fmmeta.parallel import limits, memory
 from fmmeta.parallel.communicator import World
 from fmmeta.parallel.ds_config import Precision
-from fmmeta.parallel.layout import Launch, Layout, first_host
-from fmmeta.parallel.memory import Sizes, choose_group_size, estimate
+from fmmeta.parallel.layout import Launch, Layout, Place, first_host
+from fmmeta.parallel.memory import Sizes, check_group_size, choose_group_size, estimate
 from tests.unit.helpers import refusal
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
@@ -86,18 +86,20 @@ ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
 
 
 @pytest.mark.parametrize(("stage", "bf16", "group_size", "kinds"), [
-    (0, False, 4, (4000, 4000, 0, 20000)),  # in fp32 the weights are the masters
-    (0, True, 4, (2000, 4000, 4000, 20000)),
+    (0, False, 4, (4000, 8000, 0, 20000)),  # in fp32 the weights are the masters
+    (0, True, 4, (2000, 8000, 4000, 20000)),
+    (0, False, 1, (4000, 4000, 0, 20000)),
     (1, False, 4, (4000, 4000, 1000, 5000)),
     (2, True, 4, (2000, 1000, 1000, 5000)),
-    (3, True, 4, (500, 1000, 1000, 5000)),
-    (3, False, 1, (4000, 4000, 4000, 20000)),
+    (3, True, 4, (500, 2000, 1000, 5000)),
+    (3, False, 1, (4000, 8000, 4000, 20000)),
 ])  # fmt: skip
 def test_estimate_by_hand(stage, bf16, group_size, kinds):
     found = estimate(SIZES, Precision(stage, bf16, False), group_size)
     assert (found.weights, found.gradients, found.master, found.meta) == kinds
     assert found.activations == ACTIVATIONS * (1 if bf16 else 2)
-    assert (found.logits, found.total) == (0, sum(kinds) + found.activations)
+    assert found.gathered == (2000 if stage == 3 and group_size > 1 else 0)
+    assert (found.logits, found.total) == (0, sum(kinds) + found.gathered + found.activations)
 
 
 def test_logits_are_counted_for_language_models():
@@ -148,3 +150,67 @@ def test_memory_of_the_host_is_shared_by_its_ranks():
     import psutil
 
     assert memory.free_bytes(torch.device("cpu"), 1000) <= psutil.virtual_memory().total // 1000
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_places_in_a_group(stages, data, tensor):
+    size = stages * data * tensor
+    places = [Place(rank, size, stages, tensor) for rank in range(size)]
+    assert {place.data for place in places} == {data}
+    found = [(place.stage, place.data_rank, place.tensor_rank) for place in places]
+    assert found == [(s, d, t) for s in range(stages) for d in range(data) for t in range(tensor)]
+
+
+def test_a_group_holds_whole_models():
+    assert refusal(Place, 0, 4, 3) == "group_size=4 is not a multiple of pipeline_stages=3; use 3 or 6"
+    assert refusal(Place, 0, 3, 1, 2) == "group_size=3 is not a multiple of tensor_parallel_size=2; use 2 or 4"
+
+
+def test_a_group_size_that_cannot_hold_the_model_is_refused(monkeypatch):
+    sizes = Sizes(params=2**28, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
+    world = world_of(monkeypatch, 8, 8, 4 * 2**30)
+    precision = Precision(3, False, False, 2**26)
+    assert refusal(check_group_size, world, sizes, precision, 1) == (
+        "group_size=1 needs weights 1 + gradients 1 + meta 5 = 7 GiB per rank at ZeRO 0, and 4 GiB are free; use group_size 4 "
+        "or 8"
+    )
+    check_group_size(world, sizes, precision, 4)
+    check_group_size(world, sizes, Precision(3, False, True), 1)  # offloaded: not all of it lies here
+    assert refusal(check_group_size, world, sizes, Precision(0, False, False), 2).endswith(
+        "and 4 GiB are free; use ZeRO 3, --pipeline_stages or more ranks"
+    )
+
+
+def test_groups_chosen_for_a_pipeline_hold_all_its_stages(monkeypatch):
+    world = world_of(monkeypatch, 12, 12, 2**40)
+    assert choose_group_size(world, SIZES, Precision(0, False, False), 3)[0] == 3
+    assert choose_group_size(world, SIZES, Precision(0, False, False), 1)[0] == 1
+
+
+def test_limits_of_a_process(monkeypatch, tmp_path):
+    import resource
+
+    import psutil
+
+    monkeypatch.setattr(limits, "CGROUP", tmp_path)
+    monkeypatch.setattr(limits, "STATUS", tmp_path / "status")
+    (tmp_path / "status").write_text("VmSize:\t 900 kB\nVmData:\t 300 kB\n")
+    soft = {resource.RLIMIT_DATA: resource.RLIM_INFINITY, resource.RLIMIT_AS: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft[which], resource.RLIM_INFINITY))
+    assert limits.cgroup_room() is None
+    assert limits.host_bytes(4) <= psutil.virtual_memory().total // 4
+    soft[resource.RLIMIT_DATA] = 400 * 1024
+    assert limits.host_bytes(1) == 100 * 1024
+    soft[resource.RLIMIT_AS] = 950 * 1024
+    assert limits.host_bytes(1) == 50 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert limits.cgroup_room() is None
+    (tmp_path / "memory.max").write_text("9000\n")
+    assert limits.cgroup_room() == 8000
+    assert limits.host_bytes(4) == 2000
+    (tmp_path / "memory.max").unlink()
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("5000")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("6000")
+    assert limits.cgroup_room() == 0

@@ -170,7 +170,9 @@ def test_the_estimate_counts_frozen_weights_once(tmp_path, sources, monkeypatch)
     from fmmeta.parallel import memory
 
     seen = []
-    monkeypatch.setattr(memory, "choose_group_size", lambda world, sizes, precision: (seen.append(sizes), (1, ""))[1])
+    monkeypatch.setattr(
+        memory, "choose_group_size", lambda world, sizes, precision, model_ranks: (seen.append(sizes), (1, ""))[1]
+    )
     data = write_classes(tmp_path / "rows.jsonl", classes=15)
     world = World(Launch(), torch.device("cpu"))
     for lora_r in (0, 2):

@@ -25,7 +25,7 @@ from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.direction import Direction, Rule
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.meta.rates import HEAD
-from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.parallel.worker import Pass, WholeWorker, Worker
 from fmmeta.tasks.batch import Batches, MicroBatch
 
 
@@ -64,6 +64,7 @@ class Anil:
             worker.params.put(gradient, name, value.float())
         passes = [query]
         if self.order > 1 or through:
+            assert isinstance(worker, WholeWorker), "combinations.py refuses pipeline stages here"
             pulled, result = worker.pull(episode.support, [of_features[row] * (row >= 0)[:, None] for row in rows.mine])
             gradient += pulled
             worker.write(theta)

@@ -1,0 +1,97 @@
+"""Resident memory of each rank while a random Llama of 200 M parameters is meta-trained, beside the estimate.
+
+    python benchmarks/memory.py model FOLDER                                             # writes the checkpoint
+    torchrun --nproc_per_node 2 benchmarks/memory.py run FOLDER --group_size 2 [flags]   # a JSON line per rank
+
+The peak is VmHWM less the resident set before the weights are read (interpreter, libraries, process groups).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}  # glibc keeps freed blocks below 32 MB otherwise
+
+
+def make_model(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=1024, num_hidden_layers=13, num_attention_heads=16, num_key_value_heads=16,
+                         intermediate_size=2816, vocab_size=16000, max_position_embeddings=128, tie_word_embeddings=False,
+                         pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def resident(key: str) -> int:
+    """VmRSS or VmHWM of this process, bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def write_pairs(path: Path) -> None:
+    rows = [{"task": f"t{t}", "input": f"{t} {i}", "output": f"{i * t}"} for t in range(4) for i in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run(folder: str, flags: list[str]) -> None:
+    from fmmeta import build
+    from fmmeta.cli import parse
+    from fmmeta.parallel import memory
+    from fmmeta.parallel.communicator import World, pick_device
+    from fmmeta.parallel.layout import Launch
+    from fmmeta.progress import Progress
+    from fmmeta.record import Start
+    from fmmeta.train import Run
+
+    launch = Launch.from_env(os.environ)
+    work = Path(tempfile.mkdtemp())
+    write_pairs(work / "pairs.jsonl")
+    given = {"task_type": "causal_lm", "dataset": work / "pairs.jsonl", "k_shot": 4, "num_query": 4, "meta_batch_size": 1,
+             "inner_steps": 1, "outer_steps": 2, "max_length": 24, "eval_episodes": 0, "save_steps": 0,
+             "outer_lr": 1e-4}  # fmt: skip
+    config = parse([*(f"--{key}={value}" for key, value in given.items()), f"--model_name_or_path={folder}", *flags])
+    world = World(launch, pick_device(launch))
+    plan = build.plan(config, world, lambda text: None)
+    ranks = build.form_groups(config, plan, world, lambda text: None)
+    if ranks.layout.group_size > 1 or config.engine == "deepspeed":
+        from fmmeta.parallel.engine import import_deepspeed
+
+        import_deepspeed()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
+    parts = build.build(config, plan, ranks)
+    loaded = resident("VmHWM") - before
+    Path("/proc/self/clear_refs").write_text("5")
+    trainer = Run(config, plan, ranks, parts, Start(work, None, False), Progress(speaks=False))
+    trainer.resume()
+    trainer.loop()
+    peak = resident("VmHWM") - before
+    Path("/proc/self/clear_refs").write_text("5")
+    from fmmeta.export import export
+
+    export(Path(f"{folder}-exported"), trainer.theta, parts.worker, parts.frozen, config, plan.description, plan.tokenizer, ranks)
+    exporting = resident("VmHWM") - before
+    own = sum(fragment.length for fragment in parts.worker.params.fragments)
+    estimated = memory.estimate(build.sizes_of(config, plan), plan.precision, parts.place.data)
+    line = {"rank": launch.global_rank, "parameters": own, "load_gb": loaded / 1e9, "train_gb": peak / 1e9,
+            "export_gb": exporting / 1e9, "estimate_gb": estimated.total / 1e9, "estimate": str(estimated)}  # fmt: skip
+    for text in world.comm.gather_bytes(json.dumps(line).encode()):
+        if launch.global_rank == 0:
+            print(text.decode(), flush=True)
+    world.close()
+
+
+if __name__ == "__main__":
+    if not EXACT.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **EXACT})
+    if sys.argv[1] == "model":
+        make_model(Path(sys.argv[2]))
+    else:
+        run(sys.argv[2], sys.argv[3:])

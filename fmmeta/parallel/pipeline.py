@@ -1,0 +1,152 @@
+"""The worker's verbs over DeepSpeed's pipeline engine: each rank holds some layers, micro-batches travel through all of them.
+
+    group rank    stage x data ranks + data rank      (DeepSpeed's order)
+    micro-batch   enters on stage 0, its labels and weights on the last stage; only that one knows losses
+    tied weights  live on the first stage (the owner) and the last; their gradients are summed by DeepSpeed
+
+DeepSpeed's engine only knows whole training batches, so `step` is one `train_batch` with the tap in its place. The number of
+micro-batches and their lengths change from call to call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmmeta.models.losses import objective
+from fmmeta.models.stages import Cut, Stage
+from fmmeta.models.stream import Stream
+from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.engine import EngineWorker, Names, ShardTap, import_deepspeed
+from fmmeta.parallel.layout import Place
+from fmmeta.parallel.worker import Pass, Update
+from fmmeta.tasks.batch import MicroBatch
+
+Fed = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # what the first and the last stage load of a micro-batch
+
+
+class PipelineWorker(EngineWorker):
+    """One stage of a model. The group must be the default process group; `config`: see ds_config.complete."""
+
+    def __init__(self, stage: Stage, names: Names, groups: list[dict[str, Any]], cut: Cut, config: dict[str, Any],
+                 group: Communicator, place: Place, width: int) -> None:  # fmt: skip
+        """`names`, `groups`: of the stage's parameters; `width`: of the hidden states."""
+        deepspeed = import_deepspeed()
+        self.group, self.device, self.place, self.cut, self.stage, self.width = group, group.device, place, cut, stage, width
+        self.voice = stage.last
+        self.scale = 1.0  # undoes DeepSpeed's means over micro-batches and data ranks: we sum
+        self.stats = torch.zeros(4, dtype=torch.float64, device=self.device)
+        self.found: list[Tensor] = []  # features of the micro-batches of a pass
+        ends = [rank for rank in range(place.group_size) if self._stage_of(rank) in (0, place.stages - 1)]
+        self.ends = group.subset(ends) if cut.tied else None
+        self.tap = ShardTap(groups)
+        tied = next((p for p in stage.parameters() if names[id(p)][0] == cut.tied), None)
+        self.tied_shape = () if tied is None else tuple(tied.shape)
+        module = self._module(deepspeed, tied)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=self.tap, config=config, dist_init_required=False)
+        if place.data == 1 and engine.optimizer is self.tap:  # its reduction over one rank would copy all gradients
+            engine.pipeline_enable_backward_allreduce = False
+        mine = {name for name, _ in names.values()}
+        whole = config["zero_optimization"]["stage"] == 0 and not config["bf16"]["enabled"]
+        copies = mine if whole and place.data_rank > 0 else {cut.tied} & mine if place.stage > 0 else set()
+        self.attach(engine, place.data_rank, names, [name for name in copies if name], replicated=False)
+
+    def _stage_of(self, rank: int) -> int:
+        return rank // self.place.data
+
+    def _module(self, deepspeed: Any, tied: nn.Parameter | None) -> Any:
+        """A PipelineModule whose layers are whole stages; we make the groups of tied weights, and know what is tied."""
+        data = self.place.data
+        pairs = [[rank, (self.place.stages - 1) * data + rank] for rank in range(data)] if self.cut.tied else []
+        made = [(self.group.subset(pair), pair) for pair in pairs]
+        reduced = [(tied, made_of.backend) for made_of, _ in made if made_of is not None and tied is not None]
+
+        class Stages(deepspeed.pipe.PipelineModule):
+            def _index_tied_modules(self) -> dict[str, Any]:
+                return {}
+
+            def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+                return reduced
+
+        layers: list[Any] = [nn.Identity] * self.place.stages  # those of other ranks are never built
+        layers[self.place.stage] = self.stage
+        os.environ.setdefault("LOCAL_RANK", "0")
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its plan
+            module = Stages(
+                layers, num_stages=self.place.stages, loss_fn=self._judge, partition_method="uniform", dynamic_shape=True
+            )
+        if tied is not None and self.place.stage > 0:
+            tied.ds_pipe_replicated = True  # type: ignore[attr-defined]  # counted once in DeepSpeed's norms
+        return module
+
+    def write(self, vector: Tensor) -> None:
+        """Also makes the copy of a tied weight in `vector` equal to its owner's: sums over groups may round them apart."""
+        if self.ends is not None and self.cut.tied is not None:
+            self.params.put(vector, self.cut.tied, self.params.whole(vector, self.cut.tied, self.tied_shape, self.ends.sum_))
+        super().write(vector)
+
+    def step(self, batches: Sequence[MicroBatch], update: Update) -> Pass:
+        self._begin(batches)
+        self.tap.update, self.tap.bad = update, None
+        self.engine.train_batch(self._feed(batches))
+        self.tap.update = None
+        self.stats[3] = self.refused()
+        return Pass(self.group.sum_(self.stats))
+
+    def forward(self, batches: Sequence[MicroBatch]) -> Pass:
+        self._evaluate(batches)
+        return Pass(self.group.sum_(self.stats))
+
+    def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        self.stage.want = "features"
+        try:
+            self._evaluate(batches)
+        finally:
+            self.stage.want = "logits"
+        return self.found or [torch.zeros(len(b.input_ids), self.width, device=self.device) for b in batches]
+
+    def writer(self, name: str) -> int:
+        return self.cut.owner[name] * self.place.data
+
+    def _evaluate(self, batches: Sequence[MicroBatch]) -> None:
+        self._begin(batches)
+        self.engine.eval_batch(self._feed(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
+
+    def _begin(self, batches: Sequence[MicroBatch]) -> None:
+        count = len(batches) * self.place.data
+        self.engine.set_train_batch_size(count)
+        self.scale = float(count)
+        self.engine.total_loss = None  # eval_batch adds to that of the last train_batch
+        self.stats = torch.zeros_like(self.stats)
+        self.found = []
+
+    def _feed(self, batches: Sequence[MicroBatch]) -> Iterable[Fed]:
+        """What the ends load. The loss function is fixed, so whatever an objective needs travels with the labels."""
+        ends = [(b.input_ids, b.attention_mask, b.labels, b.weights, torch.tensor(b.classes)) for b in batches]
+        return iter([(end[:2], end) for end in ends])
+
+    def _judge(self, outputs: Tensor, loaded: tuple[Tensor, ...]) -> Tensor:
+        """The loss that DeepSpeed asks the last stage for, once per micro-batch and in their order."""
+        if self.stage.want == "features":
+            self.found.append(outputs.float())
+            return outputs.new_zeros(())
+        *tensors, classes = loaded
+        loss, right, rows = objective(outputs, MicroBatch(*tensors, classes=int(classes)))
+        self.stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
+        return loss * self.scale
+
+
+def hold_stage(stream: Stream, cut: Cut, place: Place) -> Names:
+    """Read the parameters of this rank's stage and nothing else; return what they are called."""
+    learner, last = stream.learner, place.stage == place.stages - 1
+    names = [name for name, _ in learner.named_parameters()]
+    held = [name for name in names if cut.owner[name] == place.stage or (last and name == cut.tied)]
+    stream.fill(held)
+    params = {name: learner.get_parameter(name) for name in held}
+    return {id(param): (name, tuple(param.shape)) for name, param in params.items()}

@@ -1,0 +1,51 @@
+"""Tensor parallelism: which weights DeepSpeed's AutoTP cuts, written out instead of guessed.
+
+    column   rows of the weight (output features) are shared out: queries, keys, values, the way into the MLP
+    row      columns of the weight (input features): the way out of attention and MLP; a sum over the ranks follows
+    partial  whole on every rank, but applied to the rank's own heads, so that gradients are summed (Qwen3's norms of queries)
+
+The rest (embeddings, norms, heads) is whole on every rank. Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from fmmeta.config import UsageError
+
+LLAMA = {"column": r".*\.(q|k|v|gate|up)_proj\.weight$", "row": r".*\.(o|down)_proj\.weight$",
+         "partial": r".*\.(q|k)_norm\.weight$"}  # fmt: skip
+PLANS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA)
+Cut = tuple[int, int, int]
+"""Dimension, first index and length of the part that a rank holds."""
+
+
+def tensor_parallel_block(hf_config: Any, size: int) -> dict[str, Any]:
+    """The `tensor_parallel` block of a DeepSpeed file. Raises `UsageError` for what cannot be cut into `size` equal parts."""
+    if hf_config.model_type not in PLANS:
+        raise UsageError(f"tensor_parallel_size={size}: model_type={hf_config.model_type} has no plan of its own; use one of "
+                         f"{', '.join(PLANS)}, or pipeline stages or ZeRO 3 for this one")  # fmt: skip
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(hf_config, name) % size:
+            raise UsageError(f"tensor_parallel_size={size} does not divide {name}={getattr(hf_config, name)} of the model; use a "
+                             "divisor of it")  # fmt: skip
+    plan = PLANS[hf_config.model_type]
+    specs: list[dict[str, Any]] = [{"patterns": [plan[kind]], "partition_type": kind} for kind in ("column", "row")]
+    specs.append({"patterns": [plan["partial"]], "partition_type": "skip", "grad_allreduce": True})
+    return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
+
+
+def cut_patterns(hf_config: Any) -> Callable[[str], bool]:
+    """Whether a parameter of this name is cut."""
+    plan = PLANS[hf_config.model_type]
+    return lambda name: any(re.match(plan[kind], name) for kind in ("column", "row"))
+
+
+def cut_of(whole: tuple[int, ...], part: tuple[int, ...], rank: int) -> Cut | None:
+    """Which part of a parameter this tensor rank holds, given both shapes; None if it holds all of it."""
+    if whole == part:
+        return None
+    (dim,) = [i for i, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+    return dim, rank * part[dim], part[dim]

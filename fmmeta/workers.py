@@ -1,0 +1,145 @@
+"""From a checkpoint to a worker that holds it, in each of the ways to spread a model over a group.
+
+plain        whole on one rank                                   reads everything
+ZeRO 0-2     whole on every rank of the group                    reads everything
+tensor       weight matrices cut over the group                  reads everything, then cuts
+ZeRO 3       every parameter cut over the group from birth       reads one tensor at a time (beside LoRA or packing: everything)
+pipeline     some layers per rank                                reads its own tensors only
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmmeta.config import Config, UsageError
+from fmmeta.models.learner import Learner
+from fmmeta.models.load import Description, load_learner
+from fmmeta.models.stages import plan_cut, take_stage
+from fmmeta.models.stream import open_stream
+from fmmeta.parallel import ds_config
+from fmmeta.parallel.communicator import Ranks
+from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.layout import Layout, Place
+from fmmeta.parallel.plain import PlainWorker
+from fmmeta.parallel.shards import param_groups
+from fmmeta.parallel.tensor import tensor_parallel_block
+from fmmeta.parallel.worker import Worker
+
+
+@dataclass
+class Started:
+    """A worker with the checkpoint's weights. `frozen`: untrained tensors by name, on the rank that will write them."""
+
+    worker: Worker
+    head_names: tuple[str, ...]
+    place: Place
+    frozen: dict[str, Tensor] = field(default_factory=dict)
+
+
+def start_worker(config: Config, description: Description, deepspeed: dict[str, Any], precision: Precision, engine: str,
+                 ranks: Ranks) -> Started:  # fmt: skip
+    """Read the weights and start the worker. Collective: world."""
+    place = place_of(config, ranks.layout)
+    filled = ds_config.complete(deepspeed, precision, getattr(description.hf_config, "hidden_size", 768))
+    if place.tensor > 1:
+        filled["tensor_parallel"] = tensor_parallel_block(description.hf_config, place.tensor)
+    if place.stages > 1:
+        return start_pipeline(config, description, filled, place, ranks)
+    born_whole = config.lora_r or config.packing  # peft adapts, and packing tries, a model that is there
+    if engine == "deepspeed" and precision.zero_stage == 3 and ranks.layout.group_size > 1 and not born_whole:
+        return start_sharded(config, description, filled, place, ranks)
+    with ranks.world.together("loading the model"):
+        learner = load_learner(config, description)
+        groups = param_groups(learner, per_task(config, learner), config.weight_decay > 0)
+    still = untrained(learner)
+    check_equal(ranks, fingerprint_of(still.items()), "frozen weights and buffers")
+    frozen = copies(still) if ranks.first and not config.lora_r else {}  # the base of adapters is never copied
+    del still  # an engine gives the frozen weights other storage
+    if engine == "plain":
+        worker: Worker = PlainWorker(learner, groups, ranks.device, precision.bf16)
+    else:
+        from fmmeta.parallel.engine import DeepSpeedWorker
+
+        worker = DeepSpeedWorker(learner, groups, filled, ranks.group, place)
+    return Started(worker, learner.head_names, place, frozen)
+
+
+def start_sharded(config: Config, description: Description, filled: dict[str, Any], place: Place, ranks: Ranks) -> Started:
+    """ZeRO 3 from birth. Collective: world."""
+    from fmmeta.parallel.engine import DeepSpeedWorker, shard_at_birth
+
+    with ranks.world.together("opening the checkpoint"):
+        stream = open_stream(config, description)
+        learner = stream.learner
+        trained = [name for name, param in learner.named_parameters() if param.requires_grad]
+        stream.fill([name for name, param in learner.named_parameters() if not param.requires_grad])
+        frozen = untrained(learner)
+    check_equal(ranks, fingerprint_of(frozen.items()), "frozen weights and buffers")
+    frozen = copies(frozen) if ranks.first else {}
+    shard_at_birth(stream, filled)
+    groups = param_groups(learner, per_task(config, learner), config.weight_decay > 0)
+    exact = ((name, stream.read(name)) for name in trained)
+    worker = DeepSpeedWorker(learner, groups, filled, ranks.group, place, exact)
+    return Started(worker, learner.head_names, place, frozen)
+
+
+def start_pipeline(config: Config, description: Description, filled: dict[str, Any], place: Place, ranks: Ranks) -> Started:
+    """A stage per rank. Collective: world."""
+    from fmmeta.parallel.pipeline import PipelineWorker, hold_stage
+
+    with ranks.world.together("reading the stages"):
+        stream = open_stream(config, description)
+        cut = plan_cut(stream.learner, place.stages)
+        names = hold_stage(stream, cut, place)
+        mine = [name for name, stage in cut.owner.items() if stage == place.stage]
+        frozen = copies(untrained(stream.learner, mine))
+        stage = take_stage(stream.learner, cut, place.stage)
+        groups = param_groups(stage.body, per_task(config, stream.learner), config.weight_decay > 0)
+    check_equal(ranks, fingerprint_of(frozen.items()), "frozen weights and buffers", place.stage)
+    worker = PipelineWorker(stage, names, groups, cut, filled, ranks.group, place, description.hf_config.hidden_size)
+    if filled["bf16"]["enabled"]:
+        trained = [name for name, _ in names.values() if name not in frozen]
+        worker.set_exactly((name, stream.read(name)) for name in trained)
+    writes = ranks.layout.group_index == 0 and place.data_rank == 0
+    return Started(worker, stream.learner.head_names, place, frozen if writes else {})
+
+
+def place_of(config: Config, layout: Layout) -> Place:
+    return Place(layout.group_rank, layout.group_size, config.pipeline_stages, config.tensor_parallel_size)
+
+
+def per_task(config: Config, learner: Learner) -> tuple[str, ...]:
+    """Names of a head that starts anew in every task; it is adapted, but it is no meta-parameter."""
+    return learner.head_names if config.head_init != "learned" else ()
+
+
+def untrained(learner: Learner, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Frozen parameters and saved buffers by name (of those in `names`, if given), uncopied, before an engine shards them."""
+    trained = {name for name, param in learner.named_parameters(remove_duplicate=False) if param.requires_grad}
+    wanted = {name: value for name, value in learner.state_dict().items() if name not in trained}
+    return {name: value.detach() for name, value in wanted.items() if names is None or name in names}
+
+
+def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.cpu().clone() for name, value in tensors.items()}
+
+
+def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors, key=lambda item: item[0]):
+        digest.update(name.encode())
+        digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def check_equal(ranks: Ranks, mine: str, what: str, stage: int = 0) -> None:
+    """Refuse to go on where ranks of the same stage hold other tensors. Collective: world."""
+    told = set(ranks.world.gather_bytes(f"{stage} {mine}".encode()))
+    if len(told) > len({text.split()[0] for text in told}):
+        raise UsageError(f"the {what} are not the same on every rank; let every node read the same checkpoint")

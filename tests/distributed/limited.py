@@ -1,0 +1,69 @@
+"""Started on every rank by test_limits: trains under a limit of memory that the whole training state does not fit into.
+
+    python -m tests.distributed.limited MODEL DATA OUT
+
+Prints what a group of one is told, whether the limit is real, and where the runs with all ranks in one group ended.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from fmmeta import build
+from fmmeta.config import Config, UsageError
+from fmmeta.parallel.communicator import World, pick_device
+from fmmeta.parallel.engine import import_deepspeed
+from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.limits import status_bytes
+from fmmeta.progress import Progress
+from fmmeta.record import Start
+from fmmeta.train import Run
+
+ROOM = 640 * 2**20
+
+
+def main(model: str, data: str, out: str, kind: str) -> None:
+    launch = Launch.from_env(os.environ)
+    world = World(launch, pick_device(launch))
+    settings = {"model_name_or_path": model, "dataset": [data], "task_type": "causal_lm", "k_shot": 2, "num_query": 2,
+                "meta_batch_size": 1, "inner_steps": 1, "outer_steps": 2, "max_length": 32, "save_steps": 0, "eval_episodes": 0,
+                "outer_lr": 1e-3}  # fmt: skip
+    deepspeed = f"{out}/zero3.json" if kind == "zero3" else None
+    alone = Config(**settings, group_size="1", deepspeed=deepspeed)
+    plan = build.plan(alone, world, lambda text: None)
+    params = build.sizes_of(alone, plan).params
+    together = {"zero3": {"deepspeed": deepspeed}, "pipeline": {"pipeline_stages": 4}}[kind]
+    config = Config(**settings, group_size="4", **together)
+    plan = build.plan(config, world, lambda text: None)
+    import transformers.models.llama.modeling_llama  # noqa: F401  (libraries are no part of the model's memory)
+
+    limit = status_bytes("VmData") + ROOM
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+    try:
+        build.form_groups(alone, build.plan(alone, world, lambda text: None), world, lambda text: None)
+        print("accepted")
+    except UsageError as error:
+        print(error)
+    try:
+        torch.zeros(7 * params)
+        print("no limit")
+    except RuntimeError:
+        print("the limit is real")
+    ranks = build.form_groups(config, plan, world, lambda text: None)
+    import_deepspeed()
+    parts = build.build(config, plan, ranks)
+    run = Run(config, plan, ranks, parts, Start(Path(out), None, False), Progress(speaks=False))
+    run.resume()
+    run.loop()
+    moved = parts.worker.dot(run.theta, run.theta)
+    print(f"trained {run.outer_step} steps, |theta|^2 {moved:.6f}")
+    world.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,80 @@
+"""A model spread over a group by layers ends where the oracle ends, and comes back from its folder as plain transformers."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from fmmeta.config import Config
+from fmmeta.models.load import describe, load_learner
+from tests.distributed.matrix import Bench, Case, spread, tolerance
+from tests.models import ENCODERS
+
+CHOSEN = spread()
+
+
+def kind_of(case: Case):
+    return case.layout, case.stages, case.tensor
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    return Bench(tmp_path_factory.mktemp("spread"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(bench):
+    """theta and facts by case; the cases of a layout and kind run in one launch (DeepSpeed keeps the first kind's groups)."""
+
+    @cache
+    def outcome(kind):
+        try:
+            return bench.run([case for case in CHOSEN if kind_of(case) == kind])
+        except AssertionError as error:  # remembered, so that a broken launch is started once
+            return error
+
+    def of(case):
+        found = outcome(kind_of(case))
+        if isinstance(found, AssertionError):
+            raise found
+        return found[case.id]
+
+    return of
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", sorted(CHOSEN, key=kind_of), ids=lambda case: case.id)
+def test_ends_where_the_oracle_ends_and_comes_back(case: Case, bench, outcomes):
+    theta, facts = outcomes(case)
+    assert bench.error(case, theta) < tolerance(case)
+    assert facts["start_off"] == 0  # every stage holds the checkpoint's weights, also where a new head is drawn
+    assert facts["engine"] == ("PipelineWorker" if case.stages > 1 else "DeepSpeedWorker")
+    round_trip(bench, case, theta)
+
+
+def round_trip(bench: Bench, case: Case, theta: dict[str, torch.Tensor]) -> None:
+    """The exported folder, read by plain transformers, gives the logits of theta."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    folder = bench.folder / f"out-{case.layout[0]}x{case.layout[1]}" / case.id / "model"
+    config = Config(**bench.settings(case))
+    learner = load_learner(config, describe(config)).eval()
+    with torch.no_grad():
+        for name, value in theta.items():
+            learner.get_parameter(name).copy_(value)
+    auto = AutoModelForSequenceClassification if case.model.startswith(ENCODERS) else AutoModelForCausalLM
+    plain, report = auto.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    ids = torch.randint(3, 259, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        for name in learner.head_names if case.head != "learned" else ():  # zeros as saved: give both the same other head
+            value = torch.randn(learner.get_parameter(name).shape)
+            learner.get_parameter(name).copy_(value)
+            plain.get_parameter(name.removeprefix("hf.")).copy_(value)
+        found, wanted = plain.eval()(input_ids=ids, attention_mask=mask).logits, learner(ids, mask)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert float(wanted.std()) > 1e-3

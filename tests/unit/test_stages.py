@@ -1,0 +1,196 @@
+"""Cutting a model into stages, and reading it tensor by tensor: in one process, compared with the whole model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from fmmeta.config import Config
+from fmmeta.models.load import describe, empty_learner, load_learner
+from fmmeta.models.stages import balance, plan_cut, take_stage
+from fmmeta.models.stream import open_stream
+from fmmeta.parallel.layout import Place
+from fmmeta.parallel.pipeline import hold_stage
+from fmmeta.workers import untrained
+from tests.models import DECODERS, ENCODERS, save_family
+from tests.unit.helpers import refusal
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder per family, made once."""
+    made = {}
+
+    def folder(family: str, tied: bool = True):
+        if (family, tied) not in made:
+            made[family, tied] = save_family(tmp_path_factory.mktemp(family), family, tied)
+        return made[family, tied]
+
+    return folder
+
+
+def config_of(folder, family, **settings) -> Config:
+    task = "causal_lm" if family in DECODERS and "pooling" not in settings else "classification"
+    return Config(model_name_or_path=str(folder), task_type=task, n_way=4, **settings)
+
+
+def held_stages(config: Config, stages: int):
+    """Every stage of a model, each from a stream of its own."""
+    for stage in range(stages):
+        stream = open_stream(config, describe(config))
+        cut = plan_cut(stream.learner, stages)
+        names = hold_stage(stream, cut, Place(stage, stages, stages))
+        yield take_stage(stream.learner, cut, stage), names, cut, stream
+
+
+CASES = [
+    *((family, stages, {}) for family in (*DECODERS, *ENCODERS) for stages in (2, 3)),
+    ("bert", 3, {"pooling": "mean"}),
+    ("roberta", 2, {"pooling": "cls"}),
+    ("bert", 2, {"pooling": "model", "head_init": "learned"}),
+    ("llama", 3, {"pooling": "model", "head_init": "learned"}),  # scores the last token that is no padding
+    ("gpt2", 2, {"pooling": "model", "head_init": "learned"}),
+]
+
+
+@pytest.mark.parametrize(("family", "stages", "settings"), CASES)
+def test_stages_in_a_row_are_the_model(saved, family, stages, settings):
+    config = config_of(saved(family), family, **settings)
+    whole = load_learner(config, describe(config))
+    found = list(held_stages(config, stages))
+    ids = torch.randint(3, 259, (3, 20), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = mask[2, 15:] = 0
+    ids[mask == 0] = 0
+    for want in ("logits", "features") if whole.head_names else ("logits",):
+        passed = (ids, mask)
+        found[-1][0].want = want
+        for stage, *_ in found:
+            passed = stage(passed)
+        wanted = whole(ids, mask, want=want)
+        keep = mask.bool() if wanted.ndim == 3 else slice(None)
+        assert torch.equal(passed[keep], wanted[keep])
+    params = dict(whole.named_parameters())
+    listed = [name for _, names, *_ in found for name, _ in names.values()]
+    cut = found[0][2]
+    assert sorted(listed) == sorted([*params, *([cut.tied] if cut.tied else [])])
+    assert [sum(p.numel() for p in stage.parameters()) for stage, *_ in found] == list(cut.sizes)
+
+
+def test_a_stage_reads_its_own_tensors_only(saved, monkeypatch):
+    from fmmeta.models.stream import Stream
+
+    read = []
+    ordinary = Stream.read
+    monkeypatch.setattr(Stream, "read", lambda self, name: read.append(name) or ordinary(self, name))
+    for stage, names, *_ in held_stages(config_of(saved("llama", False), "llama"), 3):
+        assert sorted(read) == sorted(name for name, _ in names.values())
+        assert not any(param.is_meta for param in stage.parameters())
+        read.clear()
+
+
+@given(st.lists(st.integers(1, 50), min_size=2, max_size=8), st.data())
+def test_balance_is_the_best_there_is(weights, data):
+    parts = data.draw(st.integers(1, len(weights)))
+    bounds = balance(weights, parts)
+
+    def heaviest(cut):
+        return max(sum(weights[a:b]) for a, b in itertools.pairwise(cut))
+
+    every = [(0, *inner, len(weights)) for inner in itertools.combinations(range(1, len(weights)), parts - 1)]
+    assert tuple(bounds) in every
+    assert heaviest(bounds) == min(map(heaviest, every))
+
+
+def test_a_fresh_head_is_drawn_as_transformers_draws_it(tmp_path, saved):
+    """Out of a checkpoint without pooler and classifier, and of one whose classifier has another size."""
+    config = config_of(saved("bert"), "bert", head_init="learned")
+    assert_same_start(config)
+    tensors = load_file(saved("bert") / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if not name.startswith(("classifier", "bert.pooler"))}
+    (tmp_path / "config.json").write_text((saved("bert") / "config.json").read_text())
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_same_start(config_of(tmp_path, "bert", head_init="learned", pooling="model"))
+
+
+def assert_same_start(config: Config) -> None:
+    stream = open_stream(config, describe(config))
+    for name, param in load_learner(config, describe(config)).named_parameters():
+        assert torch.equal(stream.read(name), param), name
+
+
+def test_names_of_the_base_model_and_old_names_are_found(tmp_path, saved):
+    """GPT-2's hub checkpoint lacks the prefix, BERT's oldest call LayerNorm's weight gamma, and files may be several."""
+    for family, rename in (("gpt2", lambda n: n.removeprefix("transformer.")),
+                           ("bert", lambda n: n.replace("LayerNorm.weight", "LayerNorm.gamma"))):  # fmt: skip
+        folder = tmp_path / family
+        folder.mkdir()
+        tensors = {rename(n): v for n, v in load_file(saved(family) / "model.safetensors").items()}
+        (folder / "config.json").write_text((saved(family) / "config.json").read_text())
+        files: dict[str, dict] = {"a.safetensors": {}, "b.safetensors": {}}
+        for number, (name, value) in enumerate(tensors.items()):
+            files["ab"[number % 2] + ".safetensors"][name] = value
+        for file, part in files.items():
+            save_file(part, folder / file, metadata={"format": "pt"})
+        index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert_same_start(config_of(folder, family))
+        os.remove(folder / "b.safetensors")
+        config = config_of(folder, family)
+        assert refusal(open_stream, config, describe(config)) == (
+            f"model_name_or_path={folder} lacks b.safetensors, which its index names; fetch it again"
+        )
+
+
+def test_the_builtin_model_streams_too():
+    for task in ("classification", "causal_lm"):
+        assert_same_start(Config(task_type=task))
+
+
+def test_frozen_tensors_of_a_stage(saved):
+    """With fmmeta's pooling BERT's pooler is frozen; it lies on the last stage and is exported from there."""
+    config = config_of(saved("bert"), "bert", pooling="mean")
+    frozen = []
+    for _, _, cut, stream in held_stages(config, 2):
+        stage = len(frozen)
+        frozen.append(sorted(untrained(stream.learner, [name for name, owner in cut.owner.items() if owner == stage])))
+    assert frozen == [[], ["hf.pooler.dense.bias", "hf.pooler.dense.weight"]]
+
+
+def test_what_cannot_be_cut_is_refused(tmp_path, saved):
+    learner = empty_learner(config := config_of(saved("llama"), "llama"), describe(config))
+    assert refusal(plan_cut, learner, 4) == "pipeline_stages=4 is above the 3 layers of the model; use 3 or fewer"
+    other = tmp_path / "config.json"
+    other.write_text(json.dumps({"model_type": "electra", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                                 "embedding_size": 32, "intermediate_size": 48, "vocab_size": 259}))  # fmt: skip
+    learner = empty_learner(config := config_of(tmp_path, "bert"), describe(config))
+    assert refusal(plan_cut, learner, 2) == (
+        "pipeline_stages: model_type=electra is not cut into stages; use one of llama, mistral, qwen2, qwen3, gpt2, gpt_neox, "
+        "bert, roberta, or --group_size with ZeRO 3 for this one"
+    )
+    config = config_of(tmp_path, "bert")
+    assert refusal(open_stream, config, describe(config)) == (
+        f"model_name_or_path={tmp_path} has no model.safetensors; convert its weights to safetensors"
+    )
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
+    message = refusal(open_stream, config, describe(config))
+    assert message.startswith(f"model_name_or_path={tmp_path}: {tmp_path / 'model.safetensors'} cannot be read (")
+
+
+def test_a_tensor_of_another_shape_is_refused_in_a_language_model(tmp_path, saved):
+    tensors = load_file(saved("llama") / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(31)
+    (tmp_path / "config.json").write_text((saved("llama") / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = config_of(tmp_path, "llama")
+    assert refusal(open_stream, config, describe(config)) == (
+        f"model_name_or_path={tmp_path} holds model.norm.weight of shape [31], and its configuration says [32]; mend the "
+        "checkpoint"
+    )
