@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from fmmeta.export import export
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import Fragment, ParamMap, param_groups
+from fmmeta.parallel.worker import Worker
 from fmmeta.record import Metrics, find_start, write_run
 from fmmeta.workers import untrained
 from tests.models import WORDS, save_bert, save_llama
@@ -121,6 +124,21 @@ def test_copies_count_once():
             for name, shape in SHAPES.items()}  # fmt: skip
     for name, parts in held.items():
         assert torch.equal(sum(parts).view(-1), parameters(100)[name]), name
+
+
+def test_inner_products_count_copies_once():
+    """`b` lies on both ranks; by layer and over all of the model it counts on the first alone."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    total = 0.0
+    for params in ACROSS:
+        worker: Any = SimpleNamespace(params=params, device=torch.device("cpu"), group=SimpleNamespace(sum_=lambda t: t))
+        a, b = laid_out(params, parameters(100)), laid_out(params, parameters(7))
+        segments = [(f.here.start, f.here.stop, "abc".index(f.name)) for f in params.fragments]
+        sums += Worker.dots(worker, a, b, segments, 3)
+        total += Worker.dot(worker, a, b)
+    wanted = [torch.dot(parameters(100)[name].double(), parameters(7)[name].double()) for name in "abc"]
+    torch.testing.assert_close(sums, torch.stack(wanted), rtol=0, atol=0)
+    assert total == float(sums.sum())
 
 
 def test_a_missing_shard_is_named(tmp_path):
