@@ -23,25 +23,28 @@ from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
 from fmmeta.record import Start
+from fmmeta.tasks.loader import Load
 from fmmeta.train import Run
 
 
 def poison(parts: build.Parts, chosen: dict[tuple[int, int], str]) -> None:
     """Weigh the rows of the chosen tasks infinitely: loss and gradients are no numbers then, as after a divergence."""
-    clean = parts.batches
+    if not chosen:
+        return
+    clean = parts.load
 
-    def batches(source):
-        draw = clean(source)
-
-        def poisoned(task):
-            episode = draw(task)
+    class Poisoned(Load):
+        def batches(self, task):
+            episode = super().batches(task)
             for batch in getattr(episode, chosen[task.seed[2:]]) if task.seed[2:] in chosen else []:
                 batch.weights *= float("inf")
             return episode
 
-        return poisoned
+    def load(source, transform=None):
+        made = clean(source, transform)
+        return Poisoned(made.source, made.dealer, made.transform, made.most_classes)
 
-    parts.batches = batches  # type: ignore[method-assign]
+    parts.load = load  # type: ignore[method-assign]
 
 
 def main(cases_file: str, out: str) -> None:
