@@ -10,6 +10,7 @@ import copy
 import itertools
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -106,5 +107,6 @@ class Feed(Reader):
             share = 100 * (self.loader.load_s - self.loader.warm[0]) / (step_seconds - self.loader.warm[1])
             self.notice(f"num_workers=auto: {chosen} (loading takes {share:.2g} % of an outer step)")
         for cause in self.loader.deaths:
-            self.notice(f"a loader process died and was replaced: {cause}")
+            rank = self.layout.launch.global_rank  # each speaks of its own
+            print(f"fmmeta: rank {rank}: a loader process died and was replaced: {cause}", file=sys.stderr, flush=True)
         self.loader.deaths.clear()

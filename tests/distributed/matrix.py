@@ -241,6 +241,8 @@ class Bench:
         causal = not case.model.startswith(ENCODERS)
         rule = VARIANTS.get(case.algorithm, {"algorithm": case.algorithm})
         prototype_lr = 0.1 if case.algorithm == "reptile" else 0.01
+        if case.algorithm == "reptile" and case.settings.get("lora_r"):
+            prototype_lr = 0.5  # theta - phi is a difference of numbers that are much larger than it
         inner_lr = 0.1 if causal else prototype_lr if case.head == "prototype" else 0.3
         return {
             "model_name_or_path": str(self.models(case.model)), "dataset": [str(self.data[causal])],

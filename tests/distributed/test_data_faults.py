@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from pathlib import Path
 
 import pytest
@@ -91,8 +92,7 @@ def test_bad_tasks_are_left_out_and_counted(tmp_path):
     assert "1 of 1 rows cannot be used" in found[nul]
     said = "".join(ended.output)
     assert all(f"fmmeta: left out: task {name}: " in said for name in wanted)
-    assert "a loader process died and was replaced: process " in said
-    assert "was killed by SIGKILL" in said
+    assert re.search(r"fmmeta: rank [01]: a loader process died and was replaced: process \d+ was killed by SIGKILL", said)
     assert "Traceback" not in said
 
 
