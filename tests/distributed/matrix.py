@@ -83,7 +83,9 @@ TOLERANCE = {("fp32", "sgd"): 1e-5, ("fp32", "adamw"): 1e-4, ("bf16", "sgd"): 0.
 
 
 def tolerance(case: Case) -> float:
-    return 1e-3 if case.algorithm in SECOND_ORDER else TOLERANCE[case.dtype, case.outer]
+    """Differences of gradients err by themselves, alike on every layout; through class means by 1.2e-3 (docs/log.md)."""
+    differences = 3e-3 if case.algorithm == "proto_maml" else 1e-3
+    return differences if case.algorithm in SECOND_ORDER else TOLERANCE[case.dtype, case.outer]
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,8 @@ class Bench:
         causal = not case.model.startswith(ENCODERS)
         rule = VARIANTS.get(case.algorithm, {"algorithm": case.algorithm})
         prototype_lr = 0.1 if case.algorithm == "reptile" else 0.01
+        if case.algorithm == "fomaml-rates":
+            prototype_lr = 0.1
         if case.algorithm == "reptile" and case.settings.get("lora_r"):
             prototype_lr = 0.5  # theta - phi is a difference of numbers that are much larger than it
         inner_lr = 0.1 if causal else prototype_lr if case.head == "prototype" else 0.3
