@@ -16,8 +16,9 @@ from fmmeta import build, checkpoint, record
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.feed import Feed, Reader
-from fmmeta.fewshot.evaluate import TEST, VALID, HeldOut, mean_ci95
+from fmmeta.fewshot.evaluate import TEST, VALID, HeldOut
 from fmmeta.fewshot.heldout import compare, show
+from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.meta.algorithms import NUMBERS, RULES, imaml
 from fmmeta.meta.check import Checked, check
 from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
@@ -70,6 +71,11 @@ class MetaTrainer:
         run.resume()
         run.loop()
         return run.finish()
+
+
+def train(config: Config) -> Result:
+    """`fmmeta train` and `launch/train.py`."""
+    return MetaTrainer(config).train()
 
 
 class Run:
