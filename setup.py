@@ -22,6 +22,7 @@ setup(
         "safetensors>=0.5",
         "numpy",
         "psutil",
+        "scikit-learn>=1.4",
         "pyarrow",
         "pyyaml",
     ],

@@ -23,11 +23,13 @@ ORDER = [
     {"parallel"},
     {"meta"},
     {"progress", "feed"},
-    {"checkpoint", "export", "fewshot"},
+    {"checkpoint", "export"},
     {"workers"},
     {"record", "build"},
+    {"fewshot"},
     {"train"},
     {"cli"},
+    {"__main__"},
 ]
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
 
