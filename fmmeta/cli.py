@@ -16,10 +16,13 @@ from typing import Any, NoReturn, cast
 
 from fmmeta.config import Config, UsageError
 
-COMMANDS = {"train": "meta-train a checkpoint (one process; `deepspeed launch/train.py` starts more)"}
+COMMANDS = {
+    "train": "meta-train a checkpoint (one process; `deepspeed launch/train.py` starts more)",
+    "report": "write report.html of a run anew, also while it goes on",
+}
 
 
-def main(argv: list[str] | None = None) -> NoReturn:
+def main(argv: list[str] | None = None) -> None:
     """Console script `fmmeta COMMAND [--flags]`."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
@@ -28,7 +31,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         sys.exit(0 if argv else 2)
     if argv[0] not in COMMANDS:
         fail(f"command={argv[0]} is unknown{nearest(argv[0], list(COMMANDS))}; use {', '.join(COMMANDS)}")
-    train(argv[1:])
+    {"train": train, "report": report}[argv[0]](argv[1:])
 
 
 def train(argv: list[str] | None = None) -> NoReturn:
@@ -38,6 +41,20 @@ def train(argv: list[str] | None = None) -> NoReturn:
         from fmmeta.train import MetaTrainer
 
         MetaTrainer(config).train()
+    except UsageError as error:
+        fail(str(error))
+    sys.exit(0)
+
+
+def report(argv: list[str]) -> NoReturn:
+    """`fmmeta report --output_dir RUN`."""
+    parser = Parser(prog="fmmeta report", description=COMMANDS["report"], allow_abbrev=False)
+    parser.add_argument("--output_dir", required=True, help="Folder of the run")
+    try:
+        folder = Path(parser.parse_args(argv).output_dir)
+        from fmmeta.report.page import write
+
+        print(f"fmmeta: report {write(folder)}", flush=True)
     except UsageError as error:
         fail(str(error))
     sys.exit(0)

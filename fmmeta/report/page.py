@@ -1,0 +1,112 @@
+"""The report of a run: report.html, one file that asks nobody for anything and runs no script."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fmmeta.report import course, results
+from fmmeta.report.facts import AFTER, FROM_START, Facts, number, read
+from fmmeta.report.markup import NONE, Markup, tag
+from fmmeta.report.style import SHEET
+from fmmeta.trackers import harmless
+
+NAME = "report.html"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser itself refuses scripts and requests
+
+
+def write(folder: Path) -> Path:
+    """Write report.html of a run, from run.json and metrics.jsonl. Raises `UsageError` where there is no run."""
+    text = page(read(folder), time.strftime("%Y-%m-%d %H:%M %Z"))
+    file, temporary = folder / NAME, folder / f"{NAME}.tmp"
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, file)
+    return file
+
+
+def keep(folder: Path, writes: bool, notice: Callable[[str], None]) -> None:
+    """Write the report where `writes`; that never ends a run."""
+    if writes:
+        try:
+            write(folder)
+        except Exception as error:
+            notice(f"{folder / NAME} could not be written ({type(error).__name__}: {error}); the run goes on")
+
+
+def page(facts: Facts, written: str) -> str:
+    """The report as text. `written`: when."""
+    sections = [results.held_out(facts), results.strata(facts), course.curves(facts), course.timing(facts),
+                results.confusion(facts), about(facts)]  # fmt: skip
+    head = tag("head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+               tag("meta", http_equiv="Content-Security-Policy", content=POLICY), tag("meta", name="robots", content="noindex"),
+               tag("link", rel="icon", href="data:,"), tag("title", f"{title(facts)} · fmmeta"),
+               tag("style", Markup(SHEET)))  # fmt: skip
+    footer = tag("footer", tag("p", f"Written {written}. ", tag("code", f"fmmeta report --output_dir {facts.folder}"),
+                               " writes it anew, also while the run goes on.", cls="quiet"))  # fmt: skip
+    body = tag("body", tag("main", header(facts), *sections, footer))
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def title(facts: Facts) -> str:
+    settings = facts.settings
+    data = settings.get("dataset") or ["?"]
+    names = " + ".join(Path(str(name)).name for name in (data if isinstance(data, list) else [data]))
+    return f"{settings.get('algorithm')} on {harmless(names)}"
+
+
+def header(facts: Facts) -> Markup:
+    settings = facts.settings
+    last, wanted = facts.outer_step, settings.get("outer_steps")
+    state = "Finished" if facts.finished else f"Not finished: logged to outer step {last:,} of {wanted:,}"
+    model = Path(harmless(str(settings.get("model_name_or_path")))).name
+    what = (f"{model}, {results.shape_of(facts)} tasks, {settings.get('inner_steps')} inner steps at {settings.get('inner_lr')}, "
+            f"{wanted:,} outer steps of {tasks_per_step(settings)} tasks; {facts.run.get('layout')}")  # fmt: skip
+    return tag("header", tag("span", state, cls="pill"), tag("h1", title(facts)), tag("p", what, cls="quiet"), heroes(facts))
+
+
+def tasks_per_step(settings: dict[str, Any]) -> int:
+    return settings.get("meta_batch_size", 1) * settings.get("meta_accumulation_steps", 1)
+
+
+def heroes(facts: Facts) -> Markup | None:
+    """The few numbers that one looks for first."""
+    found = facts.held_out
+    if AFTER in found:
+        after, start = found[AFTER]["accuracy"], found[FROM_START]["accuracy"]
+        shown = [("a", after, "accuracy % on held-out tasks, meta-trained", False),
+                 ("b", start, "the same from the weights at the start", False)]  # fmt: skip
+        if isinstance(found.get("gain"), dict):
+            shown.append(("c", found["gain"]["accuracy"], "points gained (paired)", True))
+        parts = [hero(look, results.percent(value, signed), text) for look, value, text, signed in shown]
+        return tag("div", *parts, cls="heroes")
+    if not facts.steps:
+        return None
+    line = facts.steps[-1]
+    loss, right = number(line.get("query_loss")), number(line.get("accuracy"))
+    said_loss, said_right = NONE if loss is None else f"{loss:.4f}", NONE if right is None else f"{100 * right:.1f}"
+    return tag("div", hero("a", f"{line['step']:,}", "last logged outer step"), hero("b", said_loss, "query loss there"),
+               hero("c", said_right, "accuracy % there, on the query sets"), cls="heroes")  # fmt: skip
+
+
+def hero(look: str, value: str, text: str) -> Markup:
+    return tag("div", tag("b", value), tag("span", text), cls=f"hero {look}")
+
+
+def about(facts: Facts) -> Markup:
+    """Settings and versions, folded."""
+    versions = {**(facts.run.get("versions") or {}), "git commit": facts.run.get("git_commit"), "layout": facts.run.get("layout")}
+    parts = [folded("Settings", facts.settings), folded("Versions", versions)]
+    return tag("section", tag("h2", "What was run", id="about"), *parts, aria_labelledby="about")
+
+
+def folded(name: str, values: dict[str, Any]) -> Markup:
+    cells = {key: (tag("code", key), tag("code", harmless(said(value)))) for key, value in values.items()}
+    rows = [tag("tr", tag("th", name, scope="row"), tag("td", value)) for name, value in cells.values()]
+    return tag("details", tag("summary", f"{name} ({len(rows)})"), tag("table", tag("tbody", *rows), cls="settings"))
+
+
+def said(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else NONE if value is None else str(value)
