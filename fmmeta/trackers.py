@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -136,10 +137,10 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def flat(values: dict[str, Any]) -> dict[str, float]:
-    """Numbers alone: those of a list by their places, a list of tasks as their number, those of a table by their names."""
+    """Finite numbers alone: those of a list by their places, a list of tasks as their number, those of a table by their names."""
     told: dict[str, float] = {}
     for name, value in values.items():
-        if isinstance(value, (bool, int, float)):
+        if isinstance(value, (int, float)) and math.isfinite(value):
             told[name] = value
         elif isinstance(value, dict):
             told |= {f"{name}/{key}": one for key, one in flat(value).items()}

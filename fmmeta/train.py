@@ -263,7 +263,8 @@ class Run:
         compared = compare(trained, started)
         show(compared, self.config, self.progress.table)
         result.before, result.after, result.after_from_start = compared.accuracies
-        self.trackers.log({"step": self.outer_step, "held_out": compared.facts()})
+        accuracies = {"before": result.before, "after": result.after, "after_from_start": result.after_from_start}
+        self.trackers.log({"step": self.outer_step, "held_out_accuracy": accuracies})
         return {**compared.facts(), "confusion": confused}
 
     def _write_run(self, **facts: Any) -> None:

@@ -49,8 +49,13 @@ class Browser:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.session = None
+        try:
+            self.call("Browser.close")
+            self.process.wait(10)
+        except (AssertionError, OSError, subprocess.TimeoutExpired):
+            self.process.kill()
+            self.process.wait()
         os.close(self.to)
         os.close(self.back)
 

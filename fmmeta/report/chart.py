@@ -125,12 +125,12 @@ class Chart:
 
 
 def span(values: Sequence[float], log: bool) -> tuple[float, float]:
-    """Lowest and highest, with some air, as heights (logarithms where `log`)."""
+    """Lowest and highest, with some air, as heights (logarithms where `log`); no air below zero."""
     if not values:
         return (0.0, 1.0)
     low, high = min(values), max(values)
-    air = 0.06 * (high - low) or (0.3 if log else 0.05 * abs(high) or 0.05)
-    return low - air, high + air
+    air = 0.06 * (high - low) or (0.3 if log else 0.05 * abs(high) or 1.0)
+    return (max(0.0, low - air) if low >= 0 and not log else low - air), high + air
 
 
 def marks_between(low: float, high: float, about: int) -> list[float]:

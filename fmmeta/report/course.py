@@ -1,28 +1,25 @@
-"""How a run went: curves over the outer steps with what went wrong on them, and where the time of a step went."""
+"""How a run went: curves over the outer steps, with what went wrong on them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fmmeta.report.chart import Chart, Points, Series, smooth, thin
-from fmmeta.report.facts import LEAST_BACK, LOOK_BACK, SPIKE, Facts, Line, Times, number, points, spikes, times
-from fmmeta.report.markup import Markup, join, tag
+from fmmeta.report.facts import LEAST_BACK, LOOK_BACK, SPIKE, Facts, Line, number, points, spikes
+from fmmeta.report.markup import Markup, cell, column_head, join, quiet, row, row_head, scrolling, section, table, tag
 
 SMOOTHED = 60  # values from which on a line gets a mean over a twentieth of them
-MOST_ROWS, MOST_GROUPS = 200, 24
+MOST_ROWS = 200
 SUPPORT, QUERY, VALIDATION = "b", "a", "c"  # looks
 
 
 def curves(facts: Facts) -> Markup:
-    title = tag("h2", "Training", id="training")
     if not facts.steps and not facts.valid:
-        return tag("section", title, tag("p", "No outer step is logged yet.", cls="quiet"), aria_labelledby="training")
+        return section("training", "Training", quiet("No outer step is logged yet."))
     skipped = [line["step"] for line in facts.steps if line.get("skipped_tasks")]
     bad = [line["step"] for line in facts.steps if line.get("bad_tasks")]
     jumps = {key: spikes(points(facts.steps, key)) for key in ("query_loss", "grad_norm")}
     charts = [figure(facts, chart) for chart in charts_of(facts, jumps, skipped, bad)]
-    return tag("section", title, tag("p", notes(facts, jumps, skipped, bad), cls="quiet"), tag("div", *charts, cls="charts"),
-               numbers(facts), aria_labelledby="training")  # fmt: skip
+    said = quiet(notes(facts, jumps, skipped, bad))
+    return section("training", "Training", said, tag("div", *charts, cls="charts"), numbers(facts))
 
 
 def charts_of(facts: Facts, jumps: dict[str, list[tuple[int, float]]], skipped: list[int], bad: list[int]) -> list[Chart]:
@@ -59,7 +56,7 @@ def hundred(values: Points) -> Points:
 
 def short(value: float) -> str:
     """0.002 -> 0.002, 0.00002 -> 2e-5, 1000 -> 1,000."""
-    if value and not 1e-3 <= abs(value) < 1e5:
+    if value and not 1e-4 <= abs(value) < 1e5:
         digits, power = f"{value:.2e}".split("e")
         return f"{float(digits):g}e{int(power)}"
     return f"{value:,.4g}"
@@ -117,65 +114,17 @@ def numbers(facts: Facts) -> Markup:
     names = {"support_loss": "support loss", "query_loss": "query loss", "accuracy": "accuracy %", "valid_loss": "valid. loss",
              "valid_accuracy": "valid. %", "grad_norm": "norm", "lr": "rate", "skipped_tasks": "left out"}  # fmt: skip
     used = [key for key in names if any(key in line for line in (*facts.steps, *facts.valid))]
-    head = tag("tr", tag("th", "step", scope="col"), *(tag("th", names[key], scope="col", cls="n") for key in used))
-    rows = [tag("tr", tag("th", f"{step:,}", scope="row"),
-                *(cell(key, {**lines.get(step, {}), **valid.get(step, {})}) for key in used)) for step in shown]  # fmt: skip
+    head = [column_head("step"), *(column_head(names[key], "n") for key in used)]
+    rows = [row(row_head(f"{step:,}"), *(value_of(key, {**lines.get(step, {}), **valid.get(step, {})}) for key in used))
+            for step in shown]  # fmt: skip
     total = len(lines.keys() | valid.keys())
     what = "Numbers of the curves" + (f" ({len(shown)} of {total} steps; all are in metrics.jsonl)" if len(shown) < total else "")
-    table = tag("table", tag("thead", head), tag("tbody", *rows))
-    return tag("details", tag("summary", what), tag("div", table, cls="scroll", role="region", tabindex="0", aria_label=what))
+    return tag("details", tag("summary", what), scrolling(table(head, rows), what))
 
 
-def cell(key: str, line: Line) -> Markup:
+def value_of(key: str, line: Line) -> Markup:
     value = number(line.get(key))
     if value is None:
-        return tag("td", "not finite" if key in line else "", cls="n")
+        return cell("not finite" if key in line else "", "n")
     shown = f"{100 * value:.1f}" if "accuracy" in key else short(value) if key == "lr" else f"{value:.4g}"
-    return tag("td", tag("data", shown, value=line[key]), cls="n")
-
-
-def timing(facts: Facts) -> Markup | None:
-    """Seconds of an outer step by group: waiting for data, for the other groups, and the rest."""
-    found = times(facts.steps)
-    if found is None or found.whole <= 0:
-        return None
-    groups = chosen(found)
-    parts = [bar(found, group) for group in groups]
-    say = f"{found.whole:.3g} s an outer step, the mean of {found.steps} logged ones"
-    say += " (without the first, which warms up)" if found.first_left_out else ""
-    say += ". Waiting for data is a mean over all ranks. "
-    if len(groups) < len(found.waiting):
-        say += (
-            f"Shown are {len(groups)} of {len(found.waiting)} groups: those that the others wait for, and those that wait most. "
-        )
-    keys = [tag("span", swatch(look), name, cls="key")
-            for name, look in (("computing", "a"), ("waiting for data", "b"), ("waiting for other groups", "d"))]  # fmt: skip
-    rows = [tag("tr", tag("th", f"group {group}", scope="row"),
-                *(tag("td", tag("data", f"{value:.3g}", value=value), cls="n")
-                  for value in (found.computing(group), found.data, found.waiting[group]))) for group in groups]  # fmt: skip
-    head = tag("tr", *(tag("th", name, scope="col", cls=cls) for name, cls in
-                       (("", None), ("computing s", "n"), ("data s", "n"), ("other groups s", "n"))))  # fmt: skip
-    table = tag("details", tag("summary", "Seconds by group"), tag("table", tag("thead", head), tag("tbody", *rows)))
-    return tag("section", tag("h2", "Where the time goes", id="time"), tag("p", say, cls="quiet"), tag("div", *keys, cls="keys"),
-               tag("div", *parts, cls="times"), table, aria_labelledby="time")  # fmt: skip
-
-
-def swatch(look: str) -> Markup:
-    return tag("svg", tag("rect", width=22, height=8, rx=2, cls=f"fill {look}"), aria_hidden="true")
-
-
-def chosen(found: Times) -> Sequence[int]:
-    """All groups, or of many those that wait least and most."""
-    order = sorted(range(len(found.waiting)), key=lambda group: found.waiting[group])
-    return order if len(order) <= MOST_GROUPS else order[: MOST_GROUPS // 2] + order[-MOST_GROUPS // 2 :]
-
-
-def bar(found: Times, group: int) -> Markup:
-    shares = [found.computing(group), found.data, found.waiting[group]]
-    total, at, drawn = sum(shares) or 1.0, 0.0, []
-    for seconds, look in zip(shares, "abd", strict=True):
-        share = 100 * seconds / total
-        drawn.append(tag("rect", x=f"{at:.2f}%", y="15%", width=f"{share:.2f}%", height="70%", cls=f"fill {look}"))
-        at += share
-    said = f"group {group}: computing {shares[0]:.3g} s, data {shares[1]:.3g} s, other groups {shares[2]:.3g} s"
-    return join(tag("span", f"group {group}"), tag("svg", tag("title", said), *drawn, role="img", aria_label=said))
+    return cell(tag("data", shown, value=line[key]), "n")

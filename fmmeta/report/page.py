@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fmmeta.report import course, results
+from fmmeta.report import course, results, timing
 from fmmeta.report.facts import AFTER, FROM_START, Facts, number, read
-from fmmeta.report.markup import NONE, Markup, tag
+from fmmeta.report.markup import NONE, Markup, cell, quiet, row, row_head, section, table, tag
 from fmmeta.report.style import SHEET
 from fmmeta.trackers import harmless
 
@@ -38,14 +38,14 @@ def keep(folder: Path, writes: bool, notice: Callable[[str], None]) -> None:
 
 def page(facts: Facts, written: str) -> str:
     """The report as text. `written`: when."""
-    sections = [results.held_out(facts), results.strata(facts), course.curves(facts), course.timing(facts),
+    sections = [results.held_out(facts), results.strata(facts), course.curves(facts), timing.timing(facts),
                 results.confusion(facts), about(facts)]  # fmt: skip
     head = tag("head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
                tag("meta", http_equiv="Content-Security-Policy", content=POLICY), tag("meta", name="robots", content="noindex"),
                tag("link", rel="icon", href="data:,"), tag("title", f"{title(facts)} · fmmeta"),
                tag("style", Markup(SHEET)))  # fmt: skip
-    footer = tag("footer", tag("p", f"Written {written}. ", tag("code", f"fmmeta report --output_dir {facts.folder}"),
-                               " writes it anew, also while the run goes on.", cls="quiet"))  # fmt: skip
+    again = tag("code", harmless(f"fmmeta report --output_dir {facts.folder}"))
+    footer = tag("footer", quiet(f"Written {written}. ", again, " writes it anew, also while the run goes on."))
     body = tag("body", tag("main", header(facts), *sections, footer))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
@@ -64,7 +64,7 @@ def header(facts: Facts) -> Markup:
     model = Path(harmless(str(settings.get("model_name_or_path")))).name
     what = (f"{model}, {results.shape_of(facts)} tasks, {settings.get('inner_steps')} inner steps at {settings.get('inner_lr')}, "
             f"{wanted:,} outer steps of {tasks_per_step(settings)} tasks; {facts.run.get('layout')}")  # fmt: skip
-    return tag("header", tag("span", state, cls="pill"), tag("h1", title(facts)), tag("p", what, cls="quiet"), heroes(facts))
+    return tag("header", tag("span", state, cls="pill"), tag("h1", title(facts)), quiet(what), heroes(facts))
 
 
 def tasks_per_step(settings: dict[str, Any]) -> int:
@@ -75,12 +75,12 @@ def heroes(facts: Facts) -> Markup | None:
     """The few numbers that one looks for first."""
     found = facts.held_out
     if AFTER in found:
-        after, start = found[AFTER]["accuracy"], found[FROM_START]["accuracy"]
-        shown = [("a", after, "accuracy % on held-out tasks, meta-trained", False),
-                 ("b", start, "the same from the weights at the start", False)]  # fmt: skip
+        causal = facts.settings.get("task_type") == "causal_lm"  # of which few answers are right to the last token
+        key, what, form = ("loss", "loss", results.plain) if causal else ("accuracy", "accuracy %", results.percent)
+        parts = [hero("a", form(found[AFTER][key]), f"{what} on held-out tasks, meta-trained"),
+                 hero("b", form(found[FROM_START][key]), "the same from the weights at the start")]  # fmt: skip
         if isinstance(found.get("gain"), dict):
-            shown.append(("c", found["gain"]["accuracy"], "points gained (paired)", True))
-        parts = [hero(look, results.percent(value, signed), text) for look, value, text, signed in shown]
+            parts.append(hero("c", form(found["gain"][key], signed=True), f"gain in {what} (paired)"))
         return tag("div", *parts, cls="heroes")
     if not facts.steps:
         return None
@@ -98,14 +98,13 @@ def hero(look: str, value: str, text: str) -> Markup:
 def about(facts: Facts) -> Markup:
     """Settings and versions, folded."""
     versions = {**(facts.run.get("versions") or {}), "git commit": facts.run.get("git_commit"), "layout": facts.run.get("layout")}
-    parts = [folded("Settings", facts.settings), folded("Versions", versions)]
-    return tag("section", tag("h2", "What was run", id="about"), *parts, aria_labelledby="about")
+    return section("about", "What was run", folded("Settings", facts.settings), folded("Versions", versions))
 
 
 def folded(name: str, values: dict[str, Any]) -> Markup:
     cells = {key: (tag("code", key), tag("code", harmless(said(value)))) for key, value in values.items()}
-    rows = [tag("tr", tag("th", name, scope="row"), tag("td", value)) for name, value in cells.values()]
-    return tag("details", tag("summary", f"{name} ({len(rows)})"), tag("table", tag("tbody", *rows), cls="settings"))
+    rows = [row(row_head(name), cell(value)) for name, value in cells.values()]
+    return tag("details", tag("summary", f"{name} ({len(rows)})"), table([], rows, "settings"))
 
 
 def said(value: Any) -> str:

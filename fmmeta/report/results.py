@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fmmeta.report.facts import AFTER, BEFORE, FROM_START, Facts, number
-from fmmeta.report.markup import NONE, Markup, join, tag
+from fmmeta.report.markup import NONE, Markup, cell, column_head, join, quiet, row, row_head, scrolling, section, table, tag
 
 Interval = Sequence[Any]
 """Mean and half the 95 % interval; null where there is no interval."""
@@ -41,19 +41,17 @@ def held_out(facts: Facts) -> Markup | None:
     rows = []
     for name, look in ((BEFORE, "d"), (FROM_START, "b"), (AFTER, "a")):
         accuracy, loss = found[name]["accuracy"], found[name]["loss"]
-        rows.append(tag("tr", tag("th", name, scope="row"), tag("td", interval_bar(accuracy, look), cls="bar"),
-                        tag("td", percent(accuracy), cls="n"), tag("td", plain(loss), cls="n")))  # fmt: skip
+        rows.append(
+            row(row_head(name), cell(interval_bar(accuracy, look), "bar"), cell(percent(accuracy), "n"), cell(plain(loss), "n"))
+        )
     gain = found.get("gain")
     if isinstance(gain, dict):  # the same episodes, with the same adaptation, from other weights
-        rows.append(tag("tr", tag("th", "gain of meta-training (paired)", scope="row"), tag("td", cls="bar"),
-                        tag("td", percent(gain["accuracy"], signed=True), cls="n"),
-                        tag("td", plain(gain["loss"], signed=True), cls="n"), cls="gain"))  # fmt: skip
-    head = tag("tr", tag("th", "", scope="col"), tag("th", "0 to 100 %", scope="col", cls="bar"),
-               tag("th", "accuracy %", scope="col", cls="n"), tag("th", "loss", scope="col", cls="n"))  # fmt: skip
-    table = tag("table", tag("caption", f"{found['episodes']} held-out {shape_of(facts)} episodes; ± is half the 95 % interval "
-                             "over episodes (1.96 standard errors). A gain in loss is a fall."),
-                tag("thead", head), tag("tbody", *rows), cls="stack wide")  # fmt: skip
-    return tag("section", tag("h2", "Before and after", id="held-out"), table, aria_labelledby="held-out")
+        cells = cell(percent(gain["accuracy"], signed=True), "n"), cell(plain(gain["loss"], signed=True), "n")
+        rows.append(row(row_head("gain of meta-training (paired)"), cell(cls="bar"), *cells, cls="gain"))
+    head = [column_head(), column_head("0 to 100 %", "bar"), column_head("accuracy %", "n"), column_head("loss", "n")]
+    caption = f"{found['episodes']} held-out {shape_of(facts)} episodes; ± is half the 95 % interval over episodes "
+    caption += "(1.96 standard errors). A gain in loss is a fall."
+    return section("held-out", "Before and after", table(head, rows, "stack wide", caption))
 
 
 def shape_of(facts: Facts) -> str:
@@ -99,14 +97,11 @@ def strata(facts: Facts) -> Markup | None:
             bar += [tag("line", x1=part(before), x2=part(after), y1="50%", y2="50%", cls="rod a"),
                     tag("circle", cx=part(before), cy="50%", r=4.5, cls="hollow b")]  # fmt: skip
         bar.append(tag("circle", cx=part(after), cy="50%", r=5, cls="fill a"))
-        cells = [tag("td", NONE if value is None else exact(value, f"{100 * value:.1f}"), cls="n") for value in (before, after)]
-        drawn = tag("td", tag("svg", *bar, aria_hidden="true"), cls="bar")
-        rows.append(tag("tr", tag("th", name or "(none)", scope="row"), *cells, drawn))
-    head = tag("tr", tag("th", "stratum", scope="col"), tag("th", "start", scope="col", cls="n"),
-               tag("th", "meta-trained", scope="col", cls="n"), tag("th", "0 to 100 %", scope="col", cls="bar"))  # fmt: skip
+        cells = [cell(NONE if value is None else exact(value, f"{100 * value:.1f}"), "n") for value in (before, after)]
+        rows.append(row(row_head(name or "(none)"), *cells, cell(tag("svg", *bar, aria_hidden="true"), "bar")))
+    head = [column_head("stratum"), column_head("start", "n"), column_head("meta-trained", "n"), column_head("0 to 100 %", "bar")]
     caption = "Accuracy % after adaptation: hollow from the weights at the start, full meta-trained; the largest gain first."
-    table = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", *rows), cls="stack")
-    return tag("section", tag("h2", "By stratum", id="strata"), table, aria_labelledby="strata")
+    return section("strata", "By stratum", table(head, rows, "stack", caption))
 
 
 def confusion(facts: Facts) -> Markup | None:
@@ -114,22 +109,18 @@ def confusion(facts: Facts) -> Markup | None:
     found = facts.held_out.get("confusion")
     if not found:
         return None
-    title = tag("h2", "One held-out episode", id="confusion")
     if "counts" not in found:
-        why = tag("p", f"No confusion matrix: {found.get('left_out')}.", cls="quiet")
-        return tag("section", title, why, aria_labelledby="confusion")
+        return section("confusion", "One held-out episode", quiet(f"No confusion matrix: {found.get('left_out')}."))
     counts, classes = found["counts"], found["classes"]
-    right, asked = sum(row[i] for i, row in enumerate(counts)), sum(map(sum, counts))
+    right, asked = sum(told[i] for i, told in enumerate(counts)), sum(map(sum, counts))
     rows = []
-    for i, (name, row) in enumerate(zip(classes, counts, strict=True)):
-        most = max(1, sum(row))
-        cells = [tag("td", str(count) if count else "·", cls=f"m{round(5 * count / most)}{' right' if i == j else ''}")
-                 for j, count in enumerate(row)]  # fmt: skip
-        rows.append(tag("tr", tag("th", f"{i + 1}  {name}", scope="row"), *cells))
-    head = tag("tr", tag("th", "right class", scope="col"),
-               *(tag("th", str(i + 1), scope="col", title=name) for i, name in enumerate(classes)))  # fmt: skip
+    for i, (name, told) in enumerate(zip(classes, counts, strict=True)):
+        most = max(1, sum(told))
+        looks = [f"m{round(5 * count / most)}{' right' if i == j else ''}" for j, count in enumerate(told)]
+        cells = [cell(str(count) if count else "·", look) for count, look in zip(told, looks, strict=True)]
+        rows.append(row(row_head(f"{i + 1}  {name}"), *cells))
+    head = [column_head("right class"), *(column_head(str(i + 1), title=name) for i, name in enumerate(classes))]
     where = f"{found.get('task')}" + (f" ({found['stratum']})" if found.get("stratum") else "")
     say = f"Task {where}, adapted from the meta-trained weights: {right} of {asked} query examples right; columns are answers."
-    table = tag("table", tag("thead", head), tag("tbody", *rows), cls="confusion")
-    scrolls = tag("div", table, cls="scroll", role="region", tabindex="0", aria_label="Confusion matrix")
-    return tag("section", title, tag("p", say, cls="quiet"), scrolls, aria_labelledby="confusion")
+    matrix = scrolling(table(head, rows, "confusion"), "Confusion matrix")
+    return section("confusion", "One held-out episode", quiet(say), matrix)
