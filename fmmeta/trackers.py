@@ -21,7 +21,7 @@ from typing import Any
 from fmmeta.config import Config, UsageError
 
 FILE = "trackers.json"  # in the run's folder: what the services call this run, so that a continuation is the same run there
-SECRET_NAME = re.compile(r"token|secret|passw|api_?key|credential", re.IGNORECASE)
+SECRET_NAME = re.compile(r"(^|_)(token|secret|password|api_?key|credentials?)$")
 IN_TEXT = (
     (re.compile(r"(?<=://)[^/@\s]+@"), "***@"),  # https://user:password@host
     (re.compile(r"\b(hf_|gh[pousr]_|github_pat_|sk-|AKIA)[A-Za-z0-9_-]{12,}"), r"\1***"),
@@ -66,6 +66,7 @@ class Trackers:
                     known[name] = id_of(name, tracker)
             except Exception as error:
                 if not outer_step:
+                    self.finish()
                     raise UsageError(f"report_to={name} cannot start ({said(error)}); mend that, or leave it out") from error
                 self.notice(f"{name} cannot start ({said(error)}); the run goes on without it")
             else:

@@ -55,11 +55,12 @@ class Chart:
         """The drawing; `summary` describes it to those who cannot see it."""
         values = [self._height(value) for one in self.series for _, value in one.points if self._drawn(value)]
         low, high = span(values, self.log)
-        marks = [self._strip(at, low, high) for at in thin(self._steps(), MOST_STRIPS)]
+        known = [(one, dict(one.points)) for one in self.series if one.name]
+        strips = [self._strip(at, known, low, high) for at in thin(self._steps(), MOST_STRIPS)]
         named = f"{self.name}-title {self.name}-desc"
         return tag("svg", tag("title", self.title, id=f"{self.name}-title"), tag("desc", summary, id=f"{self.name}-desc"),
                    self._axes(low, high), *(self._line(one, low, high) for one in self.series), self._marks(low, high),
-                   tag("g", *marks, cls="strips"), viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", role="img",
+                   tag("g", *strips, cls="strips"), viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", role="img",
                    aria_labelledby=named)  # fmt: skip
 
     def _drawn(self, value: float | None) -> bool:
@@ -109,9 +110,9 @@ class Chart:
                 parts.append(tag("path", d=moves, cls=f"tick {look}"))
         return tag("g", *parts)
 
-    def _strip(self, step: int, low: float, high: float) -> Markup:
+    def _strip(self, step: int, known: Sequence[tuple[Series, dict[int, float | None]]], low: float, high: float) -> Markup:
         """What shows while the pointer is over a step, and where the pointer has to be for it."""
-        here = [(one, dict(one.points).get(step)) for one in self.series if one.name]
+        here = [(one, values.get(step)) for one, values in known]
         here = [(one, value) for one, value in here if self._drawn(value)]
         words = [tag("tspan", f"\u2002{one.name} {value:.4g}", cls=f"word {one.look}") for one, value in here]  # type: ignore[arg-type]
         dots = [tag("circle", cx=self.x(step), cy=self.y(value, low, high), r=3.4, cls=f"dot {one.look}")  # type: ignore[arg-type]

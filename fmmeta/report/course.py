@@ -13,7 +13,7 @@ SUPPORT, QUERY, VALIDATION = "b", "a", "c"  # looks
 
 def curves(facts: Facts) -> Markup:
     if not facts.steps and not facts.valid:
-        return section("training", "Training", quiet("No outer step is logged yet."))
+        return section("training", "Training", quiet("No outer step is logged."))
     skipped = [line["step"] for line in facts.steps if line.get("skipped_tasks")]
     bad = [line["step"] for line in facts.steps if line.get("bad_tasks")]
     jumps = {key: spikes(points(facts.steps, key)) for key in ("query_loss", "grad_norm")}

@@ -243,7 +243,7 @@ def test_a_run_that_goes_on(tmp_path, lines):
     assert state == f"Not finished: logged to outer step {0 if lines == [] else 40} of 100"
     assert page.all("table", "held-out") == []
     if lines == []:
-        assert "No outer step is logged yet." in page.text
+        assert "No outer step is logged." in page.text
 
 
 def test_ten_thousand_steps_stay_small(tmp_path):
