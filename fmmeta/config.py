@@ -126,12 +126,9 @@ class TaskConfig:
 
 
 @dataclass
-class MetaConfig:
-    algorithm: str = setting(
-        "fomaml", "Meta-gradient rule, or a baseline; docs/algorithms.md says which to choose when", ALGORITHMS
-    )
-    meta_batch_size: int = setting(4, "Tasks per meta-batch over all groups")
-    meta_accumulation_steps: int = setting(1, "Meta-batches per outer step, reduced across groups once")
+class InnerConfig:
+    """How a task is learned from its support set."""
+
     inner_steps: int = setting(None, "Gradient steps on the support set (default: 5; 0 for protonet)")
     inner_lr: float = setting(0.1, "Step size of the inner optimizer")
     inner_optimizer: str = setting("sgd", "Optimizer of the inner loop; its state begins anew in every task", INNER_OPTIMIZERS)
@@ -140,6 +137,23 @@ class MetaConfig:
     inner_beta2: float = setting(0.999, "Decay of the second moment of inner_optimizer=adamw")
     inner_epsilon: float = setting(1e-8, "Epsilon of inner_optimizer=adamw")
     inner_weight_decay: float = setting(0.0, "Decoupled weight decay of inner_optimizer=adamw")
+    inner_lr_schedule: str = setting("constant", "inner_lr over the inner steps: step k of K takes 1, 1 - k/K or a half "
+                                                 "cosine of it",
+                                     INNER_SCHEDULES)  # fmt: skip
+    inner_lr_groups: list[str] = setting(
+        [],
+        "Factors of inner_lr by layer, PATTERN=FACTOR with the wildcards of a shell; the first that fits counts: head=10 "
+        "'*embed*=0'",
+    )
+
+
+@dataclass
+class MetaConfig:
+    algorithm: str = setting(
+        "fomaml", "Meta-gradient rule, or a baseline; docs/algorithms.md says which to choose when", ALGORITHMS
+    )
+    meta_batch_size: int = setting(4, "Tasks per meta-batch over all groups")
+    meta_accumulation_steps: int = setting(1, "Meta-batches per outer step, reduced across groups once")
     proximal_weight: float = setting(2.0, "imaml: weight of |phi - theta|^2 / 2 in the inner loss")
     cg_steps: int = setting(5, "imaml: steps of conjugate gradients, each a Hessian-vector product")
     cg_damping: float = setting(0.0, "imaml: added to the identity in the system that is solved; more is safer and less exact")
@@ -149,14 +163,6 @@ class MetaConfig:
         "over "
         "the tasks of a meta-batch, so that it does not matter which group ran which task)",
         INNER_STATES,
-    )
-    inner_lr_schedule: str = setting("constant", "inner_lr over the inner steps: step k of K takes 1, 1 - k/K or a half "
-                                                 "cosine of it",
-                                     INNER_SCHEDULES)  # fmt: skip
-    inner_lr_groups: list[str] = setting(
-        [],
-        "Factors of inner_lr by layer, PATTERN=FACTOR with the wildcards of a shell; the first that fits counts: head=10 "
-        "'*embed*=0'",
     )
     inner_lr_learned: str = setting(
         None,
@@ -229,7 +235,7 @@ class RunConfig:
 
 
 @dataclass
-class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
+class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, RunConfig):
     """Every setting of a run. Raises `UsageError` in one line where values contradict each other."""
 
     def __post_init__(self) -> None:
@@ -262,6 +268,9 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+
+# What an exported model remembers in fmmeta.json, so that it is adapted as it was trained to be.
+REMEMBERED = ("task_type", "head_init", "max_length", "prompt_template", *(item.name for item in fields(InnerConfig)))
 
 # Settings that may differ between a run and its continuation: they do not change theta.
 FREE_ON_RESUME = {

@@ -19,8 +19,9 @@ from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.feed import Feed, Reader
 from fmmeta.fewshot.confusion import confusion
-from fmmeta.fewshot.evaluate import TEST, VALID, HeldOut, mean_ci95
+from fmmeta.fewshot.evaluate import TEST, VALID, HeldOut
 from fmmeta.fewshot.heldout import compare, show
+from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.meta.algorithms import NUMBERS, RULES, imaml
 from fmmeta.meta.check import Checked, check
 from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
@@ -81,6 +82,11 @@ class MetaTrainer:
             return run.finish()
 
 
+def train(config: Config) -> Result:
+    """`fmmeta train` and `launch/train.py`."""
+    return MetaTrainer(config).train()
+
+
 class Run:
     """The state of one run and the steps of its life: resume, loop, finish."""
 
@@ -108,8 +114,8 @@ class Run:
         try:
             yield
         finally:
-            self.trackers.finish()
             page.keep(self.folder, self.ranks.first, self.progress.notice)
+            self.trackers.finish()  # last: it may wait for a server
 
     def resume(self) -> None:
         """Take theta, the optimizer and the position from a checkpoint, if there is one. Collective: world."""

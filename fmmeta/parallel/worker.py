@@ -6,7 +6,7 @@
     gradient(batches, restore) -> vector, Pass      the same, capturing instead         query gradient
     forward(batches) -> Pass             loss and accuracy, no gradient                 evaluation
     features(batches) -> [[B, D]]        what the classifier head sees, no gradient     prototypes
-    logits(batches) -> [[B, C]]          what the model answers, no gradient            predictions (WholeWorker)
+    logits(batches) -> [[B, C]]          what the whole model says, no gradient         probabilities (WholeWorker)
     pull(batches, cotangents) -> vector, Pass    gradient of <features, cotangents>     back through features (WholeWorker)
     dot(a, b) -> float                   over the whole model, each element once
     dots(a, b, segments, n) -> [n]       the same, by layer                             learned rates
@@ -178,9 +178,7 @@ class WholeWorker(Worker):
 
     @torch.no_grad()
     def logits(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """What the model says of each micro-batch of this rank: fp32 [B, C], or [B, T, V] of a language model; equal on ranks
-        with and without voice. Collective: group.
-        """
+        """Logits of the rows of each micro-batch of this rank, fp32 [B, C] or [B, T, V]. Collective: group."""
         return [self._call(batch.to(self.device)).float() for batch in batches]
 
     def pull(self, batches: Sequence[MicroBatch], cotangents: Sequence[Tensor]) -> tuple[Tensor, Pass]:

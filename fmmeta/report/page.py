@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fmmeta.config import UsageError, setting
 from fmmeta.report import course, results, timing
 from fmmeta.report.facts import AFTER, FROM_START, Facts, number, read
 from fmmeta.report.markup import NONE, Markup, cell, quiet, row, row_head, section, table, tag
@@ -16,6 +18,22 @@ from fmmeta.trackers import harmless
 
 NAME = "report.html"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser itself refuses scripts and requests
+
+
+@dataclass
+class ReportConfig:
+    """The settings of `fmmeta report`."""
+
+    output_dir: str = setting(None, "Folder of the run")
+
+    def __post_init__(self) -> None:
+        if self.output_dir is None:
+            raise UsageError("output_dir is not given; name the folder of a run")
+
+
+def run(config: ReportConfig) -> None:
+    """`fmmeta report`: write the report of a run anew."""
+    print(f"fmmeta: report {write(Path(config.output_dir))}", flush=True)
 
 
 def write(folder: Path) -> Path:

@@ -303,8 +303,11 @@ def test_the_command(run, capsys, tmp_path):
     none = tmp_path / "none"
     assert ended("--output_dir", str(none)) == (
         2, f"fmmeta: error: output_dir={none} holds no run.json; give the folder of a run")  # fmt: skip
-    assert ended() == (2, "fmmeta: error: the following arguments are required: --output_dir")
-    assert ended("--output_dir", str(run), "--x")[0] == 2
+    assert ended() == (2, "fmmeta: error: output_dir is not given; name the folder of a run")
+    assert ended("--output_dri", "x") == (
+        2,
+        "fmmeta: error: --output_dri is not a flag; did you mean --output_dir?; --help lists them",
+    )
     (run / "run.json").write_text("{")
     assert ended("--output_dir", str(run)) == (
         2, f"fmmeta: error: {run / 'run.json'} cannot be read; mend it, or give another output_dir")  # fmt: skip
