@@ -53,7 +53,9 @@ class Chart:
 
     def svg(self, summary: str) -> Markup:
         """The drawing; `summary` describes it to those who cannot see it."""
-        values = [self._height(value) for one in self.series for _, value in one.points if self._drawn(value)]
+        beyond = {step for step, _ in self.spikes}  # they are drawn at the edge, lest they flatten the rest
+        values = [self._height(value) for one in self.series if one.name for step, value in one.points
+                  if self._drawn(value) and step not in beyond]  # fmt: skip
         low, high = span(values, self.log)
         known = [(one, dict(one.points)) for one in self.series if one.name]
         strips = [self._strip(at, known, low, high) for at in thin(self._steps(), MOST_STRIPS)]
@@ -77,7 +79,8 @@ class Chart:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * step / max(1, self.steps), 1)
 
     def y(self, value: float, low: float, high: float) -> float:
-        return round(TOP + (HEIGHT - TOP - BOTTOM) * (1 - (self._height(value) - low) / (high - low)), 1)
+        share = min(1.0, max(0.0, (self._height(value) - low) / (high - low)))
+        return round(TOP + (HEIGHT - TOP - BOTTOM) * (1 - share), 1)
 
     def _axes(self, low: float, high: float) -> Markup:
         parts = []
@@ -102,7 +105,7 @@ class Chart:
         return join(tag("path", d=" ".join(moves) or "M0 0", cls=f"curve {one.look}"), *ends)
 
     def _marks(self, low: float, high: float) -> Markup:
-        parts = [tag("path", d=f"M{self.x(step)} {self.y(value, low, high) - 9}l4.5 -8h-9z", cls="spike")
+        parts = [tag("path", d=f"M{self.x(step)} {round(self.y(value, low, high) - 1, 1)}l4.5 -8h-9z", cls="spike")
                  for step, value in self.spikes if self._drawn(value)]  # fmt: skip
         for look, steps in self.ticks:
             moves = " ".join(f"M{self.x(step)} {HEIGHT - BOTTOM + 3}v7" for step in steps)
@@ -176,10 +179,10 @@ def extremes(points: Points, most: int) -> Points:
 
 def smooth(points: Points, window: int) -> Points:
     """Mean of up to `window` known values, each and those before it."""
-    known: list[float] = []
-    found: list[tuple[int, float | None]] = []
+    sums, found = [0.0], []
     for step, value in points:
         if value is not None:
-            known.append(value)
-            found.append((step, sum(known[-window:]) / len(known[-window:])))
+            sums.append(sums[-1] + value)
+            first = max(0, len(sums) - 1 - window)
+            found.append((step, (sums[-1] - sums[first]) / (len(sums) - 1 - first)))
     return found

@@ -93,7 +93,7 @@ def notes(facts: Facts, jumps: dict[str, list[tuple[int, float]]], skipped: list
     count = sum(map(len, jumps.values()))
     if count:
         parts += [tag("span", "▲", cls="word-spike"), f" {count} {'spike' if count == 1 else 'spikes'}: more than {SPIKE:g} ",
-                  f"deviations over the median of the last {LOOK_BACK}. "]  # fmt: skip
+                  f"deviations over the median of the last {LOOK_BACK}; the drawing is cut off there. "]  # fmt: skip
     elif len(facts.steps) > LEAST_BACK:
         parts.append("No spikes. ")
     if skipped:

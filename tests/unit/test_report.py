@@ -120,7 +120,11 @@ def test_spikes_skipped_and_bad_tasks_are_marked(run):
     marks = [one for one in page.all("path", "training") if one[1]["class"] == "spike"]
     assert len(marks) == 1
     x = 45 + (360 - 55) * SPIKE / 100
-    assert marks[0][1]["d"].startswith(f"M{x:.1f} ")
+    assert marks[0][1]["d"].startswith(f"M{x:.1f} 21.0l")  # at the upper edge: it does not flatten the rest
+    (loss,) = [one[1]["d"] for one in page.all("path", "training") if one[1]["class"] == "curve a faint"][:1]
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", loss)]
+    assert heights.count(22.0) == 1
+    assert max(heights) - min(heights) > 100
     for look, steps in (("d", (SKIPPED, BAD)), ("a", (BAD,))):
         ticks = {one[1]["d"] for one in page.all("path", "training") if one[1]["class"] == f"tick {look}"}
         assert {tuple(re.findall(r"M([\d.]+) ", tick)) for tick in ticks} == {
@@ -248,9 +252,9 @@ def test_a_run_that_goes_on(tmp_path, lines):
 
 def test_ten_thousand_steps_stay_small(tmp_path):
     folder = write_run(tmp_path / "run", metrics(10_000))
-    began = time.perf_counter()
+    began = time.process_time()
     file = write(folder)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 3
     assert file.stat().st_size < 700_000
     page = Page(file.read_text())
     assert "(200 of 10000 steps; all are in metrics.jsonl)" in page.all("summary", "training")[0][2]
