@@ -18,7 +18,7 @@ LEAST = {
     "inner_steps": 0, "inner_weight_decay": 0, "cg_steps": 1, "cg_damping": 0, "first_order_steps": 0, "multi_step_loss_steps": 0,
     "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
     "micro_batch_size": 1, "pipeline_stages": 1, "tensor_parallel_size": 1,
-    "save_steps": 0, "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
+    "feature_norm": 0, "save_steps": 0, "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
     "logging_steps": 1, "weight_decay": 0, "prefetch_factor": 1, "prepare_timeout": 1,
 }  # fmt: skip
 POSITIVE = ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "rates_lr", "proximal_weight")
@@ -73,6 +73,10 @@ def _of_numbers(c: Any) -> Iterator[str]:
         yield f"group_size={c.group_size} is neither a positive number nor auto; use auto, 1, 2, 4, ..."
     if c.num_workers != "auto" and not c.num_workers.isdigit():
         yield f"num_workers={c.num_workers} is neither a number nor auto; use auto, 0, 1, 2, ..."
+    if c.load_best_model_at_end and not (c.eval_steps and c.eval_episodes):
+        yield "load_best_model_at_end=True needs validation scores; give --eval_steps and --eval_episodes"
+    if not c.feature_norm < math.inf:
+        yield f"feature_norm={c.feature_norm} is no number; use 3, say"
     if not 0 <= c.max_bad_share <= 1:
         yield f"max_bad_share={c.max_bad_share} is no share; use a number from 0 to 1"
 
@@ -80,8 +84,8 @@ def _of_numbers(c: Any) -> Iterator[str]:
 def _of_the_task_type(c: Any) -> Iterator[str]:
     """Settings that belong to the other kind of task."""
     causal = c.task_type == "causal_lm"
-    foreign = {name: (None, "auto") for name in
-               (("text_column", "label_column", "pooling") if causal else ("input_column", "output_column"))}  # fmt: skip
+    own = ("text_column", "label_column", "pooling", "feature_norm"), ("input_column", "output_column")
+    foreign: dict[str, tuple[Any, ...]] = dict.fromkeys(own[0] if causal else own[1], (None, "auto", 0))
     foreign |= {"n_way_max": (None,), "k_shot_max": (None,)} if causal else {"packing": (False,), "prompt_template": ("plain",)}
     for name, unset in foreign.items():
         if getattr(c, name) not in unset:

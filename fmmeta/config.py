@@ -43,6 +43,7 @@ class ModelConfig:
     model_name_or_path: str = setting("tiny", "HF folder or hub id; 'tiny' is the built-in model, trained from scratch")
     task_type: str = setting("classification", "What a task asks of the model", TASK_TYPES)
     pooling: str = setting("auto", "Sentence vector of an encoder; auto: as the folder says, else the model's own", POOLINGS)
+    feature_norm: float = setting(0.0, "Scale the sentence vectors of --pooling mean or cls to this length; 0: leave them alone")
     head_init: str = setting(
         None,
         "Classifier head at the start of each task: zeros, a meta-learned one, or the class means of the support set (ProtoMAML) "
@@ -235,6 +236,9 @@ class RunConfig:
     save_total_limit: int = setting(2, "Checkpoints to keep")
     resume_from_checkpoint: str = setting("latest", "A checkpoint folder, latest (of output_dir, if there is one), or never")
     eval_steps: int = setting(0, "Outer steps between evaluations on validation tasks; 0: none")
+    load_best_model_at_end: bool = setting(
+        False, "Export the weights with the highest validation accuracy (of equals, the lowest loss) instead of the last ones"
+    )
     eval_episodes: int = setting(100, "Episodes of each evaluation; 0: evaluate nothing")
     logging_steps: int = setting(10, "Outer steps between lines of metrics.jsonl")
     report_to: list[str] = setting(["none"], "One or more trackers that get the lines of metrics.jsonl as well", TRACKERS)
@@ -276,7 +280,14 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
 
 
 # What an exported model remembers in fmmeta.json, so that it is adapted as it was trained to be.
-REMEMBERED = ("task_type", "head_init", "max_length", "prompt_template", *(item.name for item in fields(InnerConfig)))
+REMEMBERED = (
+    "task_type",
+    "feature_norm",
+    "head_init",
+    "max_length",
+    "prompt_template",
+    *(item.name for item in fields(InnerConfig)),
+)
 
 # Settings that may differ between a run and its continuation: they do not change theta.
 FREE_ON_RESUME = {

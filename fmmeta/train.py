@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 
 from fmmeta import build, checkpoint, record
+from fmmeta.best import Best, BestState
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.feed import Feed, Reader
@@ -106,6 +107,7 @@ class Run:
         self.schedule = build.training_schedule(config, plan, ranks.layout)
         self.outer_step, self.bad_steps, self.tasks, self.warned = 0, 0, {"seen": 0, "bad": 0}, False
         self.trackers = Trackers(progress.notice)
+        self.best = Best(started) if config.load_best_model_at_end else None
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -124,8 +126,11 @@ class Run:
             if found is not None:
                 state = checkpoint.read_state(found)
                 vectors = checkpoint.load(found, state["vectors"], self.worker.params, self.theta)
+                tables = checkpoint.load_tables(found)
                 self.theta.copy_(vectors.pop("theta"))
-                self.outer.load_state(OuterState(vectors, checkpoint.load_tables(found), state["numbers"]))
+                if self.best is not None:
+                    self.best.load_state(vectors, tables, state["best"])
+                self.outer.load_state(OuterState(vectors, tables, state["numbers"]))
                 self.outer_step, self.bad_steps, self.tasks = state["outer_step"], state["bad_steps"], state["tasks"]
             self.metrics = record.Metrics(self.folder, self.outer_step, self.ranks.first, self.trackers.log)
             if self.ranks.first:
@@ -220,28 +225,34 @@ class Run:
         if self.bad_steps >= config.max_bad_steps:
             raise UsageError(f"inner_lr={config.inner_lr}: no task was finite in {self.bad_steps} outer steps in a row (the last "
                              f"is {step}); lower --inner_lr or --outer_lr, and continue from the last checkpoint")  # fmt: skip
-        if config.save_steps and step % config.save_steps == 0 and not last:
-            self.save()
         if config.eval_steps and step % config.eval_steps == 0 and self.plan.sources.valid is not None:
             scores = self.held_out.scores(self.plan.sources.valid, VALID, "validation")
-            self.metrics.write({"step": step, "valid_accuracy": mean_ci95([s.accuracy_after for s in scores])[0],
-                                "valid_loss": mean_ci95([s.loss_after for s in scores])[0]})  # fmt: skip
+            accuracy, loss = mean_ci95([s.accuracy_after for s in scores])[0], mean_ci95([s.loss_after for s in scores])[0]
+            self.metrics.write({"step": step, "valid_accuracy": accuracy, "valid_loss": loss})
+            if self.best is not None:
+                self.best.meet(step, accuracy, loss)
+        if (
+            config.save_steps and step % config.save_steps == 0 and not last
+        ):  # after validation: a checkpoint knows the best weights so far
+            self.save()
 
     def save(self) -> None:
         """Write checkpoint-N. Collective: world."""
         outer = self.outer.state()
-        vectors = {"theta": self.theta, **outer.vectors}
+        best = BestState() if self.best is None else self.best.state()
+        vectors, tables = {"theta": self.theta, **outer.vectors, **best.vectors}, {**outer.tables, **best.tables}
         state = {"outer_step": self.outer_step, "numbers": outer.numbers, "bad_steps": self.bad_steps,
-                 "tasks": self.tasks, "vectors": list(vectors), "layout": str(self.ranks.layout),
+                 "tasks": self.tasks, "best": best.numbers, "vectors": list(vectors), "layout": str(self.ranks.layout),
                  "settings": record.settings_of(self.config, self.plan.sources.fingerprint)}  # fmt: skip
         folder = self.folder / f"checkpoint-{self.outer_step}"
-        checkpoint.save(folder, vectors, self.worker.params, state, self.ranks, self.config.save_total_limit,
-                        outer.tables)  # fmt: skip
+        checkpoint.save(folder, vectors, self.worker.params, state, self.ranks, self.config.save_total_limit, tables)
 
     def finish(self) -> Result:
         """Export, evaluate on held-out tasks, show the table, close run.json. Collective: world."""
         if self.config.save_steps and self.trains:
             self.save()
+        if self.best is not None:
+            self.progress.notice(self.best.take())
         export(self.folder / "model", self.theta, self.worker, self.parts.frozen, self.config, self.plan.description,
                self.plan.tokenizer, self.ranks, self.parts.setup.inner.rates)  # fmt: skip
         result = Result(self.folder, self.outer_step)

@@ -56,7 +56,7 @@ def run(settings: PredictConfig) -> None:
 def load(settings: PredictConfig) -> Single:
     """The model of the folder, its own number of classes in its head. Raises `UsageError`."""
     memory = remembered(settings.model_name_or_path)
-    given = {name: value for name in ("task_type", "max_length", "prompt_template")
+    given = {name: value for name in ("task_type", "max_length", "prompt_template", "feature_norm")
              if (value := getattr(settings, name) or memory.get(name)) is not None}  # fmt: skip
     base: dict[str, Any] = {"model_name_or_path": settings.model_name_or_path, "algorithm": "none",
                             "trust_remote_code": settings.trust_remote_code, "attn_implementation": settings.attn_implementation,

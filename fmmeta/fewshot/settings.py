@@ -39,6 +39,7 @@ class FewShotConfig(ModelConfig, RowConfig, InnerConfig):
     model_name_or_path: str = setting("tiny", "HF folder or hub id")
     task_type: str = setting(None, "classification or causal_lm" + OPEN)
     head_init: str = setting(None, "Classifier head at the start of a task: zero, learned or prototype" + OPEN)
+    feature_norm: float = setting(None, "Length that sentence vectors are scaled to; 0: as they are" + OPEN)
     max_length: int = setting(None, "Longest text in tokens; the rest is cut off" + OPEN)
     prompt_template: str = setting(None, "causal_lm: plain, chat or a format string" + OPEN)
     inner_steps: int = setting(None, "Gradient steps on the support set" + OPEN)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.config import UsageError
@@ -47,13 +48,17 @@ class CausalLearner(Learner):
 
 
 class PooledClassifier(Learner):
-    """An encoder, mean or cls pooling over its last hidden states, and a linear head."""
+    """An encoder, mean or cls pooling over its last hidden states, and a linear head.
+
+    norm: length that every feature vector is scaled to; 0 leaves them as they are. With a prototype head the logits are then
+    2 norm^2 cos(f, mu_c) and a constant, where each class has one example: cosines at the temperature 1 / (2 norm^2).
+    """
 
     head_names = ("head.weight", "head.bias")
 
-    def __init__(self, hf: Any, classes: int, pooling: str) -> None:
+    def __init__(self, hf: Any, classes: int, pooling: str, norm: float = 0.0) -> None:
         super().__init__(hf)
-        self.pooling = pooling
+        self.pooling, self.norm = pooling, norm
         self.head = nn.Linear(hf.config.hidden_size, classes)
         for name, param in hf.named_parameters():
             if name.split(".")[0] == "pooler":  # never reached: it would get no gradient
@@ -62,6 +67,8 @@ class PooledClassifier(Learner):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, want: str = "logits") -> Any:
         hidden = self.hf(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         features = pool(hidden, attention_mask, self.pooling)
+        if self.norm:
+            features = self.norm * F.normalize(features, dim=1)
         if want == "features":
             return features
         return (features, self.head(features)) if want == "both" else self.head(features)

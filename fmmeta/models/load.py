@@ -225,11 +225,14 @@ def wrap(hf: Any, config: Config, description: Description) -> Learner:
         learner: Learner = CausalLearner(hf, config.packing)
     elif description.pooling == "model":
         learner = NativeClassifier(hf, config.most_classes)
+        if config.feature_norm:
+            raise UsageError(f"feature_norm={config.feature_norm:g} scales pooled features, and {type(hf).__name__} pools by "
+                             "itself; use --pooling mean or cls, or leave it out")  # fmt: skip
         if config.head_init == "prototype" and len(learner.head_names) < 2:
             raise UsageError(f"head_init=prototype needs a head with a bias, and that of {type(hf).__name__} has none; "
                              "use --pooling mean or another --head_init")  # fmt: skip
     else:
-        learner = PooledClassifier(hf, config.most_classes, description.pooling)
+        learner = PooledClassifier(hf, config.most_classes, description.pooling, config.feature_norm)
     if config.lora_r:
         inject(learner, config)
     return learner

@@ -324,3 +324,16 @@ def test_a_broken_memory_is_refused(tmp_path, bert):
     assert refusal(fmmeta.evaluate, str(tmp_path), "letters") == (
         f"model_name_or_path={tmp_path}: fmmeta.json cannot be read (it holds no settings); mend or remove it"
     )
+
+
+def test_features_of_a_given_length_make_prototypes_of_cosines(bert, classes):
+    """One shot, no steps: the logits are 2 norm^2 cos and a constant, the temperature that `prototype` has at norm 10^0.5."""
+    flags: dict[str, Any] = {"pooling": "mean", "n_way": "3", "k_shot": 1, "num_query": 3, "episodes": 4}
+    ours = fmmeta.evaluate(str(bert), str(classes), **flags, feature_norm=10**0.5, head_init="prototype", inner_steps=0)
+    cosine = fmmeta.evaluate(str(bert), str(classes), **flags, method="prototype")
+    assert ours["loss"] == pytest.approx(cosine["loss"], rel=1e-4)
+    assert ours["loss"] != pytest.approx(
+        fmmeta.evaluate(str(bert), str(classes), **flags, head_init="prototype", inner_steps=0)["loss"], rel=1e-2)  # fmt: skip
+    message = refusal(fmmeta.evaluate, str(bert), str(classes), **{**flags, "pooling": "model"}, feature_norm=3.0)
+    assert message == ("feature_norm=3 scales pooled features, and BertForSequenceClassification pools by itself; use --pooling "
+                       "mean or cls, or leave it out")  # fmt: skip

@@ -22,7 +22,7 @@ ORDER = [
     {"models"},
     {"parallel"},
     {"meta"},
-    {"progress", "feed"},
+    {"progress", "feed", "best"},
     {"trackers"},
     {"report"},
     {"checkpoint", "export"},

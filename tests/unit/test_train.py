@@ -117,3 +117,36 @@ def test_exported_rates_are_those_that_were_learned(tmp_path, learned):
         else:
             assert all(told[name] != start[name] for name in told)
             assert all(abs(a - b) < 0.1 for name in told for a, b in zip(told[name], start[name], strict=True))
+
+
+def test_the_best_validated_weights_are_exported(tmp_path):
+    """Bit for bit those of a run that ends there, also when the run went on from a checkpoint that had met them."""
+    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
+
+    def run(name, outer_steps, **settings):
+        config = Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(tmp_path / name), k_shot=1,
+                        num_query=2, n_way=3, outer_steps=outer_steps, eval_steps=2, eval_episodes=4, save_steps=4, save_total_limit=9,
+                        lr_scheduler_type="constant", outer_lr=0.05, meta_batch_size=2, **settings)  # fmt: skip
+        MetaTrainer(config).train()
+        return load_file(tmp_path / name / "model" / "model.safetensors")
+
+    whole = run("whole", 8, load_best_model_at_end=True)
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    scores = {line["step"]: (line["valid_accuracy"], -line["valid_loss"]) for line in lines if "valid_accuracy" in line}
+    best = max(scores, key=lambda step: scores[step])
+    assert best < 8  # else the test says nothing
+    until = run("until", best)
+    assert all(torch.equal(value, until[name]) for name, value in whole.items())
+    assert best <= 4
+    stopped = tmp_path / "stopped"
+    stopped.mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-4", stopped / "checkpoint-4")
+    settings = json.loads((tmp_path / "whole" / "run.json").read_text())
+    (stopped / "run.json").write_text(json.dumps({**settings, "finished": False}))
+    again = run("stopped", 8, load_best_model_at_end=True)
+    assert all(torch.equal(value, whole[name]) for name, value in again.items())
+    last = load_file(tmp_path / "whole" / "checkpoint-8" / "shard-00000.safetensors")
+    assert any(name.startswith("best theta/") for name in last)
+    assert not all(
+        torch.equal(value, last[name.removeprefix("best ")]) for name, value in last.items() if name.startswith("best ")
+    )
