@@ -17,6 +17,7 @@ from fmmeta.config import Config, UsageError
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.models.forward import check_attention
+from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
 from fmmeta.models.stages import plan_cut
 from fmmeta.parallel import ds_config, memory
@@ -106,7 +107,8 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     if config.offload_outer and world.device.type == "cpu":
         notice("offload_outer changes nothing on CPUs: the ranks' memory is the host's already")
     if config.lora_r:
-        notice(f"LoRA of rank {config.lora_r}: {sizes.params:,} of {sizes.params + sizes.frozen:,} parameters are trained")
+        trained, frozen = counts(empty_learner(config, plan.description))
+        notice(f"LoRA of rank {config.lora_r}: {trained:,} of {trained + frozen:,} parameters are trained")
     return ranks
 
 
@@ -114,10 +116,11 @@ def sizes_of(config: Config, plan: Plan, device: torch.device) -> memory.Sizes:
     """The largest rank's part of the model and its micro-batches. Raises `UsageError` for what cannot be cut."""
     learner = empty_learner(config, plan.description)
     rows, depth = config.most_shots * (config.most_classes or 1), config.pipeline_stages
-    params = sum(param.numel() for param in learner.parameters() if param.requires_grad)
-    frozen = sum(param.numel() for param in learner.parameters() if not param.requires_grad)
-    if depth > 1:  # what a stage holds, trained or not, counts as trained
-        params, frozen, rows = max(plan_cut(learner, depth).sizes), 0, -(-rows // depth)
+    params, frozen = counts(learner)
+    if depth > 1:  # the most that a stage trains, and the most that one holds besides
+        cut = plan_cut(learner, depth)
+        params, rows = max(cut.trained), -(-rows // depth)
+        frozen = max(size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True))
     elif config.tensor_parallel_size > 1:
         size = config.tensor_parallel_size
         is_cut = cut_patterns(plan.description.hf_config)
@@ -126,6 +129,12 @@ def sizes_of(config: Config, plan: Plan, device: torch.device) -> memory.Sizes:
                             config.task_type == "causal_lm", config.gradient_checkpointing,
                             config.offload_outer and device.type != "cpu")  # fmt: skip
     return replace(sizes, layers=-(-sizes.layers // depth), in_flight=depth)
+
+
+def counts(learner: Learner) -> tuple[int, int]:
+    """Parameters that are trained, and those that are not."""
+    trained = sum(param.numel() for param in learner.parameters() if param.requires_grad)
+    return trained, sum(param.numel() for param in learner.parameters()) - trained
 
 
 def engine_of(config: Config, plan: Plan, group_size: int, device: torch.device) -> str:

@@ -98,16 +98,20 @@ def start_pipeline(config: Config, description: Description, filled: dict[str, A
         cut = plan_cut(stream.learner, place.stages)
         names = hold_stage(stream, cut, place)
         mine = [name for name, stage in cut.owner.items() if stage == place.stage]
-        frozen = copies(untrained(stream.learner, mine))
+        still = untrained(stream.learner, mine)
+        mark = fingerprint_of(still.items())
+        writes = ranks.layout.group_index == 0 and place.data_rank == 0 and not config.lora_r
+        frozen = copies(still) if writes else {}
+        trained = [name for name, param in stream.learner.named_parameters() if id(param) in names and param.requires_grad]
+        del still
         stage = take_stage(stream.learner, cut, place.stage)
         groups = param_groups(stage.body, per_task(config, stream.learner), config.weight_decay > 0)
-    check_equal(ranks, fingerprint_of(frozen.items()), "frozen weights and buffers", place.stage)
+        groups = groups or [{"params": [stage.idle], "name": "no_decay"}]
+    check_equal(ranks, mark, "frozen weights and buffers", place.stage)
     worker = PipelineWorker(stage, names, groups, cut, filled, ranks.group, place, description.hf_config.hidden_size)
     if filled["bf16"]["enabled"]:
-        trained = [name for name, _ in names.values() if name not in frozen]
         worker.set_exactly((name, stream.read(name)) for name in trained)
-    writes = ranks.layout.group_index == 0 and place.data_rank == 0
-    return Started(worker, stream.learner.head_names, place, frozen if writes else {})
+    return Started(worker, stream.learner.head_names, place, frozen)
 
 
 def place_of(config: Config, layout: Layout) -> Place:

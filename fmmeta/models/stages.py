@@ -79,15 +79,21 @@ class Stage(nn.Module):
         self.body: nn.Module = learner if last else base_of(learner)
         self.inlet, self.last = inlet, last
         self.want = "logits"
+        # a stage without adapters of its own: DeepSpeed wants something to train, and a gradient for what is sent back
+        trains = any(param.requires_grad for param in self.body.parameters())
+        self.idle = None if trains else nn.Parameter(torch.zeros(1))
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Any:
         *received, input_ids, attention_mask = inputs
         if self.inlet is not None:
             self.inlet.hidden = received[0]
         if self.last:
-            return self.body(input_ids, attention_mask, want=self.want)
+            return self._busy(self.body(input_ids, attention_mask, want=self.want))
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        return hidden, input_ids, attention_mask
+        return self._busy(hidden), input_ids, attention_mask
+
+    def _busy(self, output: Tensor) -> Tensor:
+        return output if self.idle is None else output + 0 * self.idle
 
 
 def base_of(learner: Learner) -> Any:
@@ -109,7 +115,9 @@ class Cut:
     bounds: tuple[int, ...]
     owner: dict[str, int]  # stage of every parameter and saved buffer, by name; a tied one belongs to the first stage
     sizes: tuple[int, ...]  # parameters held by each stage, copies of tied ones too
-    tied: str | None  # the parameter that the first and the last stage both hold
+    trained: tuple[int, ...]  # those of them that are trained
+    tied: str | None  # the parameter that the first and the last stage both train
+    copied: str | None = None  # a frozen one that both hold: copies that never change need no tie
 
 
 def plan_cut(learner: Learner, stages: int) -> Cut:
@@ -136,8 +144,13 @@ def plan_cut(learner: Learner, stages: int) -> Cut:
         raise UsageError(f"pipeline_stages={stages}: the model ties {', '.join([*tied, *sorted(strange)])}, and only the first "
                          "and the last layer may share one parameter; use --group_size with ZeRO 3")  # fmt: skip
     owner = {name: stage_of[layer] for name, layer in home.items() if name not in doubles}
-    sizes = [sum(weights[bounds[s] : bounds[s + 1]]) for s in range(stages)]
-    return Cut(tuple(bounds), owner, tuple(sizes), tied[0] if tied else None)
+    sizes, trained = [0] * stages, [0] * stages
+    for name, param in named.items():
+        sizes[stage_of[home[name]]] += param.numel()
+        trained[stage_of[home[name]]] += param.numel() if param.requires_grad else 0
+    trains = bool(tied) and named[tied[0]].requires_grad
+    double = tied[0] if tied else None
+    return Cut(tuple(bounds), owner, tuple(sizes), tuple(trained), *((double, None) if trains else (None, double)))
 
 
 def layer_of(path: str, in_base: bool, family: Family, count: int) -> int:
