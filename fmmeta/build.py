@@ -5,9 +5,11 @@ Whatever can fail for one rank alone (files, downloads, memory) runs inside `tog
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from fmmeta.models.forward import check_attention
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
 from fmmeta.models.stages import plan_cut
+from fmmeta.models.stream import open_stream
+from fmmeta.models.timing import layer_seconds
 from fmmeta.parallel import ds_config, memory
 from fmmeta.parallel.communicator import Ranks, World
 from fmmeta.parallel.home import Home
@@ -49,6 +53,7 @@ class Plan:
     transforms: Transforms | None
     deepspeed: dict[str, Any]
     precision: ds_config.Precision
+    costs: list[float] | None = None  # seconds of each layer, where stages are balanced by them
 
 
 def plan(config: Config, world: World, notice: Notice) -> Plan:
@@ -80,7 +85,27 @@ def plan(config: Config, world: World, notice: Notice) -> Plan:
     prints = set(world.comm.gather_bytes(sources.fingerprint.encode()))
     if len(prints) > 1:
         raise UsageError(f"dataset={names} is not the same on every rank ({len(prints)} versions); share one copy")
-    return Plan(description, tokenizer, sources, transforms, deepspeed, precision)
+    costs = measure(config, description, precision, world) if config.pipeline_balance == "time" else None
+    return Plan(description, tokenizer, sources, transforms, deepspeed, precision, costs)
+
+
+def measure(config: Config, description: Description, precision: ds_config.Precision, world: World) -> list[float]:
+    """Seconds of each layer in a micro-batch of the run's size, as the first rank tries them, so that all cut alike. Collective:
+    world.
+    """
+    seconds: list[float] = []
+    with world.comm.together("measuring the layers"):
+        if world.launch.global_rank == 0:
+            learner = open_stream(config, description).learner
+            plan_cut(learner, config.pipeline_stages)  # refuses what cannot be cut
+            tokens = min(config.max_length, getattr(description.hf_config, "max_position_embeddings", config.max_length) - 2)
+            seconds = layer_seconds(learner, stage_rows(config), tokens, world.device, precision.bf16)
+    return json.loads(world.comm.gather_bytes(json.dumps(seconds).encode())[0])
+
+
+def stage_rows(config: Config) -> int:
+    """Most rows of a micro-batch, so small that every stage can work on one."""
+    return min(config.micro_batch_size, -(-config.most_shots * (config.most_classes or 1) // config.pipeline_stages))
 
 
 def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ranks:
@@ -100,6 +125,8 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
         memory.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
     engine = engine_of(config, plan, group_size, world.device)
     ranks = world.split(group_size, default_group=engine == "deepspeed")
+    if config.pipeline_stages > 1:
+        notice(balance_of(config, plan))
     stage = f"DeepSpeed ZeRO {plan.precision.zero_stage}" if engine == "deepspeed" else "plain PyTorch, nothing to shard"
     stage += f", {config.pipeline_stages} pipeline stages" if config.pipeline_stages > 1 else ""
     stage += f", {config.tensor_parallel_size} tensor ranks" if config.tensor_parallel_size > 1 else ""
@@ -112,14 +139,24 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     return ranks
 
 
+def balance_of(config: Config, plan: Plan) -> str:
+    """Which layers each stage gets, and how much that is."""
+    cut = plan_cut(empty_learner(config, plan.description), config.pipeline_stages, plan.costs)
+    parts = []
+    for (begin, end), size in zip(pairwise(cut.bounds), cut.sizes, strict=True):
+        taken = f", {1000 * sum(plan.costs[begin:end]):.3g} ms" if plan.costs else ""
+        parts.append(f"layers {begin} to {end - 1} ({size:,} parameters{taken})")
+    return f"stages by {config.pipeline_balance}: {'; '.join(parts)}"
+
+
 def sizes_of(config: Config, plan: Plan, device: torch.device) -> memory.Sizes:
     """The largest rank's part of the model and its micro-batches. Raises `UsageError` for what cannot be cut."""
     learner = empty_learner(config, plan.description)
     rows, depth = config.most_shots * (config.most_classes or 1), config.pipeline_stages
     params, frozen = counts(learner)
     if depth > 1:  # the most that a stage trains, and the most that one holds besides
-        cut = plan_cut(learner, depth)
-        params, rows = max(cut.trained), -(-rows // depth)
+        cut = plan_cut(learner, depth, plan.costs)
+        params, rows = max(cut.trained), stage_rows(config)
         frozen = max(size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True))
     elif config.tensor_parallel_size > 1:
         size = config.tensor_parallel_size
@@ -178,7 +215,7 @@ def training_schedule(config: Config, plan: Plan, layout: Layout) -> Schedule:
 def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     """Read the weights and start the worker; the replicas are equal afterwards. Collective: world."""
     engine = engine_of(config, plan, ranks.layout.group_size, ranks.device)
-    started = start_worker(config, plan.description, plan.deepspeed, plan.precision, engine, ranks)
+    started = start_worker(config, plan.description, plan.deepspeed, plan.precision, engine, ranks, plan.costs)
     worker, place = started.worker, started.place
     theta = ranks.cross.broadcast_(worker.read())
     worker.write(theta)

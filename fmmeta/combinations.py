@@ -71,6 +71,8 @@ def _of_the_spread(c: Any) -> Iterator[str]:
     if stages > 1 and tensor > 1:
         yield (f"pipeline_stages={stages} and tensor_parallel_size={tensor} are not combined; use one of them, with data "
                "parallelism beside it")  # fmt: skip
+    if c.pipeline_balance == "time" and stages == 1:
+        yield "pipeline_balance=time means nothing for pipeline_stages=1; leave it out"
     if stages * tensor == 1:
         return
     spread = f"pipeline_stages={stages}" if stages > 1 else f"tensor_parallel_size={tensor}"

@@ -10,7 +10,7 @@ pipeline     some layers per rank                                reads its own t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,14 +43,14 @@ class Started:
 
 
 def start_worker(config: Config, description: Description, deepspeed: dict[str, Any], precision: Precision, engine: str,
-                 ranks: Ranks) -> Started:  # fmt: skip
-    """Read the weights and start the worker. Collective: world."""
+                 ranks: Ranks, costs: Sequence[float] | None = None) -> Started:  # fmt: skip
+    """Read the weights and start the worker. `costs`: of each layer, to balance stages by. Collective: world."""
     place = place_of(config, ranks.layout)
     filled = ds_config.complete(deepspeed, precision, getattr(description.hf_config, "hidden_size", 768))
     if place.tensor > 1:
         filled["tensor_parallel"] = tensor_parallel_block(description.hf_config, place.tensor)
     if place.stages > 1:
-        return start_pipeline(config, description, filled, place, ranks)
+        return start_pipeline(config, description, filled, place, ranks, costs)
     born_whole = config.lora_r or config.packing  # peft adapts, and packing tries, a model that is there
     if engine == "deepspeed" and precision.zero_stage == 3 and ranks.layout.group_size > 1 and not born_whole:
         return start_sharded(config, description, filled, place, ranks)
@@ -89,13 +89,14 @@ def start_sharded(config: Config, description: Description, filled: dict[str, An
     return Started(worker, learner.head_names, place, frozen)
 
 
-def start_pipeline(config: Config, description: Description, filled: dict[str, Any], place: Place, ranks: Ranks) -> Started:
+def start_pipeline(config: Config, description: Description, filled: dict[str, Any], place: Place, ranks: Ranks,
+                   costs: Sequence[float] | None) -> Started:  # fmt: skip
     """A stage per rank. Collective: world."""
     from fmmeta.parallel.pipeline import PipelineWorker, hold_stage
 
     with ranks.world.together("reading the stages"):
         stream = open_stream(config, description)
-        cut = plan_cut(stream.learner, place.stages)
+        cut = plan_cut(stream.learner, place.stages, costs)
         names = hold_stage(stream, cut, place)
         mine = [name for name, stage in cut.owner.items() if stage == place.stage]
         still = untrained(stream.learner, mine)

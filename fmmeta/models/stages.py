@@ -10,6 +10,7 @@ the last stage's hidden states come in; a layer that lives elsewhere hands its i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,8 +121,10 @@ class Cut:
     copied: str | None = None  # a frozen one that both hold: copies that never change need no tie
 
 
-def plan_cut(learner: Learner, stages: int) -> Cut:
-    """Share out the layers so that the largest stage has as few parameters as possible. Raises `UsageError`."""
+def plan_cut(learner: Learner, stages: int, costs: Sequence[float] | None = None) -> Cut:
+    """Share out the layers so that the largest stage has as few parameters as possible, or as small a sum of `costs` (one number
+    for each layer and what lies beside it). Raises `UsageError`.
+    """
     family = family_of(learner.hf.config)
     base = base_of(learner)
     layers = base.get_submodule(family.layers)
@@ -134,7 +137,7 @@ def plan_cut(learner: Learner, stages: int) -> Cut:
     weights = [0] * count
     for name, param in named.items():
         weights[home[name]] += param.numel()
-    bounds = balance(weights, stages)
+    bounds = balance(costs or weights, stages)
     stage_of = [stage for stage in range(stages) for _ in range(bounds[stage], bounds[stage + 1])]
     canonical = {id(param): name for name, param in reversed(named.items())}
     doubles = {name for name, param in named.items() if canonical[id(param)] != name}
@@ -160,10 +163,10 @@ def layer_of(path: str, in_base: bool, family: Family, count: int) -> int:
     return 0 if in_base and path.split(".")[0] in family.first else count - 1
 
 
-def balance(weights: list[int], parts: int) -> list[int]:
+def balance(weights: Sequence[float], parts: int) -> list[int]:
     """Bounds of `parts` runs, none empty, whose heaviest is as light as can be; of equal cuts, the one with early bounds."""
     n = len(weights)
-    total = [0]
+    total = [0.0]
     for weight in weights:
         total.append(total[-1] + weight)
     best: list[list[float]] = [[float("inf")] * (n + 1) for _ in range(parts + 1)]
