@@ -3,7 +3,7 @@
 plain        whole on one rank                                   reads everything
 ZeRO 0-2     whole on every rank of the group                    reads everything
 tensor       weight matrices cut over the group                  reads everything, then cuts
-ZeRO 3       every parameter cut over the group from birth       reads one tensor at a time (beside LoRA or packing: everything)
+ZeRO 3       every parameter cut over the group from birth       reads one tensor at a time (beside packing: everything)
 pipeline     some layers per rank                                reads its own tensors only
 """
 
@@ -51,14 +51,14 @@ def start_worker(config: Config, description: Description, deepspeed: dict[str, 
         filled["tensor_parallel"] = tensor_parallel_block(description.hf_config, place.tensor)
     if place.stages > 1:
         return start_pipeline(config, description, filled, place, ranks, costs)
-    born_whole = config.lora_r or config.packing  # peft adapts, and packing tries, a model that is there
-    if engine == "deepspeed" and precision.zero_stage == 3 and ranks.layout.group_size > 1 and not born_whole:
+    if engine == "deepspeed" and precision.zero_stage == 3 and ranks.layout.group_size > 1 and not config.packing:
+        # packing is tried on a model that is there
         return start_sharded(config, description, filled, place, ranks)
     with ranks.world.together("loading the model"):
         learner = load_learner(config, description)
         groups = param_groups(learner, per_task(config, learner), config.weight_decay > 0)
     still = untrained(learner)
-    check_equal(ranks, fingerprint_of(still.items()), "frozen weights and buffers")
+    check_equal(ranks, fingerprint_of(sorted(still.items())), "frozen weights and buffers")
     frozen = copies(still) if ranks.first and not config.lora_r else {}  # the base of adapters is never copied
     del still  # an engine gives the frozen weights other storage
     if engine == "plain":
@@ -78,10 +78,14 @@ def start_sharded(config: Config, description: Description, filled: dict[str, An
         stream = open_stream(config, description)
         learner = stream.learner
         trained = [name for name, param in learner.named_parameters() if param.requires_grad]
-        stream.fill([name for name, param in learner.named_parameters() if not param.requires_grad])
-        frozen = untrained(learner)
-    check_equal(ranks, fingerprint_of(frozen.items()), "frozen weights and buffers")
-    frozen = copies(frozen) if ranks.first else {}
+        if not config.lora_r:
+            stream.fill([name for name, param in learner.named_parameters() if not param.requires_grad])
+        still = untrained(learner)  # the base of adapters is read once more for its fingerprint, and never kept
+        once = {name for name, _ in learner.named_parameters()}  # a tied weight has one name in the checkpoint
+        mark = fingerprint_of((name, stream.read(name) if value.is_meta else value) for name, value in sorted(still.items())
+                              if name in once or not value.is_meta)  # fmt: skip
+    check_equal(ranks, mark, "frozen weights and buffers")
+    frozen = copies(still) if ranks.first and not config.lora_r else {}
     shard_at_birth(stream, filled)
     groups = param_groups(learner, per_task(config, learner), config.weight_decay > 0)
     exact = ((name, stream.read(name)) for name in trained)
@@ -100,7 +104,7 @@ def start_pipeline(config: Config, description: Description, filled: dict[str, A
         names = hold_stage(stream, cut, place)
         mine = [name for name, stage in cut.owner.items() if stage == place.stage]
         still = untrained(stream.learner, mine)
-        mark = fingerprint_of(still.items())
+        mark = fingerprint_of(sorted(still.items()))
         writes = ranks.layout.group_index == 0 and place.data_rank == 0 and not config.lora_r
         frozen = copies(still) if writes else {}
         trained = [name for name, param in stream.learner.named_parameters() if id(param) in names and param.requires_grad]
@@ -136,8 +140,9 @@ def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """A hash of named tensors in the order in which they come, one at a time."""
     digest = hashlib.sha256()
-    for name, value in sorted(tensors, key=lambda item: item[0]):
+    for name, value in tensors:
         digest.update(name.encode())
         digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

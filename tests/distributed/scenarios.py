@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from fmmeta import build
+from fmmeta import build, workers
 from fmmeta.cli import parse
 from fmmeta.config import Config, UsageError
 from fmmeta.models.load import load_learner
@@ -62,6 +62,24 @@ def equal_start(world: World) -> None:
         check_equal(ranks, fingerprint_of([("table", torch.full((3,), float(rank)))]), "frozen weights")
     except UsageError as error:
         print(error)
+
+
+def born_sharded(world: World, model: str, data: str, setting: str, value: str) -> None:
+    """Adapters under ZeRO 3 or in stages: nobody loads a whole model, nor keeps more than one tensor that it does not need."""
+
+    def whole(*_):
+        raise AssertionError("a whole model was loaded")
+
+    workers.load_learner = whole
+    spread = {setting: int(value) if value.isdigit() else value}
+    config = Config(
+        model_name_or_path=model, dataset=[data], task_type="causal_lm", lora_r=2, num_query=3, group_size="2", **spread
+    )
+    plan = build.plan(config, world, lambda text: None)
+    parts = build.build(config, plan, world.split(2))
+    module = getattr(parts.worker, "model", None) or parts.worker.stage
+    held = sum(getattr(p, "ds_tensor", p).numel() for p in module.parameters() if not p.requires_grad)
+    print(f"holds {held} of the base and {len(parts.frozen)} frozen tensors for export")
 
 
 def refusals(world: World, file: str) -> None:
