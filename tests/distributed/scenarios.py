@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,7 +80,22 @@ def born_sharded(world: World, model: str, data: str, setting: str, value: str) 
     parts = build.build(config, plan, world.split(2))
     module = getattr(parts.worker, "model", None) or parts.worker.stage
     held = sum(getattr(p, "ds_tensor", p).numel() for p in module.parameters() if not p.requires_grad)
+    ids = torch.ones(1, 5, dtype=torch.long)
+    if setting == "deepspeed":  # the backward pass would hold every gathered weight through its transposed view
+        kinds = graph_of(module(ids, ids).sum().grad_fn)
+        print(f"keeps gathered weights {'TBackward0' in kinds} {'LinearFunctionForZeroStage3Backward' in kinds}")
     print(f"holds {held} of the base and {len(parts.frozen)} frozen tensors for export")
+
+
+def graph_of(node: Any) -> set[str]:
+    """Names of the operations that a backward pass will go through."""
+    seen, todo = {node}, [node]
+    while todo:
+        for below, _ in todo.pop().next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                todo.append(below)
+    return {each.name() for each in seen}
 
 
 def refusals(world: World, file: str) -> None:

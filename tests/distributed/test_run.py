@@ -294,11 +294,13 @@ def scenario(name: str, ranks: int) -> list[str]:
 def test_the_base_of_adapters_is_born_in_parts(tmp_path, setting, value):
     model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
     arguments = ["-m", "tests.distributed.scenarios", "born_sharded", str(model), str(data), setting, str(value)]
-    said = [re.search(r"holds (\d+) of the base and 0 frozen tensors", text) for text in run_ranks(arguments, 2).ok().output]
+    output = run_ranks(arguments, 2).ok().output
+    said = [re.search(r"holds (\d+) of the base and 0 frozen tensors", text) for text in output]
     held = [int(found[1]) for found in said if found]
     total, embedding = 23808, 259 * 32  # tied: each stage has its copy
     if setting == "deepspeed":
         assert held == [total // 2] * 2
+        assert all("keeps gathered weights False True" in text for text in output)
     else:
         assert sum(held) == total + embedding
         assert max(held) < 0.75 * total
