@@ -2,11 +2,13 @@
 
     python benchmarks/memory.py model FOLDER                                             # writes the checkpoint
     torchrun --nproc_per_node 2 benchmarks/memory.py run FOLDER --group_size 2 [flags]   # a JSON line per rank
-    torchrun --nproc_per_node 2 benchmarks/memory.py deepspeed FOLDER [DEEPSPEED.json]   # ordinary training beside it
+    torchrun --nproc_per_node 2 benchmarks/memory.py deepspeed FOLDER [DEEPSPEED.json [fused]]   # ordinary training
+    python benchmarks/memory.py collect LINES OUT.json                                   # `# title` and JSON lines to a file
 
 The peak is VmHWM less the resident set before the weights are read (interpreter, libraries, process groups). `deepspeed` is
 training as DeepSpeed's documentation has it, without fmmeta but for the completed JSON: transformers loads the model (cut at
-birth at stage 3), deepspeed.initialize gets torch's AdamW, four rows are shared out over the ranks.
+birth at stage 3), deepspeed.initialize gets torch's AdamW, four rows are shared out over the ranks. AdamW as it comes makes
+temporary copies of its shard; `fused` does not.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def run(folder: str, flags: list[str]) -> None:
     world.close()
 
 
-def ordinary(folder: str, deepspeed_json: str | None = None) -> None:
+def ordinary(folder: str, deepspeed_json: str | None = None, fused: str = "") -> None:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
@@ -111,18 +113,35 @@ def ordinary(folder: str, deepspeed_json: str | None = None) -> None:
     before = resident("VmRSS")
     kept = HfDeepSpeedConfig(settings) if precision.zero_stage == 3 else None
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=bool(fused))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
     Path("/proc/self/clear_refs").write_text("5")
     ids = torch.randint(3, 16000, (max(1, 4 // launch.world_size), 24))
     for _ in range(4):
         engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
         engine.step()
-    line = {"rank": launch.global_rank, "train_gb": (resident("VmHWM") - before) / 1e9, "kept": kept is not None}
+    line = {
+        "rank": launch.global_rank,
+        "train_gb": (resident("VmHWM") - before) / 1e9,
+        "zero": 0 if kept is None else 3,
+        "fused": bool(fused),
+    }
     for text in world.comm.gather_bytes(json.dumps(line).encode()):
         if launch.global_rank == 0:
             print(text.decode(), flush=True)
     world.close()
+
+
+def collect(lines: str, out: str) -> None:
+    from benchmarks.common import write_json
+
+    results: dict[str, list[Any]] = {}
+    for line in Path(lines).read_text().splitlines():
+        if line.startswith("# "):
+            results[line[2:]] = []
+        elif line.startswith("{"):
+            results[list(results)[-1]].append(json.loads(line))
+    write_json(out, {"runs": results})
 
 
 if __name__ == "__main__":
@@ -130,6 +149,8 @@ if __name__ == "__main__":
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **EXACT})
     if sys.argv[1] == "model":
         make_model(Path(sys.argv[2]))
+    elif sys.argv[1] == "collect":
+        collect(*sys.argv[2:])
     elif sys.argv[1] == "deepspeed":
         ordinary(*sys.argv[2:])
     else:
