@@ -62,7 +62,7 @@ def load_one(name: str, config: Config, tokenizer: Any, notice: Notice) -> Loade
         rows, splits = letters()
         content = digest([row.values for row in rows])  # the generator may change
         return from_store(name, prepare(name, content, lambda bad: rows, config, tokenizer, notice), splits, config, notice)
-    files = task_files(name)
+    files = task_files(name, config.max_length)
     if files is not None:
         return from_folder(name, FolderSource(files, shape_of(config), config, tokenizer), config, notice)
     found = data_files(name)
