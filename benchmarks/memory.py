@@ -2,8 +2,13 @@
 
     python benchmarks/memory.py model FOLDER                                             # writes the checkpoint
     torchrun --nproc_per_node 2 benchmarks/memory.py run FOLDER --group_size 2 [flags]   # a JSON line per rank
+    torchrun --nproc_per_node 2 benchmarks/memory.py deepspeed FOLDER [DEEPSPEED.json [fused]]   # ordinary training
+    python benchmarks/memory.py collect LINES OUT.json                                   # `# title` and JSON lines to a file
 
-The peak is VmHWM less the resident set before the weights are read (interpreter, libraries, process groups).
+The peak is VmHWM less the resident set before the weights are read (interpreter, libraries, process groups). `deepspeed` is
+training as DeepSpeed's documentation has it, without fmmeta but for the completed JSON: transformers loads the model (cut at
+birth at stage 3), deepspeed.initialize gets torch's AdamW, four rows are shared out over the ranks. AdamW as it comes makes
+temporary copies of its shard; `fused` does not.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}  # glibc keeps freed blocks below 32 MB otherwise
@@ -79,7 +85,7 @@ def run(folder: str, flags: list[str]) -> None:
     export(Path(f"{folder}-exported"), trainer.theta, parts.worker, parts.frozen, config, plan.description, plan.tokenizer, ranks)
     exporting = resident("VmHWM") - before
     own = sum(fragment.length for fragment in parts.worker.params.fragments)
-    estimated = memory.estimate(build.sizes_of(config, plan), plan.precision, parts.place.data)
+    estimated = memory.estimate(build.sizes_of(config, plan, world.device), plan.precision, parts.place.data)
     line = {"rank": launch.global_rank, "parameters": own, "load_gb": loaded / 1e9, "train_gb": peak / 1e9,
             "export_gb": exporting / 1e9, "estimate_gb": estimated.total / 1e9, "estimate": str(estimated)}  # fmt: skip
     for text in world.comm.gather_bytes(json.dumps(line).encode()):
@@ -88,10 +94,64 @@ def run(folder: str, flags: list[str]) -> None:
     world.close()
 
 
+def ordinary(folder: str, deepspeed_json: str | None = None, fused: str = "") -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from fmmeta.parallel import ds_config
+    from fmmeta.parallel.communicator import World, pick_device
+    from fmmeta.parallel.engine import import_deepspeed
+    from fmmeta.parallel.layout import Launch
+
+    launch = Launch.from_env(os.environ)
+    world = World(launch, pick_device(launch))
+    world.split(launch.world_size)
+    deepspeed = import_deepspeed()
+    settings, precision = ds_config.read(deepspeed_json, False, print)
+    settings = ds_config.complete(settings, precision, 1024)
+    before = resident("VmRSS")
+    kept = HfDeepSpeedConfig(settings) if precision.zero_stage == 3 else None
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=bool(fused))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    Path("/proc/self/clear_refs").write_text("5")
+    ids = torch.randint(3, 16000, (max(1, 4 // launch.world_size), 24))
+    for _ in range(4):
+        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        engine.step()
+    line = {
+        "rank": launch.global_rank,
+        "train_gb": (resident("VmHWM") - before) / 1e9,
+        "zero": 0 if kept is None else 3,
+        "fused": bool(fused),
+    }
+    for text in world.comm.gather_bytes(json.dumps(line).encode()):
+        if launch.global_rank == 0:
+            print(text.decode(), flush=True)
+    world.close()
+
+
+def collect(lines: str, out: str) -> None:
+    from benchmarks.common import write_json
+
+    results: dict[str, list[Any]] = {}
+    for line in Path(lines).read_text().splitlines():
+        if line.startswith("# "):
+            results[line[2:]] = []
+        elif line.startswith("{"):
+            results[list(results)[-1]].append(json.loads(line))
+    write_json(out, {"runs": results})
+
+
 if __name__ == "__main__":
     if not EXACT.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **EXACT})
     if sys.argv[1] == "model":
         make_model(Path(sys.argv[2]))
+    elif sys.argv[1] == "collect":
+        collect(*sys.argv[2:])
+    elif sys.argv[1] == "deepspeed":
+        ordinary(*sys.argv[2:])
     else:
         run(sys.argv[2], sys.argv[3:])

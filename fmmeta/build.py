@@ -5,9 +5,11 @@ Whatever can fail for one rank alone (files, downloads, memory) runs inside `tog
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,8 +19,11 @@ from fmmeta.config import Config, UsageError
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.models.forward import check_attention
+from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
 from fmmeta.models.stages import plan_cut
+from fmmeta.models.stream import open_stream
+from fmmeta.models.timing import layer_seconds
 from fmmeta.parallel import ds_config, memory
 from fmmeta.parallel.communicator import Ranks, World
 from fmmeta.parallel.home import Home
@@ -48,6 +53,7 @@ class Plan:
     transforms: Transforms | None
     deepspeed: dict[str, Any]
     precision: ds_config.Precision
+    costs: list[float] | None = None  # seconds of each layer, where stages are balanced by them
 
 
 def plan(config: Config, world: World, notice: Notice) -> Plan:
@@ -79,7 +85,27 @@ def plan(config: Config, world: World, notice: Notice) -> Plan:
     prints = set(world.comm.gather_bytes(sources.fingerprint.encode()))
     if len(prints) > 1:
         raise UsageError(f"dataset={names} is not the same on every rank ({len(prints)} versions); share one copy")
-    return Plan(description, tokenizer, sources, transforms, deepspeed, precision)
+    costs = measure(config, description, precision, world) if config.pipeline_balance == "time" else None
+    return Plan(description, tokenizer, sources, transforms, deepspeed, precision, costs)
+
+
+def measure(config: Config, description: Description, precision: ds_config.Precision, world: World) -> list[float]:
+    """Seconds of each layer in a micro-batch of the run's size, as the first rank tries them, so that all cut alike. Collective:
+    world.
+    """
+    seconds: list[float] = []
+    with world.comm.together("measuring the layers"):
+        if world.launch.global_rank == 0:
+            learner = open_stream(config, description).learner
+            plan_cut(learner, config.pipeline_stages)  # refuses what cannot be cut
+            tokens = min(config.max_length, getattr(description.hf_config, "max_position_embeddings", config.max_length) - 2)
+            seconds = layer_seconds(learner, stage_rows(config), tokens, world.device, precision.bf16)
+    return json.loads(world.comm.gather_bytes(json.dumps(seconds).encode())[0])
+
+
+def stage_rows(config: Config) -> int:
+    """Most rows of a micro-batch, so small that every stage can work on one."""
+    return min(config.micro_batch_size, -(-config.most_shots * (config.most_classes or 1) // config.pipeline_stages))
 
 
 def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ranks:
@@ -99,6 +125,8 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
         memory.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
     engine = engine_of(config, plan, group_size, world.device)
     ranks = world.split(group_size, default_group=engine == "deepspeed")
+    if config.pipeline_stages > 1:
+        notice(balance_of(config, plan))
     stage = f"DeepSpeed ZeRO {plan.precision.zero_stage}" if engine == "deepspeed" else "plain PyTorch, nothing to shard"
     stage += f", {config.pipeline_stages} pipeline stages" if config.pipeline_stages > 1 else ""
     stage += f", {config.tensor_parallel_size} tensor ranks" if config.tensor_parallel_size > 1 else ""
@@ -106,18 +134,30 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     if config.offload_outer and world.device.type == "cpu":
         notice("offload_outer changes nothing on CPUs: the ranks' memory is the host's already")
     if config.lora_r:
-        notice(f"LoRA of rank {config.lora_r}: {sizes.params:,} of {sizes.params + sizes.frozen:,} parameters are trained")
+        trained, frozen = counts(empty_learner(config, plan.description))
+        notice(f"LoRA of rank {config.lora_r}: {trained:,} of {trained + frozen:,} parameters are trained")
     return ranks
+
+
+def balance_of(config: Config, plan: Plan) -> str:
+    """Which layers each stage gets, and how much that is."""
+    cut = plan_cut(empty_learner(config, plan.description), config.pipeline_stages, plan.costs)
+    parts = []
+    for (begin, end), size in zip(pairwise(cut.bounds), cut.sizes, strict=True):
+        taken = f", {1000 * sum(plan.costs[begin:end]):.3g} ms" if plan.costs else ""
+        parts.append(f"layers {begin} to {end - 1} ({size:,} parameters{taken})")
+    return f"stages by {config.pipeline_balance}: {'; '.join(parts)}"
 
 
 def sizes_of(config: Config, plan: Plan, device: torch.device) -> memory.Sizes:
     """The largest rank's part of the model and its micro-batches. Raises `UsageError` for what cannot be cut."""
     learner = empty_learner(config, plan.description)
     rows, depth = config.most_shots * (config.most_classes or 1), config.pipeline_stages
-    params = sum(param.numel() for param in learner.parameters() if param.requires_grad)
-    frozen = sum(param.numel() for param in learner.parameters() if not param.requires_grad)
-    if depth > 1:  # what a stage holds, trained or not, counts as trained
-        params, frozen, rows = max(plan_cut(learner, depth).sizes), 0, -(-rows // depth)
+    params, frozen = counts(learner)
+    if depth > 1:  # the most that a stage trains, and the most that one holds besides
+        cut = plan_cut(learner, depth, plan.costs)
+        params, rows = max(cut.trained), stage_rows(config)
+        frozen = max(size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True))
     elif config.tensor_parallel_size > 1:
         size = config.tensor_parallel_size
         is_cut = cut_patterns(plan.description.hf_config)
@@ -126,6 +166,12 @@ def sizes_of(config: Config, plan: Plan, device: torch.device) -> memory.Sizes:
                             config.task_type == "causal_lm", config.gradient_checkpointing,
                             config.offload_outer and device.type != "cpu")  # fmt: skip
     return replace(sizes, layers=-(-sizes.layers // depth), in_flight=depth)
+
+
+def counts(learner: Learner) -> tuple[int, int]:
+    """Parameters that are trained, and those that are not."""
+    trained = sum(param.numel() for param in learner.parameters() if param.requires_grad)
+    return trained, sum(param.numel() for param in learner.parameters()) - trained
 
 
 def engine_of(config: Config, plan: Plan, group_size: int, device: torch.device) -> str:
@@ -169,7 +215,7 @@ def training_schedule(config: Config, plan: Plan, layout: Layout) -> Schedule:
 def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     """Read the weights and start the worker; the replicas are equal afterwards. Collective: world."""
     engine = engine_of(config, plan, ranks.layout.group_size, ranks.device)
-    started = start_worker(config, plan.description, plan.deepspeed, plan.precision, engine, ranks)
+    started = start_worker(config, plan.description, plan.deepspeed, plan.precision, engine, ranks, plan.costs)
     worker, place = started.worker, started.place
     theta = ranks.cross.broadcast_(worker.read())
     worker.write(theta)

@@ -73,22 +73,19 @@ def _of_the_spread(c: Any) -> Iterator[str]:
     if stages > 1 and tensor > 1:
         yield (f"pipeline_stages={stages} and tensor_parallel_size={tensor} are not combined; use one of them, with data "
                "parallelism beside it")  # fmt: skip
+    if c.pipeline_balance == "time" and stages == 1:
+        yield "pipeline_balance=time means nothing for pipeline_stages=1; leave it out"
     if stages * tensor == 1:
         return
     spread = f"pipeline_stages={stages}" if stages > 1 else f"tensor_parallel_size={tensor}"
     if c.engine == "plain":
         yield "engine=plain holds a whole model on one rank; leave out pipeline_stages and tensor_parallel_size"
     of_stages = {
-        "lora_r": "adapters are made on a whole model, and a stage reads its own layers only",
         "packing": "stages before the last run the base model, which does not know packed rows",
-        "gradient_checkpointing": "layers that are computed twice are not tested in DeepSpeed's pipeline engine",
-        "offload_outer": "how the stages' state lies in host memory is not tested",
     }
     of_tensor = {
         "lora_r": "adapters are not cut with the weights that they stand beside",
         "packing": "packed rows are not tested with cut attention heads",
-        "gradient_checkpointing": "the sums of cut layers are not tested when layers are computed twice",
-        "offload_outer": "how cut weights' state lies in host memory is not tested",
     }
     for name, why in (of_stages if stages > 1 else of_tensor).items():
         if getattr(c, name):

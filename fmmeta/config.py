@@ -21,6 +21,7 @@ INNER_SCHEDULES = ("constant", "linear", "cosine")
 INNER_STATES = ("reset", "kept")
 LEARNED_RATES = ("no", "layer", "element")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
+BALANCES = ("parameters", "time")
 ENGINES = ("auto", "deepspeed", "plain")
 SHARDINGS = ("global", "node")
 TRACKERS = ("none", "tensorboard", "wandb", "mlflow", "trackio")
@@ -216,6 +217,9 @@ class ParallelConfig:
     deepspeed: str | None = setting(None, "DeepSpeed JSON, as HF users have it; see ds_configs/")
     group_size: str = setting("auto", "Ranks that hold one model together; auto: the fewest that hold it by estimate")
     pipeline_stages: int = setting(1, "Cut the model into this many pipeline stages inside each group")
+    pipeline_balance: str = setting(
+        "parameters", "What the stages get equal parts of; time: of a pass through each layer, tried on the first rank", BALANCES
+    )
     tensor_parallel_size: int = setting(1, "Cut the weight matrices of each layer over this many ranks of each group")
     micro_batch_size: int = setting(32, "Most examples of one forward pass on one rank")
     engine: str = setting(
@@ -293,7 +297,7 @@ REMEMBERED = (
 FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
     "eval_episodes", "group_size", "pipeline_stages", "tensor_parallel_size", "micro_batch_size", "engine", "deepspeed",
-    "max_bad_steps", "attn_implementation", "report_to",
+    "pipeline_balance", "max_bad_steps", "attn_implementation", "report_to",
     "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
     "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",
 }  # fmt: skip

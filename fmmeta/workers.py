@@ -3,14 +3,14 @@
 plain        whole on one rank                                   reads everything
 ZeRO 0-2     whole on every rank of the group                    reads everything
 tensor       weight matrices cut over the group                  reads everything, then cuts
-ZeRO 3       every parameter cut over the group from birth       reads one tensor at a time (beside LoRA or packing: everything)
+ZeRO 3       every parameter cut over the group from birth       reads one tensor at a time (beside packing: everything)
 pipeline     some layers per rank                                reads its own tensors only
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,22 +43,22 @@ class Started:
 
 
 def start_worker(config: Config, description: Description, deepspeed: dict[str, Any], precision: Precision, engine: str,
-                 ranks: Ranks) -> Started:  # fmt: skip
-    """Read the weights and start the worker. Collective: world."""
+                 ranks: Ranks, costs: Sequence[float] | None = None) -> Started:  # fmt: skip
+    """Read the weights and start the worker. `costs`: of each layer, to balance stages by. Collective: world."""
     place = place_of(config, ranks.layout)
     filled = ds_config.complete(deepspeed, precision, getattr(description.hf_config, "hidden_size", 768))
     if place.tensor > 1:
         filled["tensor_parallel"] = tensor_parallel_block(description.hf_config, place.tensor)
     if place.stages > 1:
-        return start_pipeline(config, description, filled, place, ranks)
-    born_whole = config.lora_r or config.packing  # peft adapts, and packing tries, a model that is there
-    if engine == "deepspeed" and precision.zero_stage == 3 and ranks.layout.group_size > 1 and not born_whole:
+        return start_pipeline(config, description, filled, place, ranks, costs)
+    if engine == "deepspeed" and precision.zero_stage == 3 and ranks.layout.group_size > 1 and not config.packing:
+        # packing is tried on a model that is there
         return start_sharded(config, description, filled, place, ranks)
     with ranks.world.together("loading the model"):
         learner = load_learner(config, description)
         groups = param_groups(learner, per_task(config, learner), config.weight_decay > 0)
     still = untrained(learner)
-    check_equal(ranks, fingerprint_of(still.items()), "frozen weights and buffers")
+    check_equal(ranks, fingerprint_of(sorted(still.items())), "frozen weights and buffers")
     frozen = copies(still) if ranks.first and not config.lora_r else {}  # the base of adapters is never copied
     del still  # an engine gives the frozen weights other storage
     if engine == "plain":
@@ -78,10 +78,14 @@ def start_sharded(config: Config, description: Description, filled: dict[str, An
         stream = open_stream(config, description)
         learner = stream.learner
         trained = [name for name, param in learner.named_parameters() if param.requires_grad]
-        stream.fill([name for name, param in learner.named_parameters() if not param.requires_grad])
-        frozen = untrained(learner)
-    check_equal(ranks, fingerprint_of(frozen.items()), "frozen weights and buffers")
-    frozen = copies(frozen) if ranks.first else {}
+        if not config.lora_r:
+            stream.fill([name for name, param in learner.named_parameters() if not param.requires_grad])
+        still = untrained(learner)  # the base of adapters is read once more for its fingerprint, and never kept
+        once = {name for name, _ in learner.named_parameters()}  # a tied weight has one name in the checkpoint
+        mark = fingerprint_of((name, stream.read(name) if value.is_meta else value) for name, value in sorted(still.items())
+                              if name in once or not value.is_meta)  # fmt: skip
+    check_equal(ranks, mark, "frozen weights and buffers")
+    frozen = copies(still) if ranks.first and not config.lora_r else {}
     shard_at_birth(stream, filled)
     groups = param_groups(learner, per_task(config, learner), config.weight_decay > 0)
     exact = ((name, stream.read(name)) for name in trained)
@@ -89,25 +93,30 @@ def start_sharded(config: Config, description: Description, filled: dict[str, An
     return Started(worker, learner.head_names, place, frozen)
 
 
-def start_pipeline(config: Config, description: Description, filled: dict[str, Any], place: Place, ranks: Ranks) -> Started:
+def start_pipeline(config: Config, description: Description, filled: dict[str, Any], place: Place, ranks: Ranks,
+                   costs: Sequence[float] | None) -> Started:  # fmt: skip
     """A stage per rank. Collective: world."""
     from fmmeta.parallel.pipeline import PipelineWorker, hold_stage
 
     with ranks.world.together("reading the stages"):
         stream = open_stream(config, description)
-        cut = plan_cut(stream.learner, place.stages)
+        cut = plan_cut(stream.learner, place.stages, costs)
         names = hold_stage(stream, cut, place)
         mine = [name for name, stage in cut.owner.items() if stage == place.stage]
-        frozen = copies(untrained(stream.learner, mine))
+        still = untrained(stream.learner, mine)
+        mark = fingerprint_of(sorted(still.items()))
+        writes = ranks.layout.group_index == 0 and place.data_rank == 0 and not config.lora_r
+        frozen = copies(still) if writes else {}
+        trained = [name for name, param in stream.learner.named_parameters() if id(param) in names and param.requires_grad]
+        del still
         stage = take_stage(stream.learner, cut, place.stage)
         groups = param_groups(stage.body, per_task(config, stream.learner), config.weight_decay > 0)
-    check_equal(ranks, fingerprint_of(frozen.items()), "frozen weights and buffers", place.stage)
+        groups = groups or [{"params": [stage.idle], "name": "no_decay"}]
+    check_equal(ranks, mark, "frozen weights and buffers", place.stage)
     worker = PipelineWorker(stage, names, groups, cut, filled, ranks.group, place, description.hf_config.hidden_size)
     if filled["bf16"]["enabled"]:
-        trained = [name for name, _ in names.values() if name not in frozen]
         worker.set_exactly((name, stream.read(name)) for name in trained)
-    writes = ranks.layout.group_index == 0 and place.data_rank == 0
-    return Started(worker, stream.learner.head_names, place, frozen if writes else {})
+    return Started(worker, stream.learner.head_names, place, frozen)
 
 
 def place_of(config: Config, layout: Layout) -> Place:
@@ -131,8 +140,9 @@ def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """A hash of named tensors in the order in which they come, one at a time."""
     digest = hashlib.sha256()
-    for name, value in sorted(tensors, key=lambda item: item[0]):
+    for name, value in tensors:
         digest.update(name.encode())
         digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

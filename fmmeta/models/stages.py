@@ -10,6 +10,7 @@ the last stage's hidden states come in; a layer that lives elsewhere hands its i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,15 +80,21 @@ class Stage(nn.Module):
         self.body: nn.Module = learner if last else base_of(learner)
         self.inlet, self.last = inlet, last
         self.want = "logits"
+        # a stage without adapters of its own: DeepSpeed wants something to train, and a gradient for what is sent back
+        trains = any(param.requires_grad for param in self.body.parameters())
+        self.idle = None if trains else nn.Parameter(torch.zeros(1))
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Any:
         *received, input_ids, attention_mask = inputs
         if self.inlet is not None:
             self.inlet.hidden = received[0]
         if self.last:
-            return self.body(input_ids, attention_mask, want=self.want)
+            return self._busy(self.body(input_ids, attention_mask, want=self.want))
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        return hidden, input_ids, attention_mask
+        return self._busy(hidden), input_ids, attention_mask
+
+    def _busy(self, output: Tensor) -> Tensor:
+        return output if self.idle is None else output + 0 * self.idle
 
 
 def base_of(learner: Learner) -> Any:
@@ -109,11 +116,15 @@ class Cut:
     bounds: tuple[int, ...]
     owner: dict[str, int]  # stage of every parameter and saved buffer, by name; a tied one belongs to the first stage
     sizes: tuple[int, ...]  # parameters held by each stage, copies of tied ones too
-    tied: str | None  # the parameter that the first and the last stage both hold
+    trained: tuple[int, ...]  # those of them that are trained
+    tied: str | None  # the parameter that the first and the last stage both train
+    copied: str | None = None  # a frozen one that both hold: copies that never change need no tie
 
 
-def plan_cut(learner: Learner, stages: int) -> Cut:
-    """Share out the layers so that the largest stage has as few parameters as possible. Raises `UsageError`."""
+def plan_cut(learner: Learner, stages: int, costs: Sequence[float] | None = None) -> Cut:
+    """Share out the layers so that the largest stage has as few parameters as possible, or as small a sum of `costs` (one number
+    for each layer and what lies beside it). Raises `UsageError`.
+    """
     family = family_of(learner.hf.config)
     base = base_of(learner)
     layers = base.get_submodule(family.layers)
@@ -126,7 +137,7 @@ def plan_cut(learner: Learner, stages: int) -> Cut:
     weights = [0] * count
     for name, param in named.items():
         weights[home[name]] += param.numel()
-    bounds = balance(weights, stages)
+    bounds = balance(costs or weights, stages)
     stage_of = [stage for stage in range(stages) for _ in range(bounds[stage], bounds[stage + 1])]
     canonical = {id(param): name for name, param in reversed(named.items())}
     doubles = {name for name, param in named.items() if canonical[id(param)] != name}
@@ -136,8 +147,13 @@ def plan_cut(learner: Learner, stages: int) -> Cut:
         raise UsageError(f"pipeline_stages={stages}: the model ties {', '.join([*tied, *sorted(strange)])}, and only the first "
                          "and the last layer may share one parameter; use --group_size with ZeRO 3")  # fmt: skip
     owner = {name: stage_of[layer] for name, layer in home.items() if name not in doubles}
-    sizes = [sum(weights[bounds[s] : bounds[s + 1]]) for s in range(stages)]
-    return Cut(tuple(bounds), owner, tuple(sizes), tied[0] if tied else None)
+    sizes, trained = [0] * stages, [0] * stages
+    for name, param in named.items():
+        sizes[stage_of[home[name]]] += param.numel()
+        trained[stage_of[home[name]]] += param.numel() if param.requires_grad else 0
+    trains = bool(tied) and named[tied[0]].requires_grad
+    double = tied[0] if tied else None
+    return Cut(tuple(bounds), owner, tuple(sizes), tuple(trained), *((double, None) if trains else (None, double)))
 
 
 def layer_of(path: str, in_base: bool, family: Family, count: int) -> int:
@@ -147,10 +163,10 @@ def layer_of(path: str, in_base: bool, family: Family, count: int) -> int:
     return 0 if in_base and path.split(".")[0] in family.first else count - 1
 
 
-def balance(weights: list[int], parts: int) -> list[int]:
+def balance(weights: Sequence[float], parts: int) -> list[int]:
     """Bounds of `parts` runs, none empty, whose heaviest is as light as can be; of equal cuts, the one with early bounds."""
     n = len(weights)
-    total = [0]
+    total = [0.0]
     for weight in weights:
         total.append(total[-1] + weight)
     best: list[list[float]] = [[float("inf")] * (n + 1) for _ in range(parts + 1)]

@@ -1,7 +1,8 @@
 """Weights one tensor at a time: a learner whose parameters have no storage yet, and a checkpoint that fills them by name.
 
 Pipeline stages and ZeRO 3 begin here, so that no rank ever holds a whole model. What the checkpoint lacks (a new
-classifier) is made as transformers would make it, from the same random stream. Never reads pickles.
+classifier, adapters) is made whole on every rank as transformers and peft would make it, from the same random stream. Never
+reads pickles.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Stream:
             return self.fresh[name].clone()
         from safetensors import safe_open
 
-        path, key = self.where[name]
+        path, key = self.where[name.replace(".base_layer.", ".")]  # peft's name for what an adapter stands beside
         with safe_open(path, "pt") as file:  # opened anew each time: an open file keeps the pages that it has read
             return file.get_tensor(key).to(torch.float32, copy=True)
 
@@ -79,9 +80,8 @@ def open_stream(config: Config, description: Description) -> Stream:
     missing = [key for key, _ in hf.named_parameters() if key not in found or key in wrong]
     torch.manual_seed(config.seed)
     initialise(hf, missing, {key: found[key] for key, _ in hf.named_buffers() if key in found})
-    fresh = {f"hf.{key}": hf.get_parameter(key).detach() for key in missing}
     torch.manual_seed(config.seed)
-    learner = wrap(hf, config, description)
+    learner = wrap_without_storage(hf, config, description)
     if config.head_init == "learned":
         restore_head(learner, config)
     places = places_of(learner)
@@ -89,10 +89,24 @@ def open_stream(config: Config, description: Description) -> Stream:
         param = learner.get_parameter(head)
         if config.head_init != "learned":  # a head that starts anew in every task is not read
             put(places[id(param)], nn.Parameter(torch.zeros(param.shape)))
-        if not learner.get_parameter(head).is_meta:
-            fresh[head] = learner.get_parameter(head).detach()
     where = {f"hf.{key}": entry for key, entry in found.items()}
-    return Stream(learner.train(), where, {key: value.clone() for key, value in fresh.items()})
+    fresh = {name: param.detach().clone() for name, param in learner.named_parameters() if not param.is_meta}
+    return Stream(learner.train(), where, fresh)
+
+
+def wrap_without_storage(hf: Any, config: Config, description: Description) -> Learner:
+    """`wrap`, with real adapters: peft makes them on the device of the weights that they stand beside, so that those seem to lie
+    on the CPU while it does, each of them one number seen in all its places.
+    """
+    places = places_of(hf)
+    seeming = {id(param): nn.Parameter(torch.zeros(1).expand(param.shape)) for param in hf.parameters() if param.is_meta}
+    for key, param in seeming.items():
+        put(places[key], param)
+    learner = wrap(hf, config, description)
+    places = places_of(learner)
+    for param in seeming.values():
+        put(places[id(param)], nn.Parameter(torch.empty(param.shape, device="meta"), param.requires_grad))
+    return learner
 
 
 def initialise(hf: Any, missing: list[str], saved_buffers: dict[str, Entry]) -> None:

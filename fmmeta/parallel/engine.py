@@ -137,7 +137,9 @@ class DeepSpeedWorker(EngineWorker, WholeWorker):
 def shard_at_birth(stream: Stream, config: dict[str, Any]) -> None:
     """Read every parameter of a stream and cut it over the group before the next is read (ZeRO 3). Collective: group."""
     deepspeed = import_deepspeed()
-    cutter = deepspeed.zero.Init(config_dict_or_path=config)  # its context is for constructors; here the module exists already
+    # Its context is for constructors, and here the module exists already. With a module it also gives torch a linear layer that
+    # does not keep the gathered weight for the backward pass: without that all layers would be whole on every rank by then.
+    cutter = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
 
     def cut(param: nn.Parameter) -> None:
         if config["bf16"]["enabled"]:

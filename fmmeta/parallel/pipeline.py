@@ -46,7 +46,7 @@ class PipelineWorker(EngineWorker):
         ends = [rank for rank in range(place.group_size) if self._stage_of(rank) in (0, place.stages - 1)]
         self.ends = group.subset(ends) if cut.tied else None
         self.tap = ShardTap(groups)
-        tied = next((p for p in stage.parameters() if names[id(p)][0] == cut.tied), None)
+        tied = next((p for p in stage.body.parameters() if cut.tied and names[id(p)][0] == cut.tied), None)
         self.tied_shape = () if tied is None else tuple(tied.shape)
         module = self._module(deepspeed, tied)
         engine, *_ = deepspeed.initialize(model=module, optimizer=self.tap, config=config, dist_init_required=False)
@@ -146,7 +146,7 @@ def hold_stage(stream: Stream, cut: Cut, place: Place) -> Names:
     """Read the parameters of this rank's stage and nothing else; return what they are called."""
     learner, last = stream.learner, place.stage == place.stages - 1
     names = [name for name, _ in learner.named_parameters()]
-    held = [name for name in names if cut.owner[name] == place.stage or (last and name == cut.tied)]
+    held = [name for name in names if cut.owner[name] == place.stage or (last and name in (cut.tied, cut.copied))]
     stream.fill(held)
     params = {name: learner.get_parameter(name) for name in held}
     return {id(param): (name, tuple(param.shape)) for name, param in params.items()}

@@ -6,7 +6,8 @@ A rank's part of the model is seen as one flat fp32 vector of S elements, laid o
       `decay` ... | `no_decay` ... | `head` ...      parameter groups, in this order, each contiguous
 
 Everything above this file (snapshots, meta-gradients, outer moments, reductions) is arithmetic on such vectors.
-A `ParamMap` says which slice of which parameter each element is. Padding that ZeRO adds belongs to no parameter.
+A `ParamMap` says which slice of which parameter each element is. Padding that ZeRO adds belongs to no parameter, nor does what
+has no name.
 """
 
 from __future__ import annotations
@@ -136,6 +137,8 @@ class Shards:
         fragments, groups, begin = [], {}, 0
         for tensor, pieces, group in zip(self.tensors, self.pieces, self.group_names, strict=True):
             for param, at, offset, length in pieces:
+                if id(param) not in names:  # a stage's idle parameter: always zero, like padding
+                    continue
                 name, shape = names[id(param)]
                 cut = (cuts or {}).get(name)
                 if cut and cut[0] == 0:  # rows follow each other in the whole parameter too

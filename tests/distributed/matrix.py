@@ -51,7 +51,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "outer": ("sgd", "adamw"),
     "head": ("zero", "learned", "prototype"),
     "extra": ("none", "micro", "offload"),  # micro-batches of one row; optimizer offload
-    "also": ("nothing", "lora", "checkpointing", "both", "offload_outer", "packing"),
+    "also": ("nothing", "lora", "checkpointing", "both", "offload_outer", "packing"),  # the others belong to stages
 }
 ALSO: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -60,6 +60,8 @@ ALSO: dict[str, dict[str, Any]] = {
     "offload_outer": {"offload_outer": True},
     "packing": {"packing": True},
     "both": {"lora_r": 4, "gradient_checkpointing": True},
+    "lora-first": {"lora_r": 4, "lora_target_modules": ["layers.0.self_attn.q_proj"]},  # the last stage of two trains nothing
+    "lora-last": {"lora_r": 4, "lora_target_modules": ["layers.2.self_attn.v_proj"]},  # the first stage trains nothing
 }
 EQUAL = {"gradient_checkpointing", "offload_outer", "packing"}  # the oracle knows nothing of what must not change theta
 VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, where they are more than the name
@@ -220,6 +222,22 @@ def spread() -> list[Case]:
         head = HEADS.get(algorithm, "zero")
         cases.append(Case(layout, stage, algorithm, "several", "default", model, "fp32", "adamw", head, "none",
                           stages=max(1, stages), tensor=max(1, -stages), export=True))  # fmt: skip
+    beside = [
+        ((1, 2), 2, 0, "llama3", "fp32", "lora"), ((1, 2), 2, 1, "llama3", "bf16", "lora"),
+        ((1, 2), 2, 1, "bert3", "fp32", "lora"), ((1, 2), 2, 0, "gpt23", "fp32", "lora"),
+        ((1, 2), 2, 1, "roberta3", "bf16", "lora"), ((1, 2), 2, 0, "llama3", "fp32", "lora-first"),
+        ((1, 2), 2, 1, "qwen23-untied", "fp32", "lora-last"), ((1, 2), 2, 1, "llama3", "bf16", "lora-last"),
+        ((1, 4), 2, 1, "llama3", "fp32", "lora-last"), ((1, 4), 2, 0, "llama3", "fp32", "lora"),
+        ((1, 4), 2, 1, "bert3", "bf16", "lora"), ((1, 3), 3, 1, "qwen33", "fp32", "both"),
+        ((1, 2), 2, 0, "llama3", "fp32", "checkpointing"), ((1, 2), 2, 1, "bert3", "fp32", "checkpointing"),
+        ((1, 2), 2, 1, "qwen23", "bf16", "checkpointing"), ((1, 2), 2, 0, "llama3", "fp32", "offload_outer"),
+        ((1, 4), 2, 1, "llama3", "bf16", "offload_outer"), ((1, 2), -2, 0, "llama3", "fp32", "checkpointing"),
+        ((1, 2), -2, 1, "qwen33", "fp32", "checkpointing"), ((1, 4), -2, 1, "llama3", "fp32", "offload_outer"),
+    ]  # fmt: skip
+    for turn, (layout, stages, stage, model, dtype, also) in enumerate(beside):
+        cases.append(Case(layout, stage, ("fomaml", "reptile")[turn // 3 % 2], "several", "default", model, dtype,
+                          ("adamw", "sgd")[turn % 2], "learned" if model.startswith(ENCODERS) else "zero", "none", also,
+                          stages=max(1, stages), tensor=max(1, -stages), export=True))  # fmt: skip
     return cases
 
 
@@ -272,7 +290,7 @@ class Bench:
                 zero["offload_optimizer"] = {"device": "cpu"}
             ds.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
             config = {**self.settings(case), "deepspeed": str(ds), "group_size": str(group_size), "pipeline_stages": case.stages,
-                      "tensor_parallel_size": case.tensor,
+                      "tensor_parallel_size": case.tensor, "lora_merge": case.export and "lora_r" in case.settings,
                       "engine": "plain" if case.stage == "plain" else "deepspeed",
                       "micro_batch_size": 1 if case.extra == "micro" else 32}  # fmt: skip
             listed.append({"id": case.id, "config": config, "export": case.export})

@@ -65,6 +65,8 @@ def main(cases_file: str, out: str) -> None:
         folder.mkdir(exist_ok=True)
         run = Run(config, plan, ranks, parts, Start(folder, None, False), Progress(speaks=False))
         poison(parts, {(step, slot): which for step, slot, which in case.get("poison", [])})
+        held = getattr(parts.worker, "model", None) or parts.worker.stage
+        layers = [m for m in held.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
         run.resume()
         run.loop()
         theta = {}
@@ -76,8 +78,6 @@ def main(cases_file: str, out: str) -> None:
             export(folder / "model", run.theta, parts.worker, parts.frozen, config, plan.description, plan.tokenizer, ranks)
         if launch.global_rank == 0:
             save_file(theta, folder.with_suffix(".safetensors"))
-            held = getattr(parts.worker, "model", None) or parts.worker.stage
-            layers = [m for m in held.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
             effects = {"gradient_checkpointing": bool(layers), "packing": parts.dealer.pack is not None,
                        "offload_outer": run.outer.home.offload, "lora_r": max((p.shape[0] for n, p in skeleton.named_parameters()
                                                                                if ".lora_A." in n), default=0)}  # fmt: skip

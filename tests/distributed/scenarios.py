@@ -7,10 +7,11 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fmmeta import build
+from fmmeta import build, workers
 from fmmeta.cli import parse
 from fmmeta.config import Config, UsageError
 from fmmeta.models.load import load_learner
@@ -62,6 +63,39 @@ def equal_start(world: World) -> None:
         check_equal(ranks, fingerprint_of([("table", torch.full((3,), float(rank)))]), "frozen weights")
     except UsageError as error:
         print(error)
+
+
+def born_sharded(world: World, model: str, data: str, setting: str, value: str) -> None:
+    """Adapters under ZeRO 3 or in stages: nobody loads a whole model, nor keeps more than one tensor that it does not need."""
+
+    def whole(*_):
+        raise AssertionError("a whole model was loaded")
+
+    workers.load_learner = whole
+    spread = {setting: int(value) if value.isdigit() else value}
+    config = Config(
+        model_name_or_path=model, dataset=[data], task_type="causal_lm", lora_r=2, num_query=3, group_size="2", **spread
+    )
+    plan = build.plan(config, world, lambda text: None)
+    parts = build.build(config, plan, world.split(2))
+    module = getattr(parts.worker, "model", None) or parts.worker.stage
+    held = sum(getattr(p, "ds_tensor", p).numel() for p in module.parameters() if not p.requires_grad)
+    ids = torch.ones(1, 5, dtype=torch.long)
+    if setting == "deepspeed":  # the backward pass would hold every gathered weight through its transposed view
+        kinds = graph_of(module(ids, ids).sum().grad_fn)
+        print(f"keeps gathered weights {'TBackward0' in kinds} {'LinearFunctionForZeroStage3Backward' in kinds}")
+    print(f"holds {held} of the base and {len(parts.frozen)} frozen tensors for export")
+
+
+def graph_of(node: Any) -> set[str]:
+    """Names of the operations that a backward pass will go through."""
+    seen, todo = {node}, [node]
+    while todo:
+        for below, _ in todo.pop().next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                todo.append(below)
+    return {each.name() for each in seen}
 
 
 def refusals(world: World, file: str) -> None:

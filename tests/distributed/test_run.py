@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.launch import ROOT, environment, free_port, run_ranks
-from tests.models import save_llama, write_classes, write_pairs
+from tests.models import save, save_llama, write_classes, write_pairs
 
 QUICK = {"outer_steps": 6, "eval_episodes": 0, "save_steps": 0, "logging_steps": 1}
 
@@ -59,7 +60,8 @@ def test_the_same_flags_on_other_layouts_give_the_same_model(tmp_path):
 
 @pytest.mark.timeout(600)
 def test_adapters_are_the_same_on_other_layouts_and_after_a_resumption(tmp_path):
-    """One rank of plain PyTorch; a group of two with ZeRO 3, its base sharded; and that one again from its second checkpoint."""
+    """One rank of plain PyTorch; a group of two with ZeRO 3, its base sharded; that one again from the first's checkpoint; and
+    two stages, the first of which trains nothing, from a checkpoint of theirs."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -78,6 +80,16 @@ def test_adapters_are_the_same_on_other_layouts_and_after_a_resumption(tmp_path)
     assert relative_difference(adapters[0], adapters[1]) < 1e-6
     assert relative_difference(adapters[0], adapters[2]) < 1e-6
     assert all(float(value.abs().max()) > 1e-4 for name, value in adapters[0].items() if "lora_B" in name)  # B began at zero
+    few = {**flags, "lora_target_modules": "layers.1.self_attn.v_proj"}
+    train(tmp_path / "few", 1, **few).ok()
+    staged = {**few, "group_size": 2, "pipeline_stages": 2, "deepspeed": "ds_configs/zero1.json"}
+    stages = train(tmp_path / "stages", 2, **staged).ok()
+    assert "LoRA of rank 4: 192 of 24,000 parameters are trained" in stages.output[0]
+    train(tmp_path / "stages-again", 2, **staged, resume_from_checkpoint=tmp_path / "stages" / "checkpoint-4").ok()
+    train(tmp_path / "few-again", 1, **few, resume_from_checkpoint=tmp_path / "stages" / "checkpoint-4").ok()
+    wanted = load_file(tmp_path / "few" / "model" / "adapter_model.safetensors")
+    for run in ("stages", "stages-again", "few-again"):
+        assert relative_difference(wanted, load_file(tmp_path / run / "model" / "adapter_model.safetensors")) < 1e-6
     ids = torch.randint(3, 250, (2, 9))
     with torch.no_grad():
         loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "two" / "model")(ids).logits
@@ -173,6 +185,29 @@ def test_a_run_moves_between_all_ways_to_spread_a_model(tmp_path):
         assert [line[key] for line in lines[1]] == pytest.approx([line[key] for line in lines[0]], rel=1e-4), key
 
 
+@pytest.mark.timeout(300)
+def test_stages_by_measured_time_hold_what_is_printed(tmp_path):
+    """A large head: the first stage gets more layers than by parameters; theta is the same either way."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 20000}
+    model = save(LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False, pad_token_id=0)), tmp_path / "model")
+    settings = {"model_name_or_path": model, "task_type": "causal_lm", "dataset": write_pairs(tmp_path / "pairs.jsonl"),
+                "num_query": 3, "meta_batch_size": 2, "inner_steps": 1, "outer_steps": 2, "group_size": 2,
+                "pipeline_stages": 2}  # fmt: skip
+    for balance in ("parameters", "time"):
+        ran = train(tmp_path / balance, 2, pipeline_balance=balance, **settings).ok()
+        said = re.search(rf"stages by {balance}: layers 0 to (\d) \(([\d,]+) parameters(.*?)\); layers (\d) to 5", ran.output[0])
+        assert said, ran.output[0]
+        assert ("ms" in said[3]) == (balance == "time")
+        assert (said[1] == "2") == (balance == "parameters")
+        files = sorted((tmp_path / balance / "model").glob("model-*.safetensors"))
+        held = [{int(name.split(".")[2]) for name in load_file(file) if ".layers." in name} for file in files]
+        assert held == [set(range(int(said[4]))), set(range(int(said[4]), 6))]
+        assert sum(value.numel() for value in load_file(files[0]).values()) == int(said[2].replace(",", ""))
+    assert relative_difference(model_of(tmp_path / "parameters"), model_of(tmp_path / "time")) < 1e-6
+
+
 def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
     """Flags, and what the one line must say. One case of each place where checks live; tests/unit has the rest."""
     data = write_classes(folder / "classes.jsonl")
@@ -253,6 +288,22 @@ def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
 
 def scenario(name: str, ranks: int) -> list[str]:
     return run_ranks(["-m", "tests.distributed.scenarios", name], ranks, timeout_s=100).ok().output
+
+
+@pytest.mark.parametrize(("setting", "value"), [("deepspeed", "ds_configs/zero3.json"), ("pipeline_stages", 2)])
+def test_the_base_of_adapters_is_born_in_parts(tmp_path, setting, value):
+    model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
+    arguments = ["-m", "tests.distributed.scenarios", "born_sharded", str(model), str(data), setting, str(value)]
+    output = run_ranks(arguments, 2).ok().output
+    said = [re.search(r"holds (\d+) of the base and 0 frozen tensors", text) for text in output]
+    held = [int(found[1]) for found in said if found]
+    total, embedding = 23808, 259 * 32  # tied: each stage has its copy
+    if setting == "deepspeed":
+        assert held == [total // 2] * 2
+        assert all("keeps gathered weights False True" in text for text in output)
+    else:
+        assert sum(held) == total + embedding
+        assert max(held) < 0.75 * total
 
 
 def test_no_rank_raises_alone():

@@ -51,6 +51,7 @@ def test_ends_where_the_oracle_ends_and_comes_back(case: Case, bench, outcomes):
     assert bench.error(case, theta) < tolerance(case)
     assert facts["start_off"] == 0  # every stage holds the checkpoint's weights, also where a new head is drawn
     assert facts["engine"] == ("PipelineWorker" if case.stages > 1 else "DeepSpeedWorker")
+    assert facts["effects"] == {name: value for name, value in case.settings.items() if name != "lora_target_modules"}
     round_trip(bench, case, theta)
 
 
@@ -58,6 +59,8 @@ def round_trip(bench: Bench, case: Case, theta: dict[str, torch.Tensor]) -> None
     """The exported folder, read by plain transformers, gives the logits of theta."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    if "lora_r" in case.settings:
+        return adapters_come_back(bench, case, theta)
     folder = bench.folder / f"out-{case.layout[0]}x{case.layout[1]}" / case.id / "model"
     config = Config(**bench.settings(case))
     learner = load_learner(config, describe(config)).eval()
@@ -77,4 +80,27 @@ def round_trip(bench: Bench, case: Case, theta: dict[str, torch.Tensor]) -> None
             plain.get_parameter(name.removeprefix("hf.")).copy_(value)
         found, wanted = plain.eval()(input_ids=ids, attention_mask=mask).logits, learner(ids, mask)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert float(wanted.std()) > 1e-3
+
+
+def adapters_come_back(bench: Bench, case: Case, theta: dict[str, torch.Tensor]) -> None:
+    """The exported adapters on their base, by plain peft, and the merged model, by plain transformers, give theta's logits."""
+    import transformers
+    from peft import PeftModel
+
+    folder = bench.folder / f"out-{case.layout[0]}x{case.layout[1]}" / case.id
+    config = Config(**bench.settings(case))
+    learner = load_learner(config, describe(config)).eval()
+    with torch.no_grad():
+        for name, value in theta.items():
+            learner.get_parameter(name).copy_(value)
+    encoder = case.model.startswith(ENCODERS)
+    auto = getattr(transformers, "AutoModelForSequenceClassification" if encoder else "AutoModelForCausalLM")
+    base = auto.from_pretrained(config.model_name_or_path, ignore_mismatched_sizes=True, **({"num_labels": 5} if encoder else {}))
+    ids = torch.randint(3, 259, (2, 12), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        wanted = learner(**batch)
+        for model in (PeftModel.from_pretrained(base, folder / "model"), auto.from_pretrained(folder / "merged")):
+            torch.testing.assert_close(model.eval()(**batch).logits, wanted, atol=1e-5, rtol=1e-5)
     assert float(wanted.std()) > 1e-3

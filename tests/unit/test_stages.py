@@ -57,6 +57,9 @@ CASES = [
     ("bert", 2, {"pooling": "model", "head_init": "learned"}),
     ("llama", 3, {"pooling": "model", "head_init": "learned"}),  # scores the last token that is no padding
     ("gpt2", 2, {"pooling": "model", "head_init": "learned"}),
+    *((family, 3, {"lora_r": 2}) for family in (*DECODERS, *ENCODERS)),
+    ("bert", 2, {"lora_r": 2, "pooling": "mean", "head_init": "learned"}),
+    ("llama", 3, {"lora_r": 2, "lora_target_modules": ["layers.1.self_attn.q_proj"]}),  # two stages train nothing
 ]
 
 
@@ -80,8 +83,27 @@ def test_stages_in_a_row_are_the_model(saved, family, stages, settings):
     params = dict(whole.named_parameters())
     listed = [name for _, names, *_ in found for name, _ in names.values()]
     cut = found[0][2]
-    assert sorted(listed) == sorted([*params, *([cut.tied] if cut.tied else [])])
-    assert [sum(p.numel() for p in stage.parameters()) for stage, *_ in found] == list(cut.sizes)
+    double = cut.copied if "lora_r" in settings else cut.tied
+    assert sorted(listed) == sorted([*params, *([double] if double else [])])
+    assert [cut.tied, cut.copied].count(None) == (2 if double is None else 1)
+    assert [sum(p.numel() for p in stage.body.parameters()) for stage, *_ in found] == list(cut.sizes)
+    for (stage, names, *_), trained in zip(found, cut.trained, strict=True):
+        mine = {names[id(p)][0]: p for p in stage.body.parameters() if p.requires_grad}
+        assert sum(p.numel() for p in mine.values()) == trained
+        assert all(torch.equal(p, params[name]) for name, p in mine.items())  # adapters of the seed
+        assert (stage.idle is None) == (trained > 0)
+    if any(stage.idle is not None for stage, *_ in found):
+        assert passed.requires_grad
+
+
+def test_an_idle_stage_passes_gradients_on_and_learns_nothing(saved):
+    config = config_of(saved("llama"), "llama", lora_r=2, lora_target_modules=["layers.0.self_attn.q_proj"])
+    _, (stage, *_) = held_stages(config, 2)
+    ids = torch.randint(3, 259, (2, 9))
+    hidden = torch.randn(2, 9, 32, requires_grad=True)
+    stage((hidden, ids, torch.ones_like(ids))).square().sum().backward()
+    assert float(hidden.grad.abs().max()) > 0
+    assert [float(p.grad) for p in stage.parameters() if p.requires_grad] == [0.0]
 
 
 def test_a_stage_reads_its_own_tensors_only(saved, monkeypatch):
@@ -94,6 +116,12 @@ def test_a_stage_reads_its_own_tensors_only(saved, monkeypatch):
         assert sorted(read) == sorted(name for name, _ in names.values())
         assert not any(param.is_meta for param in stage.parameters())
         read.clear()
+
+
+def test_adapters_are_those_that_the_whole_model_gets(saved):
+    for family, settings in (("gpt2", {"lora_target_modules": ["all-linear"]}), ("bert", {"head_init": "learned"}),
+                             ("bert", {"head_init": "learned", "pooling": "mean"})):  # fmt: skip
+        assert_same_start(config_of(saved(family), family, lora_r=3, seed=7, **settings))
 
 
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=8), st.data())

@@ -125,7 +125,8 @@ def test_the_best_validated_weights_are_exported(tmp_path):
 
     def run(name, outer_steps, **settings):
         config = Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(tmp_path / name), k_shot=1,
-                        num_query=2, n_way=3, outer_steps=outer_steps, eval_steps=2, eval_episodes=4, save_steps=4, save_total_limit=9,
+                        num_query=2, n_way=3, outer_steps=outer_steps, eval_steps=2, eval_episodes=4, save_steps=4,
+                        save_total_limit=9,
                         lr_scheduler_type="constant", outer_lr=0.05, meta_batch_size=2, **settings)  # fmt: skip
         MetaTrainer(config).train()
         return load_file(tmp_path / name / "model" / "model.safetensors")

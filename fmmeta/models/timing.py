@@ -1,0 +1,87 @@
+"""How long each layer of a model takes, by trying one of each kind on this machine.
+
+A stage of one layer runs forward and backward with random weights, through the code that will train it; what a stage without
+layers takes (masks, rotary tables) is subtracted, since every stage pays it alike. The first layer is tried with the embeddings,
+the last one with norm, head and loss. Never holds more than that: the model itself stays without storage.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+
+import torch
+from torch import Tensor
+
+from fmmeta.models.learner import Learner
+from fmmeta.models.losses import objective
+from fmmeta.models.stages import Cut, Stage, base_of, family_of, take_stage
+from fmmeta.models.stream import places_of, put
+from fmmeta.tasks.batch import MicroBatch
+
+REPEATS = 5
+
+
+def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device, bf16: bool) -> list[float]:
+    """Median seconds of a forward and backward pass of `rows` x `tokens` through each layer and what lies beside it.
+
+    learner: parameters without storage, real buffers, as a Stream has them; it stays as it is.
+    """
+    layers = list(base_of(learner).get_submodule(family_of(learner.hf.config).layers))
+    last = len(layers) - 1
+    ids = torch.randint(learner.hf.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
+    labels = ids if not learner.head_names else torch.zeros(rows, dtype=torch.long)
+    batch = MicroBatch(ids, torch.ones_like(ids), labels, torch.full((rows,), 1 / rows)).to(device)
+
+    def seconds(*bounds: int, stage: int = 1) -> float:
+        made = take_stage(copy.deepcopy(learner), Cut(bounds, {}, (), (), None), stage)
+        return time_stage(fill(made, device, bf16), batch, learner.hf.config.hidden_size)
+
+    alike = seconds(0, 1, 1, last + 1)
+    known: dict[str, float] = {}
+    found = [seconds(0, 1, last + 1, stage=0)]
+    for i in range(1, last):
+        kind = kind_of(learner, layers[i], i)
+        if kind not in known:
+            known[kind] = seconds(0, i, i + 1, last + 1)
+        found.append(known[kind])
+    found.append(seconds(0, last, last + 1))
+    return [max(each - alike, 1e-9) for each in found]
+
+
+def kind_of(learner: Learner, layer: torch.nn.Module, number: int) -> str:
+    """What decides how long a layer takes: its modules and their sizes, what of it is trained, how far its attention looks."""
+    reaches = getattr(learner.hf.config, "layer_types", None)
+    return f"{layer} {[param.requires_grad for param in layer.parameters()]} {reaches[number] if reaches else ''}"
+
+
+def fill(stage: Stage, device: torch.device, bf16: bool) -> Stage:
+    """Give a stage random weights."""
+    places = places_of(stage)
+    for param in list(stage.parameters()):
+        value = torch.empty(param.shape, device=device).normal_(std=0.02)
+        put(places[id(param)], torch.nn.Parameter(value, param.requires_grad))
+    stage = stage.to(device).train()
+    return stage.bfloat16() if bf16 else stage
+
+
+def time_stage(stage: Stage, batch: MicroBatch, width: int) -> float:
+    dtype = next(stage.parameters()).dtype if any(True for _ in stage.parameters()) else torch.float32
+    times = []
+    for _ in range(REPEATS + 1):
+        hidden = torch.randn(*batch.input_ids.shape, width, device=batch.input_ids.device).to(dtype).requires_grad_()
+        began = now(hidden)
+        output = stage((*([hidden] if stage.inlet is not None else []), batch.input_ids, batch.attention_mask))
+        if stage.last:
+            objective(output, batch)[0].backward()
+        elif output[0].requires_grad:
+            output[0].backward(torch.ones_like(output[0]))
+        times.append(now(hidden) - began)
+    return statistics.median(times[1:])  # the first one warms up
+
+
+def now(tensor: Tensor) -> float:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
