@@ -108,10 +108,9 @@ def _of_the_algorithm(c: Any) -> Iterator[str]:
         yield f"algorithm={name} treats the classifier head apart, and task_type=causal_lm has none; use maml or fomaml"
     if c.task_type == "classification" and name == "in_context":
         yield "algorithm=in_context puts the support set into the prompt, and task_type=classification has none; use causal_lm"
-    if c.task_type == "classification" and name == "joint":
-        yield ("algorithm=joint with task_type=classification needs one head for the classes of all tasks, which is not "
-               "implemented; "
-               "use protonet, or causal_lm")  # fmt: skip
+    if name == "joint" and c.head_init == "learned":
+        yield ("head_init=learned with algorithm=joint: its head is that of the training classes and no start for others; use "
+               "zero or prototype")  # fmt: skip
     if c.offload_outer and name not in ("fomaml", "reptile", *UNTRAINED):
         yield f"offload_outer=True with algorithm={name} is not implemented: its shards work beside theta; use fomaml or reptile"
     if c.inner_steps == 0 and name not in ("protonet", *UNTRAINED):

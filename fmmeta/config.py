@@ -304,6 +304,11 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
         return (self.n_way_max or self.n_way) if self.task_type == "classification" else 0
 
     @property
+    def joint_head(self) -> bool:
+        """Whether the model has one head for the classes of all training tasks, instead of one for a task's."""
+        return self.algorithm == "joint" and self.task_type == "classification"
+
+    @property
     def most_shots(self) -> int:
         return self.k_shot_max or self.k_shot
 

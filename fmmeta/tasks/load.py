@@ -18,7 +18,7 @@ from fmmeta.tasks.builtin import letters
 from fmmeta.tasks.folder import FolderSource, task_files
 from fmmeta.tasks.members import make_source, shape_of, strata_of
 from fmmeta.tasks.rows import data_files, hub_rows, open_hub, read_file
-from fmmeta.tasks.source import Mixture, TaskSource, short_names
+from fmmeta.tasks.source import AllClasses, Mixture, TaskSource, short_names
 from fmmeta.tasks.splits import SPLITS, check_splits, own_splits, read_splits
 from fmmeta.tasks.store import Store, digest, files_digest, prepare
 
@@ -54,7 +54,8 @@ def load_sources(config: Config, tokenizer: Any, notice: Notice) -> Sources:
         made = {split: Mixture({name: one[split] for name, (one, _, _) in zip(names, loaded, strict=True) if split in one})
                 for split in SPLITS if any(split in one for one, _, _ in loaded)}  # fmt: skip
         fingerprint = digest([one for _, one, _ in loaded])
-    return Sources(made["train"], made.get("valid"), made.get("test"), fingerprint, summary)
+    train = AllClasses(made["train"]) if config.joint_head else made["train"]
+    return Sources(train, made.get("valid"), made.get("test"), fingerprint, summary)
 
 
 def load_one(name: str, config: Config, tokenizer: Any, notice: Notice) -> Loaded:

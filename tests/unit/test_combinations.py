@@ -76,9 +76,8 @@ ADAM = {"inner_optimizer": "adamw"}
     ({"algorithm": "in_context"}, "algorithm=in_context puts the support set into the prompt, and task_type=classification "
                                   "has none; "
      "use causal_lm"),
-    ({"algorithm": "joint"}, "algorithm=joint with task_type=classification needs one head for the classes of all tasks, "
-                             "which is not "
-     "implemented; use protonet, or causal_lm"),
+    ({"algorithm": "joint", "head_init": "learned"}, "head_init=learned with algorithm=joint: its head is that of the training "
+     "classes and no start for others; use zero or prototype"),
     ({"inner_momentum": 1.0}, "inner_momentum=1.0 is not in [0, 1); use 0.9, say"),
     ({"outer_momentum": -0.1}, "outer_momentum=-0.1 is not in [0, 1); use 0.9, say"),
 ])  # fmt: skip
@@ -161,4 +160,4 @@ def test_ways_to_spread_a_model_and_what_they_do_not_go_with(settings, said):
 @pytest.mark.parametrize("algorithm", ["maml", "imaml", "boil", "meta_sgd", "proto_maml", "joint", "reptile", "none"])
 @pytest.mark.parametrize("spread", [STAGES, TENSOR])
 def test_algorithms_that_go_with_stages_and_tensor_ranks(spread, algorithm):
-    assert Config(**spread, **(CAUSAL if algorithm == "joint" else {}), algorithm=algorithm)
+    assert Config(**spread, algorithm=algorithm)
