@@ -64,7 +64,7 @@ class ModelConfig:
 class TaskConfig:
     dataset: list[str] = setting(
         ["letters"],
-        "One or more of: 'letters' (built-in suite), a .jsonl/.csv/.parquet file (.gz too), a folder of them, a "
+        "One or more of: 'letters' and 'marks' (built-in suites), a .jsonl/.csv/.parquet file (.gz too), a folder of them, a "
         "folder of folders of them (each file a task, read when it is drawn; its folder the stratum), or a hub id. Of several, "
         "each is a stratum",
     )

@@ -180,12 +180,35 @@ class ClassSource(TaskSource):
         classes = [chosen[i] for i in rng.permutation(ways)]
         support, query = [], []
         for label, name in enumerate(classes):
-            rows = pool[name]
-            asked = min(int(shots[label]), len(rows) - self.shape.num_query)
-            drawn = rows[rng.choice(len(rows), asked + self.shape.num_query, replace=False)]
-            support += [(int(row), label) for row in drawn[:asked]]
-            query += [(int(row), label) for row in drawn[asked:]]
+            shown, asked = self._pick(rng, pool[name], int(shots[label]))
+            support += [(int(row), label) for row in shown]
+            query += [(int(row), label) for row in asked]
         return Draw(task, self.store, support, query, tuple(classes))
+
+    def _pick(self, rng: np.random.Generator, rows: np.ndarray, shots: int) -> tuple[np.ndarray, np.ndarray]:
+        """Support and query rows of a class."""
+        shown = min(shots, len(rows) - self.shape.num_query)
+        drawn = rows[rng.choice(len(rows), shown + self.shape.num_query, replace=False)]
+        return drawn[:shown], drawn[shown:]
+
+
+class PartedSource(ClassSource):
+    """N-way episodes of rows that are either shown or asked.
+
+    parts [rows of the store]: 0 for a row that is asked; those that are shown have other numbers, each of which gives as many
+    rows of a class as the others, the first ones the odd rows.
+    """
+
+    def __init__(self, store: Store, pools: Mapping[str, Pool], strata: Mapping[str, str], shape: Shape,
+                 parts: np.ndarray) -> None:  # fmt: skip
+        super().__init__(store, pools, strata, shape)
+        self.parts = parts
+
+    def _pick(self, rng: np.random.Generator, rows: np.ndarray, shots: int) -> tuple[np.ndarray, np.ndarray]:
+        own, kinds = self.parts[rows], int(self.parts.max())
+        counts = [self.shape.num_query, *(shots // kinds + (number < shots % kinds) for number in range(kinds))]
+        asked, *shown = (rng.choice(rows[own == part], count, replace=False) for part, count in enumerate(counts))
+        return np.concatenate(shown), asked
 
 
 class Mixture(TaskSource):
