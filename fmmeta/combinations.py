@@ -91,11 +91,10 @@ def _of_the_spread(c: Any) -> Iterator[str]:
     for name, why in (of_stages if stages > 1 else of_tensor).items():
         if getattr(c, name):
             yield f"{spread} with {name}={getattr(c, name)}: {why}; use ZeRO 3, or leave {name} out"
-    if c.prototype_gradient or c.algorithm in ("anil", "protonet"):
+    if tensor > 1 and (c.prototype_gradient or c.algorithm in ("anil", "protonet")):
         what = f"algorithm={c.algorithm}" if c.algorithm in ("anil", "protonet") else "prototype_gradient=True"
-        why = ("their gradient begins in the middle of the last stage" if stages > 1 else
-               "tensor ranks run the same rows, which would count twice")  # fmt: skip
-        yield f"{spread} with {what}: gradients back through features are not implemented ({why}); use ZeRO 3"
+        yield (f"{spread} with {what}: gradients back through features are not implemented for cut layers (each rank of a tensor "
+               "set needs those of its rows, and one of them holds the rows); use ZeRO 3 or pipeline stages")  # fmt: skip
     if c.algorithm == "in_context":
         yield f"{spread} with algorithm=in_context is not tested: whole support sets travel as prompts; use ZeRO 3"
 

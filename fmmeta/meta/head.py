@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.worker import Pass, WholeWorker, Worker
+from fmmeta.parallel.worker import Pass, Worker
 from fmmeta.tasks.batch import MicroBatch
 
 
@@ -69,7 +69,6 @@ class HeadStart:
         of_weight, of_bias = worker.whole(v, self.names[0], shape), worker.whole(v, self.names[1], shape[:1])
         of_mean = (2 * of_weight - 2 * means.means * of_bias[:, None]) / means.counts
         cotangents = [of_mean[batch.labels.to(of_mean.device)] * counted(batch, of_mean) for batch in support]
-        assert isinstance(worker, WholeWorker), "combinations.py refuses pipeline stages here"
         worker.write(theta)
         pulled, result = worker.pull(support, cotangents)
         return pulled.add_(v), [result]

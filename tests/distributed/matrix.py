@@ -211,6 +211,8 @@ def spread() -> list[Case]:
     algorithms = [
         ((1, 2), 2, 0, "llama3", "maml"), ((1, 2), 2, 1, "bert3", "fomaml-rates"), ((1, 2), 2, 0, "llama3", "meta_sgd"),
         ((1, 2), 2, 1, "bert3", "boil"), ((1, 2), 2, 0, "llama3", "reptile-adam"), ((1, 2), 2, 1, "llama3", "joint"),
+        ((1, 2), 2, 0, "bert3", "anil"), ((1, 4), 2, 1, "bert3", "anil"), ((1, 2), 2, 1, "roberta3", "protonet"),
+        ((1, 2), 2, 1, "bert3", "proto_maml"), ((1, 3), 3, 0, "bert3", "protonet"),
         ((1, 2), 2, 1, "bert3", "joint"), ((1, 2), 1, 3, "bert3", "joint"), ((2, 2), 1, 3, "bert3", "joint"),
         ((1, 4), 2, 1, "llama3", "imaml"), ((1, 4), 2, 0, "llama3", "fomaml-rates"),
         ((1, 2), -2, 0, "llama3", "maml"), ((1, 2), -2, 1, "qwen33-untied", "fomaml-rates"),

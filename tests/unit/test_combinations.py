@@ -142,14 +142,12 @@ CAUSAL = {"task_type": "causal_lm"}
      "layers are not tested when layers are computed twice; use ZeRO 3, or leave gradient_checkpointing out"),
     ({**TENSOR, "offload_outer": True}, "tensor_parallel_size=2 with offload_outer=True: how cut weights' state lies in host "
      "memory is not tested; use ZeRO 3, or leave offload_outer out"),
-    ({**STAGES, "algorithm": "anil"}, "pipeline_stages=2 with algorithm=anil: gradients back through features are not "
-     "implemented (their gradient begins in the middle of the last stage); use ZeRO 3"),
-    ({**STAGES, "algorithm": "protonet"}, "pipeline_stages=2 with algorithm=protonet: gradients back through features are not "
-     "implemented (their gradient begins in the middle of the last stage); use ZeRO 3"),
-    ({**STAGES, "algorithm": "proto_maml", "prototype_gradient": True}, "pipeline_stages=2 with prototype_gradient=True: "
-     "gradients back through features are not implemented (their gradient begins in the middle of the last stage); use ZeRO 3"),
     ({**TENSOR, "algorithm": "anil"}, "tensor_parallel_size=2 with algorithm=anil: gradients back through features are not "
-     "implemented (tensor ranks run the same rows, which would count twice); use ZeRO 3"),
+     "implemented for cut layers (each rank of a tensor set needs those of its rows, and one of them holds the rows); use ZeRO 3 "
+     "or pipeline stages"),
+    ({**TENSOR, "algorithm": "proto_maml", "prototype_gradient": True}, "tensor_parallel_size=2 with prototype_gradient=True: "
+     "gradients back through features are not implemented for cut layers (each rank of a tensor set needs those of its rows, and "
+     "one of them holds the rows); use ZeRO 3 or pipeline stages"),
     ({**STAGES, **CAUSAL, "algorithm": "in_context"}, "pipeline_stages=2 with algorithm=in_context is not tested: whole support "
      "sets travel as prompts; use ZeRO 3"),
 ])  # fmt: skip
@@ -161,3 +159,9 @@ def test_ways_to_spread_a_model_and_what_they_do_not_go_with(settings, said):
 @pytest.mark.parametrize("spread", [STAGES, TENSOR])
 def test_algorithms_that_go_with_stages_and_tensor_ranks(spread, algorithm):
     assert Config(**spread, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("settings", [{"algorithm": "anil"}, {"algorithm": "protonet"},
+                                      {"algorithm": "proto_maml", "prototype_gradient": True}])  # fmt: skip
+def test_gradients_through_features_go_with_stages(settings):
+    assert Config(**STAGES, **settings)

@@ -53,7 +53,9 @@ def test_without_the_marks_the_support_set_says_nothing(sources, split):
 
 def test_a_mark_says_how_far_a_label_is_off():
     rows, _ = marks()
-    kinds = {(row.values["task"], row.values["label"]): kind(row.values["text"]) for row in rows if not part_of(row.values["text"])}
+    kinds = {
+        (row.values["task"], row.values["label"]): kind(row.values["text"]) for row in rows if not part_of(row.values["text"])
+    }
     for row in rows:
         task, label, text = row.values["task"], int(row.values["label"].split()[1]), row.values["text"]
         off = max(0, part_of(text) - 1)
