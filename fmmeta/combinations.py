@@ -1,6 +1,6 @@
 """Which algorithm goes with which settings: what each takes by default, and what is refused, with the reason.
 
-Reads a Config's values and nothing else; `config.py` calls it and raises. An empty answer means that every setting has its
+Reads a Config's values and nothing else; `checks.py` asks it. An empty answer means that every setting has its
 effect.
 """
 
@@ -16,23 +16,25 @@ UNTRAINED = ("none", "in_context")
 HEAD_OF = {"proto_maml": "prototype", "protonet": "prototype", "boil": "learned"}
 
 WHOLE_MATRICES = {
-    "muon": "it orthogonalises whole weight matrices", "lbfgs": "its line search evaluates the loss",
-    "adafactor": "it keeps moments of whole rows and columns", "shampoo": "it multiplies whole matrices",
-    "soap": "it rotates whole matrices", "lamb": "it takes norms of whole parameters", "lars": "it takes norms of whole "
-                                                                                               "parameters",
+    "muon": "it orthogonalises whole weight matrices",
+    "lbfgs": "its line search evaluates the loss",
+    "adafactor": "it keeps moments of whole rows and columns",
+    "shampoo": "it multiplies whole matrices",
+    "soap": "it rotates whole matrices",
+    "lamb": "it takes norms of whole parameters",
+    "lars": "it takes norms of whole parameters",
     "sparse_adam": "it takes sparse gradients",
-}  # fmt: skip
+}
 OUTER_OPTIMIZERS = ("adamw", "sgd", "nesterov", "adagrad", "adamax", "nadam", "radam", "rmsprop")
 
 
-def resolved(c: Any) -> dict[str, Any]:
-    """Values for the settings that were left open."""
-    open_settings = {
+def defaults(c: Any) -> dict[str, Any]:
+    """What the algorithm takes where a setting was left open."""
+    return {
         "head_init": HEAD_OF.get(c.algorithm, "zero"),
         "inner_steps": 0 if c.algorithm == "protonet" else 5,
         "inner_lr_learned": "element" if c.algorithm == "meta_sgd" else "no",
     }
-    return {name: value for name, value in open_settings.items() if getattr(c, name) is None}
 
 
 def problems(c: Any) -> Iterator[str]:
@@ -119,8 +121,7 @@ def _of_the_algorithm(c: Any) -> Iterator[str]:
                f"{' or '.join(SECOND_ORDER)}")  # fmt: skip
     if c.multi_step_loss_steps and name not in UNROLLED:
         yield (f"multi_step_loss_steps={c.multi_step_loss_steps} means nothing for algorithm={name}, which does not "
-               f"differentiate "
-               f"the query loss at every inner step; use it with {', '.join(UNROLLED)}")  # fmt: skip
+               f"differentiate the query loss at every inner step; use it with {', '.join(UNROLLED)}")  # fmt: skip
     if c.prototype_gradient and not (c.head_init == "prototype" and name in (*UNROLLED, "anil", "imaml")):
         yield (f"prototype_gradient=True means nothing for algorithm={name} and head_init={c.head_init}; use it with "
                "head_init=prototype and an algorithm that differentiates through the inner loop")  # fmt: skip
@@ -135,8 +136,7 @@ def _of_inner_settings(c: Any) -> Iterator[str]:
     name, inner = c.algorithm, c.inner_optimizer
     if inner == "adamw" and name in (*DIFFERENCES, "anil"):
         yield (f"inner_optimizer=adamw with algorithm={name}: the meta-gradient through Adam's moments is not implemented; "
-               f"use sgd "
-               "or momentum, or algorithm=fomaml or reptile")  # fmt: skip
+               "use sgd or momentum, or algorithm=fomaml or reptile")  # fmt: skip
     if inner == "momentum" and name == "imaml":
         yield ("inner_optimizer=momentum with algorithm=imaml is not tested: the proximal loop only has to reach its minimum; "
                "use sgd with more --inner_steps")  # fmt: skip
@@ -149,8 +149,7 @@ def _of_inner_settings(c: Any) -> Iterator[str]:
         yield f"inner_lr_learned={learned} with algorithm={name}: {why}; use no, or fomaml, maml, proto_maml or meta_sgd"
     if learned == "element" and c.inner_lr_schedule != "constant":
         yield (f"inner_lr_schedule={c.inner_lr_schedule} with inner_lr_learned=element: one rate per element serves all "
-               f"steps; use "
-               "constant, or inner_lr_learned=layer")  # fmt: skip
+               "steps; use constant, or inner_lr_learned=layer")  # fmt: skip
     for item in c.inner_lr_groups:
         pattern, _, factor = item.rpartition("=")
         if not pattern or not is_number(factor) or float(factor) < 0:
@@ -165,8 +164,7 @@ def _of_the_outer_optimizer(c: Any) -> Iterator[str]:
     name = c.outer_optimizer
     if name.lower() in WHOLE_MATRICES:
         yield (f"outer_optimizer={name} does not act element by element: {WHOLE_MATRICES[name.lower()]}, and theta is held in "
-               f"shards; "
-               f"use {' or '.join(OUTER_OPTIMIZERS)}")  # fmt: skip
+               f"shards; use {' or '.join(OUTER_OPTIMIZERS)}")  # fmt: skip
     if name not in OUTER_OPTIMIZERS:
         yield f"outer_optimizer={name} is unknown; use {', '.join(OUTER_OPTIMIZERS[:-1])} or {OUTER_OPTIMIZERS[-1]}"
 

@@ -6,11 +6,10 @@ and starts nothing, so that `import fmmeta` stays cheap.
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from fmmeta import combinations
+from fmmeta import checks, combinations
 
 TASK_TYPES = ("classification", "causal_lm")
 POOLINGS = ("auto", "model", "mean", "cls")
@@ -126,12 +125,9 @@ class TaskConfig:
 
 
 @dataclass
-class MetaConfig:
-    algorithm: str = setting(
-        "fomaml", "Meta-gradient rule, or a baseline; docs/algorithms.md says which to choose when", ALGORITHMS
-    )
-    meta_batch_size: int = setting(4, "Tasks per meta-batch over all groups")
-    meta_accumulation_steps: int = setting(1, "Meta-batches per outer step, reduced across groups once")
+class InnerConfig:
+    """How a task is learned from its support set."""
+
     inner_steps: int = setting(None, "Gradient steps on the support set (default: 5; 0 for protonet)")
     inner_lr: float = setting(0.1, "Step size of the inner optimizer")
     inner_optimizer: str = setting("sgd", "Optimizer of the inner loop; its state begins anew in every task", INNER_OPTIMIZERS)
@@ -140,6 +136,23 @@ class MetaConfig:
     inner_beta2: float = setting(0.999, "Decay of the second moment of inner_optimizer=adamw")
     inner_epsilon: float = setting(1e-8, "Epsilon of inner_optimizer=adamw")
     inner_weight_decay: float = setting(0.0, "Decoupled weight decay of inner_optimizer=adamw")
+    inner_lr_schedule: str = setting("constant", "inner_lr over the inner steps: step k of K takes 1, 1 - k/K or a half "
+                                                 "cosine of it",
+                                     INNER_SCHEDULES)  # fmt: skip
+    inner_lr_groups: list[str] = setting(
+        [],
+        "Factors of inner_lr by layer, PATTERN=FACTOR with the wildcards of a shell; the first that fits counts: head=10 "
+        "'*embed*=0'",
+    )
+
+
+@dataclass
+class MetaConfig:
+    algorithm: str = setting(
+        "fomaml", "Meta-gradient rule, or a baseline; docs/algorithms.md says which to choose when", ALGORITHMS
+    )
+    meta_batch_size: int = setting(4, "Tasks per meta-batch over all groups")
+    meta_accumulation_steps: int = setting(1, "Meta-batches per outer step, reduced across groups once")
     proximal_weight: float = setting(2.0, "imaml: weight of |phi - theta|^2 / 2 in the inner loss")
     cg_steps: int = setting(5, "imaml: steps of conjugate gradients, each a Hessian-vector product")
     cg_damping: float = setting(0.0, "imaml: added to the identity in the system that is solved; more is safer and less exact")
@@ -149,14 +162,6 @@ class MetaConfig:
         "over "
         "the tasks of a meta-batch, so that it does not matter which group ran which task)",
         INNER_STATES,
-    )
-    inner_lr_schedule: str = setting("constant", "inner_lr over the inner steps: step k of K takes 1, 1 - k/K or a half "
-                                                 "cosine of it",
-                                     INNER_SCHEDULES)  # fmt: skip
-    inner_lr_groups: list[str] = setting(
-        [],
-        "Factors of inner_lr by layer, PATTERN=FACTOR with the wildcards of a shell; the first that fits counts: head=10 "
-        "'*embed*=0'",
     )
     inner_lr_learned: str = setting(
         None,
@@ -228,75 +233,20 @@ class RunConfig:
 
 
 @dataclass
-class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
+class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, RunConfig):
     """Every setting of a run. Raises `UsageError` in one line where values contradict each other."""
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            if getattr(self, item.name) is not None:
-                check_choice(item.name, getattr(self, item.name), item.metadata.get("choices"))
-        for name, value in combinations.resolved(self).items():
-            setattr(self, name, value)
-        for name, least in LEAST.items():
-            if getattr(self, name) < least:
-                raise UsageError(f"{name}={getattr(self, name)} is below {least}; use {least} or more")
-        if self.group_size != "auto" and not (str(self.group_size).isdigit() and int(self.group_size) > 0):
-            raise UsageError(f"group_size={self.group_size} is neither a positive number nor auto; use auto, 1, 2, 4, ...")
-        self.group_size = str(self.group_size)
-        if self.outer_lr is None:
-            adamw = 2e-3 if self.builtin_model else 2e-4 if self.lora_r else 2e-5
-            self.outer_lr = {"sgd": 1.0, "nesterov": 0.7}.get(self.outer_optimizer, adamw)
-        if self.adam_epsilon is None:
-            self.adam_epsilon = 1e-3 if self.builtin_model else 1e-6
-        for name in ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "rates_lr", "proximal_weight"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise UsageError(f"{name}={getattr(self, name)} is no positive number; use one, such as 0.1 for inner SGD")
-        self._check_lora()
-        causal = self.task_type == "causal_lm"
-        foreign = ("text_column", "label_column", "pooling") if causal else ("input_column", "output_column")
-        for name in foreign:
-            if getattr(self, name) not in (None, "auto"):
-                raise UsageError(f"{name}={getattr(self, name)} means nothing for task_type={self.task_type}; leave it out")
-        self._check_prompt()
+        """Fill in what was left open, then refuse what cannot work."""
         if isinstance(self.dataset, str):
             self.dataset = [self.dataset]
-        self._check_data()
-        for name in ("inner_momentum", "inner_beta1", "inner_beta2", "outer_momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} is not in [0, 1); use 0.9, say")
-        for problem in combinations.problems(self):
+        self.group_size, self.num_workers = str(self.group_size), str(self.num_workers)
+        for problem in checks.of_choices(self, fields(self)):
             raise UsageError(problem)
-
-    def _check_data(self) -> None:
-        names = " ".join(self.dataset)
-        if not self.dataset or len(set(self.dataset)) < len(self.dataset):
-            raise UsageError(f"dataset={names} names {'a data set twice' if names else 'no data set'}; name each once")
-        for name in ("class_splits", "task_splits"):
-            if getattr(self, name) is not None and len(self.dataset) > 1:
-                raise UsageError(f"{name}={getattr(self, name)} cannot serve {len(self.dataset)} data sets; put a {name}.json "
-                                 "into the folder of each")  # fmt: skip
-        if self.mix_weights and (
-            len(self.mix_weights) != len(self.dataset) or not all(0 < w < math.inf for w in self.mix_weights)
-        ):
-            weights = " ".join(map(str, self.mix_weights))
-            raise UsageError(f"mix_weights={weights} does not fit dataset={names}; give one positive number for each")
-        if not self.mix_temperature > 0:
-            raise UsageError(
-                f"mix_temperature={self.mix_temperature} is not positive; use 1, or more to draw rare strata more often"
-            )
-        if self.mix_weights and self.mix_temperature != 1:
-            raise UsageError(f"mix_temperature={self.mix_temperature} and mix_weights both set the shares; leave one out")
-        for name, least in (("n_way_max", self.n_way), ("k_shot_max", self.k_shot)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"{name}={value} is below {name.removesuffix('_max')}={least}; raise it or leave it out")
-            if value is not None and self.task_type == "causal_lm":
-                raise UsageError(f"{name}={value} means nothing for task_type=causal_lm; leave it out")
-        if self.num_workers != "auto" and not str(self.num_workers).isdigit():
-            raise UsageError(f"num_workers={self.num_workers} is neither a number nor auto; use auto, 0, 1, 2, ...")
-        self.num_workers = str(self.num_workers)
-        if not 0 <= self.max_bad_share <= 1:
-            raise UsageError(f"max_bad_share={self.max_bad_share} is no share; use a number from 0 to 1")
+        for name, value in checks.resolved(self).items():
+            setattr(self, name, value)
+        for problem in checks.problems(self):
+            raise UsageError(problem)
 
     @property
     def most_classes(self) -> int:
@@ -312,30 +262,6 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
     def most_shots(self) -> int:
         return self.k_shot_max or self.k_shot
 
-    def _check_prompt(self) -> None:
-        template = self.prompt_template
-        if self.task_type != "causal_lm" and self.packing:
-            raise UsageError(f"packing=True means nothing for task_type={self.task_type}; leave it out")
-        if self.task_type != "causal_lm" and template != "plain":
-            raise UsageError(f"prompt_template={template} means nothing for task_type={self.task_type}; leave it out")
-        if template in ("plain", "chat"):
-            return
-        before, output, after = template.partition("{output}")
-        if "{input}" not in before or (output and ("{input}" in after or "{output}" in after)):
-            raise UsageError(f"prompt_template={template} is neither plain nor chat, and no format string with {{input}} before "
-                             "an only {output}; write one such as 'Q: {input}\\nA: {output}'")  # fmt: skip
-
-    def _check_lora(self) -> None:
-        if not self.lora_r:
-            for name in ("lora_alpha", "lora_target_modules", "lora_merge"):
-                if value := getattr(self, name):
-                    shown = " ".join(value) if isinstance(value, list) else value
-                    raise UsageError(f"{name}={shown} means nothing for lora_r=0; give --lora_r, or leave it out")
-        elif self.lora_alpha is None:
-            self.lora_alpha = 2.0 * self.lora_r
-        elif not 0 < self.lora_alpha < float("inf"):
-            raise UsageError(f"lora_alpha={self.lora_alpha} is no positive number; use one, such as {2 * self.lora_r}")
-
     @property
     def builtin_model(self) -> bool:
         return self.model_name_or_path == "tiny"
@@ -344,14 +270,8 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
         return asdict(self)
 
 
-LEAST = {
-    "lora_r": 0, "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
-    "inner_steps": 0, "inner_weight_decay": 0, "cg_steps": 1, "cg_damping": 0, "first_order_steps": 0, "multi_step_loss_steps": 0,
-    "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
-    "micro_batch_size": 1, "pipeline_stages": 1, "tensor_parallel_size": 1,
-    "save_steps": 0, "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
-    "logging_steps": 1, "weight_decay": 0, "prefetch_factor": 1, "prepare_timeout": 1,
-}  # fmt: skip
+# What an exported model remembers in fmmeta.json, so that it is adapted as it was trained to be.
+REMEMBERED = ("task_type", "head_init", "max_length", "prompt_template", *(item.name for item in fields(InnerConfig)))
 
 # Settings that may differ between a run and its continuation: they do not change theta.
 FREE_ON_RESUME = {
@@ -361,11 +281,6 @@ FREE_ON_RESUME = {
     "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
     "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",
 }  # fmt: skip
-
-
-def check_choice(name: str, value: Any, choices: list[str] | None) -> None:
-    if choices and value not in choices:
-        raise UsageError(f"{name}={value} is unknown; use {' or '.join(filter(None, [', '.join(choices[:-1]), choices[-1]]))}")
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """What the outer loop eats: the episodes of this group's tasks, and what all ranks do about those that cannot be had.
 
-schedule.share --> loader.fetch --> read: a task that one rank of the group misses is left out by all of them
-                                 --> judge: the errors of all ranks; go on without those tasks, or stop together
+schedule.share --> loader.fetch --> read:  a task that one rank of the group misses is left out by all of them
+                                --> judge: the errors of all ranks; go on without those tasks, or stop together
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,12 @@ from fmmeta.tasks.schedule import Schedule, Task
 LEAST_SEEN = 100  # tasks that max_bad_share counts as seen from the start, so that the first bad one does not stop a run
 
 Episodes = list[tuple[Task, Batches]]
+
+
+class Missed(Protocol):
+    """Who counts what a group could not have (meta/tally.py)."""
+
+    def missed(self, tasks: int, failures: int, data_seconds: float) -> None: ...
 
 
 class Reader:
@@ -77,17 +83,23 @@ class Reader:
 
 
 class Feed(Reader):
-    """The training tasks of this group, from the outer step `first` on, loaded ahead."""
+    """The training tasks of this group, from the outer step `first` on, loaded ahead. `counts`: tasks seen and bad before."""
 
-    def __init__(self, schedule: Schedule, load: Load, first: int, ranks: Ranks, config: Config,
+    def __init__(self, schedule: Schedule, load: Load, first: int, counts: dict[str, int], ranks: Ranks, config: Config,
                  notice: Callable[[str], None]) -> None:  # fmt: skip
         self.schedule, self.layout = schedule, ranks.layout
         budget = max(0, (os.cpu_count() or 1) // ranks.layout.launch.local_world_size - 1)
         self.loader = EpisodeLoader(load, self.upcoming, config.num_workers, config.prefetch_factor,
                                     pin=ranks.device.type == "cuda", budget=budget)  # fmt: skip
         super().__init__(self.loader.fetch, ranks, config, notice)
+        self.seen, self.bad = counts["seen"], counts["bad"]
         if first == 0 and config.num_workers not in ("auto", "0"):
             notice(f"num_workers={config.num_workers}: loader processes per rank")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tasks seen and bad so far, for a checkpoint."""
+        return {"seen": self.seen, "bad": self.bad}
 
     def upcoming(self, task: Task) -> Iterable[Task]:
         """The tasks of this group from `task` to the end of the run."""
@@ -96,9 +108,12 @@ class Feed(Reader):
         running = itertools.takewhile(lambda one: one.seed[2] < self.config.outer_steps, sampler)
         return itertools.dropwhile(lambda one: one != task, running)
 
-    def episodes(self, outer_step: int) -> Episodes:
-        """What this group learns from in an outer step. Collective: group."""
-        return self.read(self.schedule.share(outer_step, self.layout.num_groups, self.layout.group_index))
+    def episodes(self, outer_step: int, tally: Missed) -> list[Batches]:
+        """What this group learns from in an outer step; `tally` is told what is missing. Collective: group."""
+        waited, asked = self.loader.wait_s, self.schedule.share(outer_step, self.layout.num_groups, self.layout.group_index)
+        found = self.read(asked)
+        tally.missed(len(asked) - len(found), len(self.errors), self.loader.wait_s - waited)
+        return [batches for _, batches in found]
 
     def settle(self, step_seconds: float) -> None:
         """Let the loader decide how many processes it wants; report those that died."""

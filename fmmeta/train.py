@@ -16,8 +16,9 @@ from fmmeta import build, checkpoint, record
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.feed import Feed, Reader
-from fmmeta.fewshot.evaluate import Score, evaluate_tasks, mean_ci95
+from fmmeta.fewshot.evaluate import TEST, VALID, HeldOut
 from fmmeta.fewshot.heldout import compare, show
+from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.meta.algorithms import NUMBERS, RULES, imaml
 from fmmeta.meta.check import Checked, check
 from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
@@ -25,12 +26,8 @@ from fmmeta.meta.tally import Tally
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
-from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import Load
-from fmmeta.tasks.schedule import Schedule
 from fmmeta.tasks.source import TaskSource
-
-VALID, TEST = 1, 2  # streams of the schedule; training is 0
 
 
 @dataclass
@@ -76,6 +73,11 @@ class MetaTrainer:
         return run.finish()
 
 
+def train(config: Config) -> Result:
+    """`fmmeta train` and `launch/train.py`."""
+    return MetaTrainer(config).train()
+
+
 class Run:
     """The state of one run and the steps of its life: resume, loop, finish."""
 
@@ -91,6 +93,7 @@ class Run:
         self.trains = config.algorithm in RULES
         self.rule_at = partial(RULES[config.algorithm], parts.setup) if self.trains else None
         self.outer = Outer(self.theta, self.worker, config, parts.setup.inner)
+        self.held_out = HeldOut(config, self.worker, self.theta, parts.setup.learning, parts.load, ranks, progress)
         self.schedule = build.training_schedule(config, plan, ranks.layout)
         self.outer_step, self.bad_steps, self.tasks, self.warned = 0, 0, {"seen": 0, "bad": 0}, False
 
@@ -119,8 +122,7 @@ class Run:
             self.outer_step = config.outer_steps
             return
         load = self.parts.load(self.plan.sources.train, self.plan.transforms)
-        self.feed = Feed(self.schedule, load, self.outer_step, self.ranks, config, self.progress.notice)
-        self.feed.seen, self.feed.bad = self.tasks["seen"], self.tasks["bad"]
+        self.feed = Feed(self.schedule, load, self.outer_step, self.tasks, self.ranks, config, self.progress.notice)
         if config.check_meta_gradient:
             self._check(load)
         meta, first = MetaGradient(self.theta, self.outer.extras), self.outer_step
@@ -129,7 +131,7 @@ class Run:
         try:
             while self.outer_step < config.outer_steps:
                 tally, rule = Tally(NUMBERS.get(config.algorithm, ())), self.rule_at(self.outer_step)
-                for episode in self._episodes(tally):
+                for episode in self.feed.episodes(self.outer_step, tally):
                     direction = rule.direction(self.worker, self.theta, episode)
                     meta.add(direction)
                     tally.add(direction, sum(episode.tokens) if self.worker.voice else 0)
@@ -146,13 +148,6 @@ class Run:
         finally:
             self.feed.loader.close()
 
-    def _episodes(self, tally: Tally) -> list[Batches]:
-        """This group's episodes of the outer step. Collective: group."""
-        waited, asked = self.feed.loader.wait_s, self.schedule.share(self.outer_step, *self._place)
-        found = self.feed.read(asked)
-        tally.missed(len(asked) - len(found), len(self.feed.errors), self.feed.loader.wait_s - waited)
-        return [batches for _, batches in found]
-
     def _judge(self, tally: Tally) -> None:
         """Go on without the tasks that could not be had, or stop, the work so far saved. Collective: world."""
         try:
@@ -163,11 +158,7 @@ class Run:
             raise
         if left_out:
             tally.values["bad_tasks"] = left_out
-        self.tasks = {"seen": self.feed.seen, "bad": self.feed.bad}
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        return self.ranks.layout.num_groups, self.ranks.layout.group_index
+        self.tasks = self.feed.counts
 
     def _check(self, load: Load) -> None:
         """Say how exact the meta-gradient is; every group looks at the same task. Collective: world."""
@@ -211,7 +202,7 @@ class Run:
         if config.save_steps and step % config.save_steps == 0 and not last:
             self.save()
         if config.eval_steps and step % config.eval_steps == 0 and self.plan.sources.valid is not None:
-            scores = self._scores(self.plan.sources.valid, VALID, "validation")
+            scores = self.held_out.scores(self.plan.sources.valid, VALID, "validation")
             self.metrics.write({"step": step, "valid_accuracy": mean_ci95([s.accuracy_after for s in scores])[0],
                                 "valid_loss": mean_ci95([s.loss_after for s in scores])[0]})  # fmt: skip
 
@@ -237,33 +228,26 @@ class Run:
         if self.plan.sources.test is None:
             self.progress.notice("no held-out tasks: nothing to compare")
         elif self.initial is not None:
-            held_out = self._held_out(self.plan.sources.test, result)
+            held_out = self._compare(self.plan.sources.test, result)
         with self.ranks.world.together("closing the run"):
             if self.ranks.first:
                 self._write_run(finished=True, held_out=held_out)
         self.progress.notice(f"model {self.folder / 'model'}")
         return result
 
-    def _held_out(self, source: TaskSource, result: Result) -> dict[str, Any]:
+    def _compare(self, source: TaskSource, result: Result) -> dict[str, Any]:
         """The same episodes from theta and from the weights at the start. Collective: world."""
-        trained = self._scores(source, TEST, "held-out tasks")
+        trained = self.held_out.scores(source, TEST, "held-out tasks")
         self.theta.copy_(self.initial["theta"])  # type: ignore[index]
         if self.rates is not None:
             self.rates.copy_(self.initial["rates"])  # type: ignore[index]
-        started = self._scores(source, TEST, "held-out tasks, weights at the start") if self.trains else trained
+        started = trained
+        if self.trains:
+            started = self.held_out.scores(source, TEST, "held-out tasks, weights at the start")
         compared = compare(trained, started)
         show(compared, self.config, self.progress.table)
         result.before, result.after, result.after_from_start = compared.accuracies
         return compared.facts()
-
-    def _scores(self, source: TaskSource, stream: int, what: str) -> list[Score]:
-        """Scores of the held-out episodes of a stream: the same ones every time. Collective: world."""
-        schedule = Schedule(source.items, self.config.eval_episodes, self.config.seed, stream, shuffle=False, sizes=source.size)
-        tasks, load = schedule.meta_batch(0), self.parts.load(source)
-        reader = Reader(lambda tasks: [load(task) for task in tasks], self.ranks, self.config, self.progress.notice)
-        self.progress.start(what)
-        return evaluate_tasks(self.worker, self.theta, self.parts.setup.learning, tasks, reader, self.ranks,
-                              lambda done, total: self.progress.line(what, done, total))  # fmt: skip
 
     def _write_run(self, **facts: Any) -> None:
         record.write_run(self.folder, self.config, self.plan.sources.fingerprint, str(self.ranks.layout), **facts)

@@ -6,20 +6,25 @@ Episodes are fixed by (seed, split) and spread over the groups; the scores do no
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fmmeta.config import Config
+from fmmeta.feed import Reader
+from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.meta.inner import Learning
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
-from fmmeta.tasks.batch import Batches
-from fmmeta.tasks.schedule import Task, deal
+from fmmeta.progress import Progress
+from fmmeta.tasks.loader import Load
+from fmmeta.tasks.schedule import Schedule, Task, deal
+from fmmeta.tasks.source import TaskSource
+
+VALID, TEST = 1, 2  # streams of the schedule; training is 0
 
 
 @dataclass(frozen=True)
@@ -34,17 +39,26 @@ class Score:
     accuracy_after: float
 
 
-class Reads(Protocol):
-    """Where episodes come from, and who decides about those that cannot be had (feed.Reader)."""
+class HeldOut:
+    """Scores the held-out episodes of a source from what theta holds at the moment. `load`: from a source to its `Load`."""
 
-    errors: list[dict[str, Any]]
+    def __init__(self, config: Config, worker: Worker, theta: Tensor, learning: Learning, load: Callable[[TaskSource], Load],
+                 ranks: Ranks, progress: Progress) -> None:  # fmt: skip
+        self.config, self.worker, self.theta, self.learning = config, worker, theta, learning
+        self.load, self.ranks, self.progress = load, ranks, progress
 
-    def read(self, tasks: Sequence[Task]) -> list[tuple[Task, Batches]]: ...
+    def scores(self, source: TaskSource, stream: int, what: str) -> list[Score]:
+        """Scores of the episodes of a stream, `eval_episodes` of them: the same ones every time. Collective: world."""
+        config = self.config
+        schedule = Schedule(source.items, config.eval_episodes, config.seed, stream, shuffle=False, sizes=source.size)
+        load = self.load(source)
+        reader = Reader(lambda tasks: [load(task) for task in tasks], self.ranks, config, self.progress.notice)
+        self.progress.start(what)
+        return evaluate_tasks(self.worker, self.theta, self.learning, schedule.meta_batch(0), reader, self.ranks,
+                              lambda done, total: self.progress.line(what, done, total))  # fmt: skip
 
-    def judge(self, tasks: int, failures: int) -> list[dict[str, str]]: ...
 
-
-def evaluate_tasks(worker: Worker, theta: Tensor, learning: Learning, tasks: Sequence[Task], reader: Reads,
+def evaluate_tasks(worker: Worker, theta: Tensor, learning: Learning, tasks: Sequence[Task], reader: Reader,
                    ranks: Ranks, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Score]:  # fmt: skip
     """Score every task; this group takes its share of them. Leaves `theta` in the worker. Collective: world.
 
@@ -63,16 +77,6 @@ def evaluate_tasks(worker: Worker, theta: Tensor, learning: Learning, tasks: Seq
     spoken = scores if ranks.layout.group_rank == 0 else []
     parts = ranks.world.gather_bytes(json.dumps([asdict(score) for score in spoken]).encode())
     return sorted((Score(**score) for part in parts for score in json.loads(part)), key=lambda score: score.slot)
-
-
-def mean_ci95(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval over episodes (1.96 standard errors)."""
-    n = len(values)
-    mean = sum(values) / n
-    if n < 2:
-        return mean, math.nan
-    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
-    return mean, 1.96 * math.sqrt(variance / n)
 
 
 def per_stratum(scores: Sequence[Score]) -> dict[str, float]:

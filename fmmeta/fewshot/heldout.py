@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fmmeta.config import Config
-from fmmeta.fewshot.evaluate import Score, mean_ci95, per_stratum
+from fmmeta.fewshot.evaluate import Score, per_stratum
+from fmmeta.fewshot.scores import Interval, mean_ci95
 
-Interval = tuple[float, float]
-"""Mean over episodes and half its 95 % interval."""
 Table = Callable[[str, Sequence[str], Sequence[Sequence[str]]], None]
 """Shows a title, a header and rows (progress.Progress.table)."""
 
@@ -39,7 +38,9 @@ class Compared:
 
 def compare(trained: Sequence[Score], started: Sequence[Score]) -> Compared:
     """Summarise scores of the same episodes from theta (`trained`) and from the weights at the start (`started`)."""
-    pairs = list(zip(trained, started, strict=True))
+    by_slot = {score.slot: score for score in started}  # a task that could not be had in one of the passes is in no pair
+    pairs = [(score, by_slot[score.slot]) for score in trained if score.slot in by_slot]
+    trained, started = [score for score, _ in pairs], [score for _, score in pairs]
     rows = {
         "before adaptation, meta-trained": ([s.accuracy_before for s in trained], [s.loss_before for s in trained]),
         "after adaptation, weights at the start": ([s.accuracy_after for s in started], [s.loss_after for s in started]),

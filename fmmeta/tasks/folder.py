@@ -2,8 +2,8 @@
 
     tasks/<stratum>/<task>.jsonl      (.csv, .parquet, .gz too)
 
-Nothing but names, sizes and the first line of each file is looked at before, so that a run over a million files
-starts at once, a node reads the files of its own tasks only, and a bad file is one bad task.
+Nothing but the name, the size and the first line of each file is looked at before, so that a run over a million files
+starts soon; after that a node reads the files of its own tasks only, and a bad file is one bad task.
 """
 
 from __future__ import annotations
@@ -30,31 +30,33 @@ class TaskFile:
     name: str
     stratum: str
     path: Path
+    size: int  # bytes
+    row_tokens: float  # of one of its rows, by estimate
 
 
-def task_files(dataset: str) -> list[TaskFile] | None:
-    """The task files of a folder of folders; None for any other data set."""
+def task_files(dataset: str, max_length: int) -> list[TaskFile] | None:
+    """The task files of a folder of folders; None for any other data set. Raises `UsageError` for two files of one name."""
     root = Path(dataset)
     if not root.is_dir() or any(ending(path) for path in root.iterdir() if path.is_file()):
         return None
     files = [path for folder in sorted(root.iterdir()) if folder.is_dir() for path in sorted(folder.iterdir()) if ending(path)]
-    return [TaskFile(f"{path.parent.name}/{path.name.split('.')[0]}", path.parent.name, path) for path in files] or None
+    named: dict[str, TaskFile] = {}
+    for path in files:
+        name, stratum = f"{path.parent.name}/{path.name.split('.')[0]}", path.parent.name
+        if name in named:
+            raise UsageError(f"dataset={dataset} has two files for the task {name}; rename one")
+        named[name] = TaskFile(name, stratum, path, *glance(path, max_length))
+    return list(named.values()) or None
 
 
 class FolderSource(TaskSource):
-    """Tasks that are files. Raises `UsageError` for two files of one name."""
+    """Tasks that are files."""
 
     def __init__(self, files: Sequence[TaskFile], shape: Shape, config: Config, tokenizer: Any) -> None:
         self.files, self.shape, self.config, self.tokenizer = files, shape, config, tokenizer
-        names = [file.name for file in files]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise UsageError(f"dataset={files[0].path.parent.parent} has two files for the task {twice}; rename one")
         rows = (shape.k_shot + shape.k_shot_max) / 2 + shape.num_query
         drawn = rows * (shape.n_way + shape.n_way_max) / 2
-        self.items = Items.of(
-            Item(file.name, file.stratum, round(drawn * row_tokens(file.path, config.max_length))) for file in files
-        )
+        self.items = Items.of(Item(file.name, file.stratum, round(drawn * file.row_tokens)) for file in files)
         self.opened: dict[int, TaskSource] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -63,7 +65,7 @@ class FolderSource(TaskSource):
     @property
     def fingerprint(self) -> str:
         """Of names and sizes: the contents are not read."""
-        return digest([(file.name, file.path.stat().st_size) for file in self.files])
+        return digest([(file.name, file.size) for file in self.files])
 
     def part(self, numbers: Sequence[int]) -> FolderSource:
         """The source of some of the files."""
@@ -91,12 +93,13 @@ class FolderSource(TaskSource):
         return make(store, {file.name: pool if classes else pool[""]}, {file.name: file.stratum}, self.shape)  # type: ignore[dict-item]
 
 
-def row_tokens(path: Path, max_length: int) -> float:
-    """Tokens of a row by the length of the first line; the longest there may be where that says nothing."""
+def glance(path: Path, max_length: int) -> tuple[int, float]:
+    """Size in bytes, and tokens of a row by the length of the first line; the longest there may be where that says nothing."""
     try:
+        size = path.stat().st_size
         with path.open("rb") as file:
             line = file.read(PEEK).split(b"\n")[0]
     except OSError:
-        return max_length  # met again, and treated, when the task is drawn
+        return -1, max_length  # met again, and treated, when the task is drawn
     plain = path.suffix == ".jsonl" or path.suffix == ".csv"
-    return min(max_length, max(4, len(line) / BYTES_PER_TOKEN)) if plain else max_length
+    return size, min(max_length, max(4, len(line) / BYTES_PER_TOKEN)) if plain else max_length

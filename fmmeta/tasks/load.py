@@ -70,7 +70,7 @@ def load_one(name: str, config: Config, tokenizer: Any, notice: Notice) -> Loade
         store = prepare(name, content, lambda bad: rows, config, tokenizer, notice)
         parts = np.array([part_of(text) for text in store.table.column("left").to_pylist()]) if name == "marks" else None
         return from_store(name, store, splits, config, notice, parts)
-    files = task_files(name)
+    files = task_files(name, config.max_length)
     if files is not None:
         return from_folder(name, FolderSource(files, shape_of(config), config, tokenizer), config, notice)
     found = data_files(name)

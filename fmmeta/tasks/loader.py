@@ -4,7 +4,7 @@
 
 A task that cannot be had does not disturb the others: it comes out as `Loaded` with an error. I/O errors are tried
 again first. A loader process that dies is replaced, and its death is reported with its cause. Nothing here raises
-because of data, and nothing communicates: what to do about a bad task is for all ranks to decide (train.py).
+because of data, and nothing communicates: what to do about a bad task is for all ranks to decide (feed.py).
 """
 
 from __future__ import annotations

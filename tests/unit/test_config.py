@@ -6,7 +6,8 @@ from dataclasses import fields
 
 import pytest
 
-from fmmeta.config import FREE_ON_RESUME, LEAST, Config, changed_settings
+from fmmeta.checks import LEAST
+from fmmeta.config import FREE_ON_RESUME, Config, changed_settings
 from tests.unit.helpers import refusal
 
 COMPANIONS = {  # settings without which a choice is refused

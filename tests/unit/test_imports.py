@@ -16,14 +16,16 @@ from tests.unit.helpers import ROOT
 PACKAGE = ROOT / "fmmeta"
 ORDER = [
     {"combinations"},
+    {"checks"},
     {"config"},
     {"tasks"},
     {"models"},
     {"parallel"},
     {"meta"},
+    {"progress", "feed"},
     {"checkpoint", "export", "fewshot"},
     {"workers"},
-    {"progress", "record", "build", "feed"},
+    {"record", "build"},
     {"train"},
     {"cli"},
 ]

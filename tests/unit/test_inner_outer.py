@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from fmmeta.config import SCHEDULES, Config
 from fmmeta.feed import Reader
-from fmmeta.fewshot.evaluate import Score, evaluate_tasks, mean_ci95, per_stratum
+from fmmeta.fewshot.evaluate import Score, evaluate_tasks, per_stratum
+from fmmeta.fewshot.heldout import compare
+from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.direction import Direction, Rule
@@ -461,6 +463,15 @@ def test_evaluation_scores_before_and_after_and_leaves_theta():
     assert [(score.slot, score.stratum) for score in scores] == [(0, "s0"), (1, "s1")]
     for score in scores:
         assert (score.loss_before, score.loss_after) == pytest.approx((before, after), rel=1e-4)
+
+
+def test_gains_are_paired_over_the_episodes_that_both_passes_have():
+    trained = [Score(slot, "s", 0, 0, 1.0, accuracy) for slot, accuracy in [(0, 0.9), (1, 0.8), (3, 1.0)]]
+    started = [Score(slot, "s", 0, 0, 1.5, accuracy) for slot, accuracy in [(1, 0.5), (2, 0.0), (3, 0.6)]]
+    compared = compare(trained, started)
+    assert compared.episodes == 2
+    assert compared.gain[0][0] == pytest.approx((0.3 + 0.4) / 2)
+    assert compared.accuracies == pytest.approx((0, 0.9, 0.55))
 
 
 def test_summaries_of_scores():

@@ -12,7 +12,7 @@ import pytest
 
 from fmmeta.config import Config
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks.folder import FolderSource, row_tokens, task_files
+from fmmeta.tasks.folder import FolderSource, glance, task_files
 from fmmeta.tasks.load import Sources, load_sources, stratum_weights
 from fmmeta.tasks.schedule import Schedule
 from fmmeta.tasks.source import shares, short_names
@@ -159,16 +159,19 @@ def test_two_files_of_one_name_are_refused(tmp_path):
 
 def test_what_is_a_folder_of_tasks(tmp_path):
     root = write_folder(tmp_path / "tasks")
-    assert len(task_files(str(root)) or []) == 12
+    assert len(task_files(str(root), 64) or []) == 12
     write_pairs(root / "rows.jsonl")
-    assert task_files(str(root)) is None  # files beside folders: one data set
-    assert task_files(str(tmp_path / "nowhere")) is None
+    assert task_files(str(root), 64) is None  # files beside folders: one data set
+    assert task_files(str(tmp_path / "nowhere"), 64) is None
 
 
 def test_tokens_of_a_file_are_guessed_from_its_first_line(tmp_path):
     short = write_rows(tmp_path / "a.jsonl", [{"text": "word " * 16, "label": "a"}])
-    assert 20 < row_tokens(short, 512) < 40
-    assert row_tokens(short, 10) == 10
+    size, tokens = glance(short, 512)
+    assert size == short.stat().st_size
+    assert 20 < tokens < 40
+    assert glance(short, 10)[1] == 10
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(short.read_bytes()))
-    assert row_tokens(packed, 512) == row_tokens(tmp_path / "gone.jsonl", 512) == 512
+    assert glance(packed, 512)[1] == 512
+    assert glance(tmp_path / "gone.jsonl", 512) == (-1, 512)
