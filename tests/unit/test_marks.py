@@ -7,12 +7,15 @@ from collections import Counter
 import pytest
 
 from fmmeta.config import Config
-from fmmeta.models.load import describe, load_tokenizer
+from fmmeta.meta.algorithms import RULES
+from fmmeta.meta.algorithms.setup import setup
+from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.builtin import hidden_kinds
 from fmmeta.tasks.load import load_sources
 from fmmeta.tasks.marks import MARKS, marks, part_of
 from fmmeta.tasks.schedule import Schedule
 from tests.unit.helpers import refusal
+from tests.unit.learners import batches_of, by_name, worker_of
 
 KIND_OF = {letter: number for number, kind in enumerate(hidden_kinds()) for letter in kind}
 
@@ -76,6 +79,25 @@ def test_odd_rows_go_to_the_first_marks():
         assert Counter((label, part_of(text)) for text, label in support) == {
             (label, part): 2 if part == 1 else 1 for label in range(3) for part in (1, 2, 3)
         }
+
+
+def test_the_first_order_gradient_does_not_know_the_marks():
+    """Exactly zero on their embeddings, where the exact gradient is not; both move the letters'."""
+    found = {}
+    for algorithm in ("fomaml", "maml"):
+        config = Config(dataset=["marks"], n_way=3, k_shot=6, algorithm=algorithm, inner_steps=1, inner_lr=1.0)
+        tokenizer, learner = load_tokenizer(config, describe(config), print), load_learner(config, describe(config))
+        source = load_sources(config, tokenizer, print).train
+        episode = source.episode(Schedule(source.items, 1, 0).meta_batch(0)[0])
+        worker = worker_of(learner, config)
+        rule = RULES[algorithm](setup(config, worker, learner.head_names, 3, False), 0)
+        told = by_name(worker, rule.direction(worker, worker.read(), batches_of(episode, 32)).shards)
+        table = told["hf.embeddings.word_embeddings.weight"]
+        marks_of, letters = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (MARKS, "".join(KIND_OF)))
+        found[algorithm] = float(table[marks_of].abs().max()), float(table[letters].abs().max())
+    assert found["fomaml"][0] == 0
+    assert found["maml"][0] > 1e-3 * found["maml"][1]
+    assert found["fomaml"][1] > 0
 
 
 @pytest.mark.parametrize(("settings", "said"), [
