@@ -31,6 +31,10 @@ COMMANDS = {
                      "fmmeta.config:Config", "fmmeta.train:train"),
     "evaluate": Command("few-shot scores of a model on held-out tasks, with intervals and paired comparison",
                         "fmmeta.fewshot.settings:EvaluateConfig", "fmmeta.fewshot.protocol:run"),
+    "adapt": Command("learn a task from a file of a few examples; an HF folder comes out",
+                     "fmmeta.fewshot.settings:AdaptConfig", "fmmeta.fewshot.adaptation:run"),
+    "predict": Command("answers of an adapted model to a file or to standard input",
+                       "fmmeta.fewshot.settings:PredictConfig", "fmmeta.fewshot.predict:run"),
 }  # fmt: skip
 
 

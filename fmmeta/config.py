@@ -60,7 +60,23 @@ class ModelConfig:
 
 
 @dataclass
-class TaskConfig:
+class RowConfig:
+    """What a row of data is, and how it becomes tokens."""
+
+    text_column: str | None = setting(None, "Column of the text (default: text, sentence or utterance)")
+    label_column: str | None = setting(None, "Column of the class (default: label, intent or class)")
+    input_column: str | None = setting(None, "causal_lm: column of the input (default: input, prompt or question)")
+    output_column: str | None = setting(None, "causal_lm: column of the answer (default: output, answer or target)")
+    prompt_template: str = setting(
+        "plain",
+        "causal_lm: plain (Input: ... Output: ...), chat (the tokenizer's chat template), or a format string with {input}, and "
+        "{output} where it does not follow at the end",
+    )
+    max_length: int = setting(128, "Longest text in tokens; the rest is cut off")
+
+
+@dataclass
+class TaskConfig(RowConfig):
     dataset: list[str] = setting(
         ["letters"],
         "One or more of: 'letters' and 'marks' (built-in suites), a .jsonl/.csv/.parquet file (.gz too), a folder of them, a "
@@ -75,20 +91,11 @@ class TaskConfig:
         "global", "global: meta-batches of all tasks; node: each node draws from a stratified part of its own", SHARDINGS
     )
     dataset_config_name: str | None = setting(None, "Configuration of a hub data set")
-    text_column: str | None = setting(None, "Column of the text (default: text, sentence or utterance)")
-    label_column: str | None = setting(None, "Column of the class (default: label, intent or class)")
     stratum_column: str | None = setting(
         None,
         "Column of the category that meta-batches are balanced by (default: stratum, category or domain, where there is one)",
     )
     task_column: str | None = setting(None, "Column of the task's name (default: task, where there is one)")
-    input_column: str | None = setting(None, "causal_lm: column of the input (default: input, prompt or question)")
-    output_column: str | None = setting(None, "causal_lm: column of the answer (default: output, answer or target)")
-    prompt_template: str = setting(
-        "plain",
-        "causal_lm: plain (Input: ... Output: ...), chat (the tokenizer's chat template), or a format string with {input}, and "
-        "{output} where it does not follow at the end",
-    )
     class_splits: str | None = setting(
         None,
         'JSON file of class splits: {"01": {"train": [...], "valid": [...], '
@@ -105,7 +112,6 @@ class TaskConfig:
     num_query: int = setting(5, "Query examples per class; per task for causal_lm")
     n_way_max: int | None = setting(None, "Episodes of n_way to this many classes, as many as chance has it")
     k_shot_max: int | None = setting(None, "k_shot to this many support examples, for each class as chance has it")
-    max_length: int = setting(128, "Longest text in tokens; the rest is cut off")
     packing: bool = setting(
         False, "causal_lm: lay short rows behind each other into sequences of up to max_length tokens; none sees another"
     )

@@ -12,7 +12,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fmmeta.config import REMEMBERED, Config, InnerConfig, ModelConfig, ParallelConfig, TaskConfig, UsageError, setting
+from fmmeta.config import (
+    REMEMBERED,
+    Config,
+    InnerConfig,
+    ModelConfig,
+    ParallelConfig,
+    RowConfig,
+    TaskConfig,
+    UsageError,
+    setting,  # fmt: skip
+)
 from fmmeta.models.load import cached_file
 
 METHODS = ("finetune", "prototype", "linear", "knn", "in_context")
@@ -23,7 +33,7 @@ OPEN = " (default: as the model was meta-trained)"
 
 
 @dataclass
-class FewShotConfig(ModelConfig, TaskConfig, InnerConfig, ParallelConfig):
+class FewShotConfig(ModelConfig, RowConfig, InnerConfig):
     """What the commands share."""
 
     model_name_or_path: str = setting("tiny", "HF folder or hub id")
@@ -66,7 +76,7 @@ class FewShotConfig(ModelConfig, TaskConfig, InnerConfig, ParallelConfig):
 
 
 @dataclass
-class EvaluateConfig(FewShotConfig):
+class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     """`fmmeta evaluate`."""
 
     method: list[str] = setting(["finetune"], f"How a task is learned, one or more of: {', '.join(METHODS)}")
@@ -99,6 +109,57 @@ class EvaluateConfig(FewShotConfig):
             raise UsageError(f"n_way_max={self.n_way_max} means nothing for n_way=all; leave it out")
         if self.k_shot_max is not None and len(self.k_shot) > 1:
             raise UsageError(f"k_shot_max={self.k_shot_max} goes with one k_shot, and here are {len(self.k_shot)}; give one")
+
+
+@dataclass
+class AdaptConfig(FewShotConfig):
+    """`fmmeta adapt`."""
+
+    support: str = setting("", "File of the examples to learn from: .jsonl, .csv or .parquet (.gz too)")
+    query: str | None = setting(None, "File of labelled examples to be tested on")
+    output_dir: str = setting("", "Folder of the adapted model")
+    early_stopping: bool = setting(True, "Choose the inner steps (up to twice inner_steps) by leaving out an example of each "
+                                         "class in turn, where each class has two or more")  # fmt: skip
+    micro_batch_size: int = setting(32, "Most examples of one forward pass")
+    bf16: bool = setting(False, "bf16 weights and activations over fp32 master weights")
+    max_new_tokens: int = setting(64, "causal_lm: longest generated answer to a query")
+
+    def __post_init__(self) -> None:
+        for name in ("support", "output_dir"):
+            if not getattr(self, name):
+                raise UsageError(f"{name} is missing; give --{name}")
+        for name in ("support", "query"):
+            path = getattr(self, name)
+            if path and not Path(path).is_file():
+                raise UsageError(f"{name}={path} is not a file; give a .jsonl, .csv or .parquet file")
+        for name in ("micro_batch_size", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
+
+
+@dataclass
+class PredictConfig(ModelConfig):
+    """`fmmeta predict`."""
+
+    model_name_or_path: str = setting("", "Folder that `fmmeta adapt` wrote, or any classifier or language model")
+    task_type: str = setting(None, "classification or causal_lm" + OPEN)
+    head_init: str = setting("learned", "Leave it alone: the head is the adapted one")
+    input: str = setting("-", "File of inputs, or - for standard input: one text per line, or JSON objects with text (input)")
+    output: str = setting("-", "File for the answers, or - for standard output: one JSON object per line")
+    text_column: str | None = setting(None, "Key of the text in JSON lines (default: text, sentence, utterance or input)")
+    max_length: int = setting(None, "Longest text in tokens; the rest is cut off" + OPEN)
+    prompt_template: str = setting(None, "causal_lm: plain, chat or a format string" + OPEN)
+    micro_batch_size: int = setting(32, "Most inputs of one forward pass, when they come from a file")
+    max_new_tokens: int = setting(64, "causal_lm: longest answer")
+
+    def __post_init__(self) -> None:
+        if not self.model_name_or_path:
+            raise UsageError("model_name_or_path is missing; give the folder that fmmeta adapt wrote")
+        for name in ("micro_batch_size", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
+        if self.input != "-" and not Path(self.input).is_file():
+            raise UsageError(f"input={self.input} is not a file; give one, or - for standard input")
 
 
 def remembered(model_name_or_path: str) -> dict[str, Any]:

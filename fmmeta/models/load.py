@@ -13,7 +13,7 @@ import torch
 from fmmeta.config import Config, UsageError
 from fmmeta.models.forward import check_packing, check_positions, checkpoint_layers, unsupported
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
-from fmmeta.models.lora import import_peft, inject
+from fmmeta.models.lora import import_peft, inject, merged
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
 
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "resid_pdrop", "embd_pdrop",
@@ -46,9 +46,10 @@ def describe(config: Config) -> Description:
     if config.builtin_model:
         hf_config = tiny_config(config.task_type, max(512, config.max_length))
     else:
-        if (Path(name) / "adapter_config.json").is_file():
-            raise UsageError(f"model_name_or_path={name} holds adapters and no model; give their base, or a merged/ "
-                             "folder that --lora_merge wrote")  # fmt: skip
+        name = base_of(name)
+        if name != config.model_name_or_path and config.lora_r:
+            raise UsageError(f"model_name_or_path={config.model_name_or_path} holds adapters, and lora_r={config.lora_r} would "
+                             "put others on top; give a merged/ folder that --lora_merge wrote")  # fmt: skip
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
             raise UsageError(f"model_name_or_path={name} holds no config.json; give a Hugging Face folder or hub id")
         if not Path(name).exists() and (name.startswith((".", "/")) or name.count("/") > 1):
@@ -73,6 +74,22 @@ def describe(config: Config) -> Description:
 def with_classes(description: Description, classes: int) -> Description:
     """The same with a head that has an output for each of `classes`, and as many as the largest episode needs."""
     return replace(description, outputs=max(description.outputs, classes))
+
+
+def base_of(model_name_or_path: str) -> str:
+    """The model that an adapter folder was made for; any other name as it is. Raises `UsageError` for a broken folder."""
+    path = cached_file(model_name_or_path, "adapter_config.json")
+    if path is None:
+        return model_name_or_path
+    try:
+        base = json.loads(Path(path).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"model_name_or_path={model_name_or_path}: adapter_config.json cannot be read ({error}); mend it"
+        ) from None
+    if not isinstance(base, str):
+        raise UsageError(f"model_name_or_path={model_name_or_path}: adapter_config.json names no base model; mend it")
+    return base
 
 
 def first_of(value: Any) -> Any:
@@ -169,9 +186,11 @@ def load_hf(config: Config, description: Description) -> Any:
     try:
         if config.builtin_model:
             return auto.from_config(description.hf_config, **kwargs)
-        return auto.from_pretrained(config.model_name_or_path, config=description.hf_config, dtype=torch.float32,
-                                    use_safetensors=True, trust_remote_code=config.trust_remote_code,
-                                    ignore_mismatched_sizes=config.task_type == "classification", **kwargs)  # fmt: skip
+        base = base_of(config.model_name_or_path)
+        hf = auto.from_pretrained(base, config=description.hf_config, dtype=torch.float32, use_safetensors=True,
+                                  trust_remote_code=config.trust_remote_code,
+                                  ignore_mismatched_sizes=config.task_type == "classification", **kwargs)  # fmt: skip
+        return hf if base == config.model_name_or_path else merged(hf, Path(config.model_name_or_path), config)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise UsageError(f"model_name_or_path={config.model_name_or_path} cannot be loaded: {one_line(error)}") from None
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fmmeta.config import Config, UsageError
 from fmmeta.models.learner import Learner
-from fmmeta.models.load import Description, auto_class, cached_file, load_learner, one_line, restore_head, wrap
+from fmmeta.models.load import Description, auto_class, base_of, cached_file, load_learner, one_line, restore_head, wrap
 
 Entry = tuple[str, str]  # file, key in it
 
@@ -145,6 +145,9 @@ def find_tensors(hf: Any, config: Config) -> tuple[dict[str, Entry], dict[str, t
 def checkpoint_files(config: Config) -> list[str]:
     """The safetensors files of the checkpoint; those of a hub id are downloaded."""
     name = config.model_name_or_path
+    if base_of(name) != name:
+        raise UsageError(f"model_name_or_path={name} holds adapters, which are read together with a whole model; give a merged/ "
+                         "folder that --lora_merge wrote, or use ZeRO 0 to 2")  # fmt: skip
     single = cached_file(config.model_name_or_path, "model.safetensors")
     if single:
         return [single]
