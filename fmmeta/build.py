@@ -17,7 +17,7 @@ from fmmeta.config import Config, UsageError
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.models.forward import check_attention
-from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer, with_classes
+from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
 from fmmeta.models.stages import plan_cut
 from fmmeta.parallel import ds_config, memory
 from fmmeta.parallel.communicator import Ranks, World
@@ -66,7 +66,7 @@ def plan(config: Config, world: World, notice: Notice) -> Plan:
         if config.task_type == "causal_lm":
             make_prompt(config.prompt_template, tokenizer)  # what the tokenizer cannot do is said before any data are read
         sources = load_sources(config, tokenizer, notice)
-        return with_classes(description, len(sources.train.classes)), tokenizer, sources
+        return replace(description, classes=len(sources.train.classes)), tokenizer, sources
 
     names = " ".join(config.dataset)
     description, tokenizer, sources = world.first_on_node(
@@ -176,7 +176,7 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     worker.write(theta)
     equal_replicas(ranks, theta)
     theta = Home(ranks.device, config.offload_outer).keep(theta)
-    setup = rules.setup(config, worker, started.head_names, plan.description.outputs, plan.precision.bf16)
+    setup = rules.setup(config, worker, started.head_names, plan.description.outputs(config), plan.precision.bf16)
     prompt = None
     if config.algorithm == "in_context":
         positions = getattr(plan.description.hf_config, "max_position_embeddings", None)

@@ -31,7 +31,7 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
     """Write `folder`. `frozen`: tensors that are not trained, by name, on the ranks that write them; `rates`: written if they
     were learned. Collective: world.
     """
-    skeleton = empty_learner(config, replace(description, outputs=config.most_classes))
+    skeleton = empty_learner(config, replace(description, classes=0))
     shapes = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}
     # a head over the classes of all training tasks stays behind; a task's starts with zeros
     heads = {name: torch.zeros(shapes.pop(name)) for name in skeleton.head_names} if config.joint_head else {}

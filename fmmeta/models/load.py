@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,11 @@ class Description:
     hf_config: Any
     pooling: str  # model, mean or cls
     dropouts: dict[str, Any]  # as the checkpoint has them; training runs without, export puts them back
-    outputs: int  # of the classifier head; 0 for causal_lm
+    classes: int = 0  # of all training tasks, where one head serves them; 0: a head for the classes of an episode
+
+    def outputs(self, config: Config) -> int:
+        """Of the classifier head; 0 for causal_lm."""
+        return max(self.classes, config.most_classes)
 
 
 def describe(config: Config) -> Description:
@@ -68,12 +72,7 @@ def describe(config: Config) -> Description:
         setattr(hf_config, key, 0.0)
     if hf_config.pad_token_id is None:
         hf_config.pad_token_id = first_of(hf_config.eos_token_id) or 0
-    return Description(hf_config, resolve_pooling(config), dropouts, config.most_classes)
-
-
-def with_classes(description: Description, classes: int) -> Description:
-    """The same with a head that has an output for each of `classes`, and as many as the largest episode needs."""
-    return replace(description, outputs=max(description.outputs, classes))
+    return Description(hf_config, resolve_pooling(config), dropouts)
 
 
 def base_of(model_name_or_path: str) -> str:
@@ -214,7 +213,7 @@ def auto_class(config: Config, description: Description) -> tuple[Any, dict[str,
         return AutoModelForCausalLM, kwargs
     if description.pooling != "model":
         return AutoModel, kwargs
-    description.hf_config.num_labels = description.outputs
+    description.hf_config.num_labels = description.outputs(config)
     return AutoModelForSequenceClassification, kwargs
 
 
@@ -227,12 +226,12 @@ def wrap(hf: Any, config: Config, description: Description) -> Learner:
     if config.task_type == "causal_lm":
         learner: Learner = CausalLearner(hf, config.packing)
     elif description.pooling == "model":
-        learner = NativeClassifier(hf, description.outputs)
+        learner = NativeClassifier(hf, description.outputs(config))
         if config.head_init == "prototype" and len(learner.head_names) < 2:
             raise UsageError(f"head_init=prototype needs a head with a bias, and that of {type(hf).__name__} has none; "
                              "use --pooling mean or another --head_init")  # fmt: skip
     else:
-        learner = PooledClassifier(hf, description.outputs, description.pooling)
+        learner = PooledClassifier(hf, description.outputs(config), description.pooling)
     if config.lora_r:
         inject(learner, config)
     return learner

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from fmmeta.config import Config
 from fmmeta.meta.reference import Reference, reference_run
-from fmmeta.models.load import describe, load_learner, load_tokenizer, with_classes
+from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.load import load_sources
 from fmmeta.tasks.schedule import Schedule
 from tests.launch import run_ranks
@@ -304,7 +304,7 @@ class Bench:
         description = describe(config)
         tokenizer = load_tokenizer(config, description, print)
         source = load_sources(config, tokenizer, print).train
-        learner = load_learner(config, with_classes(description, len(source.classes)))
+        learner = load_learner(config, replace(description, classes=len(source.classes)))
         schedule = Schedule(source.items, config.meta_batch_size, config.seed, 0)
         steps = [[source.episode(task) for task in schedule.meta_batch(step)] for step in range(config.outer_steps)]
         began = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}

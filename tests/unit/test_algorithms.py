@@ -339,3 +339,14 @@ def test_a_trajectory_fills_its_budget_to_the_last_byte():
     assert path.host_bytes == 0
     path.add(torch.ones(10), None)
     assert path.host_bytes == 40
+
+
+def test_a_trajectory_ends_before_the_last_phi():
+    """Nothing is differentiated there again, and it would cost a shard."""
+    learner = LEARNERS["llama"]
+    config = config_of(learner, inner_steps=3)
+    worker = worker_of(learner, config)
+    theta = worker.read()
+    path = Trajectory(theta, 2**40, keeps_directions=False)
+    setup_of(worker, config).inner.adapt(worker, theta, batches_of(episode_of(learner)).support, path)
+    assert [kept is not None for kept in path.phis] == [True, True, True, False]

@@ -265,6 +265,7 @@ def test_prompts_hold_the_support_set():
     assert bare.input_ids == [1, 10, 11, 1, 20, 21, 22, 1, 30, 31]
     (short,) = prompted(support, [query], bos_token_id=1, positions=7)
     assert short.input_ids == [1, 20, 21, 22, 30, 31]
+    assert prompted(support, [query], bos_token_id=1, positions=6) == [short]  # it fits to the last place
     (none,) = prompted(support, [query], bos_token_id=1, positions=5)
     assert none == query
 
