@@ -35,6 +35,8 @@ COMMANDS = {
                      "fmmeta.fewshot.settings:AdaptConfig", "fmmeta.fewshot.adaptation:run"),
     "predict": Command("answers of an adapted model to a file or to standard input",
                        "fmmeta.fewshot.settings:PredictConfig", "fmmeta.fewshot.predict:run"),
+    "report": Command("write report.html of a run anew, also while it goes on",
+                      "fmmeta.report.page:ReportConfig", "fmmeta.report.page:run"),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,10 @@ def git_commit() -> str | None:
 class Metrics:
     """metrics.jsonl: one object per logged outer step. On a resumed run, lines after the checkpoint are dropped first."""
 
-    def __init__(self, folder: Path, outer_step: int, writes: bool) -> None:
+    def __init__(self, folder: Path, outer_step: int, writes: bool, tell: Callable[[dict[str, Any]], None] | None = None) -> None:
+        """`tell`: who gets the lines as well."""
         self.file = folder / "metrics.jsonl"
-        self.writes = writes
+        self.writes, self.tell = writes, tell
         if writes and self.file.is_file():
             kept = [line for line in self.file.read_text(encoding="utf-8").splitlines() if keep_line(line, outer_step)]
             self.file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
@@ -131,6 +133,8 @@ class Metrics:
         if self.writes:
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
+            if self.tell is not None:
+                self.tell(values)
 
 
 def keep_line(line: str, outer_step: int) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from fmmeta import build, checkpoint, record
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.feed import Feed, Reader
+from fmmeta.fewshot.confusion import confusion
 from fmmeta.fewshot.evaluate import TEST, VALID, HeldOut
 from fmmeta.fewshot.heldout import compare, show
 from fmmeta.fewshot.scores import mean_ci95
@@ -26,8 +29,10 @@ from fmmeta.meta.tally import Tally
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
+from fmmeta.report import page
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.source import TaskSource
+from fmmeta.trackers import Trackers, check_installed
 
 
 @dataclass
@@ -59,6 +64,9 @@ class MetaTrainer:
 
     def _train(self, world: World) -> Result:
         config, notice = self.config, self.progress.notice
+        with world.comm.together("looking for trackers"):
+            if world.comm.rank == 0:
+                check_installed(config)
         plan = build.plan(config, world, notice)
         start = record.open_run(config, plan.sources.fingerprint, world.comm)
         if start.finished:
@@ -69,8 +77,9 @@ class MetaTrainer:
         notice(f"output_dir {start.folder}")
         run = Run(config, plan, ranks, parts, start, self.progress)
         run.resume()
-        run.loop()
-        return run.finish()
+        with run.told():
+            run.loop()
+            return run.finish()
 
 
 def train(config: Config) -> Result:
@@ -96,6 +105,17 @@ class Run:
         self.held_out = HeldOut(config, self.worker, self.theta, parts.setup.learning, parts.load, ranks, progress)
         self.schedule = build.training_schedule(config, plan, ranks.layout)
         self.outer_step, self.bad_steps, self.tasks, self.warned = 0, 0, {"seen": 0, "bad": 0}, False
+        self.trackers = Trackers(progress.notice)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """However the run ends, its report and its trackers say how far it came."""
+        page.keep(self.folder, self.ranks.first, self.progress.notice)
+        try:
+            yield
+        finally:
+            page.keep(self.folder, self.ranks.first, self.progress.notice)
+            self.trackers.finish()  # last: it may wait for a server
 
     def resume(self) -> None:
         """Take theta, the optimizer and the position from a checkpoint, if there is one. Collective: world."""
@@ -107,9 +127,10 @@ class Run:
                 self.theta.copy_(vectors.pop("theta"))
                 self.outer.load_state(OuterState(vectors, checkpoint.load_tables(found), state["numbers"]))
                 self.outer_step, self.bad_steps, self.tasks = state["outer_step"], state["bad_steps"], state["tasks"]
-            self.metrics = record.Metrics(self.folder, self.outer_step, self.ranks.first)
+            self.metrics = record.Metrics(self.folder, self.outer_step, self.ranks.first, self.trackers.log)
             if self.ranks.first:
                 self._write_run(finished=False)
+                self.trackers.start(self.config, self.folder, self.outer_step)
         if found is not None:
             self.worker.write(self.theta)
             self.progress.notice(f"resumed from {found}, outer step {self.outer_step}")
@@ -238,6 +259,7 @@ class Run:
     def _compare(self, source: TaskSource, result: Result) -> dict[str, Any]:
         """The same episodes from theta and from the weights at the start. Collective: world."""
         trained = self.held_out.scores(source, TEST, "held-out tasks")
+        confused = confusion(self.held_out, source)
         self.theta.copy_(self.initial["theta"])  # type: ignore[index]
         if self.rates is not None:
             self.rates.copy_(self.initial["rates"])  # type: ignore[index]
@@ -247,7 +269,9 @@ class Run:
         compared = compare(trained, started)
         show(compared, self.config, self.progress.table)
         result.before, result.after, result.after_from_start = compared.accuracies
-        return compared.facts()
+        accuracies = {"before": result.before, "after": result.after, "after_from_start": result.after_from_start}
+        self.trackers.log({"step": self.outer_step, "held_out_accuracy": accuracies})
+        return {**compared.facts(), "confusion": confused}
 
     def _write_run(self, **facts: Any) -> None:
         record.write_run(self.folder, self.config, self.plan.sources.fingerprint, str(self.ranks.layout), **facts)
