@@ -71,7 +71,8 @@ def plan(config: Config, world: World, notice: Notice) -> Plan:
         tokenizer = load_tokenizer(config, description, notice)
         if config.task_type == "causal_lm":
             make_prompt(config.prompt_template, tokenizer)  # what the tokenizer cannot do is said before any data are read
-        return description, tokenizer, load_sources(config, tokenizer, notice)
+        sources = load_sources(config, tokenizer, notice)
+        return replace(description, classes=len(sources.train.classes)), tokenizer, sources
 
     names = " ".join(config.dataset)
     description, tokenizer, sources = world.first_on_node(
@@ -221,7 +222,7 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     worker.write(theta)
     equal_replicas(ranks, theta)
     theta = Home(ranks.device, config.offload_outer).keep(theta)
-    setup = rules.setup(config, worker, started.head_names, config.most_classes, plan.precision.bf16)
+    setup = rules.setup(config, worker, started.head_names, plan.description.outputs(config), plan.precision.bf16)
     prompt = None
     if config.algorithm == "in_context":
         positions = getattr(plan.description.hf_config, "max_position_embeddings", None)

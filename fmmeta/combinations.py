@@ -90,11 +90,10 @@ def _of_the_spread(c: Any) -> Iterator[str]:
     for name, why in (of_stages if stages > 1 else of_tensor).items():
         if getattr(c, name):
             yield f"{spread} with {name}={getattr(c, name)}: {why}; use ZeRO 3, or leave {name} out"
-    if c.prototype_gradient or c.algorithm in ("anil", "protonet"):
+    if tensor > 1 and (c.prototype_gradient or c.algorithm in ("anil", "protonet")):
         what = f"algorithm={c.algorithm}" if c.algorithm in ("anil", "protonet") else "prototype_gradient=True"
-        why = ("their gradient begins in the middle of the last stage" if stages > 1 else
-               "tensor ranks run the same rows, which would count twice")  # fmt: skip
-        yield f"{spread} with {what}: gradients back through features are not implemented ({why}); use ZeRO 3"
+        yield (f"{spread} with {what}: gradients back through features are not implemented for cut layers (each rank of a tensor "
+               "set needs those of its rows, and one of them holds the rows); use ZeRO 3 or pipeline stages")  # fmt: skip
     if c.algorithm == "in_context":
         yield f"{spread} with algorithm=in_context is not tested: whole support sets travel as prompts; use ZeRO 3"
 
@@ -107,9 +106,9 @@ def _of_the_algorithm(c: Any) -> Iterator[str]:
         yield f"algorithm={name} treats the classifier head apart, and task_type=causal_lm has none; use maml or fomaml"
     if c.task_type == "classification" and name == "in_context":
         yield "algorithm=in_context puts the support set into the prompt, and task_type=classification has none; use causal_lm"
-    if c.task_type == "classification" and name == "joint":
-        yield ("algorithm=joint with task_type=classification needs one head for the classes of all tasks, which is not "
-               "implemented; use protonet, or causal_lm")  # fmt: skip
+    if name == "joint" and c.head_init == "learned":
+        yield ("head_init=learned with algorithm=joint: its head is that of the training classes and no start for others; use "
+               "zero or prototype")  # fmt: skip
     if c.offload_outer and name not in ("fomaml", "reptile", *UNTRAINED):
         yield f"offload_outer=True with algorithm={name} is not implemented: its shards work beside theta; use fomaml or reptile"
     if c.inner_steps == 0 and name not in ("protonet", *UNTRAINED):

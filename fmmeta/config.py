@@ -82,7 +82,7 @@ class RowConfig:
 class TaskConfig(RowConfig):
     dataset: list[str] = setting(
         ["letters"],
-        "One or more of: 'letters' (built-in suite), a .jsonl/.csv/.parquet file (.gz too), a folder of them, a "
+        "One or more of: 'letters' and 'marks' (built-in suites), a .jsonl/.csv/.parquet file (.gz too), a folder of them, a "
         "folder of folders of them (each file a task, read when it is drawn; its folder the stratum), or a hub id. Of several, "
         "each is a stratum",
     )
@@ -270,6 +270,11 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
     def most_classes(self) -> int:
         """Classes of the largest episode, and so of the head; 0 for causal_lm."""
         return (self.n_way_max or self.n_way) if self.task_type == "classification" else 0
+
+    @property
+    def joint_head(self) -> bool:
+        """Whether the model has one head for the classes of all training tasks, instead of one for a task's."""
+        return self.algorithm == "joint" and self.task_type == "classification"
 
     @property
     def most_shots(self) -> int:

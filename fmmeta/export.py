@@ -8,6 +8,7 @@ adapters there, which peft loads on their base, and on request an ordinary model
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
     """Write `folder`. `frozen`: tensors that are not trained, by name, on the ranks that write them; `rates`: written if they
     were learned. Collective: world.
     """
-    skeleton = empty_learner(config, description)
+    skeleton = empty_learner(config, replace(description, classes=0))
     shapes = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}
+    # a head over the classes of all training tasks stays behind; a task's starts with zeros
+    heads = {name: torch.zeros(shapes.pop(name)) for name in skeleton.head_names} if config.joint_head else {}
     if config.lora_r:
-        weights = gather(theta, worker, shapes, ranks)
+        weights = gather(theta, worker, shapes, ranks) | heads
         with ranks.world.together("exporting the adapters"):
             if ranks.first:
                 write_adapters(folder, skeleton, weights, config, description, tokenizer, rates)
@@ -45,7 +48,7 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
                 accompany(folder, skeleton, config, description, tokenizer, rates)
         failure: Exception | None = None
         if ranks.layout.group_index == 0:
-            failure = write_weights(folder, theta, worker, frozen, skeleton, config)
+            failure = write_weights(folder, theta, worker, frozen | heads, skeleton, config, shapes)
         with ranks.world.together("exporting the weights"):
             if failure is not None:
                 raise failure
@@ -93,14 +96,13 @@ def write_adapters(
 
 
 def write_weights(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor], skeleton: Any,
-                  config: Config) -> Exception | None:  # fmt: skip
+                  config: Config, trained: dict[str, tuple[int, ...]]) -> Exception | None:  # fmt: skip
     """Write the safetensors files one after another, each by the rank that `worker.writer` names. A rank holds one file and
     one further parameter at a time. Returns what went wrong, since the other ranks wait for this one. Collective: group.
     """
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
-    trained = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}
     files = plan_files(skeleton.hf, worker)
     failure: Exception | None = None
     if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":

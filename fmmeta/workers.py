@@ -124,8 +124,8 @@ def place_of(config: Config, layout: Layout) -> Place:
 
 
 def per_task(config: Config, learner: Learner) -> tuple[str, ...]:
-    """Names of a head that starts anew in every task; it is adapted, but it is no meta-parameter."""
-    return learner.head_names if config.head_init != "learned" else ()
+    """Names of a head that starts anew in every task; it is adapted, but it is no meta-parameter. That of `joint` is one."""
+    return learner.head_names if config.head_init != "learned" and not config.joint_head else ()
 
 
 def untrained(learner: Learner, names: Collection[str] | None = None) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """The classifier head at the start of a task, and the way back through it.
 
     zero, learned   phi_0 = theta (a zeroed head stays zero in theta)
+    anew            theta's head is that of other classes (joint training): zeros
     prototype       w_c = 2 mu_c, b_c = -|mu_c|^2, mu_c the mean feature of class c over the support set
 
 The prototype head's logits are -|f - mu_c|^2 + |f|^2: a nearest-mean classifier (Snell et al. 2017, equation 8), as
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.worker import Pass, WholeWorker, Worker
+from fmmeta.parallel.worker import Pass, Worker
 from fmmeta.tasks.batch import MicroBatch
 
 
@@ -31,23 +32,31 @@ class Means:
 
 @dataclass(frozen=True)
 class HeadStart:
-    """`names`, `classes`: of the classifier head; neither for a language model."""
+    """`names`, `classes`: of the classifier head; neither for a language model. `anew`: zeros in place of theta's head."""
 
     kind: str
     names: tuple[str, ...] = ()
     classes: int = 0
     through: bool = False
+    anew: bool = False
 
     def start(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch]) -> tuple[Tensor, Means | None]:
         """Take the worker from theta to phi_0; return it (theta itself where nothing changes). Collective: group."""
         if self.kind != "prototype" or not self.names:
-            return theta, None
+            return (self._without(worker, theta) if self.anew else theta), None
         means = class_means(worker, support, worker.features(support), self.classes)
         phi = theta.clone()
         for name, value in zip(self.names, (2 * means.means, -(means.means**2).sum(1)), strict=False):
             worker.params.put(phi, name, value)
         worker.write(phi)
         return phi, means
+
+    def _without(self, worker: Worker, theta: Tensor) -> Tensor:
+        phi = theta.clone()
+        for fragment in worker.params.named(self.names):
+            phi[fragment.here] = 0
+        worker.write(phi)
+        return phi
 
     def back(
         self, worker: Worker, v: Tensor, theta: Tensor, support: Sequence[MicroBatch], means: Means | None
@@ -60,7 +69,6 @@ class HeadStart:
         of_weight, of_bias = worker.whole(v, self.names[0], shape), worker.whole(v, self.names[1], shape[:1])
         of_mean = (2 * of_weight - 2 * means.means * of_bias[:, None]) / means.counts
         cotangents = [of_mean[batch.labels.to(of_mean.device)] * counted(batch, of_mean) for batch in support]
-        assert isinstance(worker, WholeWorker), "combinations.py refuses pipeline stages here"
         worker.write(theta)
         pulled, result = worker.pull(support, cotangents)
         return pulled.add_(v), [result]

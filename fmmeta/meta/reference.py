@@ -52,7 +52,7 @@ def reference_run(learner: Any, steps: Sequence[Sequence[Episode]], config: Conf
     names = [name for name, param in learner.named_parameters() if param.requires_grad]
     for name in names:
         theta[name.replace(".", "/")] = nn.Parameter(learner.get_parameter(name).detach().clone())
-    per_task = learner.head_names if config.head_init != "learned" else ()
+    per_task = learner.head_names if config.head_init != "learned" and config.algorithm != "joint" else ()
     meta_params = {name: theta[name.replace(".", "/")] for name in names if name not in per_task}
     rates = starting_rates(learner, names, config)
     optimizer = outer_optimizer(meta_params, rates, config)
@@ -140,7 +140,8 @@ def direction(learner: Any, theta: Weights, episode: Episode, config: Config, bf
     if config.algorithm == "imaml":
         return implicit(learner, theta, episode, config, bf16, rates)
     if config.algorithm == "joint":
-        sums = [set_gradient(learner, theta, rows, bf16) for rows in (episode.support, episode.query)]
+        all_classes = len(episode.classes)
+        sums = [set_gradient(learner, theta, rows, bf16, classes=all_classes) for rows in (episode.support, episode.query)]
         return {name: (sums[0][name] + sums[1][name]) / 2 for name in theta}, {}, Memory({}, {})
     order = 1 if config.algorithm in FIRST_ORDER or outer_step < config.first_order_steps else 2
     leaf = {name: value.detach().clone().requires_grad_() for name, value in theta.items()}
@@ -212,27 +213,27 @@ def zeros(weights: Weights) -> Weights:
     return {name: torch.zeros_like(value) for name, value in weights.items()}
 
 
-def set_gradient(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool, create_graph: bool = False) -> Weights:
+def set_gradient(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool, create_graph: bool = False,
+                 classes: int = 0) -> Weights:  # fmt: skip
     """Gradient of the mean loss over a set."""
     if not create_graph:
         weights = {name: value.detach().requires_grad_() for name, value in weights.items()}
-    loss = set_loss(learner, weights, rows, bf16)
+    loss = set_loss(learner, weights, rows, bf16, classes)
     found = torch.autograd.grad(loss, list(weights.values()), create_graph=create_graph, allow_unused=True)
     return {name: torch.zeros_like(w) if g is None else g for (name, w), g in zip(weights.items(), found, strict=True)}
 
 
-def set_loss(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool) -> Tensor:
-    """Mean over rows, or over label tokens. Row by row, so that bf16 gradients are added in fp32."""
+def set_loss(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool, classes: int = 0) -> Tensor:
+    """Mean over rows, or over label tokens. Row by row, so that bf16 gradients are added in fp32. `classes`: that a row may have;
+    0: those of the set, since each of an episode's classes has a row in each of its sets."""
     total = sum(1 if isinstance(row.labels, int) else sum(x != IGNORE for x in row.labels) for row in rows)
     losses = []
     for row in rows:
         logits = forward(learner, weights, row, bf16)
         logits = logits.float() if bf16 else logits
         if isinstance(row.labels, int):
-            classes = 1 + max(
-                r.labels for r in rows if isinstance(r.labels, int)
-            )  # each of an episode's classes has a row in each of its sets
-            losses.append(F.cross_entropy(logits[:, :classes], torch.tensor([row.labels])))
+            known = classes or 1 + max(r.labels for r in rows if isinstance(r.labels, int))
+            losses.append(F.cross_entropy(logits[:, :known], torch.tensor([row.labels])))
         else:
             losses.append(F.cross_entropy(logits[0, :-1], torch.tensor(row.labels)[1:], ignore_index=IGNORE, reduction="sum"))
     return torch.stack(losses).sum() / total

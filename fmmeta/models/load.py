@@ -31,6 +31,11 @@ class Description:
     pooling: str  # model, mean or cls
     dropouts: dict[str, Any]  # as the checkpoint has them; training runs without, export puts them back
     labels: tuple[str, ...] = ()  # names of the classes of a model that is adapted to one task
+    classes: int = 0  # of all training tasks, where one head serves them; 0: a head for the classes of an episode
+
+    def outputs(self, config: Config) -> int:
+        """Of the classifier head; 0 for causal_lm."""
+        return max(self.classes, config.most_classes)
 
 
 def describe(config: Config) -> Description:
@@ -211,7 +216,7 @@ def auto_class(config: Config, description: Description) -> tuple[Any, dict[str,
         return AutoModelForCausalLM, kwargs
     if description.pooling != "model":
         return AutoModel, kwargs
-    description.hf_config.num_labels = config.most_classes
+    description.hf_config.num_labels = description.outputs(config)
     return AutoModelForSequenceClassification, kwargs
 
 
@@ -224,7 +229,7 @@ def wrap(hf: Any, config: Config, description: Description) -> Learner:
     if config.task_type == "causal_lm":
         learner: Learner = CausalLearner(hf, config.packing)
     elif description.pooling == "model":
-        learner = NativeClassifier(hf, config.most_classes)
+        learner = NativeClassifier(hf, description.outputs(config))
         if config.feature_norm:
             raise UsageError(f"feature_norm={config.feature_norm:g} scales pooled features, and {type(hf).__name__} pools by "
                              "itself; use --pooling mean or cls, or leave it out")  # fmt: skip
@@ -232,7 +237,7 @@ def wrap(hf: Any, config: Config, description: Description) -> Learner:
             raise UsageError(f"head_init=prototype needs a head with a bias, and that of {type(hf).__name__} has none; "
                              "use --pooling mean or another --head_init")  # fmt: skip
     else:
-        learner = PooledClassifier(hf, config.most_classes, description.pooling, config.feature_norm)
+        learner = PooledClassifier(hf, description.outputs(config), description.pooling, config.feature_norm)
     if config.lora_r:
         inject(learner, config)
     return learner

@@ -1,7 +1,8 @@
 """The worker's verbs over DeepSpeed's pipeline engine: each rank holds some layers, micro-batches travel through all of them.
 
     group rank    stage x data ranks + data rank      (DeepSpeed's order)
-    micro-batch   enters on stage 0, its labels and weights on the last stage; only that one knows losses
+    micro-batch   enters on stage 0, its labels and weights (or cotangents of its features) on the last stage; only that one
+                  knows losses
     tied weights  live on the first stage (the owner) and the last; their gradients are summed by DeepSpeed
 
 DeepSpeed's engine only knows whole training batches, so `step` is one `train_batch` with the tap in its place. The number of
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from fmmeta.models.stream import Stream
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.engine import EngineWorker, Names, ShardTap, import_deepspeed
 from fmmeta.parallel.layout import Place
-from fmmeta.parallel.worker import Pass, Update
+from fmmeta.parallel.worker import Pass, Update, pulling
 from fmmeta.tasks.batch import MicroBatch
 
 Fed = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # what the first and the last stage load of a micro-batch
@@ -92,50 +93,69 @@ class PipelineWorker(EngineWorker):
         super().write(vector)
 
     def step(self, batches: Sequence[MicroBatch], update: Update) -> Pass:
-        self._begin(batches)
-        self.tap.update, self.tap.bad = update, None
-        self.engine.train_batch(self._feed(batches))
-        self.tap.update = None
-        self.stats[3] = self.refused()
-        return Pass(self.group.sum_(self.stats))
+        return self._train(self._feed(batches), len(batches), update)
 
     def forward(self, batches: Sequence[MicroBatch]) -> Pass:
         self._evaluate(batches)
         return Pass(self.group.sum_(self.stats))
 
     def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        self.stage.want = "features"
-        try:
+        with self._wanting("features"):
             self._evaluate(batches)
-        finally:
-            self.stage.want = "logits"
         return self.found or [torch.zeros(len(b.input_ids), self.width, device=self.device) for b in batches]
+
+    def pull(self, batches: Sequence[MicroBatch], cotangents: Sequence[Tensor]) -> tuple[Tensor, Pass]:
+        with self._wanting("both"):
+            return self._capture(lambda update: self._train(self._feed(batches, cotangents), len(batches), update))
 
     def writer(self, name: str) -> int:
         return self.cut.owner[name] * self.place.data
 
+    @contextlib.contextmanager
+    def _wanting(self, want: str) -> Iterator[None]:
+        """The last stage gives `want` (see Learner) in place of logits."""
+        self.stage.want = want
+        try:
+            yield
+        finally:
+            self.stage.want = "logits"
+
+    def _train(self, fed: Iterable[Fed], count: int, update: Update) -> Pass:
+        self._begin(count)
+        self.tap.update, self.tap.bad = update, None
+        self.engine.train_batch(fed)
+        self.tap.update = None
+        self.stats[3] = self.refused()
+        return Pass(self.group.sum_(self.stats))
+
     def _evaluate(self, batches: Sequence[MicroBatch]) -> None:
-        self._begin(batches)
+        self._begin(len(batches))
         self.engine.eval_batch(self._feed(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
 
-    def _begin(self, batches: Sequence[MicroBatch]) -> None:
-        count = len(batches) * self.place.data
+    def _begin(self, micro_batches: int) -> None:
+        count = micro_batches * self.place.data
         self.engine.set_train_batch_size(count)
         self.scale = float(count)
         self.engine.total_loss = None  # eval_batch adds to that of the last train_batch
         self.stats = torch.zeros_like(self.stats)
         self.found = []
 
-    def _feed(self, batches: Sequence[MicroBatch]) -> Iterable[Fed]:
+    def _feed(self, batches: Sequence[MicroBatch], cotangents: Sequence[Tensor] = ()) -> Iterable[Fed]:
         """What the ends load. The loss function is fixed, so whatever an objective needs travels with the labels."""
+        if cotangents:
+            return iter([((b.input_ids, b.attention_mask), (c,)) for b, c in zip(batches, cotangents, strict=True)])
         ends = [(b.input_ids, b.attention_mask, b.labels, b.weights, torch.tensor(b.classes)) for b in batches]
         return iter([(end[:2], end) for end in ends])
 
-    def _judge(self, outputs: Tensor, loaded: tuple[Tensor, ...]) -> Tensor:
+    def _judge(self, outputs: Any, loaded: tuple[Tensor, ...]) -> Tensor:
         """The loss that DeepSpeed asks the last stage for, once per micro-batch and in their order."""
         if self.stage.want == "features":
             self.found.append(outputs.float())
             return outputs.new_zeros(())
+        if self.stage.want == "both":
+            loss = pulling(*outputs, *loaded)
+            self.stats[0] += loss.detach()
+            return loss * self.scale
         *tensors, classes = loaded
         loss, right, rows = objective(outputs, MicroBatch(*tensors, classes=int(classes)))
         self.stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])

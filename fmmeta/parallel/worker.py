@@ -7,7 +7,7 @@
     forward(batches) -> Pass             loss and accuracy, no gradient                 evaluation
     features(batches) -> [[B, D]]        what the classifier head sees, no gradient     prototypes
     logits(batches) -> [[B, C]]          what the whole model says, no gradient         probabilities (WholeWorker)
-    pull(batches, cotangents) -> vector, Pass    gradient of <features, cotangents>     back through features (WholeWorker)
+    pull(batches, cotangents) -> vector, Pass    gradient of <features, cotangents>     back through features
     dot(a, b) -> float                   over the whole model, each element once
     dots(a, b, segments, n) -> [n]       the same, by layer                             learned rates
 
@@ -87,6 +87,13 @@ class Worker(ABC):
     def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Input of the classifier head for the rows of each micro-batch of this rank, fp32 [B, D]; of no meaning on a rank
         without voice. Collective: group.
+        """
+
+    @abstractmethod
+    def pull(self, batches: Sequence[MicroBatch], cotangents: Sequence[Tensor]) -> tuple[Tensor, Pass]:
+        """Gradient of sum <features, cotangent> over the rows of the group, fp32 [S]; the weights stay.
+
+        cotangents: one per micro-batch of this rank, [B, D], zero for rows that do not count. Collective: group.
         """
 
     def gradient(self, batches: Sequence[MicroBatch], restore: Tensor | None = None) -> tuple[Tensor, Pass]:
@@ -182,17 +189,13 @@ class WholeWorker(Worker):
         return [self._call(batch.to(self.device)).float() for batch in batches]
 
     def pull(self, batches: Sequence[MicroBatch], cotangents: Sequence[Tensor]) -> tuple[Tensor, Pass]:
-        """Gradient of sum <features, cotangent> over the rows of the group, fp32 [S]; the weights stay.
-
-        cotangents: one per micro-batch of this rank, [B, D], zero for rows that do not count. Collective: group.
-        """
         given = iter(cotangents)
 
         def loss(batch: MicroBatch, stats: Tensor) -> Tensor:
             features, logits = self._call(batch.to(self.device), want="both")
-            product = (features.float() * next(given).to(features.device, torch.float32)).sum()
+            product = pulling(features, logits, next(given))
             stats[0] += product.detach()
-            return product + 0.0 * logits.float().sum()  # the head takes part, as engines expect of every parameter
+            return product
 
         return self._capture(lambda update: self._step(batches, loss, update))
 
@@ -213,3 +216,8 @@ class WholeWorker(Worker):
         if self.voice:
             stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
         return loss
+
+
+def pulling(features: Tensor, logits: Tensor, cotangent: Tensor) -> Tensor:
+    """<features, cotangent> of a micro-batch; the head takes part with 0, as engines expect of every parameter."""
+    return (features.float() * cotangent.to(features.device, torch.float32)).sum() + 0.0 * logits.float().sum()

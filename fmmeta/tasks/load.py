@@ -13,16 +13,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fmmeta.config import Config, UsageError
 from fmmeta.tasks.builtin import letters
 from fmmeta.tasks.folder import FolderSource, task_files
+from fmmeta.tasks.marks import ASKED, CLASSES, SHOWN, marks, part_of
 from fmmeta.tasks.members import make_source, shape_of, strata_of
 from fmmeta.tasks.rows import data_files, hub_rows, open_hub, read_file
-from fmmeta.tasks.source import Mixture, TaskSource, short_names
+from fmmeta.tasks.source import AllClasses, Mixture, TaskSource, short_names
 from fmmeta.tasks.splits import SPLITS, check_splits, own_splits, read_splits
 from fmmeta.tasks.store import Store, digest, files_digest, prepare
 
 Notice = Callable[[str], None]
+SUITES = {"letters": letters, "marks": marks}
 
 
 @dataclass
@@ -54,14 +58,18 @@ def load_sources(config: Config, tokenizer: Any, notice: Notice) -> Sources:
         made = {split: Mixture({name: one[split] for name, (one, _, _) in zip(names, loaded, strict=True) if split in one})
                 for split in SPLITS if any(split in one for one, _, _ in loaded)}  # fmt: skip
         fingerprint = digest([one for _, one, _ in loaded])
-    return Sources(made["train"], made.get("valid"), made.get("test"), fingerprint, summary)
+    train = AllClasses(made["train"]) if config.joint_head else made["train"]
+    return Sources(train, made.get("valid"), made.get("test"), fingerprint, summary)
 
 
 def load_one(name: str, config: Config, tokenizer: Any, notice: Notice) -> Loaded:
-    if name == "letters":
-        rows, splits = letters()
+    if name in SUITES:
+        check_suite(name, config)
+        rows, splits = SUITES[name]()
         content = digest([row.values for row in rows])  # the generator may change
-        return from_store(name, prepare(name, content, lambda bad: rows, config, tokenizer, notice), splits, config, notice)
+        store = prepare(name, content, lambda bad: rows, config, tokenizer, notice)
+        parts = np.array([part_of(text) for text in store.table.column("left").to_pylist()]) if name == "marks" else None
+        return from_store(name, store, splits, config, notice, parts)
     files = task_files(name, config.max_length)
     if files is not None:
         return from_folder(name, FolderSource(files, shape_of(config), config, tokenizer), config, notice)
@@ -76,15 +84,29 @@ def load_one(name: str, config: Config, tokenizer: Any, notice: Notice) -> Loade
     return from_store(name, store, None, config, notice)
 
 
-def from_store(name: str, store: Store, splits: dict[str, list[str]] | None, config: Config, notice: Notice) -> Loaded:
-    """Sources over the rows of a store."""
+def check_suite(name: str, config: Config) -> None:
+    """Refuse episodes that `marks` does not have."""
+    if name != "marks":
+        return
+    if config.task_type != "classification":
+        raise UsageError(f"dataset=marks has classes and no answers, and task_type={config.task_type}; use classification")
+    for setting, value, most in (("k_shot", config.most_shots, CLASSES * SHOWN), ("num_query", config.num_query, ASKED)):
+        if value > most:
+            raise UsageError(f"{setting}={value} is above the {most} texts of a class of dataset=marks; lower it")
+
+
+def from_store(name: str, store: Store, splits: dict[str, list[str]] | None, config: Config, notice: Notice,
+               parts: np.ndarray | None = None) -> Loaded:  # fmt: skip
+    """Sources over the rows of a store. `parts`: see PartedSource."""
     named_tasks = bool(store.task.names[0])
     strata = strata_of(store)
     if splits and (config.class_splits or config.task_splits or config.split):
         raise UsageError(f"dataset={name} has splits of its own; leave --class_splits, --task_splits and --split out")
     splits = splits or choose_splits(name, config, strata, named_tasks, notice)
     made = {
-        split: source for split in SPLITS if (source := make_source(config, store, splits.get(split, []), strata, split, notice))
+        split: source
+        for split in SPLITS
+        if (source := make_source(config, store, splits.get(split, []), strata, split, notice, parts))
     }
     seen = hashlib.sha256((store.fingerprint + json.dumps(splits, sort_keys=True)).encode())
     summary = f"{name}: {len(store)} rows, {counts(strata, splits, 'tasks' if named_tasks else 'classes')}"

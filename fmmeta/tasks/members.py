@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from fmmeta.config import Config, UsageError
-from fmmeta.tasks.source import ClassSource, PairSource, Shape, TaskSource
+from fmmeta.tasks.source import ClassSource, PairSource, PartedSource, Shape, TaskSource
 from fmmeta.tasks.store import Store
 
 
@@ -26,8 +26,8 @@ def shape_of(config: Config) -> Shape:
 
 
 def make_source(config: Config, store: Store, members: Iterable[str], strata: Mapping[str, str], split: str,
-                notice: Callable[[str], None]) -> TaskSource | None:  # fmt: skip
-    """The source of one split, or None if it has no members.
+                notice: Callable[[str], None], parts: np.ndarray | None = None) -> TaskSource | None:  # fmt: skip
+    """The source of one split, or None if it has no members. `parts`: see PartedSource.
 
     What no episode can be drawn from is left out with a notice, or (on_bad_task=raise) refused by a `UsageError`.
     """
@@ -50,7 +50,7 @@ def make_source(config: Config, store: Store, members: Iterable[str], strata: Ma
         )
     if config.task_type == "causal_lm":
         return PairSource(store, {task: pool[""] for task, pool in pools.items() if pool}, strata, shape)
-    return ClassSource(store, pools, strata, shape)
+    return ClassSource(store, pools, strata, shape) if parts is None else PartedSource(store, pools, strata, shape, parts)
 
 
 def group_rows(store: Store, wanted: set[str], classes: bool) -> dict[str, dict[str, np.ndarray]]:

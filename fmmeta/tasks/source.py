@@ -4,7 +4,8 @@
     TaskSource.draw(task) -> Draw    which rows support and query are, a pure function of the task's seed
     Draw.episode() -> Episode        their tokens
 
-Kinds: N-way episodes over labelled rows, support and query pairs of named tasks (causal_lm), and a mixture of sources.
+Kinds: N-way episodes over labelled rows, support and query pairs of named tasks (causal_lm), a mixture of sources, and episodes
+that share one numbering of all classes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fmmeta.config import UsageError
 from fmmeta.tasks.batch import Example
 from fmmeta.tasks.schedule import Item, Items, Task
 from fmmeta.tasks.store import Store
@@ -90,14 +92,24 @@ class Draw:
         return Example(ids, label if self.classes else Store.cell(self.store.labels, row).tolist())
 
 
+Known = Mapping[str, tuple[str, ...]]
+"""Classes that an item's episodes may have, by name -> what tells each from all others of the source (data set, task, name)."""
+
+
 class TaskSource(ABC):
     """Tasks of one split."""
 
     items: Items
+    classes: tuple[str, ...] = ()  # what labels number, where all episodes number the same classes; else each its own
 
     @abstractmethod
     def draw(self, task: Task) -> Draw:
         """The rows of a task's episode. Raises `OSError` or `UsageError` if they cannot be had."""
+
+    def known(self) -> list[Known]:
+        """The classes of each item. Raises `UsageError` where they are not known yet."""
+        raise UsageError("algorithm=joint needs the classes of all training tasks, and those of a folder of task files are not "
+                         "known before each is drawn; put the tasks into one file with a task column")  # fmt: skip
 
     def size(self, item: int, seed: tuple[int, ...]) -> int:
         """Expected tokens of the episode that (item, seed) will draw."""
@@ -156,6 +168,11 @@ class ClassSource(TaskSource):
             return super().size(item, seed)
         return round(self.row_tokens[item] * self.shape.rows(seed, len(self.draws[item][0])))
 
+    def known(self) -> list[Known]:
+        named = {id(pool): {name: (name,) if lead else (item.name, name) for name in pool}
+                 for item, (pool, lead) in zip(self.items, self.draws, strict=True)}  # fmt: skip
+        return [named[id(pool)] for pool, _ in self.draws]
+
     def draw(self, task: Task) -> Draw:
         rng = np.random.default_rng(task.seed)
         pool, lead = self.draws[task.item]
@@ -166,12 +183,35 @@ class ClassSource(TaskSource):
         classes = [chosen[i] for i in rng.permutation(ways)]
         support, query = [], []
         for label, name in enumerate(classes):
-            rows = pool[name]
-            asked = min(int(shots[label]), len(rows) - self.shape.num_query)
-            drawn = rows[rng.choice(len(rows), asked + self.shape.num_query, replace=False)]
-            support += [(int(row), label) for row in drawn[:asked]]
-            query += [(int(row), label) for row in drawn[asked:]]
+            shown, asked = self._pick(rng, pool[name], int(shots[label]))
+            support += [(int(row), label) for row in shown]
+            query += [(int(row), label) for row in asked]
         return Draw(task, self.store, support, query, tuple(classes))
+
+    def _pick(self, rng: np.random.Generator, rows: np.ndarray, shots: int) -> tuple[np.ndarray, np.ndarray]:
+        """Support and query rows of a class."""
+        shown = min(shots, len(rows) - self.shape.num_query)
+        drawn = rows[rng.choice(len(rows), shown + self.shape.num_query, replace=False)]
+        return drawn[:shown], drawn[shown:]
+
+
+class PartedSource(ClassSource):
+    """N-way episodes of rows that are either shown or asked.
+
+    parts [rows of the store]: 0 for a row that is asked; those that are shown have other numbers, each of which gives as many
+    rows of a class as the others, the first ones the odd rows.
+    """
+
+    def __init__(self, store: Store, pools: Mapping[str, Pool], strata: Mapping[str, str], shape: Shape,
+                 parts: np.ndarray) -> None:  # fmt: skip
+        super().__init__(store, pools, strata, shape)
+        self.parts = parts
+
+    def _pick(self, rng: np.random.Generator, rows: np.ndarray, shots: int) -> tuple[np.ndarray, np.ndarray]:
+        own, kinds = self.parts[rows], int(self.parts.max())
+        counts = [self.shape.num_query, *(shots // kinds + (number < shots % kinds) for number in range(kinds))]
+        asked, *shown = (rng.choice(rows[own == part], count, replace=False) for part, count in enumerate(counts))
+        return np.concatenate(shown), asked
 
 
 class Mixture(TaskSource):
@@ -183,10 +223,15 @@ class Mixture(TaskSource):
             Item(f"{name}/{item.name}", name, item.tokens) for name, source in sources.items() for item in source.items
         )
         self.starts = np.cumsum([0, *(len(source.items) for source in self.sources)])
+        self.names = list(sources)
 
     def size(self, item: int, seed: tuple[int, ...]) -> int:
         source, own = self._find(item)
         return source.size(own, seed)
+
+    def known(self) -> list[Known]:
+        return [{name: (prefix, *full) for name, full in classes.items()}
+                for prefix, source in zip(self.names, self.sources, strict=True) for classes in source.known()]  # fmt: skip
 
     def draw(self, task: Task) -> Draw:
         source, own = self._find(task.item)
@@ -195,6 +240,30 @@ class Mixture(TaskSource):
     def _find(self, item: int) -> tuple[TaskSource, int]:
         which = int(np.searchsorted(self.starts, item, side="right")) - 1
         return self.sources[which], item - int(self.starts[which])
+
+
+class AllClasses(TaskSource):
+    """The episodes of another source, whose labels number the classes of all its tasks: for one classifier over them.
+
+    Classes of different data sets and of different named tasks are different ones, whatever they are called.
+    """
+
+    def __init__(self, source: TaskSource) -> None:
+        self.source, self.items = source, source.items
+        known = source.known()
+        numbers = {full: number for number, full in enumerate(dict.fromkeys(full for one in known for full in one.values()))}
+        shared = {id(one): {name: numbers[full] for name, full in one.items()} for one in known}
+        self.classes = tuple("/".join(full) for full in numbers)
+        self.numbers = [shared[id(one)] for one in known]
+
+    def size(self, item: int, seed: tuple[int, ...]) -> int:
+        return self.source.size(item, seed)
+
+    def draw(self, task: Task) -> Draw:
+        draw = self.source.draw(task)
+        number = [self.numbers[task.item][name] for name in draw.classes]
+        support, query = ([(row, number[label]) for row, label in rows] for rows in (draw.support, draw.query))
+        return replace(draw, support=support, query=query, classes=self.classes)
 
 
 def short_names(datasets: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ class Case:
             and not (self.also == "offload_outer" and self.algorithm == "maml")
             and not (self.dtype == "bf16" and self.algorithm in SECOND_ORDER)
             and not (self.model == "llama" and self.algorithm in (*HEADS, "anil"))
-            and not (self.model == "bert" and self.algorithm == "joint")
+            and not (self.head == "learned" and self.algorithm == "joint")
             and self.head == HEADS.get(self.algorithm, self.head)
         )
 
@@ -213,6 +213,9 @@ def spread() -> list[Case]:
     algorithms = [
         ((1, 2), 2, 0, "llama3", "maml"), ((1, 2), 2, 1, "bert3", "fomaml-rates"), ((1, 2), 2, 0, "llama3", "meta_sgd"),
         ((1, 2), 2, 1, "bert3", "boil"), ((1, 2), 2, 0, "llama3", "reptile-adam"), ((1, 2), 2, 1, "llama3", "joint"),
+        ((1, 2), 2, 0, "bert3", "anil"), ((1, 4), 2, 1, "bert3", "anil"), ((1, 2), 2, 1, "roberta3", "protonet"),
+        ((1, 2), 2, 1, "bert3", "proto_maml"), ((1, 3), 3, 0, "bert3", "protonet"),
+        ((1, 2), 2, 1, "bert3", "joint"), ((1, 2), 1, 3, "bert3", "joint"), ((2, 2), 1, 3, "bert3", "joint"),
         ((1, 4), 2, 1, "llama3", "imaml"), ((1, 4), 2, 0, "llama3", "fomaml-rates"),
         ((1, 2), -2, 0, "llama3", "maml"), ((1, 2), -2, 1, "qwen33-untied", "fomaml-rates"),
         ((1, 2), -2, 1, "llama3", "meta_sgd"), ((1, 2), -2, 1, "llama3", "reptile-adam"), ((1, 2), -2, 0, "llama3", "joint"),
@@ -318,8 +321,8 @@ class Bench:
         config = Config(**json.loads(settings))
         description = describe(config)
         tokenizer = load_tokenizer(config, description, print)
-        learner = load_learner(config, description)
         source = load_sources(config, tokenizer, print).train
+        learner = load_learner(config, replace(description, classes=len(source.classes)))
         schedule = Schedule(source.items, config.meta_batch_size, config.seed, 0)
         steps = [[source.episode(task) for task in schedule.meta_batch(step)] for step in range(config.outer_steps)]
         began = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}

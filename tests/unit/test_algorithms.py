@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,9 +14,11 @@ from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import step_counts
 from fmmeta.meta.check import Check, check
 from fmmeta.meta.curvature import Curvature
+from fmmeta.meta.direction import Direction
 from fmmeta.meta.reference import direction, set_gradient, set_loss
 from fmmeta.meta.trajectory import Trajectory
 from fmmeta.models.learner import Learner
+from fmmeta.parallel.worker import Pass
 from tests.unit import learners
 from tests.unit.learners import against_oracle, batches_of, by_name, config_of, episode_of, setup_of, worker_of
 
@@ -261,3 +265,88 @@ def test_self_check_sees_a_step_that_is_too_long(monkeypatch):
     found = check(RULES["maml"](setup_of(worker, config), 0), worker, worker.read(), episode, "fp32")
     assert found.relative > 0.02
     assert "WARNING: the loss bends too sharply" in found.text
+
+
+class Told:
+    """A rule that says what it was given, full step first."""
+
+    def __init__(self, *directions):
+        self.directions = dict(zip((1.0, 0.5), directions, strict=True))
+
+    def checked(self, scale):
+        return Stubborn(self.directions[scale])
+
+
+class Stubborn:
+    def __init__(self, found):
+        self.found = found
+
+    def direction(self, worker, theta, episode):
+        return self.found
+
+
+@pytest.mark.parametrize(("half_finite", "relative"), [(True, 0.25), (False, math.nan)])
+def test_self_check_looks_at_meta_parameters_and_at_both_steps(half_finite, relative):
+    """A head that starts anew in every task may differ; a pass that is not finite at half the step says nothing."""
+    learner = LEARNERS["bert"]
+    worker = worker_of(learner, config_of(learner, algorithm="maml"))
+    full = torch.zeros(worker.params.numel)
+    full[0] = 4.0
+    half = full.clone()
+    half[0] = 3.0
+    half[worker.params.groups["head"]] = 100.0
+    fine = Pass(torch.zeros(4, dtype=torch.float64))
+    told = Told(*(Direction(vector, 1.0, finite, fine, fine) for vector, finite in ((full, True), (half, half_finite))))
+    found = check(told, worker, full, batches_of(episode_of(learner)), "fp32")
+    assert found.relative == pytest.approx(relative, nan_ok=True)
+    assert found.cosine == pytest.approx(1.0 if half_finite else math.nan, nan_ok=True)
+
+
+def test_differences_step_no_further_than_a_share_of_the_weights(monkeypatch):
+    learner = LEARNERS["llama"]
+    worker = worker_of(learner, config_of(learner))
+    phi, hessian = worker.read(), Curvature().of(worker, batches_of(episode_of(learner)).support)
+    steps = []
+    monkeypatch.setattr(type(hessian), "_difference", lambda self, phi, d, h, length: steps.append(h * length) or d)
+    for bend in (1e-9, 1.0):  # a loss that is as good as flat; one that curves
+        hessian.bend = bend
+        hessian.times(phi, torch.ones_like(phi))
+    assert steps == pytest.approx([0.05 * float(phi.norm()), 0.004], rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_either_side_of_a_difference_may_be_bad(bad, monkeypatch):
+    learner = LEARNERS["llama"]
+    worker = worker_of(learner, config_of(learner))
+    phi, support = worker.read(), batches_of(episode_of(learner)).support
+    d, count, gradient = worker.gradient(support)[0], itertools.count(), worker.gradient
+
+    def spoiled(batches, restore=None):
+        vector, result = gradient(batches, restore)
+        if next(count) == 2 + bad:  # the first two are the probe
+            result.stats[3] = 1
+        return vector, result
+
+    monkeypatch.setattr(worker, "gradient", spoiled)
+    hessian = Curvature().of(worker, support)
+    hessian.times(phi, d)
+    assert [step.finite for step in hessian.passes] == [True, True, bad != 0, bad != 1]
+
+
+def test_a_trajectory_fills_its_budget_to_the_last_byte():
+    path = Trajectory(torch.zeros(10), budget_bytes=40, keeps_directions=False)
+    path.add(torch.ones(10), None)
+    assert path.host_bytes == 0
+    path.add(torch.ones(10), None)
+    assert path.host_bytes == 40
+
+
+def test_a_trajectory_ends_before_the_last_phi():
+    """Nothing is differentiated there again, and it would cost a shard."""
+    learner = LEARNERS["llama"]
+    config = config_of(learner, inner_steps=3)
+    worker = worker_of(learner, config)
+    theta = worker.read()
+    path = Trajectory(theta, 2**40, keeps_directions=False)
+    setup_of(worker, config).inner.adapt(worker, theta, batches_of(episode_of(learner)).support, path)
+    assert [kept is not None for kept in path.phis] == [True, True, True, False]

@@ -76,9 +76,8 @@ ADAM = {"inner_optimizer": "adamw"}
     ({"algorithm": "in_context"}, "algorithm=in_context puts the support set into the prompt, and task_type=classification "
                                   "has none; "
      "use causal_lm"),
-    ({"algorithm": "joint"}, "algorithm=joint with task_type=classification needs one head for the classes of all tasks, "
-                             "which is not "
-     "implemented; use protonet, or causal_lm"),
+    ({"algorithm": "joint", "head_init": "learned"}, "head_init=learned with algorithm=joint: its head is that of the training "
+     "classes and no start for others; use zero or prototype"),
     ({"inner_momentum": 1.0}, "inner_momentum=1.0 is not in [0, 1); use 0.9, say"),
     ({"outer_momentum": -0.1}, "outer_momentum=-0.1 is not in [0, 1); use 0.9, say"),
 ])  # fmt: skip
@@ -133,14 +132,12 @@ CAUSAL = {"task_type": "causal_lm"}
      "beside; use ZeRO 3, or leave lora_r out"),
     ({**TENSOR, **CAUSAL, "packing": True}, "tensor_parallel_size=2 with packing=True: packed rows are not tested with cut "
      "attention heads; use ZeRO 3, or leave packing out"),
-    ({**STAGES, "algorithm": "anil"}, "pipeline_stages=2 with algorithm=anil: gradients back through features are not "
-     "implemented (their gradient begins in the middle of the last stage); use ZeRO 3"),
-    ({**STAGES, "algorithm": "protonet"}, "pipeline_stages=2 with algorithm=protonet: gradients back through features are not "
-     "implemented (their gradient begins in the middle of the last stage); use ZeRO 3"),
-    ({**STAGES, "algorithm": "proto_maml", "prototype_gradient": True}, "pipeline_stages=2 with prototype_gradient=True: "
-     "gradients back through features are not implemented (their gradient begins in the middle of the last stage); use ZeRO 3"),
     ({**TENSOR, "algorithm": "anil"}, "tensor_parallel_size=2 with algorithm=anil: gradients back through features are not "
-     "implemented (tensor ranks run the same rows, which would count twice); use ZeRO 3"),
+     "implemented for cut layers (each rank of a tensor set needs those of its rows, and one of them holds the rows); use ZeRO 3 "
+     "or pipeline stages"),
+    ({**TENSOR, "algorithm": "proto_maml", "prototype_gradient": True}, "tensor_parallel_size=2 with prototype_gradient=True: "
+     "gradients back through features are not implemented for cut layers (each rank of a tensor set needs those of its rows, and "
+     "one of them holds the rows); use ZeRO 3 or pipeline stages"),
     ({**STAGES, **CAUSAL, "algorithm": "in_context"}, "pipeline_stages=2 with algorithm=in_context is not tested: whole support "
      "sets travel as prompts; use ZeRO 3"),
 ])  # fmt: skip
@@ -151,4 +148,10 @@ def test_ways_to_spread_a_model_and_what_they_do_not_go_with(settings, said):
 @pytest.mark.parametrize("algorithm", ["maml", "imaml", "boil", "meta_sgd", "proto_maml", "joint", "reptile", "none"])
 @pytest.mark.parametrize("spread", [STAGES, TENSOR])
 def test_algorithms_that_go_with_stages_and_tensor_ranks(spread, algorithm):
-    assert Config(**spread, **(CAUSAL if algorithm == "joint" else {}), algorithm=algorithm)
+    assert Config(**spread, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("settings", [{"algorithm": "anil"}, {"algorithm": "protonet"},
+                                      {"algorithm": "proto_maml", "prototype_gradient": True}])  # fmt: skip
+def test_gradients_through_features_go_with_stages(settings):
+    assert Config(**STAGES, **settings)

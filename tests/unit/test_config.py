@@ -14,7 +14,6 @@ COMPANIONS = {  # settings without which a choice is refused
     ("inner_state", "kept"): {"algorithm": "reptile", "inner_optimizer": "adamw"},
     ("inner_optimizer", "adamw"): {"algorithm": "reptile"},
     ("algorithm", "in_context"): {"task_type": "causal_lm"},
-    ("algorithm", "joint"): {"task_type": "causal_lm"},
     ("pipeline_balance", "time"): {"pipeline_stages": 2},
 }
 LEAST_NEEDS = {"first_order_steps": "maml", "inner_steps": "none", "cg_steps": "imaml", "cg_damping": "imaml"}

@@ -13,11 +13,13 @@ from fmmeta.meta.algorithms import RULES, imaml
 from fmmeta.meta.reference import set_gradient, set_loss
 from fmmeta.meta.tally import Tally
 from fmmeta.models.learner import PooledClassifier
+from fmmeta.tasks.batch import collate
 from tests.unit import learners
 from tests.unit.helpers import one_rank
 from tests.unit.learners import against_oracle, batches_of, by_name, config_of, episode_of, setup_of, worker_of
 from tests.unit.test_algorithms import LEARNERS, PROTOTYPE, identity, passes_of
 
+PROTOTYPE_HEAD = {"head_init": "prototype"}
 THROUGH = {**PROTOTYPE, "prototype_gradient": True}
 HEADS = [{}, {"head_init": "learned"}, PROTOTYPE, THROUGH]
 
@@ -98,6 +100,21 @@ def test_a_task_that_is_not_finite_says_so_and_leaves_theta(algorithm, poison):
     clean = rule.direction(worker, theta, batches_of(episode_of(learner)))
     assert clean.finite
     assert clean.shards.isfinite().all()
+
+
+@pytest.mark.parametrize("algorithm", ["anil", "protonet"])
+def test_rows_that_only_fill_a_batch_do_not_count(algorithm):
+    """A rank without rows of its own runs one of weight 0; here it is laid beside the others."""
+    learner = LEARNERS["bert"]
+    config, episode = config_of(learner, algorithm=algorithm, inner_lr=0.05, **PROTOTYPE_HEAD), episode_of(learner)
+    worker = worker_of(learner, config)
+    rule, found = RULES[algorithm](setup_of(worker, config), 0), []
+    for fillers in (0, 1):
+        batches = batches_of(episode)
+        for rows in [batches.support] * fillers:
+            rows.append(collate(episode.query[:1], 0.0, 0))
+        found.append(rule.direction(worker, worker.read(), batches).shards)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
 
 
 def small() -> PooledClassifier:
@@ -248,6 +265,7 @@ def test_prompts_hold_the_support_set():
     assert bare.input_ids == [1, 10, 11, 1, 20, 21, 22, 1, 30, 31]
     (short,) = prompted(support, [query], bos_token_id=1, positions=7)
     assert short.input_ids == [1, 20, 21, 22, 30, 31]
+    assert prompted(support, [query], bos_token_id=1, positions=6) == [short]  # it fits to the last place
     (none,) = prompted(support, [query], bos_token_id=1, positions=5)
     assert none == query
 

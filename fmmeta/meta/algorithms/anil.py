@@ -25,7 +25,7 @@ from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.direction import Direction, Rule
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.meta.rates import HEAD
-from fmmeta.parallel.worker import Pass, WholeWorker, Worker
+from fmmeta.parallel.worker import Pass, Worker
 from fmmeta.tasks.batch import Batches, MicroBatch
 
 
@@ -64,7 +64,6 @@ class Anil:
             worker.params.put(gradient, name, value.float())
         passes = [query]
         if self.order > 1 or through:
-            assert isinstance(worker, WholeWorker), "combinations.py refuses pipeline stages here"
             pulled, result = worker.pull(episode.support, [of_features[row] * (row >= 0)[:, None] for row in rows.mine])
             gradient += pulled
             worker.write(theta)
@@ -103,9 +102,10 @@ class Anil:
 
 
 def gather(worker: Worker, batches: Sequence[MicroBatch]) -> Rows:
-    """Features of every row of a set on every rank of the group: N x D numbers travel, once. Collective: group."""
+    """Features of every row of a set on every rank of the group: N x D numbers travel, once. A rank without voice has no rows
+    of its own. Collective: group."""
     features = worker.features(batches)
-    counts = [(batch.weights > 0).to(features[0].device) for batch in batches]
+    counts = [(batch.weights > 0).to(features[0].device) & worker.voice for batch in batches]
     group = worker.group
     lengths = torch.zeros(group.size, dtype=torch.float64)
     lengths[group.rank] = sum(int(count.sum()) for count in counts)

@@ -46,7 +46,7 @@ class Setup:
 
 def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: int, bf16: bool) -> Setup:
     """Build the inner loop that `config` describes for the worker's model. Collective: group."""
-    head = HeadStart(config.head_init, head_names, classes, config.prototype_gradient)
+    head = HeadStart(config.head_init, head_names, classes, config.prototype_gradient, config.joint_head)
     proximal = config.proximal_weight if config.algorithm == "imaml" else 0.0
     inner = InnerLoop(config.inner_steps, rates_of(config, worker, head_names), inner_rule(config), head, proximal)
     return Setup(config, inner, Curvature("bf16" if bf16 else "fp32"))

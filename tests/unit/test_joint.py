@@ -1,0 +1,162 @@
+"""Joint training of classifiers: labels over the classes of all tasks, plain multi-task fine-tuning, a head that stays behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from fmmeta import Config, MetaTrainer
+from fmmeta.models.load import describe, load_tokenizer
+from fmmeta.tasks.load import load_sources
+from fmmeta.tasks.schedule import Schedule
+from tests.models import save_bert, write_classes
+from tests.unit.helpers import refusal, write_rows
+
+
+def source_of(*datasets, **settings):
+    settings = {"n_way": 2, "algorithm": "joint", **settings}
+    config = Config(dataset=[str(path) for path in datasets], k_shot=1, num_query=1, **settings)
+    return load_sources(config, load_tokenizer(config, describe(config), print), print).train
+
+
+def named(source, steps: int = 30) -> dict[tuple[str, str], set[int]]:
+    """Label numbers by what tells a class apart: the task, and the class's name as the text has it."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for step in range(steps):
+        for task in Schedule(source.items, 2, 0).meta_batch(step):
+            draw = source.draw(task)
+            assert draw.classes == source.classes
+            for row, label in (*draw.support, *draw.query):
+                key = (draw.store.text("task", row), draw.store.text("right", row))
+                found.setdefault(key, set()).add(label)
+    return found
+
+
+def tasks_file(path, tasks: int = 3):
+    return write_rows(path, [{"task": f"t{t}", "text": f"{t} {c} {i}", "label": f"c{c}"}
+                             for t in range(tasks) for c in range(3) for i in range(4)])  # fmt: skip
+
+
+def test_a_class_has_one_number_in_all_episodes(tmp_path):
+    source = source_of(write_classes(tmp_path / "a.jsonl"))
+    found = named(source)
+    assert sorted(found) == sorted(("", name) for name in source.classes)
+    assert [found["", name] for name in source.classes] == [{number} for number in range(len(source.classes))]
+    assert len(source_of(tmp_path / "a.jsonl", algorithm="fomaml").classes) == 0
+
+
+def test_equal_names_in_other_tasks_and_data_sets_are_other_classes(tmp_path):
+    (tmp_path / "splits.json").write_text(json.dumps({"train": ["t0", "t1", "t2"], "valid": [], "test": []}))
+    one = source_of(tasks_file(tmp_path / "a.jsonl"), task_splits=str(tmp_path / "splits.json"))
+    found = named(one)
+    assert len(found) == len(one.classes) == 9
+    assert sorted(number for numbers in found.values() for number in numbers) == list(range(9))
+    both = source_of(tasks_file(tmp_path / "a.jsonl", 6), tasks_file(tmp_path / "b.jsonl", 6))
+    assert len(both.classes) == len(set(both.classes)) == 3 * len(both.items)
+    numbers = [both.draw(task) for step in range(20) for task in Schedule(both.items, 2, 0).meta_batch(step)]
+    by_task: dict[str, set[int]] = {}
+    for draw in numbers:
+        by_task.setdefault(draw.task.name, set()).update(label for _, label in (*draw.support, *draw.query))
+    assert sorted(by_task) == sorted(both.items.names)
+    assert all(both.classes[label].startswith(f"{task}/") for task, labels in by_task.items() for label in labels)
+    assert both.size(0, (0, 0, 0, 0)) == both.source.size(0, (0, 0, 0, 0))
+
+
+def test_classes_of_task_files_are_not_known(tmp_path):
+    for name in ("s/a.jsonl", "s/b.jsonl", "s/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        tasks_file(tmp_path / name, 1)
+    assert refusal(source_of, tmp_path) == (
+        "algorithm=joint needs the classes of all training tasks, and those of a folder of task files are not known before each "
+        "is drawn; put the tasks into one file with a task column"
+    )
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("joint")
+    return save_bert(folder / "bert"), write_classes(folder / "classes.jsonl", classes=9)
+
+
+def run(bert, folder, **settings):
+    fixed = {"algorithm": "joint", "n_way": 2, "k_shot": 2, "num_query": 3, "meta_batch_size": 3, "inner_steps": 2,
+             "outer_steps": 4, "lr_scheduler_type": "constant", "eval_episodes": 4, "save_steps": 0,
+             "max_grad_norm": 0.3}  # fmt: skip
+    config = Config(**{**fixed, "model_name_or_path": str(bert[0]), "dataset": [str(bert[1])], "output_dir": str(folder),
+                       **settings})  # fmt: skip
+    MetaTrainer(config).train()
+    return config, json.loads((folder / "run.json").read_text())["held_out"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("outer", "at_most"), [({"outer_optimizer": "sgd", "outer_lr": 0.5, "weight_decay": 0.0}, 1e-5),
+                                                ({"outer_lr": 3e-3, "adam_epsilon": 1e-4}, 1e-4)])  # fmt: skip
+def test_it_is_plain_fine_tuning_on_the_rows_of_the_episodes(bert, tmp_path, outer, at_most):
+    """An ordinary torch loop over an ordinary classifier with an output per training class; labels by name."""
+    from transformers import AutoModelForSequenceClassification
+
+    config, _ = run(bert, tmp_path / "run", **outer)
+    tokenizer = load_tokenizer(config, describe(config), print)
+    source = load_sources(config, tokenizer, print).train.source
+    names = sorted({name for one in source.known() for name in one})
+    kwargs = {"num_labels": len(names), "ignore_mismatched_sizes": True}
+    model = AutoModelForSequenceClassification.from_pretrained(bert[0], **kwargs).eval()
+    assert len(names) > config.n_way
+    for part in (model.classifier.weight, model.classifier.bias):
+        part.data.zero_()
+    params = list(model.parameters())
+    groups = [{"params": [p for p in params if p.ndim > 1], "weight_decay": config.weight_decay},
+              {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0}]  # fmt: skip
+    optimizer = (torch.optim.SGD(groups, lr=config.outer_lr) if config.outer_optimizer == "sgd" else
+                 torch.optim.AdamW(groups, lr=config.outer_lr, eps=config.adam_epsilon))  # fmt: skip
+    began = {name: p.detach().clone() for name, p in model.named_parameters()}
+    schedule = Schedule(source.items, config.meta_batch_size, config.seed)
+    for step in range(config.outer_steps):
+        loss = torch.zeros(())
+        for task in schedule.meta_batch(step):
+            draw = source.draw(task)
+            for rows in (draw.support, draw.query):
+                batch = tokenizer([draw.store.text("left", row) for row, _ in rows], padding=True, return_tensors="pt")
+                labels = torch.tensor([names.index(draw.store.text("right", row)) for row, _ in rows])
+                logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+                loss = loss + F.cross_entropy(logits, labels) / 2 / config.meta_batch_size
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, config.max_grad_norm)
+        optimizer.step()
+    found = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    body = [name for name in began if not name.startswith("classifier")]
+    wanted = {name: model.get_parameter(name).detach().double() for name in body}
+    off, travelled = (sum(float((start[name] - wanted[name]).square().sum()) for name in body) for start in (found, began))
+    assert (off / travelled) ** 0.5 < at_most
+    assert float(model.classifier.weight.detach().abs().max()) > 0.01
+    assert found["classifier.weight"].shape == (2, 32)  # the head stays behind
+    assert not found["classifier.weight"].any()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("head", ["zero", "prototype"])
+def test_held_out_tasks_start_as_they_do_without_training(bert, tmp_path, head):
+    """Evaluating the exported folder as it is gives what the run said of its own end."""
+    inner_lr, model = (0.1, bert[0]) if head == "zero" else (0.01, "tiny")  # class means over the trained BERT err nowhere
+    _, joint = run((model, bert[1]), tmp_path / "run", outer_lr=1e-2, adam_epsilon=1e-4, head_init=head, inner_lr=inner_lr)
+    _, none = run((tmp_path / "run" / "model", bert[1]), tmp_path / "none", algorithm="none", head_init=head, inner_lr=inner_lr)
+    row = "after adaptation, meta-trained"
+    assert joint[row]["loss"][0] == pytest.approx(none[row]["loss"][0], rel=1e-5)
+    assert joint["before adaptation, meta-trained"]["loss"][0] == pytest.approx(
+        none["before adaptation, meta-trained"]["loss"][0], rel=1e-5
+    )
+    assert abs(joint[row]["loss"][0] - joint["after adaptation, weights at the start"]["loss"][0]) > 1e-3
+
+
+@pytest.mark.timeout(120)
+def test_adapters_leave_the_head_behind_too(bert, tmp_path):
+    run(bert, tmp_path / "run", lora_r=2, eval_episodes=0, outer_steps=2)
+    found = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
+    (weight,) = [value for name, value in found.items() if name.endswith("classifier.weight")]
+    assert weight.shape == (2, 32)
+    assert not weight.any()
