@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from fmmeta.config import Config, UsageError
+from fmmeta.safety import redact
+from fmmeta.signals import ENDED, STOPPED, Fault, Signals, Stopped
 
 COMMANDS = {"train": "meta-train a checkpoint (one process; `deepspeed launch/train.py` starts more)"}
 
@@ -33,23 +35,36 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 def train(argv: list[str] | None = None) -> NoReturn:
     """Entry of `launch/train.py`: the same on every rank; only rank 0 speaks."""
-    try:
-        config = parse(sys.argv[1:] if argv is None else argv)
-        from fmmeta.train import MetaTrainer
+    with Signals(starting=True) as signals:
+        try:
+            config = parse(sys.argv[1:] if argv is None else argv)
+            from fmmeta.train import MetaTrainer
 
-        MetaTrainer(config).train()
-    except UsageError as error:
-        fail(str(error))
-    sys.exit(0)
+            MetaTrainer(config, signals).train()
+        except UsageError as error:
+            signals.end()
+            fail(str(error))
+        except Stopped as stopped:
+            leave(f"fmmeta: {stopped}", STOPPED)
+        except Fault as fault:
+            signals.end()
+            leave(f"fmmeta: error: {fault}", ENDED)
+        signals.end()
+        sys.exit(0)
 
 
 def fail(message: str) -> NoReturn:
     """Print one line on rank 0 and end with exit code 2 on every rank."""
+    leave(f"fmmeta: error: {message}", 2)
+
+
+def leave(line: str, code: int) -> NoReturn:
+    """Print one line on rank 0 and end with this code on every rank."""
     if int(os.environ.get("FMMETA_GLOBAL_RANK", os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))) == 0:
-        print(f"fmmeta: error: {message}", file=sys.stderr, flush=True)
+        print(redact(line), file=sys.stderr, flush=True)
     else:
         time.sleep(3)  # launchers kill the others at the first exit; let rank 0 be that one
-    sys.exit(2)
+    sys.exit(code)
 
 
 class Parser(argparse.ArgumentParser):

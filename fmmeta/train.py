@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Any, cast
 import torch
 
 from fmmeta import build, checkpoint, record
+from fmmeta.checkpoint.saver import Saver
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.feed import Feed, Reader
 from fmmeta.fewshot.evaluate import TEST, VALID, HeldOut, mean_ci95
 from fmmeta.fewshot.heldout import compare, show
+from fmmeta.guard import Guard, Spikes
 from fmmeta.meta.algorithms import NUMBERS, RULES, imaml
 from fmmeta.meta.check import Checked, check
 from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
@@ -25,6 +28,8 @@ from fmmeta.meta.tally import Tally
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
+from fmmeta.signals import Signals, Stopped
+from fmmeta.start import Start, open_run
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.source import TaskSource
 
@@ -43,40 +48,51 @@ class Result:
 class MetaTrainer:
     """Meta-train as `config` says: `MetaTrainer(Config(...)).train()`, in a notebook or on every rank of a launch."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, signals: Signals | None = None) -> None:
+        self.config, self.signals = config, signals
 
     def train(self) -> Result:
-        """Run to the end, or go on where an earlier process stopped. Raises `UsageError`. Collective: world."""
+        """Run to the end, or go on where an earlier process stopped. Raises `UsageError`, `Fault` where a machine misbehaves, and
+        `Stopped` after a signal. Collective: world.
+        """
         launch = Launch.from_env(os.environ)
         self.progress = Progress(speaks=launch.global_rank == 0)
-        world = World(launch, pick_device(launch))
+        world, self.lock = World(launch, pick_device(launch)), None
         try:
             return self._train(world)
         finally:
             world.close()
+            if self.lock is not None:
+                self.lock.close()
 
     def _train(self, world: World) -> Result:
         config, notice = self.config, self.progress.notice
         plan = build.plan(config, world, notice)
-        start = record.open_run(config, plan.sources.fingerprint, world.comm)
+        start = open_run(config, plan.sources.fingerprint, world.comm)
+        self.lock = start.lock
+        for text in start.said:
+            notice(text)
         if start.finished:
             notice(f"{start.folder} holds this run, finished; its model is in {start.folder / 'model'}")
             return Result(start.folder, config.outer_steps)
         ranks = build.form_groups(config, plan, world, notice)
         parts = build.build(config, plan, ranks)
         notice(f"output_dir {start.folder}")
-        run = Run(config, plan, ranks, parts, start, self.progress)
-        run.resume()
-        run.loop()
-        return run.finish()
+        with nullcontext(self.signals) if self.signals else Signals() as signals:
+            guard = Guard(config, ranks, parts.worker, signals, world.board())
+            run = Run(config, plan, ranks, parts, start, self.progress, guard)
+            run.resume()
+            signals.run()
+            with guard.watching():
+                run.loop()
+                return run.finish()
 
 
 class Run:
     """The state of one run and the steps of its life: resume, loop, finish."""
 
-    def __init__(self, config: Config, plan: build.Plan, ranks: Ranks, parts: build.Parts, start: record.Start,
-                 progress: Progress) -> None:  # fmt: skip
+    def __init__(self, config: Config, plan: build.Plan, ranks: Ranks, parts: build.Parts, start: Start,
+                 progress: Progress, guard: Guard | None = None) -> None:  # fmt: skip
         self.config, self.plan, self.ranks, self.parts = config, plan, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
         self.worker, self.theta = parts.worker, parts.theta
@@ -89,7 +105,11 @@ class Run:
         self.outer = Outer(self.theta, self.worker, config, parts.setup.inner)
         self.held_out = HeldOut(config, self.worker, self.theta, parts.setup.learning, parts.load, ranks, progress)
         self.schedule = build.training_schedule(config, plan, ranks.layout)
+        self.guard = guard or Guard(config, ranks, parts.worker)
+        self.held_out.leaves = self.guard.rests
+        self.saver = Saver(self.worker.params, config, ranks, progress.notice)
         self.outer_step, self.bad_steps, self.tasks, self.warned = 0, 0, {"seen": 0, "bad": 0}, False
+        self.spikes = Spikes()
 
     def resume(self) -> None:
         """Take theta, the optimizer and the position from a checkpoint, if there is one. Collective: world."""
@@ -97,10 +117,14 @@ class Run:
         with self.ranks.world.together("reading the checkpoint"):
             if found is not None:
                 state = checkpoint.read_state(found)
+                checkpoint.same_size(found, self.worker.params)
                 vectors = checkpoint.load(found, state["vectors"], self.worker.params, self.theta)
                 self.theta.copy_(vectors.pop("theta"))
                 self.outer.load_state(OuterState(vectors, checkpoint.load_tables(found), state["numbers"]))
                 self.outer_step, self.bad_steps, self.tasks = state["outer_step"], state["bad_steps"], state["tasks"]
+                self.spikes = Spikes(state.get("losses"))
+                if found.parent.resolve() == self.folder.resolve():
+                    self.saver.last = self.folder / found.name
             self.metrics = record.Metrics(self.folder, self.outer_step, self.ranks.first)
             if self.ranks.first:
                 self._write_run(finished=False)
@@ -123,24 +147,43 @@ class Run:
         self.progress.start("outer step")
         began = time.monotonic()
         try:
-            while self.outer_step < config.outer_steps:
+            while self.outer_step < config.outer_steps and not self.guard.stop:
                 tally, rule = Tally(NUMBERS.get(config.algorithm, ())), self.rule_at(self.outer_step)
+                self.guard.begin(self.outer_step)
                 for episode in self.feed.episodes(self.outer_step, tally):
-                    direction = rule.direction(self.worker, self.theta, episode)
+                    if self.guard.leaves():
+                        break
+                    direction = self.guard.fit(rule.direction(self.worker, self.theta, episode))
                     meta.add(direction)
                     tally.add(direction, sum(episode.tokens) if self.worker.voice else 0)
                     del direction  # its shard would lie beside the next one's
                 weight = tally.agree(self.ranks)
+                if self.guard.agree(self.saver):
+                    break
                 self._judge(tally)
                 moved = self.outer.step(meta.reduce(self.ranks.cross, weight), self.outer_step, meta.extra)
                 if moved.applied:
                     self.worker.write(self.theta)
                 meta.clear()
                 self.outer_step += 1
+                self.guard.settled(self.outer_step, self.theta)
                 self._after_step(moved, tally, first)
                 self.feed.settle(time.monotonic() - began)
         finally:
             self.feed.loader.close()
+            self.saver.close()
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        """End the run if a signal has asked for it. Raises `Stopped` on all ranks. Collective: world."""
+        if not self.guard.stops():
+            return
+        if self.trains:
+            self.save(last=True)
+        self.guard.signals.end()
+        kept = f"saved in {self.saver.last}" if self.saver.last else "nothing was learned yet"
+        why = self.guard.signals.asked
+        raise Stopped(f"stopped by {why} after outer step {self.outer_step}, {kept}; the same command goes on from there")
 
     def _judge(self, tally: Tally) -> None:
         """Go on without the tasks that could not be had, or stop, the work so far saved. Collective: world."""
@@ -148,7 +191,7 @@ class Run:
             left_out = self.feed.judge(self.schedule.tasks_per_step, int(tally.failures))
         except UsageError:
             if self.config.save_steps:
-                self.save()
+                self.save(last=True)
             raise
         if left_out:
             tally.values["bad_tasks"] = left_out
@@ -178,9 +221,13 @@ class Run:
             "lr": moved.lr,
             "comm_bytes": self.ranks.cross.bytes_sent,
         }
+        if self.guard.exploded:
+            values["exploded_tasks"] = self.guard.exploded
+        if spike := self.spikes.mark(values["query_loss"]):
+            values["loss_spike"] = spike
         self.ranks.cross.bytes_sent = 0
         last = step == config.outer_steps
-        if step % config.logging_steps == 0 or last or step == 1 or tally.values["skipped_tasks"]:
+        if step % config.logging_steps == 0 or last or step == 1 or tally.values["skipped_tasks"] or spike:
             self.metrics.write({key: None if isinstance(v, float) and math.isnan(v) else v for key, v in values.items()})
         text = f"loss {values['query_loss']:.4f}  accuracy {100 * values['accuracy']:.1f} %"
         skipped = f"  skipped {values['skipped_tasks']}" if values["skipped_tasks"] else ""
@@ -193,28 +240,37 @@ class Run:
         if self.bad_steps >= config.max_bad_steps:
             raise UsageError(f"inner_lr={config.inner_lr}: no task was finite in {self.bad_steps} outer steps in a row (the last "
                              f"is {step}); lower --inner_lr or --outer_lr, and continue from the last checkpoint")  # fmt: skip
-        if config.save_steps and step % config.save_steps == 0 and not last:
-            self.save()
+        if config.save_steps and not last:
+            self.saver.warm({"theta": self.theta, **self.outer.state().vectors})
+            if step % config.save_steps == 0:
+                self.save()
         if config.eval_steps and step % config.eval_steps == 0 and self.plan.sources.valid is not None:
             scores = self.held_out.scores(self.plan.sources.valid, VALID, "validation")
-            self.metrics.write({"step": step, "valid_accuracy": mean_ci95([s.accuracy_after for s in scores])[0],
-                                "valid_loss": mean_ci95([s.loss_after for s in scores])[0]})  # fmt: skip
+            if not self.guard.stops():  # or they are not all
+                self.metrics.write({"step": step, "valid_accuracy": mean_ci95([s.accuracy_after for s in scores])[0],
+                                    "valid_loss": mean_ci95([s.loss_after for s in scores])[0]})  # fmt: skip
 
-    def save(self) -> None:
-        """Write checkpoint-N. Collective: world."""
+    def save(self, last: bool = False) -> None:
+        """Begin to write checkpoint-N, unless it is there; with `last` wait until it is whole. Collective: world."""
+        folder = self.folder / f"checkpoint-{self.outer_step}"
+        self.guard.begin_stage(f"saving after outer step {self.outer_step}")
+        if last:
+            self.saver.wait()
+        if self.outer_step == 0 or folder in (self.saver.folder, self.saver.last):
+            return
+        self.guard.check_replicas(self.outer_step, self.theta)
         outer = self.outer.state()
         vectors = {"theta": self.theta, **outer.vectors}
         state = {"outer_step": self.outer_step, "numbers": outer.numbers, "bad_steps": self.bad_steps,
-                 "tasks": self.tasks, "vectors": list(vectors), "layout": str(self.ranks.layout),
+                 "tasks": self.tasks, "losses": self.spikes.state, "vectors": list(vectors), "layout": str(self.ranks.layout),
                  "settings": record.settings_of(self.config, self.plan.sources.fingerprint)}  # fmt: skip
-        folder = self.folder / f"checkpoint-{self.outer_step}"
-        checkpoint.save(folder, vectors, self.worker.params, state, self.ranks, self.config.save_total_limit,
-                        outer.tables)  # fmt: skip
+        self.saver.save(folder, vectors, state, outer.tables, last)
 
     def finish(self) -> Result:
         """Export, evaluate on held-out tasks, show the table, close run.json. Collective: world."""
         if self.config.save_steps and self.trains:
-            self.save()
+            self.save(last=True)
+        self.guard.begin_stage("exporting the model")
         export(self.folder / "model", self.theta, self.worker, self.parts.frozen, self.config, self.plan.description,
                self.plan.tokenizer, self.ranks, self.parts.setup.inner.rates)  # fmt: skip
         result = Result(self.folder, self.outer_step)
@@ -232,12 +288,14 @@ class Run:
     def _compare(self, source: TaskSource, result: Result) -> dict[str, Any]:
         """The same episodes from theta and from the weights at the start. Collective: world."""
         trained = self.held_out.scores(source, TEST, "held-out tasks")
+        self._stop_if_asked()
         self.theta.copy_(self.initial["theta"])  # type: ignore[index]
         if self.rates is not None:
             self.rates.copy_(self.initial["rates"])  # type: ignore[index]
         started = trained
         if self.trains:
             started = self.held_out.scores(source, TEST, "held-out tasks, weights at the start")
+            self._stop_if_asked()
         compared = compare(trained, started)
         show(compared, self.config, self.progress.table)
         result.before, result.after, result.after_from_start = compared.accuracies

@@ -18,6 +18,7 @@ ORDER = [
     {"combinations"},
     {"checks"},
     {"config"},
+    {"safety", "signals"},
     {"tasks"},
     {"models"},
     {"parallel"},
@@ -26,6 +27,8 @@ ORDER = [
     {"checkpoint", "export", "fewshot"},
     {"workers"},
     {"record", "build"},
+    {"start", "watchdog"},
+    {"guard"},
     {"train"},
     {"cli"},
 ]
