@@ -2,8 +2,8 @@
 
     nursery = Nursery(); ranks = nursery.run(["--outer_steps=4", ...], 2, folder); nursery.wait(ranks, 60)
 
-A rank is a process like any other: it can be killed, stopped and signalled, and its output lies in `folder`/rank-R.log. What is not
-tried this way are the imports and the interpreter's own end.
+A rank is a process like any other: it can be killed, stopped and signalled, and its output lies in `folder`/rank-R.log. What is
+not tried this way are the imports and the interpreter's own end.
 """
 
 from __future__ import annotations
@@ -116,26 +116,28 @@ def free_port() -> int:
 def main(preload: Sequence[str]) -> None:
     import importlib
 
+    told = os.fdopen(os.dup(1), "w")  # libraries print while they are imported
+    os.dup2(2, 1)
     import fmmeta.train  # noqa: F401
     from fmmeta.cli import parse
 
     parse([])
     for name in ("datasets", "pyarrow", "transformers.models.bert.modeling_bert", *preload):
         importlib.import_module(name)
-    print("ready", flush=True)
+    print("ready", file=told, flush=True)
     while True:
         if select.select([0], [], [], 0.01)[0]:
             line = read_line(0)
             pid = os.fork()
             if pid == 0:
                 be_born(json.loads(line))
-            print(f"born {pid}", flush=True)
+            print(f"born {pid}", file=told, flush=True)
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             continue
         if pid:
-            print(f"ended {pid} {os.waitstatus_to_exitcode(status)}", flush=True)
+            print(f"ended {pid} {os.waitstatus_to_exitcode(status)}", file=told, flush=True)
 
 
 def be_born(order: dict) -> None:

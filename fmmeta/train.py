@@ -157,6 +157,7 @@ class Run:
                     meta.add(direction)
                     tally.add(direction, sum(episode.tokens) if self.worker.voice else 0)
                     del direction  # its shard would lie beside the next one's
+                self.guard.watch.enter("waiting for the other groups")
                 weight = tally.agree(self.ranks)
                 if self.guard.agree(self.saver):
                     break

@@ -152,12 +152,12 @@ class Watchdog:
         speaks = here if not self.beats else [rank for rank in range(len(self.peers)) if rank not in silent]
         if self.rank == min(speaks, default=self.rank):
             self.report(silent, took)
+        time.sleep(0 if self.rank else 1)  # rank 0 keeps the board for the others
         if self.rank == min(here, default=self.rank):
             for rank in silent:
                 peer = self.peers[rank]
                 if peer["node"] == node and peer["born"] and born(peer["pid"]).split()[-1:] == peer["born"]:
                     os.kill(peer["pid"], signal.SIGKILL)  # a stopped process cannot end itself
-        time.sleep(0 if self.rank else 1)  # rank 0 keeps the board for the others
         self.leave(ENDED)
 
     def silent(self) -> list[int]:

@@ -2,9 +2,9 @@
 
     python -m tests.distributed.run_cases CASES.json OUT_DIR
 
-A case is {"id", "config": settings, "poison": [[outer step, slot, "support" | "query"], ...], "by": {"factor": F}}; all cases of a
-file have the same group size. Poison makes a task's loss F times (by default infinitely) as large on that set. For each case the first rank writes
-OUT_DIR/<id>.safetensors (theta, whole) and OUT_DIR/<id>.json (facts).
+A case is {"id", "config": settings, "poison": [[outer step, slot, "support" | "query"], ...], "by": {"factor": F}}; all cases
+of a file have the same group size. Poison makes a task's loss F times (by default infinitely) as large on that set. For each case
+the first rank writes OUT_DIR/<id>.safetensors (theta, whole) and OUT_DIR/<id>.json (facts).
 """
 
 from __future__ import annotations
