@@ -151,6 +151,10 @@ def be_born(order: dict) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         from fmmeta.cli import train
 
+        if "FAULTS_KILL_AT" in os.environ:
+            from benchmarks.faults import arm
+
+            arm(int(os.environ["FAULTS_KILL_AT"]))
         train(order["argv"])
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from fmmeta.config import UsageError
 from fmmeta.parallel.home import CHUNK
 from fmmeta.parallel.layout import Launch, Layout
+from fmmeta.parallel.meeting import meet
 from fmmeta.safety import disk_trouble
 
 TIMEOUT = timedelta(minutes=30)
@@ -180,6 +181,9 @@ class World:
                     raise
                 raise UsageError(f"master_port={launch.master_port} is in use on {platform.node()}; give the launcher another, "
                                  f"such as --master_port {launch.master_port + 1}") from None  # fmt: skip
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                met = meet(cast(Any, self.store), launch.global_rank, launch.world_size, TIMEOUT.total_seconds())
+                self.store = dist.PrefixStore(met, self.store)
             store = dist.PrefixStore("world", self.store)
             backend = dist.ProcessGroupGloo(store, launch.global_rank, launch.world_size, TIMEOUT)
         self.comm = Communicator(backend, launch.global_rank, launch.world_size, torch.device("cpu"))
