@@ -18,7 +18,8 @@ from fmmeta.config import Config, UsageError
 from fmmeta.safety import redact
 from fmmeta.signals import ENDED, STOPPED, Fault, Signals, Stopped
 
-COMMANDS = {"train": "meta-train a checkpoint (one process; `deepspeed launch/train.py` starts more)"}
+COMMANDS = {"train": "meta-train a checkpoint (one process; `deepspeed launch/train.py` starts more)",
+            "doctor": "check this machine: accelerator, versions, disk, memory, stale locks"}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -30,7 +31,21 @@ def main(argv: list[str] | None = None) -> NoReturn:
         sys.exit(0 if argv else 2)
     if argv[0] not in COMMANDS:
         fail(f"command={argv[0]} is unknown{nearest(argv[0], list(COMMANDS))}; use {', '.join(COMMANDS)}")
+    if argv[0] == "doctor":
+        doctor(argv[1:])
     train(argv[1:])
+
+
+def doctor(argv: list[str]) -> NoReturn:
+    if argv:
+        help_wanted = argv[0] in ("-h", "--help")
+        if not help_wanted:
+            fail(f"{argv[0]} is not a flag of doctor, which takes none")
+        print("usage: fmmeta doctor\n\nChecks this machine; exit code 0 without problems, else 2.")
+        sys.exit(0)
+    from fmmeta.doctor import examine
+
+    sys.exit(examine())
 
 
 def train(argv: list[str] | None = None) -> NoReturn:

@@ -27,7 +27,7 @@ def read_run(folder: Path) -> dict[str, Any] | None:
     try:
         run = json.loads(file.read_text(encoding="utf-8"))
         return run if isinstance(run["settings"], dict) else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UsageError(f"{file} cannot be read; mend or remove it, or choose another output_dir") from None
 
 
@@ -94,5 +94,5 @@ class Metrics:
 def keep_line(line: str, outer_step: int) -> bool:
     try:
         return json.loads(line)["step"] <= outer_step
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False  # cut off by the end of an earlier process

@@ -277,6 +277,11 @@ class World:
         self.store = None
 
 
+def backends() -> tuple[bool, bool]:
+    """Whether this torch has gloo, and NCCL."""
+    return dist.is_gloo_available(), dist.is_nccl_available()
+
+
 def pick_device(launch: Launch) -> torch.device:
     """The GPU of this local rank, or the CPU with its cores shared out over the ranks of the node."""
     if torch.cuda.is_available():

@@ -27,7 +27,7 @@ ORDER = [
     {"checkpoint", "export", "fewshot"},
     {"workers"},
     {"record", "build"},
-    {"start", "watchdog"},
+    {"start", "watchdog", "doctor"},
     {"guard"},
     {"train"},
     {"cli"},
