@@ -77,17 +77,18 @@ class Bench:
         times = draw.choice((1, 1, 1, 2, 3))
         for _ in range(times):
             ranks = self.start(run)
-            time.sleep(draw.uniform(0.1, self.seconds))
-            self.nursery.poll()
-            half = list(run.glob("tmp-checkpoint-*"))
-            victims = draw.choice((ranks, ranks[:1], ranks[1:]))
-            alive = [rank for rank in victims if rank.code is None]
-            for rank in alive:
-                os.kill(rank.pid, signal.SIGKILL)
-            self.counts["kills"] += bool(alive)
-            self.counts["kills inside a save"] += bool(alive and half)
-            self.counts["came too late"] += not alive
+            latest = time.monotonic() + draw.uniform(0.1, self.seconds)
+            if draw.random() < 0.5:  # wait for a save that is under way
+                latest += self.seconds
+                while time.monotonic() < latest and not list(run.glob("tmp-checkpoint-*/*")):
+                    pass
+            else:
+                time.sleep(latest - time.monotonic())
+            killed = [self.nursery.signal(rank, signal.SIGKILL) for rank in draw.choice((ranks, ranks[:1], ranks[1:]))]
+            self.counts["kills"] += any(killed)
+            self.counts["kills that came too late"] += not any(killed)
             self.nursery.wait(ranks, 60)
+            self.counts["kills that left half a save"] += any(killed) and bool(list(run.glob("tmp-checkpoint-*")))
         self.check(run)
 
     def boundary(self, number: int) -> bool:
@@ -107,10 +108,7 @@ class Bench:
         draw, run = random.Random(10**6 + number), self.folder / f"term-{number}"
         ranks = self.start(run)
         time.sleep(draw.uniform(0.1, self.seconds * 0.9))
-        self.nursery.poll()
-        told = [rank for rank in draw.choice((ranks, ranks, ranks[1:])) if rank.code is None]
-        for rank in told:
-            os.kill(rank.pid, signal.SIGTERM)
+        told = [rank for rank in draw.choice((ranks, ranks, ranks[1:])) if self.nursery.signal(rank, signal.SIGTERM)]
         asked = time.monotonic()
         codes = self.nursery.wait(ranks, 60)
         took = max(rank.ended for rank in ranks) - asked

@@ -83,6 +83,17 @@ class Nursery:
         self._ended(self._hear())
         return True
 
+    def signal(self, rank: Rank, number: int) -> bool:
+        """Send a signal; False if the rank has ended before."""
+        while self.poll():
+            pass
+        try:
+            if rank.code is None:
+                os.kill(rank.pid, number)
+        except ProcessLookupError:
+            return False
+        return rank.code is None
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()

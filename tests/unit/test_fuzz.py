@@ -38,7 +38,9 @@ TEXTS = st.one_of(
                      "tiny", "letters", "--", "0x10", "1_000"]), st.text(max_size=12))  # fmt: skip
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=8) | st.just("auto"),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=8), inner, max_size=2), max_leaves=8)  # fmt: skip
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=8), inner, max_size=2),
+    max_leaves=8,
+)
 
 
 def deep(content: str) -> str:
@@ -99,8 +101,8 @@ def test_flags(pairs, apart):
     assert not files_in(apart)
 
 
-KNOWN = ["enabled", "zero_optimization", "optimizer", "scheduler", "gradient_clipping", "train_batch_size", "fp16", "bf16", "stage",
-         "offload_optimizer", "offload_param", "device", "sub_group_size", "train_micro_batch_size_per_gpu"]  # fmt: skip
+KNOWN = ["enabled", "zero_optimization", "optimizer", "scheduler", "gradient_clipping", "train_batch_size", "fp16", "bf16",
+         "stage", "offload_optimizer", "offload_param", "device", "sub_group_size", "train_micro_batch_size_per_gpu"]  # fmt: skip
 BLOCKS = st.dictionaries(
     st.sampled_from(KNOWN), st.one_of(JSON, st.dictionaries(st.sampled_from(KNOWN), JSON, max_size=4)), max_size=5
 )
