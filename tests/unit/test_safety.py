@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.metadata
 import json
 import os
 import stat
@@ -21,6 +22,7 @@ from fmmeta.tasks import loader
 from fmmeta.tasks.folder import task_files
 from fmmeta.tasks.load import load_sources
 from fmmeta.tasks.rows import data_files, read_file
+from tests import audit
 from tests.models import write_classes
 from tests.unit.helpers import refusal
 
@@ -158,3 +160,10 @@ def test_doctor_knows_the_tested_range(monkeypatch):
     for package, (least, beyond) in doctor.TESTED.items():
         assert f">={least}" in ranges[package], package
         assert not beyond or f"<{beyond}" in ranges[package], package
+
+
+def test_what_is_not_as_listed_is_named():
+    here = importlib.metadata.version("numpy")
+    assert audit.deviations(f"# list\nnumpy=={here}\nno-such-package==1.0\n") == []
+    assert audit.deviations("numpy==0.0.1\n") == [f"numpy {here} is here, 0.0.1 is listed"]
+    assert len(audit.LOCKED.read_text().splitlines()) > 30
