@@ -1,4 +1,4 @@
-"""The command line: flags and `--config` files become a Config, errors become one line and exit code 2.
+"""The command line: flags and `--config` files become a command's settings, errors become one line and exit code 2.
 
 Nothing else lives here. `launch/train.py` and the console script `fmmeta` both call `main`.
 """
@@ -7,65 +7,85 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
-from fmmeta.config import Config, UsageError
+from fmmeta.config import UsageError
 from fmmeta.safety import redact
 from fmmeta.signals import ENDED, STOPPED, Fault, Signals, Stopped
 
-COMMANDS = {"train": "meta-train a checkpoint (one process; `deepspeed launch/train.py` starts more)",
-            "doctor": "check this machine: accelerator, versions, disk, memory, stale locks"}  # fmt: skip
+
+class Command(NamedTuple):
+    """What it does, its settings and what runs with them, both as `module:name`, so that nothing is imported before its turn."""
+
+    text: str
+    settings: str
+    run: str
+
+
+COMMANDS = {
+    "train": Command("meta-train a checkpoint (one process; `deepspeed launch/train.py` starts more)",
+                     "fmmeta.config:Config", "fmmeta.train:train"),
+    "evaluate": Command("few-shot scores of a model on held-out tasks, with intervals and paired comparison",
+                        "fmmeta.fewshot.settings:EvaluateConfig", "fmmeta.fewshot.protocol:run"),
+    "adapt": Command("learn a task from a file of a few examples; an HF folder comes out",
+                     "fmmeta.fewshot.settings:AdaptConfig", "fmmeta.fewshot.adaptation:run"),
+    "predict": Command("answers of an adapted model to a file or to standard input",
+                       "fmmeta.fewshot.settings:PredictConfig", "fmmeta.fewshot.predict:run"),
+    "doctor": Command("check this machine: accelerator, versions, disk, memory, stale locks",
+                      "fmmeta.doctor:DoctorConfig", "fmmeta.doctor:run"),
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Console script `fmmeta COMMAND [--flags]`."""
+    """Console script `fmmeta COMMAND [--flags]`; the same on every rank of a launch."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: fmmeta COMMAND [--flags]\n\n" + "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items()))
+        print("usage: fmmeta COMMAND [--flags]\n\n" + "\n".join(f"  {name:10} {one.text}" for name, one in COMMANDS.items()))
         print("\n`fmmeta COMMAND --help` lists the flags.")
         sys.exit(0 if argv else 2)
     if argv[0] not in COMMANDS:
         fail(f"command={argv[0]} is unknown{nearest(argv[0], list(COMMANDS))}; use {', '.join(COMMANDS)}")
-    if argv[0] == "doctor":
-        doctor(argv[1:])
-    train(argv[1:])
-
-
-def doctor(argv: list[str]) -> NoReturn:
-    if argv:
-        help_wanted = argv[0] in ("-h", "--help")
-        if not help_wanted:
-            fail(f"{argv[0]} is not a flag of doctor, which takes none")
-        print("usage: fmmeta doctor\n\nChecks this machine; exit code 0 without problems, else 2.")
-        sys.exit(0)
-    from fmmeta.doctor import examine
-
-    sys.exit(examine())
+    run(argv[0], argv[1:])
 
 
 def train(argv: list[str] | None = None) -> NoReturn:
-    """Entry of `launch/train.py`: the same on every rank; only rank 0 speaks."""
-    with Signals(starting=True) as signals:
-        try:
-            config = parse(sys.argv[1:] if argv is None else argv)
-            from fmmeta.train import MetaTrainer
+    """Entry of `launch/train.py`."""
+    run("train", sys.argv[1:] if argv is None else argv)
 
-            MetaTrainer(config, signals).train()
+
+def run(command: str, argv: list[str]) -> NoReturn:
+    """One command, on every rank alike; only rank 0 speaks. Training answers signals by itself."""
+    with Signals(starting=True) if command == "train" else nullcontext() as signals:
+        try:
+            config = parse(argv, command)
+            find(COMMANDS[command].run)(config, *([signals] if signals else []))
         except UsageError as error:
-            signals.end()
+            end(signals)
             fail(str(error))
         except Stopped as stopped:
             leave(f"fmmeta: {stopped}", STOPPED)
         except Fault as fault:
-            signals.end()
+            end(signals)
             leave(f"fmmeta: error: {fault}", ENDED)
-        signals.end()
+        end(signals)
         sys.exit(0)
+
+
+def end(signals: Signals | None) -> None:
+    if signals:
+        signals.end()
+
+
+def find(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def fail(message: str) -> NoReturn:
@@ -87,25 +107,26 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def parse(argv: list[str]) -> Config:
-    """Turn flags into a Config. `--config FILE` (YAML or JSON) gives defaults that flags override."""
+def parse(argv: list[str], command: str = "train") -> Any:
+    """Turn flags into the command's settings. `--config FILE` (YAML or JSON) gives defaults that flags override."""
     from transformers import HfArgumentParser
 
-    parser = HfArgumentParser(cast(Any, Config), description="Meta-train an HF checkpoint.", allow_abbrev=False)
+    settings = find(COMMANDS[command].settings)
+    parser = HfArgumentParser(settings, description=COMMANDS[command].text, allow_abbrev=False)
     parser.__class__ = type("HfParser", (Parser, HfArgumentParser), {})
     parser.add_argument("--config", help="YAML or JSON file with the same names as the flags; flags win")
     known = [option for action in parser._actions for option in action.option_strings]
-    parser.set_defaults(**read_config(argv))
+    parser.set_defaults(**read_config(argv, settings))
     values, unknown = parser.parse_known_args(argv)
     for flag in unknown:
         name = flag.split("=")[0]
         raise UsageError(f"{name} is not a flag{nearest(name, known)}; --help lists them")
     given = vars(values)
     given.pop("config")
-    return Config(**given)
+    return settings(**given)
 
 
-def read_config(argv: list[str]) -> dict[str, Any]:
+def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
     """Settings of the `--config` file as text, which argparse then checks as it checks flags; null is the default."""
     only = Parser(add_help=False, allow_abbrev=False)
     only.add_argument("--config")
@@ -122,8 +143,8 @@ def read_config(argv: list[str]) -> dict[str, Any]:
         raise UsageError(f"config={path} cannot be read: {' '.join(str(error).split())}; mend the file") from None
     if not isinstance(values, dict):
         raise UsageError(f"config={path} holds no settings; write `name: value` lines")
-    known = [item.name for item in fields(Config)]
-    lists = [item.name for item in fields(Config) if item.default_factory is not MISSING]
+    known = [item.name for item in fields(settings)]
+    lists = [item.name for item in fields(settings) if item.default_factory is not MISSING]
     for name, value in values.items():
         if name not in known:
             raise UsageError(f"config={path} sets {name}, which is no setting{nearest(str(name), known)}; remove it")

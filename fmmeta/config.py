@@ -60,7 +60,23 @@ class ModelConfig:
 
 
 @dataclass
-class TaskConfig:
+class RowConfig:
+    """What a row of data is, and how it becomes tokens."""
+
+    text_column: str | None = setting(None, "Column of the text (default: text, sentence or utterance)")
+    label_column: str | None = setting(None, "Column of the class (default: label, intent or class)")
+    input_column: str | None = setting(None, "causal_lm: column of the input (default: input, prompt or question)")
+    output_column: str | None = setting(None, "causal_lm: column of the answer (default: output, answer or target)")
+    prompt_template: str = setting(
+        "plain",
+        "causal_lm: plain (Input: ... Output: ...), chat (the tokenizer's chat template), or a format string with {input}, and "
+        "{output} where it does not follow at the end",
+    )
+    max_length: int = setting(128, "Longest text in tokens; the rest is cut off")
+
+
+@dataclass
+class TaskConfig(RowConfig):
     dataset: list[str] = setting(
         ["letters"],
         "One or more of: 'letters' (built-in suite), a .jsonl/.csv/.parquet file (.gz too), a folder of them, a "
@@ -75,20 +91,11 @@ class TaskConfig:
         "global", "global: meta-batches of all tasks; node: each node draws from a stratified part of its own", SHARDINGS
     )
     dataset_config_name: str | None = setting(None, "Configuration of a hub data set")
-    text_column: str | None = setting(None, "Column of the text (default: text, sentence or utterance)")
-    label_column: str | None = setting(None, "Column of the class (default: label, intent or class)")
     stratum_column: str | None = setting(
         None,
         "Column of the category that meta-batches are balanced by (default: stratum, category or domain, where there is one)",
     )
     task_column: str | None = setting(None, "Column of the task's name (default: task, where there is one)")
-    input_column: str | None = setting(None, "causal_lm: column of the input (default: input, prompt or question)")
-    output_column: str | None = setting(None, "causal_lm: column of the answer (default: output, answer or target)")
-    prompt_template: str = setting(
-        "plain",
-        "causal_lm: plain (Input: ... Output: ...), chat (the tokenizer's chat template), or a format string with {input}, and "
-        "{output} where it does not follow at the end",
-    )
     class_splits: str | None = setting(
         None,
         'JSON file of class splits: {"01": {"train": [...], "valid": [...], '
@@ -105,7 +112,6 @@ class TaskConfig:
     num_query: int = setting(5, "Query examples per class; per task for causal_lm")
     n_way_max: int | None = setting(None, "Episodes of n_way to this many classes, as many as chance has it")
     k_shot_max: int | None = setting(None, "k_shot to this many support examples, for each class as chance has it")
-    max_length: int = setting(128, "Longest text in tokens; the rest is cut off")
     packing: bool = setting(
         False, "causal_lm: lay short rows behind each other into sequences of up to max_length tokens; none sees another"
     )
@@ -126,12 +132,9 @@ class TaskConfig:
 
 
 @dataclass
-class MetaConfig:
-    algorithm: str = setting(
-        "fomaml", "Meta-gradient rule, or a baseline; docs/algorithms.md says which to choose when", ALGORITHMS
-    )
-    meta_batch_size: int = setting(4, "Tasks per meta-batch over all groups")
-    meta_accumulation_steps: int = setting(1, "Meta-batches per outer step, reduced across groups once")
+class InnerConfig:
+    """How a task is learned from its support set."""
+
     inner_steps: int = setting(None, "Gradient steps on the support set (default: 5; 0 for protonet)")
     inner_lr: float = setting(0.1, "Step size of the inner optimizer")
     inner_optimizer: str = setting("sgd", "Optimizer of the inner loop; its state begins anew in every task", INNER_OPTIMIZERS)
@@ -140,6 +143,23 @@ class MetaConfig:
     inner_beta2: float = setting(0.999, "Decay of the second moment of inner_optimizer=adamw")
     inner_epsilon: float = setting(1e-8, "Epsilon of inner_optimizer=adamw")
     inner_weight_decay: float = setting(0.0, "Decoupled weight decay of inner_optimizer=adamw")
+    inner_lr_schedule: str = setting("constant", "inner_lr over the inner steps: step k of K takes 1, 1 - k/K or a half "
+                                                 "cosine of it",
+                                     INNER_SCHEDULES)  # fmt: skip
+    inner_lr_groups: list[str] = setting(
+        [],
+        "Factors of inner_lr by layer, PATTERN=FACTOR with the wildcards of a shell; the first that fits counts: head=10 "
+        "'*embed*=0'",
+    )
+
+
+@dataclass
+class MetaConfig:
+    algorithm: str = setting(
+        "fomaml", "Meta-gradient rule, or a baseline; docs/algorithms.md says which to choose when", ALGORITHMS
+    )
+    meta_batch_size: int = setting(4, "Tasks per meta-batch over all groups")
+    meta_accumulation_steps: int = setting(1, "Meta-batches per outer step, reduced across groups once")
     proximal_weight: float = setting(2.0, "imaml: weight of |phi - theta|^2 / 2 in the inner loss")
     cg_steps: int = setting(5, "imaml: steps of conjugate gradients, each a Hessian-vector product")
     cg_damping: float = setting(0.0, "imaml: added to the identity in the system that is solved; more is safer and less exact")
@@ -149,14 +169,6 @@ class MetaConfig:
         "over "
         "the tasks of a meta-batch, so that it does not matter which group ran which task)",
         INNER_STATES,
-    )
-    inner_lr_schedule: str = setting("constant", "inner_lr over the inner steps: step k of K takes 1, 1 - k/K or a half "
-                                                 "cosine of it",
-                                     INNER_SCHEDULES)  # fmt: skip
-    inner_lr_groups: list[str] = setting(
-        [],
-        "Factors of inner_lr by layer, PATTERN=FACTOR with the wildcards of a shell; the first that fits counts: head=10 "
-        "'*embed*=0'",
     )
     inner_lr_learned: str = setting(
         None,
@@ -243,7 +255,7 @@ class RunConfig:
 
 
 @dataclass
-class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
+class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, RunConfig):
     """Every setting of a run. Raises `UsageError` in one line where values contradict each other."""
 
     def __post_init__(self) -> None:
@@ -274,6 +286,9 @@ class Config(ModelConfig, TaskConfig, MetaConfig, ParallelConfig, RunConfig):
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+
+# What an exported model remembers in fmmeta.json, so that it is adapted as it was trained to be.
+REMEMBERED = ("task_type", "head_init", "max_length", "prompt_template", *(item.name for item in fields(InnerConfig)))
 
 # Settings that may differ between a run and its continuation: they do not change theta.
 FREE_ON_RESUME = {

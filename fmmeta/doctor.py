@@ -38,14 +38,20 @@ class Finding:
         return f"{self.level:8} {self.name}: {self.text}" + (f"; {self.fix}" if self.fix else "")
 
 
-def examine() -> int:
-    """Print the findings; return the exit code."""
+@dataclass
+class DoctorConfig:
+    """It takes no flags."""
+
+
+def run(config: DoctorConfig) -> None:
+    """Print the findings; end with exit code 2 where there is a problem."""
     findings = [finding for look in LOOKS for finding in seen(look)]
     for finding in findings:
         print(finding)
     problems = sum(finding.level == "problem" for finding in findings)
     print(f"{problems} problems, {sum(finding.level == 'warning' for finding in findings)} warnings")
-    return 2 if problems else 0
+    if problems:
+        sys.exit(2)
 
 
 def seen(look: Callable[[], list[Finding]]) -> list[Finding]:

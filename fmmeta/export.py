@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.config import Config
-from fmmeta.meta.rates import Rates
+from fmmeta.config import REMEMBERED, Config
+from fmmeta.meta.rates import RATES_FILE, Rates
 from fmmeta.models.learner import PooledClassifier
-from fmmeta.models.load import Description, cached_file, empty_learner, load_hf
+from fmmeta.models.load import HEAD_FILE, Description, cached_file, empty_learner, load_hf
 from fmmeta.models.lora import merged, save_adapter
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
 
-HEAD_FILE, RATES = "head.safetensors", "inner_lr.safetensors"
 FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this large, if the model has as much
 
 
@@ -54,7 +53,7 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
         named = gather(rates.element, worker, shapes, ranks)
         with ranks.world.together("exporting the inner rates"):
             if ranks.first:
-                save_tensors({name.removeprefix("hf."): value for name, value in named.items()}, folder / RATES)
+                save_tensors({name.removeprefix("hf."): value for name, value in named.items()}, folder / RATES_FILE)
 
 
 def gather(vector: Tensor, worker: Worker, shapes: dict[str, tuple[int, ...]], ranks: Ranks) -> dict[str, Tensor]:
@@ -161,13 +160,9 @@ def accompany(folder: Path, skeleton: Any, config: Config, description: Descript
     tokenizer.save_pretrained(folder)
     if isinstance(skeleton, PooledClassifier):
         sentence_transformers(folder, config, description)
-    defaults = {"task_type": config.task_type, "pooling": description.pooling, "head_init": config.head_init,
-                "algorithm": config.algorithm, "n_way": config.n_way, "k_shot": config.k_shot, "inner_steps": config.inner_steps,
-                "inner_lr": config.inner_lr, "max_length": config.max_length, "inner_optimizer": config.inner_optimizer,
-                "inner_rates": rates_of(rates)}  # fmt: skip
-    if config.task_type == "causal_lm":
-        defaults["prompt_template"] = config.prompt_template
-    (folder / "fmmeta.json").write_text(json.dumps(defaults, indent=1) + "\n", encoding="utf-8")
+    facts = {"algorithm": config.algorithm, "pooling": description.pooling, "n_way": config.n_way, "k_shot": config.k_shot}
+    facts |= {name: getattr(config, name) for name in REMEMBERED} | {"inner_rates": rates_of(rates)}
+    (folder / "fmmeta.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def rates_of(rates: Rates | None) -> Any:
@@ -175,7 +170,7 @@ def rates_of(rates: Rates | None) -> Any:
     if rates is None:
         return None
     if rates.element is not None:
-        return RATES
+        return RATES_FILE
     columns = rates.table.T.tolist()
     return {name.removeprefix("hf."): column for name, column in zip(rates.layers.names, columns, strict=True)}
 
@@ -184,7 +179,7 @@ def sentence_transformers(folder: Path, config: Config, description: Description
     """The files by which sentence-transformers knows the pooling; a Normalize module is kept if the source had one."""
     package = "sentence_transformers.models"
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    source = None if config.builtin_model else cached_file(config, "modules.json")
+    source = None if config.builtin_model else cached_file(config.model_name_or_path, "modules.json")
     if source and any("Normalize" in module["type"] for module in json.loads(Path(source).read_text(encoding="utf-8"))):
         modules.append(("2_Normalize", "Normalize"))
     listed = [{"idx": i, "name": str(i), "path": path, "type": f"{package}.{kind}"} for i, (path, kind) in enumerate(modules)]

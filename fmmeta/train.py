@@ -18,8 +18,9 @@ from fmmeta.checkpoint.saver import Saver
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.feed import Feed, Reader
-from fmmeta.fewshot.evaluate import TEST, VALID, HeldOut, mean_ci95
+from fmmeta.fewshot.evaluate import TEST, VALID, HeldOut
 from fmmeta.fewshot.heldout import compare, show
+from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.guard import Guard, Spikes
 from fmmeta.meta.algorithms import NUMBERS, RULES, imaml
 from fmmeta.meta.check import Checked, check
@@ -86,6 +87,11 @@ class MetaTrainer:
             with guard.watching():
                 run.loop()
                 return run.finish()
+
+
+def train(config: Config, signals: Signals | None = None) -> Result:
+    """`fmmeta train` and `launch/train.py`."""
+    return MetaTrainer(config, signals).train()
 
 
 class Run:

@@ -6,7 +6,6 @@ Episodes are fixed by (seed, split) and spread over the groups; the scores do no
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from fmmeta.config import Config
 from fmmeta.feed import Reader
+from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.meta.inner import Learning
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
@@ -81,16 +81,6 @@ def evaluate_tasks(worker: Worker, theta: Tensor, learning: Learning, tasks: Seq
     spoken = scores if ranks.layout.group_rank == 0 else []
     parts = ranks.world.gather_bytes(json.dumps([asdict(score) for score in spoken]).encode())
     return sorted((Score(**score) for part in parts for score in json.loads(part)), key=lambda score: score.slot)
-
-
-def mean_ci95(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval over episodes (1.96 standard errors)."""
-    n = len(values)
-    mean = sum(values) / n
-    if n < 2:
-        return mean, math.nan
-    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
-    return mean, 1.96 * math.sqrt(variance / n)
 
 
 def per_stratum(scores: Sequence[Score]) -> dict[str, float]:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fmmeta.config import Config
-from fmmeta.fewshot.evaluate import Score, mean_ci95, per_stratum
+from fmmeta.fewshot.evaluate import Score, per_stratum
+from fmmeta.fewshot.scores import Interval, mean_ci95
 
-Interval = tuple[float, float]
-"""Mean over episodes and half its 95 % interval."""
 Table = Callable[[str, Sequence[str], Sequence[Sequence[str]]], None]
 """Shows a title, a header and rows (progress.Progress.table)."""
 

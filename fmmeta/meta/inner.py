@@ -72,3 +72,13 @@ class InnerLoop:
             if path is not None:
                 path.add(worker.read() if k + 1 < self.steps else None, record)
         return Adapted(phi0, means, state, passes)
+
+    def path(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], query: Sequence[MicroBatch]) -> list[Pass]:
+        """The query set after 0, 1, ... K steps; the worker holds theta before and phi_K afterwards. Collective: group."""
+        phi0, _ = self.head.start(worker, theta, support)
+        state = self.rule.fresh(phi0.numel(), phi0.device)
+        passes = [worker.forward(query)]
+        for k in range(self.steps):
+            worker.step(support, self.rule.update(k, state, self.rates, None, None))
+            passes.append(worker.forward(query))
+        return passes

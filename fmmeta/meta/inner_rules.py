@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fmmeta.config import MetaConfig
+from fmmeta.config import Config
 from fmmeta.meta.rates import Rates
 from fmmeta.parallel.worker import Update
 
@@ -80,7 +80,7 @@ def sgd_direction(grad: Tensor, shard: Tensor, state: dict[str, Tensor], count: 
     return grad
 
 
-def inner_rule(config: MetaConfig) -> InnerRule:
+def inner_rule(config: Config) -> InnerRule:
     """The optimizer that `config` asks for."""
     if config.inner_optimizer == "sgd":
         return InnerRule("sgd", (), sgd_direction)

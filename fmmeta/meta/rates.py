@@ -22,6 +22,7 @@ from torch import Tensor
 from fmmeta.parallel.worker import Worker
 
 HEAD = "head"
+RATES_FILE = "inner_lr.safetensors"  # rates element by element, in an exported folder, named as its tensors
 
 
 def layer_of(name: str, head_names: Sequence[str]) -> str:

@@ -13,12 +13,13 @@ import torch
 from fmmeta.config import Config, UsageError
 from fmmeta.models.forward import check_packing, check_positions, checkpoint_layers, unsupported
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
-from fmmeta.models.lora import import_peft, inject
+from fmmeta.models.lora import import_peft, inject, merged
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
 
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "resid_pdrop", "embd_pdrop",
             "attn_pdrop", "classifier_dropout", "hidden_dropout", "dropout", "activation_dropout", "summary_first_dropout",
             "seq_classif_dropout", "pooler_dropout", "mlp_dropout", "classifier_dropout_prob")  # fmt: skip
+HEAD_FILE = "head.safetensors"  # the head of an encoder with fmmeta's pooling
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 
 
@@ -44,9 +45,10 @@ def describe(config: Config) -> Description:
     if config.builtin_model:
         hf_config = tiny_config(config.task_type, max(512, config.max_length))
     else:
-        if (Path(name) / "adapter_config.json").is_file():
-            raise UsageError(f"model_name_or_path={name} holds adapters and no model; give their base, or a merged/ "
-                             "folder that --lora_merge wrote")  # fmt: skip
+        name = base_of(name)
+        if name != config.model_name_or_path and config.lora_r:
+            raise UsageError(f"model_name_or_path={config.model_name_or_path} holds adapters, and lora_r={config.lora_r} would "
+                             "put others on top; give a merged/ folder that --lora_merge wrote")  # fmt: skip
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
             raise UsageError(f"model_name_or_path={name} holds no config.json; give a Hugging Face folder or hub id")
         if not Path(name).exists() and (name.startswith((".", "/")) or name.count("/") > 1):
@@ -68,6 +70,22 @@ def describe(config: Config) -> Description:
     return Description(hf_config, resolve_pooling(config), dropouts)
 
 
+def base_of(model_name_or_path: str) -> str:
+    """The model that an adapter folder was made for; any other name as it is. Raises `UsageError` for a broken folder."""
+    path = cached_file(model_name_or_path, "adapter_config.json")
+    if path is None:
+        return model_name_or_path
+    try:
+        base = json.loads(Path(path).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"model_name_or_path={model_name_or_path}: adapter_config.json cannot be read ({error}); mend it"
+        ) from None
+    if not isinstance(base, str):
+        raise UsageError(f"model_name_or_path={model_name_or_path}: adapter_config.json names no base model; mend it")
+    return base
+
+
 def first_of(value: Any) -> Any:
     return value[0] if isinstance(value, (list, tuple)) else value
 
@@ -78,7 +96,7 @@ def resolve_pooling(config: Config) -> str:
         return "model" if config.task_type != "classification" else config.pooling
     if config.builtin_model:
         return "mean"
-    path = cached_file(config, "1_Pooling/config.json")
+    path = cached_file(config.model_name_or_path, "1_Pooling/config.json")
     if path is None:
         return "model"
     modes = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -89,11 +107,12 @@ def resolve_pooling(config: Config) -> str:
     raise UsageError(f"pooling=auto: {path} asks for a pooling that is not mean or cls; choose one with --pooling")
 
 
-def cached_file(config: Config, name: str) -> str | None:
+def cached_file(model_name_or_path: str, name: str) -> str | None:
+    """Path of one file of a folder or hub id; None where it has no such file."""
     from transformers.utils import cached_file as find
 
     try:
-        return find(config.model_name_or_path, name, _raise_exceptions_for_missing_entries=False,
+        return find(model_name_or_path, name, _raise_exceptions_for_missing_entries=False,
                     _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False)  # fmt: skip
     except (OSError, ValueError):
         return None
@@ -105,7 +124,7 @@ def load_tokenizer(config: Config, description: Description, notice: Callable[[s
 
     if not config.builtin_model:
         files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
-        if any(cached_file(config, name) for name in files):
+        if any(cached_file(config.model_name_or_path, name) for name in files):
             try:
                 return AutoTokenizer.from_pretrained(config.model_name_or_path, trust_remote_code=config.trust_remote_code)
             except Exception as error:
@@ -129,9 +148,29 @@ def load_learner(config: Config, description: Description) -> Learner:
     if config.head_init != "learned":
         for name in learner.head_names:
             learner.get_parameter(name).data.zero_()
+    else:
+        restore_head(learner, config)
     if config.packing:
         check_packing(learner)
     return learner.train()
+
+
+def restore_head(learner: Learner, config: Config) -> None:
+    """Give an encoder with fmmeta's pooling the head that lies beside it, if it has outputs for as many classes."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = cached_file(config.model_name_or_path, HEAD_FILE) if isinstance(learner, PooledClassifier) else None
+    if path is None:
+        return
+    try:
+        stored = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"model_name_or_path={config.model_name_or_path}: {HEAD_FILE} cannot be read ({one_line(error)}); "
+                         "fetch it again") from None  # fmt: skip
+    for name in learner.head_names:
+        if name in stored and stored[name].shape == learner.get_parameter(name).shape:
+            learner.get_parameter(name).data.copy_(stored[name])
 
 
 def load_hf(config: Config, description: Description) -> Any:
@@ -141,9 +180,11 @@ def load_hf(config: Config, description: Description) -> Any:
     try:
         if config.builtin_model:
             return auto.from_config(description.hf_config, **kwargs)
-        return auto.from_pretrained(config.model_name_or_path, config=description.hf_config, dtype=torch.float32,
-                                    use_safetensors=True, trust_remote_code=config.trust_remote_code,
-                                    ignore_mismatched_sizes=config.task_type == "classification", **kwargs)  # fmt: skip
+        base = base_of(config.model_name_or_path)
+        hf = auto.from_pretrained(base, config=description.hf_config, dtype=torch.float32, use_safetensors=True,
+                                  trust_remote_code=config.trust_remote_code,
+                                  ignore_mismatched_sizes=config.task_type == "classification", **kwargs)  # fmt: skip
+        return hf if base == config.model_name_or_path else merged(hf, Path(config.model_name_or_path), config)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise UsageError(f"model_name_or_path={config.model_name_or_path} cannot be loaded: {one_line(error)}") from None
 

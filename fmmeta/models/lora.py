@@ -27,9 +27,10 @@ def import_peft(config: Config) -> Any:
     try:
         import peft
     except ImportError as error:
-        raise UsageError(
-            f"lora_r={config.lora_r} needs peft ({error}); pip install 'fmmeta[lora]', or leave --lora_r out"
-        ) from None
+        asks = (
+            f"lora_r={config.lora_r}" if config.lora_r else f"model_name_or_path={config.model_name_or_path} holds adapters and"
+        )
+        raise UsageError(f"{asks} needs peft ({error}); pip install 'fmmeta[lora]', or do without adapters") from None
     return peft
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fmmeta.config import Config, UsageError
 from fmmeta.models.learner import Learner
-from fmmeta.models.load import Description, auto_class, cached_file, load_learner, one_line, wrap
+from fmmeta.models.load import Description, auto_class, base_of, cached_file, load_learner, one_line, restore_head, wrap
 
 Entry = tuple[str, str]  # file, key in it
 
@@ -82,6 +82,8 @@ def open_stream(config: Config, description: Description) -> Stream:
     fresh = {f"hf.{key}": hf.get_parameter(key).detach() for key in missing}
     torch.manual_seed(config.seed)
     learner = wrap(hf, config, description)
+    if config.head_init == "learned":
+        restore_head(learner, config)
     places = places_of(learner)
     for head in learner.head_names:
         param = learner.get_parameter(head)
@@ -143,15 +145,18 @@ def find_tensors(hf: Any, config: Config) -> tuple[dict[str, Entry], dict[str, t
 def checkpoint_files(config: Config) -> list[str]:
     """The safetensors files of the checkpoint; those of a hub id are downloaded."""
     name = config.model_name_or_path
-    single = cached_file(config, "model.safetensors")
+    if base_of(name) != name:
+        raise UsageError(f"model_name_or_path={name} holds adapters, which are read together with a whole model; give a merged/ "
+                         "folder that --lora_merge wrote, or use ZeRO 0 to 2")  # fmt: skip
+    single = cached_file(config.model_name_or_path, "model.safetensors")
     if single:
         return [single]
-    index = cached_file(config, "model.safetensors.index.json")
+    index = cached_file(config.model_name_or_path, "model.safetensors.index.json")
     if index is None:
         raise UsageError(f"model_name_or_path={name} has no model.safetensors; convert its weights to safetensors")
     with open(index, encoding="utf-8") as file:
         files = sorted(set(json.load(file)["weight_map"].values()))
-    paths = {file: cached_file(config, file) for file in files}
+    paths = {file: cached_file(config.model_name_or_path, file) for file in files}
     absent = [file for file, path in paths.items() if path is None or not os.path.isfile(path)]
     if absent:
         raise UsageError(f"model_name_or_path={name} lacks {absent[0]}, which its index names; fetch it again")

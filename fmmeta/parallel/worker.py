@@ -6,6 +6,7 @@
     gradient(batches, restore) -> vector, Pass      the same, capturing instead         query gradient
     forward(batches) -> Pass             loss and accuracy, no gradient                 evaluation
     features(batches) -> [[B, D]]        what the classifier head sees, no gradient     prototypes
+    logits(batches) -> [[B, C]]          what the whole model says, no gradient         probabilities (WholeWorker)
     pull(batches, cotangents) -> vector, Pass    gradient of <features, cotangents>     back through features (WholeWorker)
     dot(a, b) -> float                   over the whole model, each element once
     dots(a, b, segments, n) -> [n]       the same, by layer                             learned rates
@@ -174,6 +175,11 @@ class WholeWorker(Worker):
     @torch.no_grad()
     def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         return [self._call(batch.to(self.device), want="features").float() for batch in batches]
+
+    @torch.no_grad()
+    def logits(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Logits of the rows of each micro-batch of this rank, fp32 [B, C] or [B, T, V]. Collective: group."""
+        return [self._call(batch.to(self.device)).float() for batch in batches]
 
     def pull(self, batches: Sequence[MicroBatch], cotangents: Sequence[Tensor]) -> tuple[Tensor, Pass]:
         """Gradient of sum <features, cotangent> over the rows of the group, fp32 [S]; the weights stay.

@@ -33,9 +33,12 @@ class Shape:
     num_query: int
     n_way_max: int
     k_shot_max: int
+    every: bool = False  # all classes there are, whatever n_way says
 
     def ways(self, rng: np.random.Generator, available: int) -> int:
         """Number of classes of an episode. Drawn first, so that the size is known from the seed alone."""
+        if self.every:
+            return available
         most = min(self.n_way_max, available)
         return self.n_way if most <= self.n_way else int(rng.integers(self.n_way, most + 1))
 
@@ -47,7 +50,7 @@ class Shape:
 
     @property
     def fixed(self) -> bool:
-        return self.n_way_max <= self.n_way and self.k_shot_max <= self.k_shot
+        return self.n_way_max <= self.n_way and self.k_shot_max <= self.k_shot and not self.every
 
     def rows(self, seed: tuple[int, ...], available: int) -> int:
         """Rows of the episode that `seed` will draw."""

@@ -194,7 +194,7 @@ def test_missing_peft_names_the_extra(sources, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     message = refusal(describe, Config(lora_r=4))
     assert message.startswith("lora_r=4 needs peft (")
-    assert message.endswith("; pip install 'fmmeta[lora]', or leave --lora_r out")
+    assert message.endswith("; pip install 'fmmeta[lora]', or do without adapters")
     describe(Config())  # nobody else needs it
 
 
@@ -231,9 +231,23 @@ def test_an_architecture_that_peft_does_not_know_needs_targets(tmp_path):
                                                           lora_target_modules=["Wq"]).named_parameters())  # fmt: skip
 
 
-def test_an_adapter_folder_is_no_model(tmp_path, sources):
-    exported(sources["bert"], tmp_path / "model", lora_r=3)
-    assert refusal(describe, Config(model_name_or_path=str(tmp_path / "model"))) == (
-        f"model_name_or_path={tmp_path / 'model'} holds adapters and no model; give their base, or a merged/ folder that "
-        "--lora_merge wrote"
+@pytest.mark.parametrize("source", ["bert", "llama"])
+def test_an_adapter_folder_is_read_as_its_merged_model(source, tmp_path, sources):
+    exported(sources[source], tmp_path / "model", lora_r=3, lora_merge=True)
+    config, merged = (Config(model_name_or_path=str(tmp_path / name), head_init="learned") for name in ("model", "merged"))
+    ours = load_learner(config, describe(config)).state_dict()
+    theirs = load_learner(merged, describe(merged)).state_dict()
+    assert set(ours) == set(theirs)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+    adapted = Config(model_name_or_path=str(tmp_path / "model"), lora_r=3)
+    assert refusal(describe, adapted) == (
+        f"model_name_or_path={tmp_path / 'model'} holds adapters, and lora_r=3 would put others on top; give a merged/ folder "
+        "that --lora_merge wrote"
+    )
+
+
+def test_a_broken_adapter_folder_is_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert refusal(describe, Config(model_name_or_path=str(tmp_path))) == (
+        f"model_name_or_path={tmp_path}: adapter_config.json cannot be read ('base_model_name_or_path'); mend it"
     )

@@ -1,0 +1,65 @@
+"""The card of an adapted model: README.md, with where it comes from, what it learned from, and how well it does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fmmeta.fewshot.settings import AdaptConfig, remembered
+from fmmeta.tasks.table import Table
+
+if TYPE_CHECKING:
+    from fmmeta.fewshot.adaptation import Adapted
+
+
+def write_card(adapted: Adapted, settings: AdaptConfig, support: Table) -> None:
+    """Write README.md into the adapted model's folder."""
+    config, base = adapted.single.config, settings.model_name_or_path
+    classes = config.task_type == "classification"
+    header = {"base_model": base, "library_name": "transformers", "tags": ["fmmeta", "few-shot"],
+              "pipeline_tag": "text-classification" if classes else "text-generation"}  # fmt: skip
+    facts = [
+        ("base model", f"`{base}`"),
+        ("meta-training", origin(base)),
+        ("support", f"`{Path(settings.support).name}`: {len(support.left)} examples"
+                    + (f" of {len(adapted.labels)} classes" if classes else "")),
+        ("inner loop", f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"
+                       + (f", LoRA of rank {config.lora_r}" if config.lora_r else "")),
+    ]  # fmt: skip
+    if adapted.left_out is not None:
+        facts.append(("accuracy on examples left out", f"{100 * adapted.left_out:.1f} %; the steps were chosen on them"))
+    if adapted.accuracy is not None:
+        facts.append(
+            (f"accuracy on `{Path(str(settings.query)).name}`", f"{100 * adapted.accuracy:.1f} % of {len(adapted.predictions)}")
+        )
+    yaml = "".join(f"{key}: {json.dumps(value)}\n" for key, value in header.items())  # JSON is YAML
+    table = "".join(f"| {name} | {plain(value)} |\n" for name, value in facts)
+    listed = "".join(f"- {plain(label)}\n" for label in adapted.labels)
+    text = f"---\n{yaml}---\n\n# {Path(adapted.folder).resolve().name}\n\nAdapted by fmmeta from a few examples.\n\n"
+    text += f"| | |\n|---|---|\n{table}"
+    text += f"\n## Classes\n\n{listed}" if classes else ""
+    text += f"\n## Use\n\n```bash\nfmmeta predict --model_name_or_path {adapted.folder} --input texts.txt\n```\n"
+    (adapted.folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def origin(base: str) -> str:
+    """How the base was meta-trained, as far as its folder and the run beside it tell."""
+    memory: dict[str, Any] = remembered(base)
+    if not memory:
+        return "none"
+    text = f"{memory.get('algorithm')}, {memory.get('k_shot')} shots"
+    run = Path(base).parent / "run.json"
+    if run.is_file():
+        try:
+            settings = json.loads(run.read_text(encoding="utf-8"))["settings"]
+            text += f", on {' '.join(settings['dataset'])}, {settings['outer_steps']} outer steps of "
+            text += f"{settings['meta_batch_size']} tasks"
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # another folder's file
+    return text
+
+
+def plain(text: str) -> str:
+    """On one line of a table."""
+    return " ".join(text.split()).replace("|", "\\|")

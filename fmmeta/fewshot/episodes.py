@@ -1,0 +1,70 @@
+"""Which episodes an evaluation looks at: fixed by the data, the settings and the seed, and by nothing of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fmmeta.config import Config, UsageError
+from fmmeta.fewshot.settings import EvaluateConfig
+from fmmeta.tasks.load import Sources, load_sources
+from fmmeta.tasks.schedule import Schedule, Task
+from fmmeta.tasks.source import ClassSource, Draw, Mixture, TaskSource
+from fmmeta.tasks.store import digest
+
+STREAM = 2  # of the schedule; training is 0, validation 1
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """The episodes of one k_shot. `most_classes`: of the largest of them; 0 for causal_lm."""
+
+    source: TaskSource
+    tasks: list[Task]
+    most_classes: int
+
+    def draws(self) -> list[Draw]:
+        return [self.source.draw(task) for task in self.tasks]
+
+    def fingerprint(self) -> str:
+        """Of the texts of all episodes, so that two evaluations are paired only if they met the same ones."""
+        return digest([[draw.classes, draw.support, draw.query, texts(draw)] for draw in self.draws()])
+
+
+def texts(draw: Draw) -> list[list[str]]:
+    """Left and right of the query rows."""
+    return [[draw.store.text("left", row), draw.store.text("right", row)] for row, _ in draw.query]
+
+
+def part_of(sources: Sources, part: str, config: Config) -> TaskSource:
+    source = {"train": sources.train, "valid": sources.valid, "test": sources.test}[part]
+    if source is None:
+        raise UsageError(f"part={part} of dataset={' '.join(config.dataset)} is empty; give another --part, or a file of splits")
+    return source
+
+
+def episodes_of(settings: EvaluateConfig, k_shot: int, tokenizer: Any) -> Episodes:
+    """Read (from the prepared store) and choose. Raises `UsageError`."""
+    config = run_config(settings, k_shot)
+    source = part_of(load_sources(config, tokenizer, lambda text: None), settings.part, config)
+    most = config.most_classes
+    if settings.n_way == "all" and config.task_type == "classification":
+        most = all_ways(source)
+    schedule = Schedule(source.items, settings.episodes, config.seed, STREAM, shuffle=False, sizes=source.size)
+    return Episodes(source, schedule.meta_batch(0), most)
+
+
+def run_config(settings: EvaluateConfig, k_shot: int, **values: Any) -> Config:
+    """Settings of a run over the episodes of one k_shot; n_way=all counts as the least there can be until data are read."""
+    n_way = 2 if settings.n_way == "all" else int(settings.n_way)
+    return settings.run_config(n_way=n_way, k_shot=k_shot, **values)
+
+
+def all_ways(source: TaskSource) -> int:
+    """Make a source draw episodes of every class; return the most classes of an episode."""
+    if isinstance(source, Mixture):
+        return max(all_ways(one) for one in source.sources)
+    if not isinstance(source, ClassSource):
+        raise UsageError("n_way=all needs to know every class, which a folder of task files does not tell; give a number")
+    source.shape = replace(source.shape, every=True)
+    return max(len(pool) for pool, _ in source.draws)

@@ -1,0 +1,54 @@
+"""Few-shot methods on frozen features: fit on the support set, give log-probabilities for the query set.
+
+    prototype  log softmax (cos(f, mu_c) / tau), mu_c the mean of the class's features     (Snell et al. 2017, with cosine)
+    linear     logistic regression (scikit-learn)
+    knn        share of the classes among the nearest support rows by cosine, closer ones counting more (scikit-learn)
+
+Features are scaled to unit length first. S support rows, Q query rows, D features, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TEMPERATURE = 0.05  # of cosines; it moves probabilities, not which class comes first
+FLOOR = 1e-6  # least probability of a class that no neighbour has
+
+Method = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""Support features [S, D] and labels [S], query features [Q, D], C -> log-probabilities [Q, C]."""
+
+
+def prototype(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
+    sums = torch.zeros(classes, support.shape[1]).index_add_(0, labels, F.normalize(support))
+    return F.log_softmax(F.normalize(query) @ F.normalize(sums).T / TEMPERATURE, dim=1)
+
+
+def linear(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
+    from sklearn.linear_model import LogisticRegression
+
+    model = LogisticRegression(max_iter=1000).fit(F.normalize(support).numpy(), labels.numpy())
+    return spread(model, torch.from_numpy(model.predict_log_proba(F.normalize(query).numpy())).float(), classes)
+
+
+def knn(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
+    from sklearn.neighbors import KNeighborsClassifier
+
+    nearest = max(1, len(labels) // classes)  # as many as a class has rows, on average
+    model = KNeighborsClassifier(nearest, metric="cosine", weights="distance").fit(F.normalize(support).numpy(), labels.numpy())
+    found = torch.from_numpy(model.predict_proba(F.normalize(query).numpy())).float().clamp(min=FLOOR)
+    return spread(model, found.log(), classes).log_softmax(1)
+
+
+def spread(model: Any, found: Tensor, classes: int) -> Tensor:
+    """Columns of the classes that scikit-learn has seen to columns of all of them."""
+    out = torch.full((len(found), classes), torch.log(torch.tensor(FLOOR)).item())
+    out[:, torch.from_numpy(model.classes_)] = found
+    return out
+
+
+METHODS: dict[str, Method] = {"prototype": prototype, "linear": linear, "knn": knn}

@@ -1,0 +1,116 @@
+"""What a language model answers, beyond the loss of the right answer: generated text and ranked options.
+
+    rouge_l   F of the longest common subsequence of words, greedy answer against the right one      (Lin 2004)
+    options   is the right answer the likeliest of all answers of the episode, by their total log-likelihood?
+
+Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004, equations 2-4 with beta = 1; words are runs of letters and
+digits, case does not count. Both need the whole model on one rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fmmeta.config import Config
+from fmmeta.parallel.worker import WholeWorker
+from fmmeta.tasks.batch import IGNORE, Dealer, Example
+from fmmeta.tasks.encode import encode_pairs
+from fmmeta.tasks.source import Draw
+from fmmeta.tasks.store import Store
+
+
+def rouge_l(answer: str, truth: str) -> float:
+    """Between 0 and 1."""
+    said, right = words(answer), words(truth)
+    common = longest_common(said, right)
+    return 2 * common / (len(said) + len(right)) if common else float(said == right)
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def longest_common(a: Sequence[str], b: Sequence[str]) -> int:
+    """Length of the longest common subsequence."""
+    row = [0] * (len(b) + 1)
+    for left in a:
+        before = 0
+        for j, right in enumerate(b, 1):
+            before, row[j] = row[j], before + 1 if left == right else max(row[j], row[j - 1])
+    return row[-1]
+
+
+class LanguageMetrics:
+    """The metrics in `names` of an episode, from the weights that the worker holds."""
+
+    def __init__(self, names: Sequence[str], worker: WholeWorker, tokenizer: Any, config: Config, dealer: Dealer,
+                 max_new_tokens: int) -> None:  # fmt: skip
+        self.names, self.worker, self.tokenizer, self.config = names, worker, tokenizer, config
+        self.dealer, self.max_new_tokens = dealer, max_new_tokens
+
+    def of(self, draw: Draw) -> dict[str, float]:
+        return {name: getattr(self, f"_{name}")(draw) for name in self.names}
+
+    def _rouge_l(self, draw: Draw) -> float:
+        prompts = [prompt_of(draw.store, row) for row, _ in draw.query]
+        answers = generate(self.worker, self.tokenizer, prompts, self.max_new_tokens, self.dealer.micro_batch_size)
+        right = [draw.store.text("right", row) for row, _ in draw.query]
+        return sum(map(rouge_l, answers, right)) / len(right)
+
+    def _options(self, draw: Draw) -> float:
+        """Share of the queries whose right answer is the likeliest of the episode's distinct answers."""
+        options = list(dict.fromkeys(draw.store.text("right", row) for row, _ in (*draw.support, *draw.query)))
+        asked = [draw.store.text("left", row) for row, _ in draw.query]
+        left, right = [text for text in asked for _ in options], options * len(asked)
+        examples = encode_pairs(self.tokenizer, left, right, self.config.max_length, self.config.prompt_template)
+        scores = torch.tensor(self.log_likelihoods(examples)).view(len(asked), len(options))
+        truth = [options.index(draw.store.text("right", row)) for row, _ in draw.query]
+        return float((scores.argmax(1) == torch.tensor(truth)).double().mean())
+
+    def log_likelihoods(self, examples: Sequence[Example]) -> list[float]:
+        """Total log-likelihood of each example's answer, in nats."""
+        found: list[float] = []
+        for begin in range(0, len(examples), self.dealer.micro_batch_size):
+            rows = examples[begin : begin + self.dealer.micro_batch_size]
+            order = sorted(range(len(rows)), key=lambda i: -len(rows[i].input_ids))  # as the dealer will have them
+            scores = [0.0] * len(rows)
+            done = 0
+            dealt = self.dealer.deal(rows)
+            for batch, logits in zip(dealt, self.worker.logits(dealt), strict=True):
+                losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), batch.labels[:, 1:].to(logits.device),
+                                         ignore_index=IGNORE, reduction="none").sum(1)  # fmt: skip
+                for loss in losses.tolist():
+                    scores[order[done]] = -loss
+                    done += 1
+            found += scores
+        return found
+
+
+def prompt_of(store: Store, row: int) -> list[int]:
+    """Tokens of a row up to its answer."""
+    ids, labels = Store.cell(store.ids, row), Store.cell(store.labels, row)
+    return ids[: int((labels == IGNORE).sum())].tolist()
+
+
+@torch.no_grad()
+def generate(
+    worker: WholeWorker, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int
+) -> list[str]:
+    """Greedy answers to prompts of tokens."""
+    hf: Any = worker.model.hf
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else hf.config.pad_token_id
+    answers = []
+    for begin in range(0, len(prompts), batch_size):
+        part = prompts[begin : begin + batch_size]
+        longest = max(map(len, part))
+        ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in part], device=worker.device)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in part], device=worker.device)
+        out = hf.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
+                          pad_token_id=pad, eos_token_id=tokenizer.eos_token_id)  # fmt: skip
+        answers += tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
+    return [answer.strip() for answer in answers]

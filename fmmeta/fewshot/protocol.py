@@ -1,0 +1,191 @@
+"""`fmmeta evaluate`: models x methods x shots over the same episodes, spread over the ranks of a launch.
+
+    settings --> episodes of each k_shot (by seed, never by model) --> one score per episode, method and shot --> results
+
+The scores do not depend on the number of groups: an episode is scored by one group, and frozen features are computed in batches
+that the rows alone determine. Ranks join groups as in training, so that a model is evaluated wherever it could be trained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmmeta import build
+from fmmeta.config import Config, UsageError
+from fmmeta.feed import Reader
+from fmmeta.fewshot.defaults import stored_rates
+from fmmeta.fewshot.episodes import Episodes, episodes_of, run_config
+from fmmeta.fewshot.features import embed
+from fmmeta.fewshot.frozen import METHODS as FROZEN
+from fmmeta.fewshot.language import LanguageMetrics
+from fmmeta.fewshot.methods import Finetune, InContext, frozen_score
+from fmmeta.fewshot.results import Cell, check_comparable, differences, read_cells, results_of, show, write
+from fmmeta.fewshot.scores import EpisodeScore
+from fmmeta.fewshot.settings import EvaluateConfig
+from fmmeta.meta.algorithms.in_context import prompted
+from fmmeta.parallel.communicator import Ranks, World, pick_device
+from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.worker import WholeWorker
+from fmmeta.progress import Progress
+from fmmeta.tasks.loader import Load
+from fmmeta.tasks.schedule import Task, deal
+
+
+def run(settings: EvaluateConfig) -> None:
+    """`fmmeta evaluate`: the results as a table. Collective: world."""
+    progress = Progress(speaks=Launch.from_env(os.environ).global_rank == 0)
+    show(evaluate(settings, progress), progress)
+
+
+def evaluate(settings: EvaluateConfig, progress: Progress | None = None) -> dict[str, Any]:
+    """Evaluate as `settings` say; the results, as results.json has them. Raises `UsageError`. Collective: world."""
+    launch = Launch.from_env(os.environ)
+    world = World(launch, pick_device(launch))
+    progress = progress or Progress(speaks=launch.global_rank == 0)
+    try:
+        bench, others = Bench(world, progress), None
+        if settings.compare is not None and settings.compare.endswith(".json"):
+            with world.comm.together("reading the other results"):
+                others = read_cells(settings.compare)
+        cells = bench.cells(settings, others)
+        results = results_of(settings, cells)
+        if settings.compare is not None:
+            others = others or bench.cells(replace(settings, model_name_or_path=settings.compare, compare=None), cells)
+            results["compare"] = {"with": settings.compare, "cells": differences(cells, others)}
+        with world.comm.together("writing the results"):
+            if launch.global_rank == 0 and settings.output:
+                write(Path(settings.output), results)
+        return results
+    finally:
+        world.close()
+
+
+class Bench:
+    """Scores models one after another; the groups that the first one forms serve the others too."""
+
+    def __init__(self, world: World, progress: Progress) -> None:
+        self.world, self.progress = world, progress
+        self.ranks: Ranks | None = None
+
+    def cells(self, settings: EvaluateConfig, others: Sequence[Cell] | None = None) -> list[Cell]:
+        """One per method and k_shot. `others`: what they will be compared with, checked before anything is computed.
+
+        Collective: world.
+        """
+        notice, shots = self.progress.notice, settings.k_shot
+        with self.world.comm.together("reading settings"):
+            config = run_config(settings, max(shots))
+            refuse(settings, config)
+        plan = build.plan(config, self.world, notice)
+        with self.world.comm.together("choosing episodes"):
+            chosen = {k: episodes_of(settings, k, plan.tokenizer) for k in shots}
+            prints = {k: episodes.fingerprint() for k, episodes in chosen.items()}
+            check_comparable(settings, prints, others)
+        most = max(episodes.most_classes for episodes in chosen.values())
+        if most > config.most_classes:
+            config = run_config(settings, max(shots), n_way_max=most)
+        self.ranks = self.ranks or build.form_groups(config, plan, self.world, notice)
+        parts = build.build(config, plan, self.ranks)
+        model = Model(settings, config, plan, parts, self.ranks, self.progress)
+        frozen = [method for method in settings.method if method in FROZEN]
+        features = None
+        if frozen:
+            draws = [draw for episodes in chosen.values() for draw in episodes.draws()]
+            features = embed(parts.worker, draws, parts.dealer, self.ranks, partial(self.progress.line, "rows embedded"))
+        found = []
+        for k in shots:
+            for method in settings.method:
+                scores = model.frozen(method, chosen[k], features) if method in FROZEN else model.learned(method, k, chosen[k])
+                found.append(Cell(method, k, prints[k], scores))
+        return found
+
+
+@dataclass
+class Model:
+    """A model that is held, and the scores that it reaches."""
+
+    settings: EvaluateConfig
+    config: Config
+    plan: build.Plan
+    parts: build.Parts
+    ranks: Ranks
+    progress: Progress
+
+    def frozen(self, method: str, episodes: Episodes, features: Any) -> list[EpisodeScore]:
+        """Collective: world."""
+        group, groups = self.ranks.layout.group_index, self.ranks.layout.num_groups
+        mine = [(slot, task) for slot, task in enumerate(episodes.tasks) if slot % groups == group]
+        return gather(self.ranks, [frozen_score(method, slot, task, episodes.source.draw(task), features) for slot, task in mine])
+
+    def learned(self, method: str, k_shot: int, episodes: Episodes) -> list[EpisodeScore]:
+        """By the inner loop or in context. Collective: world."""
+        worker, theta, ranks = self.parts.worker, self.parts.theta, self.ranks
+        slots = {task.seed: slot for slot, task in enumerate(episodes.tasks)}
+        reader = Reader(self._fetch(method, episodes), ranks, self.config, self.progress.notice)
+        what = f"{k_shot}-shot {method}"
+        self.progress.start(what)
+        tasks = deal(episodes.tasks, ranks.layout.num_groups)[ranks.layout.group_index]
+        found = reader.read(tasks)
+        reader.judge(len(episodes.tasks), int(ranks.world.sum_(torch.tensor([float(len(reader.errors))]))))
+        inner = self.parts.setup.inner
+        if not self.settings.own_rates():
+            inner = replace(inner, rates=stored_rates(self.config, inner.rates, worker))
+        learner = InContext(worker) if method == "in_context" else Finetune(worker, theta, inner)
+        scores = []
+        for done, (task, episode) in enumerate(found):
+            self.progress.line(what, done, len(found))
+            scores.append(learner.score(slots[task.seed], task, episode, self._extra(episodes, task)))
+        return gather(ranks, scores)
+
+    def _fetch(self, method: str, episodes: Episodes) -> Callable[[Sequence[Task]], list[Any]]:
+        positions = getattr(self.plan.description.hf_config, "max_position_embeddings", None)
+        prompt = partial(prompted, bos_token_id=self.plan.tokenizer.bos_token_id, positions=positions)
+        load = Load(episodes.source, self.parts.dealer, None, self.parts.setup.inner.head.classes,
+                    prompt if method == "in_context" else None)  # fmt: skip
+        return lambda tasks: [load(task) for task in tasks]
+
+    def _extra(self, episodes: Episodes, task: Task) -> Callable[[], dict[str, float]]:
+        if not self.settings.metrics:
+            return dict
+        worker = self.parts.worker
+        if not isinstance(worker, WholeWorker) or self.ranks.layout.group_size > 1:
+            raise UsageError(f"metrics={' '.join(self.settings.metrics)} need the whole model on one rank; use --group_size 1")
+        metrics = LanguageMetrics(self.settings.metrics, worker, self.plan.tokenizer, self.config, self.parts.dealer,
+                                  self.settings.max_new_tokens)  # fmt: skip
+        return lambda: metrics.of(episodes.source.draw(task))
+
+
+def refuse(settings: EvaluateConfig, config: Config) -> None:
+    """Raise `UsageError` for methods and metrics that the kind of task does not have."""
+    causal = config.task_type == "causal_lm"
+    for method in settings.method:
+        if causal and method in FROZEN:
+            raise UsageError(
+                f"method={method} classifies features, and task_type=causal_lm has no classes; use finetune or in_context"
+            )
+        if not causal and method == "in_context":
+            raise UsageError("method=in_context puts the support set into the prompt, and task_type=classification has none; "
+                             "use finetune")  # fmt: skip
+    if settings.metrics and not causal:
+        raise UsageError(
+            f"metrics={' '.join(settings.metrics)} look at answers, and task_type=classification has none; leave them out"
+        )
+    if settings.metrics and "in_context" in settings.method:
+        raise UsageError(f"metrics={' '.join(settings.metrics)} with method=in_context are not implemented; use finetune")
+    if causal and settings.n_way not in ("5", "all"):
+        raise UsageError(f"n_way={settings.n_way} means nothing for task_type=causal_lm; leave it out")
+
+
+def gather(ranks: Ranks, scores: list[EpisodeScore]) -> list[EpisodeScore]:
+    """Everybody's scores, by slot. Collective: world."""
+    spoken = scores if ranks.layout.group_rank == 0 else []
+    parts = ranks.world.gather_bytes(json.dumps([asdict(score) for score in spoken]).encode())
+    return sorted((EpisodeScore(**score) for part in parts for score in json.loads(part)), key=lambda score: score.slot)

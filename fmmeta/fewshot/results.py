@@ -1,0 +1,99 @@
+"""The results of an evaluation: as a file, as a table, and as paired differences from another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fmmeta.config import UsageError
+from fmmeta.fewshot.scores import EpisodeScore, paired, summary
+from fmmeta.fewshot.settings import EvaluateConfig
+from fmmeta.progress import Progress
+
+
+@dataclass
+class Cell:
+    """The scores of one model by one method at one k_shot, and what says which episodes they are of."""
+
+    method: str
+    k_shot: int
+    episodes: str
+    scores: list[EpisodeScore]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"method": self.method, "k_shot": self.k_shot, **summary(self.scores), "episodes_fingerprint": self.episodes,
+                "scores": [asdict(score) for score in self.scores]}  # fmt: skip
+
+
+def results_of(settings: EvaluateConfig, cells: Sequence[Cell]) -> dict[str, Any]:
+    """The first cell's numbers on top, all cells below."""
+    listed = [cell.as_dict() for cell in cells]
+    ways = None if settings.task_type == "causal_lm" else settings.n_way
+    top = {name: value for name, value in listed[0].items() if name not in ("scores", "episodes_fingerprint")}
+    return {"model": settings.model_name_or_path, "dataset": settings.dataset, "part": settings.part, "n_way": ways,
+            "seed": settings.seed, **top, "cells": listed}  # fmt: skip
+
+
+def read_cells(path: str) -> list[Cell]:
+    """The cells of an earlier results.json."""
+    try:
+        cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
+        return [Cell(cell["method"], cell["k_shot"], cell["episodes_fingerprint"],
+                     [EpisodeScore(**score) for score in cell["scores"]]) for cell in cells]  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"compare={path} holds no results of fmmeta evaluate ({error}); give such a file, or a model") from None
+
+
+def check_comparable(settings: EvaluateConfig, prints: dict[int, str], others: Sequence[Cell] | None) -> None:
+    """Raise `UsageError` where the other cells have nothing in common with what is asked for, or met other episodes."""
+    if others is None:
+        return
+    common = [cell for cell in others if cell.method in settings.method and cell.k_shot in prints]
+    if not common:
+        raise UsageError(f"compare={settings.compare}: the other results have none of these methods and k_shot; evaluate the "
+                         "same ones")  # fmt: skip
+    for cell in common:
+        if cell.episodes != prints[cell.k_shot]:
+            raise UsageError(f"compare={settings.compare}: the other results are of other {cell.k_shot}-shot episodes; use the "
+                             "same data, --seed, --episodes, --n_way and --num_query")  # fmt: skip
+
+
+def differences(cells: Sequence[Cell], others: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Paired differences of the cells that both have."""
+    by_name = {(other.method, other.k_shot): other for other in others}
+    return [{"method": cell.method, "k_shot": cell.k_shot, **paired(cell.scores, by_name[cell.method, cell.k_shot].scores)}
+            for cell in cells if (cell.method, cell.k_shot) in by_name]  # fmt: skip
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"output={path} cannot be written ({error.strerror}); give another file") from None
+
+
+def show(results: dict[str, Any], progress: Progress) -> None:
+    """The table that a person reads."""
+    extra = [name for name in ("rouge_l", "options") if name in results]
+    header = ["method", "shots", "accuracy %", "loss", "ECE", *extra]
+    rows = [[cell["method"], str(cell["k_shot"]), percent(cell["accuracy"], cell["ci95"]), f"{cell['loss']:.4f}",
+             "-" if cell["ece"] is None else f"{100 * cell['ece']:.1f}", *(f"{100 * cell[name]['mean']:.1f}" for name in extra)]
+            for cell in results["cells"]]  # fmt: skip
+    way = f"{results['n_way']}-way " if results["n_way"] else ""
+    progress.table(f"{results['model']}: {results['episodes']} {way}episodes of the {results['part']} part", header, rows)
+    strata = results["per_stratum"]
+    if len(strata) > 1:
+        progress.table(f"accuracy % by stratum ({results['method']}, {results['k_shot']} shots)", ["", "accuracy %"],
+                       [[name, f"{100 * value:.1f}"] for name, value in strata.items()])  # fmt: skip
+    if "compare" in results:
+        rows = [[cell["method"], str(cell["k_shot"]), percent(cell["accuracy_gain"], cell["ci95"], "+"),
+                 f"{cell['loss_gain']:+.4f} ± {cell['loss_ci95']:.4f}"] for cell in results["compare"]["cells"]]  # fmt: skip
+        progress.table(f"better than {results['compare']['with']} by (paired)", ["method", "shots", "accuracy %", "loss"], rows)
+
+
+def percent(mean: float, half: float, sign: str = "") -> str:
+    return f"{100 * mean:{sign}.2f} ± {100 * half:.2f}"

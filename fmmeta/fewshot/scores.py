@@ -1,0 +1,94 @@
+"""The numbers of few-shot evaluation: of one episode, and over episodes with their intervals.
+
+    episode: loss (mean negative log-likelihood), accuracy, and how sure the model was, in bins of confidence
+    over episodes: mean +- 1.96 standard errors; by stratum; expected calibration error; paired differences
+
+Expected calibration error: sum over bins of (rows in it / all rows) |accuracy - mean confidence| (Guo et al. 2017, arXiv
+1706.04599, equation 3), BINS bins of equal width, rows of all episodes together.
+
+Q query rows, C classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BINS = 10
+Interval = tuple[float, float]
+"""Mean over episodes and half its 95 % interval."""
+
+
+@dataclass(frozen=True)
+class EpisodeScore:
+    """One episode. bins [3][BINS]: sum of confidences, right rows, rows; empty where no probabilities were had."""
+
+    slot: int
+    task: str
+    stratum: str
+    loss: float
+    accuracy: float
+    bins: list[list[float]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def counted(log_probabilities: Tensor, labels: Tensor) -> Tensor:
+    """Of [Q, C] and [Q]: float64 [2 + 3 BINS], the summed loss, the rows, then the bins; adds up over parts of a query set."""
+    confidence, guess = log_probabilities.double().exp().max(1)
+    place = (confidence * BINS).long().clamp(max=BINS - 1)
+    bins = torch.zeros(3, BINS, dtype=torch.float64)
+    bins.index_add_(1, place, torch.stack([confidence, (guess == labels).double(), torch.ones_like(confidence)]))
+    loss = -log_probabilities.double().gather(1, labels[:, None]).sum()
+    return torch.cat([torch.stack([loss, torch.tensor(float(len(labels)), dtype=torch.float64)]), bins.flatten()])
+
+
+def score_of(slot: int, task: str, stratum: str, numbers: Tensor) -> EpisodeScore:
+    """An episode out of what `counted` gave for its whole query set."""
+    loss, rows, bins = float(numbers[0]), float(numbers[1]), numbers[2:].view(3, BINS)
+    return EpisodeScore(slot, task, stratum, loss / rows, float(bins[1].sum()) / rows, bins.tolist())
+
+
+def mean_ci95(values: Sequence[float]) -> Interval:
+    """Mean, and half the width of its 95 % interval over episodes (1.96 standard errors)."""
+    n = len(values)
+    mean = sum(values) / n
+    if n < 2:
+        return mean, math.nan
+    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
+    return mean, 1.96 * math.sqrt(variance / n)
+
+
+def calibration_error(scores: Sequence[EpisodeScore]) -> float | None:
+    if not scores or not all(score.bins for score in scores):
+        return None
+    confidence, right, rows = torch.tensor([score.bins for score in scores], dtype=torch.float64).sum(0)
+    return float((confidence - right).abs().sum() / rows.sum())
+
+
+def summary(scores: Sequence[EpisodeScore]) -> dict[str, Any]:
+    """Over episodes, as results.json has it: shares between 0 and 1, losses in nats."""
+    accuracy, loss = mean_ci95([s.accuracy for s in scores]), mean_ci95([s.loss for s in scores])
+    strata: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        strata[score.stratum].append(score.accuracy)
+    metrics = {name: mean_ci95([s.metrics[name] for s in scores]) for name in scores[0].metrics}
+    return {
+        "accuracy": accuracy[0], "ci95": accuracy[1], "episodes": len(scores), "loss": loss[0], "loss_ci95": loss[1],
+        "ece": calibration_error(scores), **{name: {"mean": mean, "ci95": half} for name, (mean, half) in metrics.items()},
+        "per_stratum": {name: mean_ci95(values)[0] for name, values in sorted(strata.items())},
+    }  # fmt: skip
+
+
+def paired(scores: Sequence[EpisodeScore], others: Sequence[EpisodeScore]) -> dict[str, Any]:
+    """`scores` less `others`, over the episodes that both have."""
+    by_slot = {other.slot: other for other in others}
+    pairs = [(score, by_slot[score.slot]) for score in scores if score.slot in by_slot]
+    gain = mean_ci95([a.accuracy - b.accuracy for a, b in pairs])
+    fall = mean_ci95([b.loss - a.loss for a, b in pairs])
+    return {"accuracy_gain": gain[0], "ci95": gain[1], "loss_gain": fall[0], "loss_ci95": fall[1], "episodes": len(pairs)}

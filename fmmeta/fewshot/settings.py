@@ -1,0 +1,180 @@
+"""The settings of `evaluate`, `adapt`, `predict` and `tune`: those of a run that matter without meta-training, and their own.
+
+What is left open comes from the model's fmmeta.json, so that a model is adapted as it was meta-trained to be; what that does not
+say is as in a run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fmmeta.config import (
+    REMEMBERED,
+    Config,
+    InnerConfig,
+    ModelConfig,
+    ParallelConfig,
+    RowConfig,
+    TaskConfig,
+    UsageError,
+    setting,  # fmt: skip
+)
+from fmmeta.models.load import cached_file
+
+METHODS = ("finetune", "prototype", "linear", "knn", "in_context")
+METRICS = ("rouge_l", "options")
+PARTS = ("train", "valid", "test")
+OF_OPTIMIZER = ("inner_momentum", "inner_beta1", "inner_beta2", "inner_epsilon", "inner_weight_decay")
+OPEN = " (default: as the model was meta-trained)"
+
+
+@dataclass
+class FewShotConfig(ModelConfig, RowConfig, InnerConfig):
+    """What the commands share."""
+
+    model_name_or_path: str = setting("tiny", "HF folder or hub id")
+    task_type: str = setting(None, "classification or causal_lm" + OPEN)
+    head_init: str = setting(None, "Classifier head at the start of a task: zero, learned or prototype" + OPEN)
+    max_length: int = setting(None, "Longest text in tokens; the rest is cut off" + OPEN)
+    prompt_template: str = setting(None, "causal_lm: plain, chat or a format string" + OPEN)
+    inner_steps: int = setting(None, "Gradient steps on the support set" + OPEN)
+    inner_lr: float = setting(None, "Step size of the inner optimizer" + OPEN)
+    inner_optimizer: str = setting(None, "sgd, momentum or adamw" + OPEN)
+    inner_momentum: float = setting(None, "Momentum of inner_optimizer=momentum" + OPEN)
+    inner_beta1: float = setting(None, "Decay of AdamW's first moment" + OPEN)
+    inner_beta2: float = setting(None, "Decay of AdamW's second moment" + OPEN)
+    inner_epsilon: float = setting(None, "Epsilon of AdamW" + OPEN)
+    inner_weight_decay: float = setting(None, "Decoupled weight decay of AdamW" + OPEN)
+    inner_lr_schedule: str = setting(None, "constant, linear or cosine" + OPEN)
+    seed: int = setting(42, "Seed of the episodes and of fresh weights")
+
+    def remembered(self) -> dict[str, Any]:
+        """fmmeta.json of the model, empty for a model that never met fmmeta."""
+        return remembered(self.model_name_or_path)
+
+    def run_config(self, **values: Any) -> Config:
+        """The settings of a run that trains nothing, this command's values and the model's memory in it."""
+        names = {item.name for item in fields(Config)}
+        mine = {item.name: getattr(self, item.name) for item in fields(self) if item.name in names}
+        given = {name: value for name, value in mine.items() if value is not None and value != []}
+        memory = self.remembered()
+        kept = {name: memory[name] for name in REMEMBERED if name in memory and name not in given}
+        if "inner_optimizer" in given:  # what belongs to the model's own optimizer goes with it
+            kept = {name: value for name, value in kept.items() if name not in OF_OPTIMIZER}
+        run = {**kept, **given, "algorithm": "none", **values}
+        if kept.get("head_init") == "learned" and run.get("n_way") != memory.get("n_way"):
+            run["head_init"] = "zero"  # the learned head has outputs for other tasks
+        return Config(**run)
+
+    def own_rates(self) -> bool:
+        """Whether the user sets the inner rates, and the model's learned ones are left alone."""
+        return any(getattr(self, name) is not None for name in ("inner_lr", "inner_steps")) or bool(self.inner_lr_groups)
+
+
+@dataclass
+class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
+    """`fmmeta evaluate`."""
+
+    method: list[str] = setting(["finetune"], f"How a task is learned, one or more of: {', '.join(METHODS)}")
+    n_way: str = setting("5", "Classes per episode, or all: every class of the part, or of the task")
+    k_shot: list[int] = setting([5], "Support examples per class; per task for causal_lm; one or more")
+    episodes: int = setting(600, "Episodes; the same ones for every model, by --seed")
+    part: str = setting("test", "Which part of the splits", PARTS)
+    metrics: list[str] = setting([], "causal_lm: also rouge_l (of greedy answers) and options (is the right one of the episode's "
+                                     "answers the likeliest?)")  # fmt: skip
+    max_new_tokens: int = setting(64, "rouge_l: longest generated answer")
+    compare: str | None = setting(None, "Another model, or the results.json of an earlier evaluation: the paired difference")
+    output: str | None = setting(None, "JSON file for the results")
+
+    def __post_init__(self) -> None:
+        self.n_way = str(self.n_way)
+        for name, known in (("method", METHODS), ("metrics", METRICS)):
+            for value in getattr(self, name):
+                if value not in known:
+                    raise UsageError(f"{name}={value} is unknown; use {', '.join(known)}")
+        if not self.method or not self.k_shot:
+            raise UsageError(f"{'k_shot' if self.method else 'method'} names nothing; give one or more")
+        if self.n_way != "all" and not self.n_way.isdigit():
+            raise UsageError(f"n_way={self.n_way} is neither a number nor all; use 5, say")
+        if self.part not in PARTS:
+            raise UsageError(f"part={self.part} is unknown; use {', '.join(PARTS)}")
+        for name in ("episodes", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
+        if self.n_way == "all" and self.n_way_max is not None:
+            raise UsageError(f"n_way_max={self.n_way_max} means nothing for n_way=all; leave it out")
+        if self.k_shot_max is not None and len(self.k_shot) > 1:
+            raise UsageError(f"k_shot_max={self.k_shot_max} goes with one k_shot, and here are {len(self.k_shot)}; give one")
+
+
+@dataclass
+class AdaptConfig(FewShotConfig):
+    """`fmmeta adapt`."""
+
+    support: str = setting("", "File of the examples to learn from: .jsonl, .csv or .parquet (.gz too)")
+    query: str | None = setting(None, "File of labelled examples to be tested on")
+    output_dir: str = setting("", "Folder of the adapted model")
+    early_stopping: bool = setting(True, "Choose the inner steps (up to twice inner_steps) by leaving out an example of each "
+                                         "class in turn, where each class has two or more")  # fmt: skip
+    micro_batch_size: int = setting(32, "Most examples of one forward pass")
+    bf16: bool = setting(False, "bf16 weights and activations over fp32 master weights")
+    max_new_tokens: int = setting(64, "causal_lm: longest generated answer to a query")
+
+    def __post_init__(self) -> None:
+        for name in ("support", "output_dir"):
+            if not getattr(self, name):
+                raise UsageError(f"{name} is missing; give --{name}")
+        for name in ("support", "query"):
+            path = getattr(self, name)
+            if path and not Path(path).is_file():
+                raise UsageError(f"{name}={path} is not a file; give a .jsonl, .csv or .parquet file")
+        for name in ("micro_batch_size", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
+
+
+@dataclass
+class PredictConfig(ModelConfig):
+    """`fmmeta predict`."""
+
+    model_name_or_path: str = setting("", "Folder that `fmmeta adapt` wrote, or any classifier or language model")
+    task_type: str = setting(None, "classification or causal_lm" + OPEN)
+    head_init: str = setting("learned", "Leave it alone: the head is the adapted one")
+    input: str = setting("-", "File of inputs, or - for standard input: one text per line, or JSON objects with text (input)")
+    output: str = setting("-", "File for the answers, or - for standard output: one JSON object per line")
+    text_column: str | None = setting(None, "Key of the text in JSON lines (default: text, sentence, utterance or input)")
+    max_length: int = setting(None, "Longest text in tokens; the rest is cut off" + OPEN)
+    prompt_template: str = setting(None, "causal_lm: plain, chat or a format string" + OPEN)
+    micro_batch_size: int = setting(32, "Most inputs of one forward pass, when they come from a file")
+    max_new_tokens: int = setting(64, "causal_lm: longest answer")
+
+    def __post_init__(self) -> None:
+        if not self.model_name_or_path:
+            raise UsageError("model_name_or_path is missing; give the folder that fmmeta adapt wrote")
+        for name in ("micro_batch_size", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
+        if self.input != "-" and not Path(self.input).is_file():
+            raise UsageError(f"input={self.input} is not a file; give one, or - for standard input")
+
+
+def remembered(model_name_or_path: str) -> dict[str, Any]:
+    """What a model's fmmeta.json says. Raises `UsageError` for a broken one."""
+    if model_name_or_path == "tiny":
+        return {}
+    path = cached_file(model_name_or_path, "fmmeta.json")
+    if path is None:
+        return {}
+    try:
+        facts = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(facts, dict):
+            raise ValueError("it holds no settings")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"model_name_or_path={model_name_or_path}: fmmeta.json cannot be read ({error}); mend or remove it"
+        ) from None
+    return {name: value for name, value in facts.items() if not (isinstance(value, float) and math.isnan(value))}

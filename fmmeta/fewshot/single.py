@@ -1,0 +1,63 @@
+"""One model on one process, for `adapt` and `predict`: no groups, no DeepSpeed, no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmmeta.config import Config
+from fmmeta.models.load import Description, describe, load_tokenizer
+from fmmeta.parallel import ds_config
+from fmmeta.parallel.communicator import Ranks, World, pick_device
+from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.plain import PlainWorker
+from fmmeta.progress import Progress
+from fmmeta.tasks.batch import Batches, Dealer, Example
+from fmmeta.workers import start_worker
+
+
+@dataclass
+class Single:
+    """A model with all that feeding it takes."""
+
+    config: Config
+    description: Description
+    tokenizer: Any
+    ranks: Ranks
+    worker: PlainWorker
+    head_names: tuple[str, ...]
+    frozen: dict[str, Tensor]
+    dealer: Dealer
+
+    def deal(self, support: Sequence[Example], query: Sequence[Example]) -> Batches:
+        return Batches(self.dealer.deal(support), self.dealer.deal(query))
+
+
+def start(config: Config, progress: Progress, labels: Sequence[str] = (), bf16: bool = False) -> Single:
+    """Load the model that `config` names, its classes called `labels`. Raises `UsageError`."""
+    description = describe(config)
+    if labels:
+        description.hf_config.num_labels = len(labels)
+        description.hf_config.id2label = dict(enumerate(labels))
+        description.hf_config.label2id = {label: number for number, label in enumerate(labels)}
+    tokenizer = load_tokenizer(config, description, progress.notice)
+    ranks = World(Launch(), pick_device(Launch())).split(1, default_group=False)
+    started = start_worker(config, description, *ds_config.read(None, bf16, progress.notice), "plain", ranks)
+    assert isinstance(started.worker, PlainWorker)
+    pad = tokenizer.pad_token_id
+    dealer = Dealer(description.hf_config.pad_token_id if pad is None else pad, config.micro_batch_size)
+    return Single(config, description, tokenizer, ranks, started.worker, started.head_names, started.frozen, dealer)
+
+
+def class_logits(single: Single, examples: Sequence[Example]) -> Tensor:
+    """Logits [Q, C] of examples in their order, whose labels are their places."""
+    found: list[Tensor | None] = [None] * len(examples)
+    dealt = single.dealer.deal([Example(example.input_ids, place) for place, example in enumerate(examples)])
+    for batch, logits in zip(dealt, single.worker.logits(dealt), strict=True):
+        for place, row in zip(batch.labels.tolist(), logits.cpu(), strict=True):
+            found[place] = row
+    return torch.stack([row for row in found if row is not None])
