@@ -30,6 +30,7 @@ from fmmeta.config import UsageError
 from fmmeta.parallel.communicator import Communicator, Ranks
 from fmmeta.parallel.shards import Fragment, ParamMap
 
+KINDS = {torch.float32: "F32", torch.float64: "F64"}  # vectors and tables have one of them
 PART = 2**24  # bytes that are written and hashed at a time
 
 
@@ -106,15 +107,14 @@ def told(folder: Path) -> Iterator[None]:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Entry:
-    """Write fp32 tensors in the format of safetensors, hashed on the way; save_file would copy them all and hold the
+    """Write tensors in the format of safetensors, hashed on the way; save_file would copy them all and hold the
     interpreter's lock, which training needs while a thread writes.
     """
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, tensor in tensors.items():
-        assert tensor.dtype == torch.float32, name
-        begin, end = end, end + 4 * tensor.numel()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     seen = hashlib.sha256()
@@ -123,7 +123,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
             seen.update(chunk)
             opened.write(chunk)
         for tensor in tensors.values():
-            values = memoryview(tensor.detach().cpu().contiguous().view(-1).numpy()).cast("B")  # type: ignore[arg-type]
+            values = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             for begin in range(0, len(values), PART):
                 seen.update(values[begin : begin + PART])
                 opened.write(values[begin : begin + PART])

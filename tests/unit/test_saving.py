@@ -41,7 +41,8 @@ def with_table(folder: Path, step: int = 3) -> Path:
 
 def test_what_we_write_is_safetensors(tmp_path):
     file = tmp_path / "x.safetensors"
-    tensors = {"a": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0), "b": torch.arange(10.0)[::2]}
+    tensors = {"a": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0), "b": torch.arange(10.0)[::2],
+               "c": torch.tensor([[1 / 3]], dtype=torch.float64)}  # fmt: skip
     entry = write.write_tensors(file, tensors, {"shapes": "{}"})
     assert all(torch.equal(value, tensors[name]) for name, value in load_file(file).items())
     assert safe_open(file, "pt").metadata() == {"shapes": "{}"}
