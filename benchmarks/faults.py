@@ -81,7 +81,7 @@ class Bench:
             if draw.random() < 0.5:  # wait for a save that is under way
                 latest += self.seconds
                 while time.monotonic() < latest and not list(run.glob("tmp-checkpoint-*/*")):
-                    pass
+                    time.sleep(0.0005)
             else:
                 time.sleep(latest - time.monotonic())
             killed = [self.nursery.signal(rank, signal.SIGKILL) for rank in draw.choice((ranks, ranks[:1], ranks[1:]))]

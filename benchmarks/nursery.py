@@ -8,9 +8,11 @@ not tried this way are the imports and the interpreter's own end.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -69,10 +71,12 @@ class Nursery:
         deadline = time.monotonic() + timeout_s
         while any(rank.code is None for rank in ranks):
             if not self.poll(max(0.0, deadline - time.monotonic())):
-                for rank in ranks:
-                    if rank.code is None:
-                        os.kill(rank.pid, 9)
-                raise TimeoutError("\n".join(rank.text[-3000:] for rank in ranks))
+                alive = [rank for rank in ranks if rank.code is None]
+                for number in (signal.SIGUSR2, signal.SIGKILL):  # say where they are, then end
+                    for rank in alive:
+                        self.signal(rank, number)
+                    time.sleep(1)
+                raise TimeoutError("\n".join(f"{rank.code}: {rank.text[-6000:]}" for rank in ranks))
         return [rank.code for rank in ranks if rank.code is not None]
 
     def poll(self, timeout_s: float = 0.0) -> bool:
@@ -162,6 +166,7 @@ def be_born(order: dict) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         from fmmeta.cli import train
 
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
         if "FAULTS_KILL_AT" in os.environ:
             from benchmarks.faults import arm
 
