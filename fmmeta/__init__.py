@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fmmeta.config import Config as Config
     from fmmeta.config import UsageError as UsageError
+    from fmmeta.fewshot.api import adapt as adapt
+    from fmmeta.fewshot.api import evaluate as evaluate
     from fmmeta.train import MetaTrainer as MetaTrainer
 
 __version__ = "0.1.0"
-__all__ = ["Config", "MetaTrainer", "UsageError"]
+__all__ = ["Config", "MetaTrainer", "UsageError", "adapt", "evaluate"]
 
-_HOME = {"Config": "fmmeta.config", "UsageError": "fmmeta.config", "MetaTrainer": "fmmeta.train"}
+_HOME = {"Config": "fmmeta.config", "UsageError": "fmmeta.config", "MetaTrainer": "fmmeta.train",
+         "adapt": "fmmeta.fewshot.api", "evaluate": "fmmeta.fewshot.api"}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -29,10 +29,11 @@ BELOW_ONE = ("inner_momentum", "inner_beta1", "inner_beta2", "outer_momentum")
 def of_choices(c: Any, settings: Iterable[Field[Any]]) -> Iterator[str]:
     """Values that are none of those to choose from."""
     for item in settings:
-        choices, value = item.metadata.get("choices"), getattr(c, item.name)
-        if choices and value is not None and value not in choices:
-            listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
-            yield f"{item.name}={value} is unknown; use {listed}"
+        choices, given = item.metadata.get("choices"), getattr(c, item.name)
+        for value in given if isinstance(given, list) else [given]:
+            if choices and value is not None and value not in choices:
+                listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
+                yield f"{item.name}={value} is unknown; use {listed}"
 
 
 def resolved(c: Any) -> dict[str, Any]:
@@ -55,6 +56,7 @@ def problems(c: Any) -> Iterator[str]:
     yield from _of_data(c)
     yield from _of_the_prompt(c)
     yield from _of_lora(c)
+    yield from _of_trackers(c)
     yield from combinations.problems(c)
 
 
@@ -131,3 +133,11 @@ def _of_lora(c: Any) -> Iterator[str]:
         if value := getattr(c, name):
             shown = " ".join(value) if isinstance(value, list) else value
             yield f"{name}={shown} means nothing for lora_r=0; give --lora_r, or leave it out"
+
+
+def _of_trackers(c: Any) -> Iterator[str]:
+    names = " ".join(c.report_to)
+    if not c.report_to or len(set(c.report_to)) < len(c.report_to):
+        yield f"report_to={names} names {'a tracker twice' if names else 'no tracker'}; name each once, or none"
+    if "none" in c.report_to and len(c.report_to) > 1:
+        yield f"report_to={names} names none and others; leave out none"

@@ -40,6 +40,8 @@ COMMANDS = {
                        "fmmeta.fewshot.settings:PredictConfig", "fmmeta.fewshot.predict:run"),
     "doctor": Command("check this machine: accelerator, versions, disk, memory, stale locks",
                       "fmmeta.doctor:DoctorConfig", "fmmeta.doctor:run"),
+    "report": Command("write report.html of a run anew, also while it goes on",
+                      "fmmeta.report.page:ReportConfig", "fmmeta.report.page:run"),
 }  # fmt: skip
 
 

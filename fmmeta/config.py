@@ -23,6 +23,7 @@ LEARNED_RATES = ("no", "layer", "element")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
 ENGINES = ("auto", "deepspeed", "plain")
 SHARDINGS = ("global", "node")
+TRACKERS = ("none", "tensorboard", "wandb", "mlflow", "trackio")
 ON_BAD_TASK = ("raise", "skip")
 
 
@@ -252,6 +253,7 @@ class RunConfig:
     eval_steps: int = setting(0, "Outer steps between evaluations on validation tasks; 0: none")
     eval_episodes: int = setting(100, "Episodes of each evaluation; 0: evaluate nothing")
     logging_steps: int = setting(10, "Outer steps between lines of metrics.jsonl")
+    report_to: list[str] = setting(["none"], "One or more trackers that get the lines of metrics.jsonl as well", TRACKERS)
 
 
 @dataclass
@@ -262,6 +264,8 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         """Fill in what was left open, then refuse what cannot work."""
         if isinstance(self.dataset, str):
             self.dataset = [self.dataset]
+        if isinstance(self.report_to, str):
+            self.report_to = [self.report_to]
         self.group_size, self.num_workers = str(self.group_size), str(self.num_workers)
         for problem in checks.of_choices(self, fields(self)):
             raise UsageError(problem)
@@ -294,7 +298,7 @@ REMEMBERED = ("task_type", "head_init", "max_length", "prompt_template", *(item.
 FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
     "eval_episodes", "group_size", "pipeline_stages", "tensor_parallel_size", "micro_batch_size", "engine", "deepspeed",
-    "max_bad_steps", "attn_implementation",
+    "max_bad_steps", "attn_implementation", "report_to",
     "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
     "save_async", "max_failed_saves", "accept_changed_settings", "step_timeout", "check_replicas_steps", "max_file_gib",
     "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",

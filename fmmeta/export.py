@@ -162,6 +162,8 @@ def accompany(folder: Path, skeleton: Any, config: Config, description: Descript
         sentence_transformers(folder, config, description)
     facts = {"algorithm": config.algorithm, "pooling": description.pooling, "n_way": config.n_way, "k_shot": config.k_shot}
     facts |= {name: getattr(config, name) for name in REMEMBERED} | {"inner_rates": rates_of(rates)}
+    if description.labels:
+        facts["labels"] = list(description.labels)
     (folder / "fmmeta.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,10 @@ def git_commit() -> str | None:
 class Metrics:
     """metrics.jsonl: one object per logged outer step. On a resumed run, lines after the checkpoint are dropped first."""
 
-    def __init__(self, folder: Path, outer_step: int, writes: bool) -> None:
+    def __init__(self, folder: Path, outer_step: int, writes: bool, tell: Callable[[dict[str, Any]], None] | None = None) -> None:
+        """`tell`: who gets the lines as well."""
         self.file = folder / "metrics.jsonl"
-        self.writes, self.lost = writes, False
+        self.writes, self.lost, self.tell = writes, False, tell
         if writes and self.file.is_file():
             kept = [line for line in self.file.read_text(encoding="utf-8").splitlines() if keep_line(line, outer_step)]
             temporary = self.file.with_name("metrics.jsonl.tmp")
@@ -89,6 +91,8 @@ class Metrics:
                     text = f"{self.file} cannot be written ({error.strerror}); its lines are lost until it can"
                     print(f"fmmeta: {text}", file=sys.stderr, flush=True)
                 self.lost = True
+            if self.tell is not None:
+                self.tell(values)
 
 
 def keep_line(line: str, outer_step: int) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from fmmeta.checkpoint.saver import Saver
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.feed import Feed, Reader
+from fmmeta.fewshot.confusion import confusion
 from fmmeta.fewshot.evaluate import TEST, VALID, HeldOut
 from fmmeta.fewshot.heldout import compare, show
 from fmmeta.fewshot.scores import mean_ci95
@@ -29,10 +31,12 @@ from fmmeta.meta.tally import Tally
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
+from fmmeta.report import page
 from fmmeta.signals import Signals, Stopped
 from fmmeta.start import Start, open_run
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.source import TaskSource
+from fmmeta.trackers import Trackers, check_installed
 
 
 @dataclass
@@ -68,6 +72,9 @@ class MetaTrainer:
 
     def _train(self, world: World) -> Result:
         config, notice = self.config, self.progress.notice
+        with world.comm.together("looking for trackers"):
+            if world.comm.rank == 0:
+                check_installed(config)
         plan = build.plan(config, world, notice)
         start = open_run(config, plan.sources.fingerprint, world.comm)
         self.lock = start.lock
@@ -84,7 +91,7 @@ class MetaTrainer:
             run = Run(config, plan, ranks, parts, start, self.progress, guard)
             run.resume()
             signals.run()
-            with guard.watching():
+            with guard.watching(), run.told():
                 run.loop()
                 return run.finish()
 
@@ -116,6 +123,17 @@ class Run:
         self.saver = Saver(self.worker.params, config, ranks, progress.notice)
         self.outer_step, self.bad_steps, self.tasks, self.warned = 0, 0, {"seen": 0, "bad": 0}, False
         self.spikes = Spikes()
+        self.trackers = Trackers(progress.notice)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """However the run ends, its report and its trackers say how far it came."""
+        page.keep(self.folder, self.ranks.first, self.progress.notice)
+        try:
+            yield
+        finally:
+            page.keep(self.folder, self.ranks.first, self.progress.notice)
+            self.trackers.finish()  # last: it may wait for a server
 
     def resume(self) -> None:
         """Take theta, the optimizer and the position from a checkpoint, if there is one. Collective: world."""
@@ -131,9 +149,10 @@ class Run:
                 self.spikes = Spikes(state.get("losses"))
                 if found.parent.resolve() == self.folder.resolve():
                     self.saver.last = self.folder / found.name
-            self.metrics = record.Metrics(self.folder, self.outer_step, self.ranks.first)
+            self.metrics = record.Metrics(self.folder, self.outer_step, self.ranks.first, self.trackers.log)
             if self.ranks.first:
                 self._write_run(finished=False)
+                self.trackers.start(self.config, self.folder, self.outer_step)
         if found is not None:
             self.worker.write(self.theta)
             self.progress.notice(f"resumed from {found}, outer step {self.outer_step}")
@@ -296,6 +315,7 @@ class Run:
         """The same episodes from theta and from the weights at the start. Collective: world."""
         trained = self.held_out.scores(source, TEST, "held-out tasks")
         self._stop_if_asked()
+        confused = confusion(self.held_out, source)
         self.theta.copy_(self.initial["theta"])  # type: ignore[index]
         if self.rates is not None:
             self.rates.copy_(self.initial["rates"])  # type: ignore[index]
@@ -306,7 +326,9 @@ class Run:
         compared = compare(trained, started)
         show(compared, self.config, self.progress.table)
         result.before, result.after, result.after_from_start = compared.accuracies
-        return compared.facts()
+        accuracies = {"before": result.before, "after": result.after, "after_from_start": result.after_from_start}
+        self.trackers.log({"step": self.outer_step, "held_out_accuracy": accuracies})
+        return {**compared.facts(), "confusion": confused}
 
     def _write_run(self, **facts: Any) -> None:
         record.write_run(self.folder, self.config, self.plan.sources.fingerprint, str(self.ranks.layout), **facts)

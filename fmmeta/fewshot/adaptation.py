@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fmmeta.config import Config, UsageError
@@ -31,17 +31,20 @@ from fmmeta.tasks.table import Table, tabulate
 FOLDS = 5  # most examples of a class that are left out in turn
 
 
-@dataclass(frozen=True)
+@dataclass
 class Adapted:
-    """What `adapt` gives. Accuracies between 0 and 1; `left_out`: of the examples left out, None if none could be."""
+    """What `adapt` gives; its model is in `single`. `left_out`: accuracy on examples left out, None where none could be."""
 
-    folder: Path
     labels: tuple[str, ...]
     inner_steps: int
     left_out: float | None
-    accuracy: float | None
-    predictions: list[Answer]
     single: Single
+    predictions: list[Answer] = field(default_factory=list)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of the query set that is right; None without one."""
+        return sum(one.output == one.truth for one in self.predictions) / len(self.predictions) if self.predictions else None
 
     def predict(self, texts: Sequence[str], max_new_tokens: int = 64) -> list[Answer]:
         """Answers to new inputs."""
@@ -50,52 +53,70 @@ class Adapted:
 
 def run(settings: AdaptConfig) -> None:
     """`fmmeta adapt`: adapt and tell."""
+    for name in ("support", "output_dir"):
+        if not getattr(settings, name):
+            raise UsageError(f"{name} is missing; give --{name}")
     progress = Progress(speaks=True)
     adapted = adapt(settings, progress)
     if adapted.accuracy is not None:
         progress.notice(f"accuracy on {settings.query}: {100 * adapted.accuracy:.1f} % of {len(adapted.predictions)}; answers in "
-                        f"{adapted.folder / 'predictions.jsonl'}")  # fmt: skip
-    progress.notice(f"model {adapted.folder}")
+                        f"{Path(settings.output_dir) / 'predictions.jsonl'}")  # fmt: skip
+    progress.notice(f"model {settings.output_dir}")
 
 
-def adapt(settings: AdaptConfig, progress: Progress) -> Adapted:
-    """Learn the task of `settings.support`. Raises `UsageError`."""
+def adapt(settings: AdaptConfig, progress: Progress, examples: Sequence[tuple[str, str]] = ()) -> Adapted:
+    """Learn the task of `settings.support`, or of `examples` (text and class, or input and output) where they are given.
+
+    The folder is written if `output_dir` says where. Raises `UsageError`.
+    """
     config = settings.run_config(n_way=2)
-    support = read_task(settings.support, config, progress.notice)
+    support = table_of(examples) if examples else read_task(settings.support, config, progress.notice)
     labels = tuple(sorted(set(support.right))) if config.task_type == "classification" else ()
     if len(labels) == 1:
         raise UsageError(f"support={settings.support} has one class only, {labels[0]!r}; give examples of two or more")
-    folder = make_folder(settings.output_dir)
+    query = read_task(settings.query, config, progress.notice) if settings.query else None
+    unknown = sorted(set(query.right) - set(labels)) if query is not None and labels else []
+    if unknown:
+        raise UsageError(f"query={settings.query} has the class {unknown[0]!r}, of which the support set has none; add some")
+    folder = make_folder(settings.output_dir) if settings.output_dir else None
+    adapted = learn(settings, support, labels, progress)
+    if query is not None:
+        answers = adapted.predict(query.left, settings.max_new_tokens)
+        adapted.predictions = [replace(one, truth=truth) for one, truth in zip(answers, query.right, strict=True)]
+    if folder is not None:
+        write(adapted, folder, settings, support)
+    return adapted
+
+
+def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progress: Progress) -> Adapted:
+    """Choose the steps and take them."""
     config = settings.run_config(n_way=len(labels) or 2)
     chooses = settings.early_stopping and config.inner_lr_schedule == "constant" and config.inner_steps > 0
     folds = leave_out(support, labels) if chooses else []
-    steps = config.inner_steps * 2 if folds else config.inner_steps
-    config = replace(config, inner_steps=steps)
+    config = replace(config, inner_steps=config.inner_steps * (2 if folds else 1))
     single = start(config, progress, labels, settings.bf16)
-    rows = encode_task(single, config, support, labels)
-    inner = inner_loop(settings, single)
-    left_out = None
+    rows, inner, left_out, steps = encode_task(single, support, labels), inner_loop(settings, single), None, config.inner_steps
     if folds:
         steps, left_out = choose_steps(single, inner, rows, folds, progress)
         progress.notice(f"{steps} inner steps: {100 * left_out:.1f} % right of examples that were left out, of up to "
                         f"{config.inner_steps} steps")  # fmt: skip
-    inner = replace(inner, steps=steps)
-    theta = single.worker.read()
-    adaptation = inner.adapt(single.worker, theta, single.dealer.deal(rows))
-    if not all(one.finite for one in adaptation.passes):
-        raise UsageError(f"inner_lr={config.inner_lr}: the loss on {settings.support} is not finite after {steps} inner steps; "
+    passes = replace(inner, steps=steps).adapt(single.worker, single.worker.read(), single.dealer.deal(rows)).passes
+    if not all(one.finite for one in passes):
+        raise UsageError(f"inner_lr={config.inner_lr}: the loss on the support set is not finite after {steps} inner steps; "
                          "lower --inner_lr")  # fmt: skip
-    learned = replace(config, head_init="learned", inner_steps=max(1, steps))
-    export(
-        folder, single.worker.read(), single.worker, single.frozen, learned, single.description, single.tokenizer, single.ranks
-    )
-    accuracy, predictions = test(settings, single, labels, progress.notice)
-    adapted = Adapted(folder, labels, steps, left_out, accuracy, predictions, single)
-    write_card(adapted, settings, support)
-    if predictions:
-        lines = "".join(json.dumps(one.as_dict(), ensure_ascii=False) + "\n" for one in predictions)
+    return Adapted(labels, steps, left_out, single)
+
+
+def write(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table) -> None:
+    """The adapted model as a folder: weights, head, card, answers."""
+    single = adapted.single
+    config = replace(single.config, head_init="learned", inner_steps=adapted.inner_steps)
+    phi = single.worker.read()
+    export(folder, phi, single.worker, single.frozen, config, single.description, single.tokenizer, single.ranks)
+    write_card(adapted, folder, settings, support)
+    if adapted.predictions:
+        lines = "".join(json.dumps(one.as_dict(), ensure_ascii=False) + "\n" for one in adapted.predictions)
         (folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
-    return adapted
 
 
 def make_folder(output_dir: str) -> Path:
@@ -114,8 +135,13 @@ def read_task(path: str, config: Config, notice: Callable[[str], None]) -> Table
     return tabulate(path, read_file(Path(path)), config, notice, one_task=True)
 
 
-def encode_task(single: Single, config: Config, table: Table, labels: Sequence[str]) -> list[Example]:
-    examples = encode(single.tokenizer, config, table.left, table.right)
+def table_of(examples: Sequence[tuple[str, str]]) -> Table:
+    left, right = ([str(pair[side]) for pair in examples] for side in (0, 1))
+    return Table(right, ["all"] * len(left), [""] * len(left), left, right)
+
+
+def encode_task(single: Single, table: Table, labels: Sequence[str]) -> list[Example]:
+    examples = encode(single.tokenizer, single.config, table.left, table.right)
     if not labels:
         return examples
     numbers = {label: number for number, label in enumerate(labels)}
@@ -154,19 +180,3 @@ def choose_steps(single: Single, inner: InnerLoop, rows: Sequence[Example], fold
         worker.write(theta)
     best = min(range(1, inner.steps + 1), key=lambda step: losses[step])
     return best, right[best]
-
-
-def test(settings: AdaptConfig, single: Single, labels: Sequence[str],
-         notice: Callable[[str], None]) -> tuple[float | None, list[Answer]]:  # fmt: skip
-    """Accuracy on the query file, and the answers."""
-    if settings.query is None:
-        return None, []
-    query = read_task(settings.query, single.config, notice)
-    unknown = sorted(set(query.right) - set(labels)) if labels else []
-    if unknown:
-        raise UsageError(
-            f"query={settings.query} has the class {unknown[0]!r}, of which {settings.support} has no example; add some"
-        )
-    answers = answer(single, query.left, settings.max_new_tokens)
-    answers = [replace(one, truth=truth) for one, truth in zip(answers, query.right, strict=True)]
-    return sum(one.output == one.truth for one in answers) / len(answers), answers

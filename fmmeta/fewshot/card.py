@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fmmeta.fewshot.adaptation import Adapted
 
 
-def write_card(adapted: Adapted, settings: AdaptConfig, support: Table) -> None:
+def write_card(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table) -> None:
     """Write README.md into the adapted model's folder."""
     config, base = adapted.single.config, settings.model_name_or_path
     classes = config.task_type == "classification"
@@ -36,11 +36,11 @@ def write_card(adapted: Adapted, settings: AdaptConfig, support: Table) -> None:
     yaml = "".join(f"{key}: {json.dumps(value)}\n" for key, value in header.items())  # JSON is YAML
     table = "".join(f"| {name} | {plain(value)} |\n" for name, value in facts)
     listed = "".join(f"- {plain(label)}\n" for label in adapted.labels)
-    text = f"---\n{yaml}---\n\n# {Path(adapted.folder).resolve().name}\n\nAdapted by fmmeta from a few examples.\n\n"
+    text = f"---\n{yaml}---\n\n# {Path(folder).resolve().name}\n\nAdapted by fmmeta from a few examples.\n\n"
     text += f"| | |\n|---|---|\n{table}"
     text += f"\n## Classes\n\n{listed}" if classes else ""
-    text += f"\n## Use\n\n```bash\nfmmeta predict --model_name_or_path {adapted.folder} --input texts.txt\n```\n"
-    (adapted.folder / "README.md").write_text(text, encoding="utf-8")
+    text += f"\n## Use\n\n```bash\nfmmeta predict --model_name_or_path {folder} --input texts.txt\n```\n"
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def origin(base: str) -> str:

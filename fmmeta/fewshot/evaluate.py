@@ -50,13 +50,19 @@ class HeldOut:
 
     def scores(self, source: TaskSource, stream: int, what: str) -> list[Score]:
         """Scores of the episodes of a stream, `eval_episodes` of them: the same ones every time. Collective: world."""
+        self.progress.start(what)
+        return evaluate_tasks(self.worker, self.theta, self.learning, self.tasks(source, stream), self.reader(source), self.ranks,
+                              lambda done, total: self.progress.line(what, done, total), self.leaves)  # fmt: skip
+
+    def tasks(self, source: TaskSource, stream: int) -> list[Task]:
+        """The tasks of a stream's episodes."""
         config = self.config
         schedule = Schedule(source.items, config.eval_episodes, config.seed, stream, shuffle=False, sizes=source.size)
+        return schedule.meta_batch(0)
+
+    def reader(self, source: TaskSource) -> Reader:
         load = self.load(source)
-        reader = Reader(lambda tasks: [load(task) for task in tasks], self.ranks, config, self.progress.notice)
-        self.progress.start(what)
-        return evaluate_tasks(self.worker, self.theta, self.learning, schedule.meta_batch(0), reader, self.ranks,
-                              lambda done, total: self.progress.line(what, done, total), self.leaves)  # fmt: skip
+        return Reader(lambda tasks: [load(task) for task in tasks], self.ranks, self.config, self.progress.notice)
 
 
 def evaluate_tasks(worker: Worker, theta: Tensor, learning: Learning, tasks: Sequence[Task], reader: Reader,

@@ -33,7 +33,8 @@ class Compared:
         """For run.json."""
         rows = {name: {"accuracy": accuracy, "loss": loss} for name, (accuracy, loss) in self.rows.items()}
         gain = {"accuracy": self.gain[0], "loss": self.gain[1]}
-        return {**rows, "gain": gain, "per_stratum": {k: v[1] for k, v in self.strata.items()}, "episodes": self.episodes}
+        started, trained = ({name: pair[i] for name, pair in self.strata.items()} for i in (0, 1))
+        return {**rows, "gain": gain, "per_stratum": trained, "per_stratum_at_start": started, "episodes": self.episodes}
 
 
 def compare(trained: Sequence[Score], started: Sequence[Score]) -> Compared:

@@ -64,7 +64,7 @@ def load(settings: PredictConfig) -> Single:
     labels: tuple[str, ...] = ()
     if base.get("task_type", "classification") == "classification":
         names = describe(Config(**base)).hf_config.id2label
-        labels = tuple(names[number] for number in sorted(names))
+        labels = tuple(memory.get("labels") or (names[number] for number in sorted(names)))
         if len(labels) < 2:
             raise UsageError(f"model_name_or_path={settings.model_name_or_path} names fewer than two classes; adapt it first "
                              "(fmmeta adapt)")  # fmt: skip

@@ -125,9 +125,6 @@ class AdaptConfig(FewShotConfig):
     max_new_tokens: int = setting(64, "causal_lm: longest generated answer to a query")
 
     def __post_init__(self) -> None:
-        for name in ("support", "output_dir"):
-            if not getattr(self, name):
-                raise UsageError(f"{name} is missing; give --{name}")
         for name in ("support", "query"):
             path = getattr(self, name)
             if path and not Path(path).is_file():

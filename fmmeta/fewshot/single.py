@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ def start(config: Config, progress: Progress, labels: Sequence[str] = (), bf16: 
     """Load the model that `config` names, its classes called `labels`. Raises `UsageError`."""
     description = describe(config)
     if labels:
+        description = replace(description, labels=tuple(labels))
         description.hf_config.num_labels = len(labels)
         description.hf_config.id2label = dict(enumerate(labels))
         description.hf_config.label2id = {label: number for number, label in enumerate(labels)}

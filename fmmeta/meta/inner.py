@@ -54,7 +54,7 @@ class InnerLoop:
         return self.run(worker, phi0, means, support, path)
 
     def score(self, worker: Worker, theta: Tensor, episode: Batches) -> tuple[Pass, Pass]:
-        """See Learning. Before: theta with the head as the task starts it. Collective: group."""
+        """See Learning. Before: theta with the head as the task starts it; leaves the worker at phi_K. Collective: group."""
         phi0, means = self.head.start(worker, theta, episode.support)
         before = worker.forward(episode.query)
         self.run(worker, phi0, means, episode.support)

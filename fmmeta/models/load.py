@@ -30,6 +30,7 @@ class Description:
     hf_config: Any
     pooling: str  # model, mean or cls
     dropouts: dict[str, Any]  # as the checkpoint has them; training runs without, export puts them back
+    labels: tuple[str, ...] = ()  # names of the classes of a model that is adapted to one task
 
 
 def describe(config: Config) -> Description:
@@ -184,7 +185,9 @@ def load_hf(config: Config, description: Description) -> Any:
         hf = auto.from_pretrained(base, config=description.hf_config, dtype=torch.float32, use_safetensors=True,
                                   trust_remote_code=config.trust_remote_code,
                                   ignore_mismatched_sizes=config.task_type == "classification", **kwargs)  # fmt: skip
-        return hf if base == config.model_name_or_path else merged(hf, Path(config.model_name_or_path), config)
+        if base == config.model_name_or_path:
+            return hf
+        return merged(hf, Path(config.model_name_or_path), config).requires_grad_(True)  # peft had frozen the base
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise UsageError(f"model_name_or_path={config.model_name_or_path} cannot be loaded: {one_line(error)}") from None
 

@@ -134,4 +134,5 @@ def merged(hf: Any, folder: Path, config: Config) -> Any:
     """`hf`, the base as it was loaded, with the adapters of `folder` added to its weights: W + (alpha / r) B A."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return import_peft(config).PeftModel.from_pretrained(hf, str(folder)).merge_and_unload()
+        return import_peft(config).PeftModel.from_pretrained(
+            hf, str(folder), ignore_mismatched_sizes=config.task_type == "classification").merge_and_unload()  # fmt: skip

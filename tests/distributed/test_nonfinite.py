@@ -86,7 +86,8 @@ def test_exploding_tasks_are_dropped_and_counted(files):
     off = torch.cat([(theta[name] - wanted[name]).flatten() for name in wanted]).norm()
     assert off / torch.cat([(wanted[name] - began[name]).flatten() for name in wanted]).norm() < 1e-5
     metrics = [json.loads(line) for line in (out / "one" / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["skipped_tasks"], line.get("exploded_tasks", 0)) for line in metrics] == [(0, 0), (2, 2), (0, 0)]
+    assert [(line["skipped_tasks"], line.get("exploded_tasks", 0)) for line in metrics] == [(0, 0), (2, 1), (0, 0)]
+    # after such a support loss the query loss is no number: that task is skipped for that
 
 
 def oracle(config, poison):

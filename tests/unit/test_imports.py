@@ -24,13 +24,17 @@ ORDER = [
     {"parallel"},
     {"meta"},
     {"progress", "feed"},
-    {"checkpoint", "export", "fewshot"},
+    {"trackers"},
+    {"report"},
+    {"checkpoint", "export"},
     {"workers"},
     {"record", "build"},
     {"start", "watchdog", "doctor"},
     {"guard"},
+    {"fewshot"},
     {"train"},
     {"cli"},
+    {"__main__"},
 ]
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
 
@@ -79,7 +83,8 @@ def test_torch_distributed_is_not_reached_by_its_full_name():
     assert [path.name for path in FILES if "torch.distributed." in path.read_text() and path.name != "communicator.py"] == []
 
 
-@pytest.mark.parametrize("module", ["fmmeta", "fmmeta.config", "fmmeta.cli", "fmmeta.parallel.layout", "fmmeta.tasks.schedule"])
+@pytest.mark.parametrize("module", ["fmmeta", "fmmeta.config", "fmmeta.cli", "fmmeta.parallel.layout", "fmmeta.tasks.schedule",
+                                    "fmmeta.report.page", "fmmeta.trackers"])  # fmt: skip
 def test_cheap_modules_import_nothing_heavy(module):
     code = f"import time; t = time.perf_counter(); import {module}; t = time.perf_counter() - t; import json, sys; "
     code += "print(json.dumps([t, sorted({name.split('.')[0] for name in sys.modules})]))"

@@ -1,0 +1,44 @@
+"""Which classes of one held-out episode an adapted model takes for which: the first episode of the table, for the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fmmeta.fewshot.evaluate import TEST, HeldOut
+from fmmeta.parallel.worker import WholeWorker
+from fmmeta.tasks.source import TaskSource
+
+
+def confusion(held_out: HeldOut, source: TaskSource) -> dict[str, Any]:
+    """Facts for run.json: names of the classes, and rows of counts, one row per right class, one column per answer.
+
+    `left_out` says why, where there are none. Every group adapts to the same episode, so the layout does not matter.
+    Collective: world.
+    """
+    worker, config = held_out.worker, held_out.config
+    if config.task_type != "classification":
+        return {"left_out": f"task_type={config.task_type} has answers, not classes"}
+    if not isinstance(worker, WholeWorker):
+        return {"left_out": f"pipeline_stages={config.pipeline_stages}: only the last stage sees what the model answers"}
+    task = held_out.tasks(source, TEST)[0]
+    reader = held_out.reader(source)
+    found = reader.read([task])
+    failures = int(held_out.ranks.world.sum_(torch.tensor([float(len(reader.errors))])))
+    reader.judge(1, failures)
+    if failures:
+        return {"left_out": f"task {task.name} could not be had"}
+    ((_, episode),) = found
+    with held_out.ranks.world.together("naming the classes of an episode"):
+        classes = source.draw(task).classes
+    worker.write(held_out.theta)
+    held_out.learning.score(worker, held_out.theta, episode)  # leaves the worker at phi
+    counts = torch.zeros(len(classes), len(classes), dtype=torch.float64, device=worker.device)
+    for batch, logits in zip(episode.query, worker.logits(episode.query), strict=True):
+        if worker.voice:
+            rows, answers = batch.to(worker.device), logits[:, : len(classes)].argmax(-1)
+            counts.index_put_((rows.labels, answers), (rows.weights > 0).double(), accumulate=True)
+    worker.group.sum_(counts)
+    worker.write(held_out.theta)
+    return {"task": task.name, "stratum": task.stratum, "classes": list(classes), "counts": counts.long().tolist()}

@@ -1,0 +1,142 @@
+"""What a report tells, read from run.json and metrics.jsonl and nothing else, also while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fmmeta.config import UsageError
+
+BEFORE, FROM_START, AFTER = (
+    "before adaptation, meta-trained",
+    "after adaptation, weights at the start",
+    "after adaptation, meta-trained",
+)
+LOOK_BACK, LEAST_BACK, SPIKE = 20, 8, 6.0
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A run as its folder tells it. `steps`: logged outer steps; `valid`: evaluations on validation tasks."""
+
+    folder: Path
+    run: dict[str, Any]
+    steps: list[Line]
+    valid: list[Line]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.run["settings"]
+
+    @property
+    def held_out(self) -> dict[str, Any]:
+        """What the table at the end says, empty before the end."""
+        return self.run.get("held_out") or {}
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.run.get("finished"))
+
+    @property
+    def outer_step(self) -> int:
+        """The last one that was logged."""
+        return max((line["step"] for line in (*self.steps, *self.valid)), default=0)
+
+
+def read(folder: Path) -> Facts:
+    """Read a run's folder. Raises `UsageError` where there is none."""
+    file = folder / "run.json"
+    if not file.is_file():
+        raise UsageError(f"output_dir={folder} holds no run.json; give the folder of a run")
+    try:
+        run = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(run["settings"], dict):
+            raise TypeError
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(f"{file} cannot be read; mend it, or give another output_dir") from None
+    lines = read_lines(folder / "metrics.jsonl")
+    return Facts(folder, run, [line for line in lines if "query_loss" in line], [line for line in lines if "valid_loss" in line])
+
+
+def read_lines(file: Path) -> list[Line]:
+    """The whole lines of metrics.jsonl, by step; the last may be half written, and one may stand there twice."""
+    found: dict[tuple[int, bool], Line] = {}
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
+        try:
+            line = json.loads(text)
+            step = line["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if isinstance(step, int):
+            found[step, "valid_loss" in line] = line
+    return [found[key] for key in sorted(found)]
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for all else."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def points(lines: Sequence[Line], key: str) -> list[tuple[int, float | None]]:
+    """(step, value) of the lines that have the key; None where the number was not finite."""
+    return [(line["step"], number(line[key])) for line in lines if key in line]
+
+
+def spikes(values: Sequence[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    """Values far above those before them: more than 6 standard deviations over the median of the last 20.
+
+    The deviation is 1.4826 times the median distance from the median, which no single spike can widen. The first 8 are never
+    spikes.
+    """
+    found: list[tuple[int, float]] = []
+    before: list[float] = []
+    for step, value in values:
+        if value is None:
+            continue
+        if len(before) >= LEAST_BACK:
+            recent = before[-LOOK_BACK:]
+            middle = median(recent)
+            deviation = 1.4826 * median(abs(one - middle) for one in recent)
+            if value > middle + SPIKE * max(deviation, 1e-3 * abs(middle)):
+                found.append((step, value))
+        before.append(value)
+    return found
+
+
+@dataclass(frozen=True)
+class Times:
+    """Mean seconds of an outer step over `steps` logged ones: the whole, waiting for data, and for other groups by group."""
+
+    steps: int
+    first_left_out: bool
+    whole: float
+    data: float
+    waiting: list[float]
+
+    def computing(self, group: int) -> float:
+        """What is left of the step: passes, reduction, the outer step."""
+        return max(0.0, self.whole - self.data - self.waiting[group])
+
+
+def times(steps: Sequence[Line]) -> Times | None:
+    """Of the logged steps on the last layout, without the first one, which warms up, where there are four or more."""
+    usable = [line for line in steps if number(line.get("seconds")) is not None]
+    if not usable:
+        return None
+    groups = len(waits(usable[-1]))
+    usable = [line for line in usable if len(waits(line)) == groups]
+    kept = usable[1:] if len(usable) > 3 else usable
+    mean = [sum(column) / len(kept) for column in zip(*(waits(line) for line in kept), strict=True)]
+    whole, data = (sum(number(line.get(key)) or 0.0 for line in kept) / len(kept) for key in ("seconds", "data_seconds"))
+    return Times(len(kept), len(kept) < len(usable), whole, data, mean)
+
+
+def waits(line: Line) -> list[float]:
+    return [float(one) for one in line.get("wait_seconds_by_group") or [line.get("wait_seconds") or 0.0]]

@@ -1,0 +1,188 @@
+"""`fmmeta adapt` and `predict`: the adapted folder against a plain loop, as transformers reads it, and what cannot work."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fmmeta
+from fmmeta.fewshot import predict
+from fmmeta.fewshot.adaptation import leave_out, table_of
+from fmmeta.fewshot.settings import PredictConfig
+from fmmeta.models.tiny import byte_tokenizer
+from tests.launch import ROOT, environment
+from tests.models import WORDS, save_bert, save_llama
+from tests.unit.helpers import refusal, write_rows
+
+PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
+ASKED = [f"{word} {WORDS[10]}" for word in WORDS[:3]]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return save_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+def batch(texts):
+    return byte_tokenizer()(texts, padding=True, return_tensors="pt")
+
+
+def test_a_folder_holds_what_a_plain_loop_learns(bert, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    adapted = fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "out", inner_steps=4, inner_lr=0.5, early_stopping=False)
+    assert (adapted.inner_steps, adapted.left_out, adapted.accuracy) == (4, None, None)
+    model = AutoModelForSequenceClassification.from_pretrained(bert, num_labels=3, ignore_mismatched_sizes=True).eval()
+    torch.nn.init.zeros_(model.classifier.weight)
+    torch.nn.init.zeros_(model.classifier.bias)
+    names = sorted({label for _, label in PAIRS})
+    labels = torch.tensor([names.index(label) for _, label in PAIRS])
+    for _ in range(4):
+        model.zero_grad()
+        F.cross_entropy(model(**batch([text for text, _ in PAIRS])).logits, labels).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.grad is not None:
+                    param -= 0.5 * param.grad
+    folder = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        ours, theirs = folder(**batch(ASKED)).logits, model(**batch(ASKED)).logits
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert folder.config.id2label == dict(enumerate(names))
+    answers = adapted.predict(ASKED)
+    assert [one.output for one in answers] == [names[i] for i in theirs.argmax(1)]
+    assert [one.score for one in answers] == pytest.approx(theirs.softmax(1).amax(1).tolist(), abs=1e-5)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f'base_model: "{bert}"' in card
+    assert "12 examples of 3 classes" in card
+    assert "- class lantern" in card
+
+
+def test_a_pooled_encoder_keeps_its_head_beside_it(bert, tmp_path):
+    adapted = fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "out", pooling="mean", inner_steps=3, inner_lr=0.5,
+                           early_stopping=False)  # fmt: skip
+    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
+    assert predict.answer(single, ASKED, 8) == adapted.predict(ASKED)
+    assert (tmp_path / "out" / "head.safetensors").is_file()
+
+
+def test_steps_are_chosen_by_leaving_examples_out(bert):
+    """Of the losses on the left out j-th examples, the lowest over 1 to 2K steps; an independent loop finds the same."""
+    adapted = fmmeta.adapt(bert, PAIRS, pooling="mean", inner_steps=3, inner_lr=2.0)
+    names = sorted({label for _, label in PAIRS})
+    losses, right = torch.zeros(7), torch.zeros(7)
+    from transformers import AutoModel
+
+    base = AutoModel.from_pretrained(bert).eval()
+    for fold in range(4):
+        held = [4 * c + fold for c in range(3)]
+        model, head = copy.deepcopy(base), torch.nn.Linear(32, 3)
+        torch.nn.init.zeros_(head.weight)
+        torch.nn.init.zeros_(head.bias)
+
+        def loss_of(places, model=model, head=head):
+            inputs = batch([PAIRS[i][0] for i in places])
+            mask = inputs["attention_mask"][..., None]
+            logits = head((model(**inputs).last_hidden_state * mask).sum(1) / mask.sum(1))
+            labels = torch.tensor([names.index(PAIRS[i][1]) for i in places])
+            return F.cross_entropy(logits, labels), (logits.argmax(1) == labels).float().mean()
+
+        for step in range(7):
+            if step:
+                params = [*model.parameters(), *head.parameters()]
+                for param in params:
+                    param.grad = None
+                loss_of([i for i in range(12) if i not in held])[0].backward()
+                with torch.no_grad():
+                    for param in params:
+                        if param.grad is not None:
+                            param -= 2.0 * param.grad
+            with torch.no_grad():
+                loss, accuracy = loss_of(held)
+            losses[step] += loss
+            right[step] += accuracy / 4
+    assert adapted.inner_steps == 1 + int(losses[1:].argmin())
+    assert adapted.left_out == pytest.approx(float(right[adapted.inner_steps]))
+
+
+def test_one_example_of_a_class_leaves_none_to_leave_out():
+    assert leave_out(table_of([("a", "x"), ("b", "x"), ("c", "y")]), ["x", "y"]) == []
+    assert leave_out(table_of([("a", "x"), ("b", "y"), ("c", "x"), ("d", "y"), ("e", "y")]), ["x", "y"]) == [[0, 1], [2, 3]]
+
+
+def test_adapters_come_out_as_adapters(bert, tmp_path):
+    adapted = fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "out", lora_r=4, inner_steps=3, inner_lr=0.5, early_stopping=False)
+    assert (tmp_path / "out" / "adapter_config.json").is_file()
+    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
+    ours, theirs = predict.answer(single, ASKED, 8), adapted.predict(ASKED)
+    assert [one.output for one in ours] == [one.output for one in theirs]
+    assert [one.score for one in ours] == pytest.approx([one.score for one in theirs], abs=1e-5)
+
+
+def test_a_language_model_learns_pairs_and_answers(llama, tmp_path):
+    pairs = [(word, word[0]) for word in WORDS[:3]]
+    adapted = fmmeta.adapt(llama, pairs, output_dir=tmp_path / "out", task_type="causal_lm", inner_steps=60, inner_lr=0.3,
+                           early_stopping=False)  # fmt: skip
+    answers = adapted.predict([word for word, _ in pairs], max_new_tokens=4)
+    assert sum(one.output == right for one, (_, right) in zip(answers, pairs, strict=True)) == 3
+    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
+    assert single.config.task_type == "causal_lm"
+    assert predict.answer(single, [word for word, _ in pairs], 4) == answers
+
+
+def test_the_commands(bert, tmp_path):
+    support = write_rows(tmp_path / "support.jsonl", [{"text": text, "label": label} for text, label in PAIRS])
+    query = write_rows(tmp_path / "query.csv", [{"text": f"{word} harbor", "label": f"class {word}"} for word in WORDS[:3]])
+
+    def command(*words, stdin=""):
+        return subprocess.run([sys.executable, "-m", "fmmeta", *words], cwd=ROOT, env=environment(), capture_output=True,
+                              text=True, input=stdin, timeout=120, check=False)  # fmt: skip
+
+    out = str(tmp_path / "out")
+    ended = command("adapt", "--model_name_or_path", str(bert), "--support", str(support), "--query", str(query),
+                    "--output_dir", out, "--inner_lr", "0.5", "--inner_steps", "10")  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    told = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    assert [one["truth"] for one in told] == [f"class {word}" for word in WORDS[:3]]
+    accuracy = sum(one["label"] == one["truth"] for one in told) / 3
+    assert f"accuracy on {query}: {100 * accuracy:.1f} % of 3" in ended.stdout
+    assert "right of examples that were left out" in ended.stdout
+    lines = f'{told[0]["text"]}\n\n{{"sentence": "{told[1]["text"]}"}}\n'
+    ended = command("predict", "--model_name_or_path", out, stdin=lines)
+    assert [json.loads(line)["label"] for line in ended.stdout.splitlines()] == [told[0]["label"], told[1]["label"]], ended.stderr
+    asked = tmp_path / "asked.txt"
+    asked.write_text(lines + '{"words": "x"}\n')
+    ended = command("predict", "--model_name_or_path", out, "--input", str(asked))
+    assert (ended.returncode, ended.stderr.strip()) == (
+        2, "fmmeta: error: input line 4 has no text under text, sentence, utterance, input, prompt, question; name the key with "
+           "--text_column")  # fmt: skip
+    ended = command("adapt", "--model_name_or_path", str(bert), "--support", str(support), "--output_dir", out)
+    assert (ended.returncode, ended.stderr.strip()) == (
+        2, f"fmmeta: error: output_dir={out} is not empty; choose another, so that nothing is overwritten")  # fmt: skip
+    assert command("adapt", "--output_dir", out).stderr.strip() == "fmmeta: error: support is missing; give --support"
+
+
+def test_what_cannot_be_learned_is_said(bert, tmp_path):
+    assert refusal(fmmeta.adapt, bert, [("a", "x"), ("b", "x")]) == (
+        "support= has one class only, 'x'; give examples of two or more")  # fmt: skip
+    assert refusal(fmmeta.adapt, bert, tmp_path / "none.jsonl") == (
+        f"support={tmp_path / 'none.jsonl'} is not a file; give a .jsonl, .csv or .parquet file")  # fmt: skip
+    query = write_rows(tmp_path / "query.jsonl", [{"text": "a", "label": "z"}])
+    assert refusal(fmmeta.adapt, bert, PAIRS, query=str(query), output_dir=tmp_path / "out") == (
+        f"query={query} has the class 'z', of which the support set has none; add some")  # fmt: skip
+    assert not (tmp_path / "out").exists()
+    message = refusal(fmmeta.adapt, bert, PAIRS, inner_lr=3e38, early_stopping=False)
+    assert message == "inner_lr=3e+38: the loss on the support set is not finite after 5 inner steps; lower --inner_lr"
+    assert refusal(PredictConfig) == "model_name_or_path is missing; give the folder that fmmeta adapt wrote"
+    assert refusal(PredictConfig, "x", input="nowhere") == "input=nowhere is not a file; give one, or - for standard input"

@@ -1,0 +1,75 @@
+"""The confusion of the report: the first held-out episode, adapted and asked by a plain PyTorch loop of this test."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+
+from fmmeta import build
+from fmmeta.config import Config
+from fmmeta.fewshot.confusion import confusion
+from fmmeta.fewshot.evaluate import TEST, HeldOut
+from fmmeta.parallel.communicator import World
+from fmmeta.parallel.layout import Launch
+from fmmeta.progress import Progress
+from tests.models import save_bert, save_llama, write_classes, write_pairs
+
+
+def held_out_of(config: Config) -> tuple[HeldOut, build.Plan]:
+    """What a run of this configuration evaluates with, before its first outer step."""
+    world, said = World(Launch(), torch.device("cpu")), []
+    plan = build.plan(config, world, said.append)
+    ranks = build.form_groups(config, plan, world, said.append)
+    parts = build.build(config, plan, ranks)
+    return HeldOut(config, parts.worker, parts.theta, parts.setup.learning, parts.load, ranks, Progress(speaks=False)), plan
+
+
+def test_counts_are_those_of_a_plain_loop(tmp_path):
+    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "data.jsonl", 15, 12)
+    config = Config(model_name_or_path=str(model), dataset=[str(data)], n_way=3, n_way_max=4, k_shot=1, num_query=4,
+                    inner_lr=0.05, inner_steps=20, micro_batch_size=5, eval_episodes=6, seed=3)  # fmt: skip
+    held_out, plan = held_out_of(config)
+    source = plan.sources.test
+    theta = held_out.theta.clone()
+    found = confusion(held_out, source)
+    assert torch.equal(held_out.worker.read(), theta)  # as it was
+
+    episode = source.draw(held_out.tasks(source, TEST)[0]).episode()
+    model = copy.deepcopy(held_out.worker.model).float()  # a PlainWorker's; the loop below shares nothing else with it
+    params = dict(model.named_parameters())
+    for name in model.head_names:
+        params[name].data.zero_()
+
+    def loss_and_answers(rows) -> tuple[torch.Tensor, list[int]]:
+        logits = torch.cat(
+            [model(torch.tensor([row.input_ids]), torch.ones(1, len(row.input_ids), dtype=torch.long)) for row in rows]
+        )
+        logits = logits[:, : len(episode.classes)]
+        return F.cross_entropy(logits, torch.tensor([row.labels for row in rows])), logits.argmax(1).tolist()
+
+    for _ in range(config.inner_steps):
+        trained = [param for param in params.values() if param.requires_grad]
+        grads = torch.autograd.grad(loss_and_answers(episode.support)[0], trained, allow_unused=True)
+        for param, grad in zip(trained, grads, strict=True):
+            if grad is not None:
+                param.data -= config.inner_lr * grad
+    counts = [[0] * len(episode.classes) for _ in episode.classes]
+    for row, answer in zip(episode.query, loss_and_answers(episode.query)[1], strict=True):
+        counts[row.labels][answer] += 1
+    assert found["counts"] == counts
+    assert found["classes"] == list(episode.classes)
+    assert found["task"] == episode.task.name
+    assert found["stratum"] == episode.task.stratum
+    assert [sum(row) for row in counts] == [4] * len(counts)
+    answers = [sum(column) for column in zip(*counts, strict=True)]
+    assert sum(count > 0 for count in answers) > 1  # not one answer to everything
+    assert counts != [list(column) for column in zip(*counts, strict=True)]  # rows and columns are not the same
+
+
+def test_language_models_have_no_classes(tmp_path):
+    config = Config(model_name_or_path=str(save_llama(tmp_path / "llama")), dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))],
+                    task_type="causal_lm", k_shot=2, num_query=2, eval_episodes=2)  # fmt: skip
+    held_out, plan = held_out_of(config)
+    assert confusion(held_out, plan.sources.test) == {"left_out": "task_type=causal_lm has answers, not classes"}

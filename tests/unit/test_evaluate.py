@@ -1,0 +1,326 @@
+"""Few-shot evaluation against plain PyTorch, transformers and NumPy on the same episodes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fmmeta
+from fmmeta.config import Config
+from fmmeta.fewshot.episodes import episodes_of, run_config
+from fmmeta.fewshot.language import longest_common, rouge_l
+from fmmeta.fewshot.scores import EpisodeScore, calibration_error, counted, paired, score_of
+from fmmeta.fewshot.settings import EvaluateConfig
+from fmmeta.models.load import describe, load_tokenizer
+from fmmeta.models.tiny import byte_tokenizer
+from tests.models import save_bert, save_llama, write_classes, write_pairs
+from tests.unit.helpers import refusal
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return save_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory):
+    return write_classes(tmp_path_factory.mktemp("classes") / "rows.jsonl", classes=15, rows=8)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "rows.jsonl", rows=9)
+
+
+def draws_of(settings: EvaluateConfig, k_shot: int):
+    config = run_config(settings, k_shot)
+    return episodes_of(settings, k_shot, load_tokenizer(config, describe(config), print)).draws()
+
+
+def texts(draw, rows):
+    return [draw.store.text("left", row) for row, _ in rows], torch.tensor([label for _, label in rows])
+
+
+def batch(texts, tokenizer):
+    return tokenizer(texts, padding=True, truncation=True, max_length=128, return_tensors="pt")
+
+
+def test_finetuning_equals_a_plain_loop(bert, classes):
+    from transformers import AutoModelForSequenceClassification
+
+    settings = EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], n_way="3", num_query=3, episodes=4)
+    results = fmmeta.evaluate(str(bert), str(classes), n_way="3", k_shot=2, num_query=3, episodes=4, inner_steps=3, inner_lr=0.5)
+    base = AutoModelForSequenceClassification.from_pretrained(bert, num_labels=3, ignore_mismatched_sizes=True).eval()
+    for param in base.classifier.parameters():
+        param.data.zero_()
+    tokenizer, losses, right = byte_tokenizer(), [], []
+    for draw in draws_of(settings, 2):
+        model = copy.deepcopy(base)
+        support, labels = texts(draw, draw.support)
+        for _ in range(3):
+            model.zero_grad()
+            F.cross_entropy(model(**batch(support, tokenizer)).logits, labels).backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    if param.grad is not None:
+                        param -= 0.5 * param.grad
+        query, truth = texts(draw, draw.query)
+        with torch.no_grad():
+            logits = model(**batch(query, tokenizer)).logits
+        losses.append(float(F.cross_entropy(logits, truth)))
+        right.append(float((logits.argmax(1) == truth).float().mean()))
+    assert [score["loss"] for score in results["cells"][0]["scores"]] == pytest.approx(losses, rel=1e-4)
+    assert [score["accuracy"] for score in results["cells"][0]["scores"]] == pytest.approx(right)
+    assert results["accuracy"] == pytest.approx(np.mean(right))
+    assert results["ci95"] == pytest.approx(1.96 * np.std(right, ddof=1) / 2)
+    assert results["episodes"] == 4
+    assert set(results["per_stratum"]) <= {"s0", "s1", "s2"}
+
+
+@pytest.mark.parametrize("method", ["prototype", "linear", "knn"])
+def test_frozen_methods_equal_scikit_learn_on_plain_features(method, bert, classes):
+    from sklearn.linear_model import LogisticRegression
+    from transformers import AutoModel
+
+    results = fmmeta.evaluate(
+        str(bert), str(classes), method=method, pooling="mean", n_way="3", k_shot=2, num_query=3, episodes=5
+    )
+    settings = EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], pooling="mean", n_way="3", num_query=3,
+                              episodes=5)  # fmt: skip
+    encoder, tokenizer, expected = AutoModel.from_pretrained(bert).eval(), byte_tokenizer(), []
+
+    def features(rows):
+        inputs = batch(rows, tokenizer)
+        with torch.no_grad():
+            hidden = encoder(**inputs).last_hidden_state
+        mask = inputs["attention_mask"][..., None]
+        found = ((hidden * mask).sum(1) / mask.sum(1)).numpy()
+        return found / np.linalg.norm(found, axis=1, keepdims=True)
+
+    for draw in draws_of(settings, 2):
+        (support, labels), (query, truth) = texts(draw, draw.support), texts(draw, draw.query)
+        s, q, labels = features(support), features(query), labels.numpy()
+        if method == "prototype":
+            means = np.stack([s[labels == c].mean(0) for c in range(3)])
+            guess = (q @ (means / np.linalg.norm(means, axis=1, keepdims=True)).T).argmax(1)
+        elif method == "linear":
+            guess = LogisticRegression(max_iter=1000).fit(s, labels).predict(q)
+        else:  # the two nearest, by weight 1 / distance
+            near = 1 - q @ s.T
+            votes = np.zeros((len(q), 3))
+            for i, row in enumerate(near):
+                for j in np.argsort(row)[:2]:
+                    votes[i, labels[j]] += 1 / row[j]
+            guess = votes.argmax(1)
+        expected.append(float((guess == truth.numpy()).mean()))
+    assert [score["accuracy"] for score in results["cells"][0]["scores"]] == pytest.approx(expected)
+    assert 0 <= results["ece"] <= 1
+
+
+def test_every_method_and_shot_meets_the_same_episodes_and_a_model_equals_itself(bert, classes, tmp_path):
+    first = fmmeta.evaluate(str(bert), str(classes), method=["prototype", "finetune"], k_shot=[1, 2], n_way="3", num_query=3,
+                            episodes=3, output=str(tmp_path / "deep" / "first.json"))  # fmt: skip
+    assert [(cell["method"], cell["k_shot"]) for cell in first["cells"]] == [
+        ("prototype", 1), ("finetune", 1), ("prototype", 2), ("finetune", 2)]  # fmt: skip
+    assert json.loads((tmp_path / "deep" / "first.json").read_text())["accuracy"] == first["accuracy"]
+    flags: dict[str, Any] = {"method": "finetune", "k_shot": 2, "n_way": "3", "num_query": 3, "episodes": 3}
+    for other in (str(tmp_path / "deep" / "first.json"), str(bert)):
+        (cell,) = fmmeta.evaluate(str(bert), str(classes), **flags, compare=other)["compare"]["cells"]
+        assert (cell["accuracy_gain"], cell["loss_gain"], cell["ci95"], cell["episodes"]) == (0, 0, 0, 3)
+    message = refusal(
+        fmmeta.evaluate, str(bert), str(classes), **{**flags, "seed": 7}, compare=str(tmp_path / "deep" / "first.json")
+    )
+    assert message.endswith("the other results are of other 2-shot episodes; use the same data, --seed, --episodes, --n_way and "
+                            "--num_query")  # fmt: skip
+    message = refusal(
+        fmmeta.evaluate, str(bert), str(classes), **{**flags, "k_shot": 5}, compare=str(tmp_path / "deep" / "first.json")
+    )
+    assert "have none of these methods and k_shot" in message
+
+
+def test_all_ways_are_all_classes_of_the_part(bert, classes):
+    settings = EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], n_way="all", num_query=3, episodes=3)
+    config = run_config(settings, 2)
+    episodes = episodes_of(settings, 2, load_tokenizer(config, describe(config), print))
+    assert episodes.most_classes == 3  # a fifth of 15
+    assert all(len(draw.classes) == 3 for draw in episodes.draws())
+    assert fmmeta.evaluate(str(bert), str(classes), n_way="all", k_shot=2, num_query=3, episodes=2, part="train")["episodes"] == 2
+    wide = EvaluateConfig(
+        model_name_or_path=str(bert), dataset=[str(classes)], n_way="all", num_query=3, episodes=3, part="train"
+    )
+    assert episodes_of(wide, 2, byte_tokenizer()).most_classes == 9
+
+
+def test_a_model_is_adapted_as_its_folder_remembers(bert, classes, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in bert.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    layers = [*(f"bert.encoder.layer.{n}" for n in range(2)), "bert.embeddings.LayerNorm", "bert.embeddings.position_embeddings",
+              "bert.embeddings.token_type_embeddings", "bert.embeddings.word_embeddings", "bert.pooler.dense"]  # fmt: skip
+    rates = {"head": [0.5, 0.1], **{layer: [0.0, 0.0] for layer in layers}}
+    memory = {"inner_steps": 2, "inner_lr": 9.0, "head_init": "zero", "inner_rates": rates}
+    (folder / "fmmeta.json").write_text(json.dumps(memory))
+    flags: dict[str, Any] = {"n_way": "3", "k_shot": 2, "num_query": 3, "episodes": 3}
+    ours = fmmeta.evaluate(str(folder), str(classes), **flags)
+    # a head alone that learns at 0.5, then 0.1: the same by the features that stay
+    settings = EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], n_way="3", num_query=3, episodes=3)
+    from transformers import AutoModel
+
+    encoder, tokenizer, expected = AutoModel.from_pretrained(bert).eval(), byte_tokenizer(), []
+    for draw in draws_of(settings, 2):
+        (support, labels), (query, truth) = texts(draw, draw.support), texts(draw, draw.query)
+        with torch.no_grad():
+            s, q = (encoder(**batch(rows, tokenizer)).pooler_output for rows in (support, query))
+        head = torch.nn.Linear(s.shape[1], 3)
+        torch.nn.init.zeros_(head.weight)
+        torch.nn.init.zeros_(head.bias)
+        for rate in (0.5, 0.1):
+            head.zero_grad()
+            F.cross_entropy(head(s), labels).backward()
+            for param in head.parameters():
+                param.data -= rate * param.grad
+        expected.append(F.cross_entropy(head(q), truth).item())
+    assert [score["loss"] for score in ours["cells"][0]["scores"]] == pytest.approx(expected, rel=1e-4)
+    mine = fmmeta.evaluate(str(folder), str(classes), **flags, inner_lr=0.1)
+    plain = fmmeta.evaluate(str(bert), str(classes), **flags, inner_lr=0.1, inner_steps=2)
+    assert mine["loss"] == plain["loss"]  # a given rate takes the place of all remembered ones
+
+
+def test_language_metrics(llama, pairs):
+    from transformers import AutoModelForCausalLM
+
+    flags: dict[str, Any] = {
+        "task_type": "causal_lm",
+        "k_shot": 2,
+        "num_query": 2,
+        "episodes": 3,
+        "inner_lr": 0.1,
+        "inner_steps": 1,
+    }
+    results = fmmeta.evaluate(str(llama), str(pairs), **flags, metrics=["rouge_l", "options"], max_new_tokens=4)
+    settings = EvaluateConfig(model_name_or_path=str(llama), dataset=[str(pairs)], task_type="causal_lm", num_query=2, episodes=3)
+    base, tokenizer, options, losses = AutoModelForCausalLM.from_pretrained(llama).eval(), byte_tokenizer(), [], []
+    for draw in draws_of(settings, 2):
+        model = copy.deepcopy(base)
+
+        def likelihood(row, answer, model=model, draw=draw):
+            prompt = tokenizer(f"Input: {draw.store.text('left', row)}\nOutput:")["input_ids"]
+            ids = tokenizer(f" {answer}", add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            return -F.cross_entropy(logits, torch.tensor(ids), reduction="sum"), len(ids)
+
+        told = [likelihood(row, draw.store.text("right", row)) for row, _ in draw.support]
+        model.zero_grad()
+        (-sum(total for total, _ in told) / sum(count for _, count in told)).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.1 * param.grad
+            asked = [likelihood(row, draw.store.text("right", row)) for row, _ in draw.query]
+            losses.append(float(-sum(total for total, _ in asked) / sum(count for _, count in asked)))
+            known = list(dict.fromkeys(draw.store.text("right", row) for row, _ in (*draw.support, *draw.query)))
+            chosen = [max(known, key=lambda answer, row=row: float(likelihood(row, answer)[0])) for row, _ in draw.query]
+        options.append(
+            np.mean([answer == draw.store.text("right", row) for answer, (row, _) in zip(chosen, draw.query, strict=True)])
+        )
+    scores = results["cells"][0]["scores"]
+    assert [score["loss"] for score in scores] == pytest.approx(losses, rel=1e-4)
+    assert [score["metrics"]["options"] for score in scores] == pytest.approx(options)
+    assert all(0 <= score["metrics"]["rouge_l"] <= 1 for score in scores)
+    assert results["options"]["mean"] == pytest.approx(np.mean(options))
+    shown = fmmeta.evaluate(str(llama), str(pairs), **flags, method=["in_context", "finetune"])
+    assert shown["cells"][0]["loss"] != shown["cells"][1]["loss"]
+    assert shown["cells"][1]["loss"] == results["loss"]
+
+
+def test_greedy_answers_are_those_of_transformers(llama):
+    from transformers import AutoModelForCausalLM
+
+    from fmmeta.fewshot.language import generate
+    from fmmeta.fewshot.single import start
+    from fmmeta.progress import Progress
+
+    single = start(Config(model_name_or_path=str(llama), task_type="causal_lm", algorithm="none"), Progress(False))
+    prompts = [single.tokenizer(text)["input_ids"] for text in ("river", "a longer prompt", "x")]
+    ours = generate(single.worker, single.tokenizer, prompts, 6, 2)
+    model = AutoModelForCausalLM.from_pretrained(llama).eval()
+    for prompt, text in zip(prompts, ours, strict=True):
+        ids = list(prompt)
+        for _ in range(6):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == single.tokenizer.eos_token_id:
+                break
+        assert text == single.tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True).strip()
+
+
+def test_rouge_l():
+    assert longest_common("abcbdab", "bdcaba") == 4
+    assert rouge_l("the cat sat", "The cat, sat!") == 1
+    assert rouge_l("police killed the gunman", "police kill the gunman") == 0.75  # the example of Lin 2004, section 3
+    assert rouge_l("the gunman kill police", "police kill the gunman") == 0.5
+    assert rouge_l("", "word") == 0
+    assert rouge_l("", "") == 1
+
+
+def test_calibration_error_by_hand():
+    shares = torch.tensor([[0.95, 0.05], [0.93, 0.07], [0.35, 0.65], [0.42, 0.58]])
+    numbers = counted(shares.log(), torch.tensor([0, 1, 1, 0]))
+    score = score_of(0, "t", "s", numbers)
+    assert score.accuracy == 0.5
+    assert score.loss == pytest.approx(-np.log([0.95, 0.07, 0.65, 0.42]).mean(), rel=1e-6)
+    # bins: (0.9, 1.0] has 0.95 and 0.93, one right; 0.65 right alone; 0.58 wrong alone
+    expected = (abs(0.95 + 0.93 - 1) + abs(0.65 - 1) + abs(0.58 - 0)) / 4
+    assert calibration_error([score]) == pytest.approx(expected, rel=1e-6)
+    assert calibration_error([score, EpisodeScore(1, "t", "s", 1.0, 1.0)]) is None
+
+
+def test_paired_differences_are_over_common_episodes():
+    ours = [EpisodeScore(slot, "t", "s", 1.0, accuracy) for slot, accuracy in enumerate([0.5, 0.7, 0.9])]
+    theirs = [EpisodeScore(slot, "t", "s", 1.5, 0.4) for slot in (1, 2)]
+    found = paired(ours, theirs)
+    assert found["episodes"] == 2
+    assert found["accuracy_gain"] == pytest.approx(0.4)
+    assert found["loss_gain"] == pytest.approx(0.5)
+    assert found["ci95"] == pytest.approx(1.96 * np.std([0.3, 0.5], ddof=1) / np.sqrt(2))
+
+
+@pytest.mark.parametrize(("flags", "text"), [
+    ({"method": ["dreaming"]}, "method=dreaming is unknown; use finetune, prototype, linear, knn, in_context"),
+    ({"method": []}, "method names nothing; give one or more"),
+    ({"n_way": "many"}, "n_way=many is neither a number nor all; use 5, say"),
+    ({"n_way": "1"}, "n_way=1 is below 2; use 2 or more"),
+    ({"part": "dev"}, "part=dev is unknown; use train, valid, test"),
+    ({"episodes": 0}, "episodes=0 is below 1; use 1 or more"),
+    ({"k_shot": [1, 5], "k_shot_max": 7}, "k_shot_max=7 goes with one k_shot, and here are 2; give one"),
+    ({"n_way": "all", "n_way_max": 7}, "n_way_max=7 means nothing for n_way=all; leave it out"),
+    ({"method": ["in_context"]},
+     "method=in_context puts the support set into the prompt, and task_type=classification has none; use finetune"),
+    ({"metrics": ["rouge_l"]}, "metrics=rouge_l look at answers, and task_type=classification has none; leave them out"),
+    ({"metrics": ["bleu"]}, "metrics=bleu is unknown; use rouge_l, options"),
+    ({"method": ["knn"], "task_type": "causal_lm"},
+     "method=knn classifies features, and task_type=causal_lm has no classes; use finetune or in_context"),
+    ({"n_way": "3", "task_type": "causal_lm"}, "n_way=3 means nothing for task_type=causal_lm; leave it out"),
+    ({"compare": "nowhere.json"},
+     "compare=nowhere.json holds no results of fmmeta evaluate ([Errno 2] No such file or directory: 'nowhere.json'); give "
+     "such a file, or a model"),
+])  # fmt: skip
+def test_what_cannot_be_evaluated_is_said(flags, text):
+    assert refusal(fmmeta.evaluate, "tiny", "letters", **flags) == text
+
+
+def test_a_broken_memory_is_refused(tmp_path, bert):
+    (tmp_path / "fmmeta.json").write_text("[]")
+    assert refusal(fmmeta.evaluate, str(tmp_path), "letters") == (
+        f"model_name_or_path={tmp_path}: fmmeta.json cannot be read (it holds no settings); mend or remove it"
+    )

@@ -1,0 +1,238 @@
+"""Trackers get the lines of metrics.jsonl and no secret, start no process group, and never end a run.
+
+TensorBoard is read back; W&B, MLflow and trackio as far as they work without their servers, where they are installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fmmeta import trackers
+from fmmeta.config import Config, UsageError
+from fmmeta.trackers import Trackers, check_installed, flat, harmless, settings
+from fmmeta.train import MetaTrainer
+from tests.unit.helpers import refusal
+
+SMALL = {"outer_steps": 4, "eval_steps": 2, "eval_episodes": 2, "meta_batch_size": 2, "logging_steps": 1, "save_steps": 2}
+
+
+def installed(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers_of(lines: list[dict]) -> dict[str, dict[int, float]]:
+    """Name -> step -> number, in the words of this test: what a tracker should have got."""
+    found: dict[str, dict[int, float]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if isinstance(value, list):
+                for place, one in enumerate(value):
+                    found.setdefault(f"{name}/{place}", {})[line["step"]] = one
+            elif value is not None and name != "step":
+                found.setdefault(name, {})[line["step"]] = value
+    return found
+
+
+def tensorboard_of(folder: Path) -> dict[str, dict[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {tag: {one.step: one.value for one in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+@installed("tensorboard")
+def test_tensorboard_gets_every_number_and_goes_on_after_a_stop(tmp_path):
+    from accelerate import PartialState
+
+    folder = tmp_path / "run"
+    result = MetaTrainer(Config(**SMALL, output_dir=str(folder), report_to=["tensorboard"])).train()
+    told, expected = tensorboard_of(folder), numbers_of(lines_of(folder))
+    assert {"query_loss", "grad_norm", "valid_loss", "wait_seconds_by_group/0"} <= expected.keys()
+    for name, values in expected.items():
+        assert told[name] == pytest.approx(values, rel=1e-6), name
+    assert told["held_out_accuracy/after"] == {4: pytest.approx(result.after)}
+    assert PartialState._shared_state == {}
+    logged = list((folder / "tensorboard").rglob("hparams.yml"))
+    assert len(logged) == 1
+    assert "inner_lr: 0.1" in logged[0].read_text()
+
+    # a run that was stopped after its checkpoint at 2: its later lines are dropped, there as here
+    run = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**run, "finished": False}))
+    for late in folder.glob("checkpoint-4"):
+        late.rename(tmp_path / "late")
+    MetaTrainer(Config(**SMALL, output_dir=str(folder), report_to=["tensorboard"])).train()
+    again, expected = tensorboard_of(folder), numbers_of(lines_of(folder))
+    assert {name: list(values) for name, values in expected.items()} == {name: list(again[name]) for name in expected}
+    assert again["seconds"] == pytest.approx(expected["seconds"], rel=1e-6)
+    assert len(list((folder / "tensorboard").rglob("hparams.yml"))) == 1
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
+def test_a_missing_package_is_said_before_anything_else(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    said = f"report_to={name} needs the package {name}, which is not installed; pip install 'fmmeta[{name}]'"
+    assert refusal(check_installed, Config(report_to=[name])) == said
+    folder = tmp_path / "run"
+    with pytest.raises(UsageError, match="needs the package"):
+        MetaTrainer(Config(**SMALL, output_dir=str(folder), report_to=[name])).train()
+    assert not folder.exists()
+
+
+def test_extras_are_there():
+    text = (Path(__file__).parents[2] / "setup.py").read_text()
+    assert all(f'"{name}": [' in text for name in ("tensorboard", "wandb", "mlflow", "trackio"))
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    (["tensorbord"], "report_to=tensorbord is unknown; use none, tensorboard, wandb, mlflow or trackio"),
+    (["tensorboard", "tensorboard"], "report_to=tensorboard tensorboard names a tracker twice; name each once, or none"),
+    (["none", "wandb"], "report_to=none wandb names none and others; leave out none"),
+    ([], "report_to= names no tracker; name each once, or none"),
+])  # fmt: skip
+def test_bad_names(given, said):
+    assert refusal(Config, report_to=given) == said
+
+
+def test_one_name_needs_no_list():
+    assert Config(report_to="wandb").report_to == ["wandb"]
+
+
+class Stub:
+    """Stands where a service would be that breaks at the third line."""
+
+    def __init__(self, broken_at: int = 3, start_error: str = "") -> None:
+        self.broken_at, self.start_error, self.told, self.finished = broken_at, start_error, [], 0
+
+    def start(self) -> None:
+        if self.start_error:
+            raise ConnectionError(self.start_error)
+
+    def store_init_configuration(self, values) -> None:
+        self.settings = values
+
+    def log(self, values, step) -> None:
+        if len(self.told) + 1 == self.broken_at:
+            raise ConnectionError("https://me:pa55word@tracker.test answers not\nsecond line")
+        self.told.append((step, values))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_a_tracker_that_fails_ends_no_run_and_is_told_of_once(monkeypatch, tmp_path, capsys):
+    stub = Stub()
+    monkeypatch.setattr(trackers, "make", lambda *args: stub)
+    monkeypatch.setattr(trackers, "check_installed", lambda config: None)
+    monkeypatch.setattr("fmmeta.train.check_installed", lambda config: None)
+    MetaTrainer(Config(**SMALL, output_dir=str(tmp_path / "run"), report_to=["trackio"])).train()
+    said = [line for line in capsys.readouterr().out.splitlines() if "trackio" in line]
+    assert said == ["fmmeta: trackio failed (ConnectionError: https://***@tracker.test answers not); the run goes on without it, "
+                    "metrics.jsonl has all numbers"]  # fmt: skip
+    assert [step for step, _ in stub.told] == [1, 2]
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 2, 2, 3, 4, 4]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
+
+
+def test_one_that_cannot_start_is_refused_at_the_start_and_noticed_later(monkeypatch, tmp_path):
+    stub, said = Stub(start_error="no route to host"), []
+    monkeypatch.setattr(trackers, "make", lambda *args: stub)
+    config = Config(report_to=["wandb"])
+    assert refusal(Trackers(said.append).start, config, tmp_path, 0) == (
+        "report_to=wandb cannot start (ConnectionError: no route to host); mend that, or leave it out")  # fmt: skip
+    assert said == []
+    running = Trackers(said.append)
+    running.start(config, tmp_path, 7)
+    assert said == ["wandb cannot start (ConnectionError: no route to host); the run goes on without it"]
+    running.log({"step": 8, "loss": 1.0})
+    running.finish()
+    assert stub.told == []
+
+
+def test_a_run_that_stops_finishes_its_trackers(monkeypatch, tmp_path):
+    stub = Stub(broken_at=0)
+    monkeypatch.setattr(trackers, "make", lambda *args: stub)
+    monkeypatch.setattr("fmmeta.train.check_installed", lambda config: None)
+    config = Config(
+        **{**SMALL, "save_steps": 0}, inner_lr=1e30, max_bad_steps=1, report_to=["trackio"], output_dir=str(tmp_path / "run")
+    )
+    assert "no task was finite" in refusal(MetaTrainer(config).train)
+    assert stub.finished == 1
+    assert "Not finished: logged to outer step 1 of 4" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_only_numbers_are_told():
+    line = {"a": 1, "b": 2.5, "none": None, "nan": math.nan, "text": "x", "waits": [0.1, 0.2],
+            "bad_tasks": [{"task": "t"}, {"task": "u"}],
+            "held_out": {"loss": [1.0, 0.1]}, "right": True}  # fmt: skip
+    assert flat(line) == {"a": 1, "b": 2.5, "waits/0": 0.1, "waits/1": 0.2, "bad_tasks": 2, "held_out/loss/0": 1.0,
+                          "held_out/loss/1": 0.1, "right": True}  # fmt: skip
+
+
+def test_settings_hold_no_secrets():
+    told = settings(
+        Config(dataset=["https://me:pa55word@host.test/d.jsonl?x=1&token=abc123", "b"], output_dir="hf_abcdefghijklmnopq")
+    )
+    assert told["dataset"] == "https://***@host.test/d.jsonl?x=1&token=*** b"
+    assert told["output_dir"] == "hf_***"
+    assert "deepspeed" not in told  # it is open
+    assert all(isinstance(value, (bool, int, float, str)) for value in told.values())
+    assert told["seed"] == 42
+
+
+@pytest.mark.parametrize(("text", "shown"), [
+    ("ghp_0123456789abcdefghij", "ghp_***"), ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+    ("/data/hf_models/run_1", "/data/hf_models/run_1"), ("http://host/a@b", "http://host/a@b"), ("2 @ 3://x", "2 @ 3://x"),
+])  # fmt: skip
+def test_harmless(text, shown):
+    assert harmless(text) == shown
+
+
+@installed("mlflow")
+def test_mlflow_keeps_one_run(tmp_path, monkeypatch):
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for first, step in ((0, 1), (5, 6)):
+        running = Trackers(pytest.fail)
+        running.start(Config(report_to=["mlflow"]), tmp_path, first)
+        running.log({"step": step, "loss": 0.5 * step, "waits": [1.0]})
+        running.finish()
+    (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
+    assert run.data.params["inner_lr"] == "0.1"
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    assert [(one.step, one.value) for one in history] == [(1, 0.5), (6, 3.0)]
+    assert run.info.status == "FINISHED"
+
+
+@installed("wandb")
+def test_wandb_writes_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    running = Trackers(pytest.fail)
+    running.start(Config(report_to=["wandb"]), tmp_path, 0)
+    running.log({"step": 1, "loss": 0.5})
+    known = running.running["wandb"].tracker.id
+    running.finish()
+    assert json.loads((tmp_path / "trackers.json").read_text()) == {"wandb": known}
+    assert list((tmp_path / "wandb").glob(f"offline-run-*-{known}/*.wandb"))
+
+
+@installed("trackio")
+def test_trackio_writes_locally(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    running = Trackers(pytest.fail)
+    running.start(Config(report_to=["trackio"]), tmp_path, 0)
+    running.log({"step": 1, "loss": 0.5})
+    running.finish()
+    assert list((tmp_path / "trackio").glob("fmmeta*"))
