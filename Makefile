@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test parity check clean
+.PHONY: demo test parity check audit clean
 
 demo: .venv/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 launch/train.py --deepspeed ds_configs/zero2.json $(FLAGS)
@@ -18,6 +18,10 @@ check: .venv/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+audit: .venv/.installed-test
+	-$(BIN)/python -m pip install --quiet pip-audit
+	$(BIN)/python -m tests.audit
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -53,7 +53,7 @@ def run(folder: str, flags: list[str]) -> None:
     from fmmeta.parallel.communicator import World, pick_device
     from fmmeta.parallel.layout import Launch
     from fmmeta.progress import Progress
-    from fmmeta.record import Start
+    from fmmeta.start import Start
     from fmmeta.train import Run
 
     launch = Launch.from_env(os.environ)

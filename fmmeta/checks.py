@@ -18,10 +18,12 @@ LEAST = {
     "inner_steps": 0, "inner_weight_decay": 0, "cg_steps": 1, "cg_damping": 0, "first_order_steps": 0, "multi_step_loss_steps": 0,
     "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
     "micro_batch_size": 1, "pipeline_stages": 1, "tensor_parallel_size": 1,
-    "feature_norm": 0, "save_steps": 0, "save_total_limit": 1, "eval_steps": 0, "eval_episodes": 0,
+    "feature_norm": 0, "save_steps": 0, "save_total_limit": 1, "max_failed_saves": 1, "check_replicas_steps": 0,
+    "eval_steps": 0, "eval_episodes": 0,
     "logging_steps": 1, "weight_decay": 0, "prefetch_factor": 1, "prepare_timeout": 1,
 }  # fmt: skip
 POSITIVE = ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "rates_lr", "proximal_weight")
+OPEN = ("max_task_loss", "max_task_norm", "step_timeout", "max_file_gib")  # positive, where they are given
 BELOW_ONE = ("inner_momentum", "inner_beta1", "inner_beta2", "outer_momentum")
 
 
@@ -66,6 +68,10 @@ def _of_numbers(c: Any) -> Iterator[str]:
     for name in POSITIVE:
         if not 0 < getattr(c, name) < math.inf:
             yield f"{name}={getattr(c, name)} is no positive number; use one, such as 0.1 for inner SGD"
+    for name in OPEN:
+        value = getattr(c, name)
+        if value is not None and not 0 < value < math.inf:
+            yield f"{name}={value} is no positive number; use one, or leave it out"
     for name in BELOW_ONE:
         if not 0 <= getattr(c, name) < 1:
             yield f"{name}={getattr(c, name)} is not in [0, 1); use 0.9, say"
@@ -77,6 +83,9 @@ def _of_numbers(c: Any) -> Iterator[str]:
         yield "load_best_model_at_end=True needs validation scores; give --eval_steps and --eval_episodes"
     if not c.feature_norm < math.inf:
         yield f"feature_norm={c.feature_norm} is no number; use 3, say"
+    for name in c.accept_changed_settings:
+        if name not in (*type(c).__dataclass_fields__, "dataset_fingerprint"):
+            yield f"accept_changed_settings={name} is no setting; name those that the refusal names"
     if not 0 <= c.max_bad_share <= 1:
         yield f"max_bad_share={c.max_bad_share} is no share; use a number from 0 to 1"
 

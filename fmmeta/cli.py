@@ -11,11 +11,14 @@ import importlib
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fmmeta.config import UsageError
+from fmmeta.safety import redact
+from fmmeta.signals import ENDED, STOPPED, Fault, Signals, Stopped
 
 
 class Command(NamedTuple):
@@ -35,6 +38,8 @@ COMMANDS = {
                      "fmmeta.fewshot.settings:AdaptConfig", "fmmeta.fewshot.adaptation:run"),
     "predict": Command("answers of an adapted model to a file or to standard input",
                        "fmmeta.fewshot.settings:PredictConfig", "fmmeta.fewshot.predict:run"),
+    "doctor": Command("check this machine: accelerator, versions, disk, memory, stale locks",
+                      "fmmeta.doctor:DoctorConfig", "fmmeta.doctor:run"),
     "report": Command("write report.html of a run anew, also while it goes on",
                       "fmmeta.report.page:ReportConfig", "fmmeta.report.page:run"),
 }  # fmt: skip
@@ -58,13 +63,26 @@ def train(argv: list[str] | None = None) -> NoReturn:
 
 
 def run(command: str, argv: list[str]) -> NoReturn:
-    """One command, on every rank alike; only rank 0 speaks."""
-    try:
-        config = parse(argv, command)
-        find(COMMANDS[command].run)(config)
-    except UsageError as error:
-        fail(str(error))
-    sys.exit(0)
+    """One command, on every rank alike; only rank 0 speaks. Training answers signals by itself."""
+    with Signals(starting=True) if command == "train" else nullcontext() as signals:
+        try:
+            config = parse(argv, command)
+            find(COMMANDS[command].run)(config, *([signals] if signals else []))
+        except UsageError as error:
+            end(signals)
+            fail(str(error))
+        except Stopped as stopped:
+            leave(f"fmmeta: {stopped}", STOPPED)
+        except Fault as fault:
+            end(signals)
+            leave(f"fmmeta: error: {fault}", ENDED)
+        end(signals)
+        sys.exit(0)
+
+
+def end(signals: Signals | None) -> None:
+    if signals:
+        signals.end()
 
 
 def find(name: str) -> Any:
@@ -74,11 +92,16 @@ def find(name: str) -> Any:
 
 def fail(message: str) -> NoReturn:
     """Print one line on rank 0 and end with exit code 2 on every rank."""
+    leave(f"fmmeta: error: {message}", 2)
+
+
+def leave(line: str, code: int) -> NoReturn:
+    """Print one line on rank 0 and end with this code on every rank."""
     if int(os.environ.get("FMMETA_GLOBAL_RANK", os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))) == 0:
-        print(f"fmmeta: error: {message}", file=sys.stderr, flush=True)
+        print(redact(line), file=sys.stderr, flush=True)
     else:
         time.sleep(3)  # launchers kill the others at the first exit; let rank 0 be that one
-    sys.exit(2)
+    sys.exit(code)
 
 
 class Parser(argparse.ArgumentParser):

@@ -130,6 +130,7 @@ class TaskConfig(RowConfig):
         ON_BAD_TASK,
     )
     max_bad_share: float = setting(0.05, "skip: stop when more than this share of rows or tasks is bad")
+    max_file_gib: float = setting(16.0, "Most that a compressed data file may hold when it is unpacked")
     prepare_timeout: int = setting(1800, "Seconds that ranks wait for the one of their node that downloads and tokenises")
 
 
@@ -209,6 +210,8 @@ class MetaConfig:
     lr_scheduler_type: str = setting("cosine", "Schedule of the outer learning rate, as transformers names it", SCHEDULES)
     max_grad_norm: float = setting(1.0, "Clip the meta-gradient to this norm over the whole model; 0 leaves it alone")
     max_bad_steps: int = setting(3, "Stop after this many outer steps in a row without one finite task")
+    max_task_loss: float = setting(None, "Drop a task whose support or query loss is above this, as if it were not finite")
+    max_task_norm: float = setting(None, "Drop a task whose direction has a larger norm than this, as if it were not finite")
     seed: int = setting(42, "Seed of the tasks, the episodes and every fresh weight")
 
 
@@ -236,9 +239,22 @@ class ParallelConfig:
 @dataclass
 class RunConfig:
     output_dir: str | None = setting(None, "Folder of the run (default: runs/<date>-<algorithm>-<dataset>)")
-    save_steps: int = setting(100, "Outer steps between checkpoints; 0: none")
+    save_steps: int = setting(100, "Outer steps between checkpoints; 0: none but when a signal stops the run")
     save_total_limit: int = setting(2, "Checkpoints to keep")
+    save_async: bool = setting(True, "Write checkpoints from a copy in host memory while training goes on")
+    max_failed_saves: int = setting(3, "Stop after this many checkpoints in a row that could not be written")
     resume_from_checkpoint: str = setting("latest", "A checkpoint folder, latest (of output_dir, if there is one), or never")
+    accept_changed_settings: list[str] = setting(
+        [], "Names of settings that change theta and that a continuation may have otherwise than the run it continues"
+    )
+    step_timeout: float = setting(
+        None,
+        "Seconds that an outer step may take before the watchdog names who keeps it and ends the job (default: ten times the "
+        "slowest so far, 300 at least, 1800 for the first)",
+    )
+    check_replicas_steps: int = setting(
+        100, "Outer steps between checks that the groups hold the same theta; 0: before saves only"
+    )
     eval_steps: int = setting(0, "Outer steps between evaluations on validation tasks; 0: none")
     load_best_model_at_end: bool = setting(
         False, "Export the weights with the highest validation accuracy (of equals, the lowest loss) instead of the last ones"
@@ -304,11 +320,15 @@ FREE_ON_RESUME = {
     "eval_episodes", "group_size", "pipeline_stages", "tensor_parallel_size", "micro_batch_size", "engine", "deepspeed",
     "pipeline_balance", "max_bad_steps", "attn_implementation", "report_to",
     "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
+    "save_async", "max_failed_saves", "accept_changed_settings", "step_timeout", "check_replicas_steps", "max_file_gib",
     "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",
 }  # fmt: skip
 
 
-def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Names the settings that would make a continuation another run, as `name: before -> now`."""
-    keys = sorted((set(before) | set(now)) - FREE_ON_RESUME)
-    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+UNSPOKEN = {"output_dir", "resume_from_checkpoint", "local_rank", "accept_changed_settings"}  # differ, and nobody wonders
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any], free: bool = False) -> dict[str, str]:
+    """Settings that would make a continuation another run, by name, as `name: before -> now`; with `free` those that do not."""
+    keys = FREE_ON_RESUME - UNSPOKEN if free else (set(before) | set(now)) - FREE_ON_RESUME
+    return {key: f"{key}: {before.get(key)} -> {now.get(key)}" for key in sorted(keys) if before.get(key) != now.get(key)}

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 
 from fmmeta import build, checkpoint, record
 from fmmeta.best import Best, BestState
+from fmmeta.checkpoint.saver import Saver
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.feed import Feed, Reader
@@ -23,6 +24,7 @@ from fmmeta.fewshot.confusion import confusion
 from fmmeta.fewshot.evaluate import TEST, VALID, HeldOut
 from fmmeta.fewshot.heldout import compare, show
 from fmmeta.fewshot.scores import mean_ci95
+from fmmeta.guard import Guard, Spikes
 from fmmeta.meta.algorithms import NUMBERS, RULES, imaml
 from fmmeta.meta.check import Checked, check
 from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
@@ -31,6 +33,8 @@ from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
 from fmmeta.report import page
+from fmmeta.signals import Signals, Stopped
+from fmmeta.start import Start, open_run
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.source import TaskSource
 from fmmeta.trackers import Trackers, check_installed
@@ -50,18 +54,22 @@ class Result:
 class MetaTrainer:
     """Meta-train as `config` says: `MetaTrainer(Config(...)).train()`, in a notebook or on every rank of a launch."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, signals: Signals | None = None) -> None:
+        self.config, self.signals = config, signals
 
     def train(self) -> Result:
-        """Run to the end, or go on where an earlier process stopped. Raises `UsageError`. Collective: world."""
+        """Run to the end, or go on where an earlier process stopped. Raises `UsageError`, `Fault` where a machine misbehaves, and
+        `Stopped` after a signal. Collective: world.
+        """
         launch = Launch.from_env(os.environ)
         self.progress = Progress(speaks=launch.global_rank == 0)
-        world = World(launch, pick_device(launch))
+        world, self.lock = World(launch, pick_device(launch)), None
         try:
             return self._train(world)
         finally:
             world.close()
+            if self.lock is not None:
+                self.lock.close()
 
     def _train(self, world: World) -> Result:
         config, notice = self.config, self.progress.notice
@@ -69,30 +77,36 @@ class MetaTrainer:
             if world.comm.rank == 0:
                 check_installed(config)
         plan = build.plan(config, world, notice)
-        start = record.open_run(config, plan.sources.fingerprint, world.comm)
+        start = open_run(config, plan.sources.fingerprint, world.comm)
+        self.lock = start.lock
+        for text in start.said:
+            notice(text)
         if start.finished:
             notice(f"{start.folder} holds this run, finished; its model is in {start.folder / 'model'}")
             return Result(start.folder, config.outer_steps)
         ranks = build.form_groups(config, plan, world, notice)
         parts = build.build(config, plan, ranks)
         notice(f"output_dir {start.folder}")
-        run = Run(config, plan, ranks, parts, start, self.progress)
-        run.resume()
-        with run.told():
-            run.loop()
-            return run.finish()
+        with nullcontext(self.signals) if self.signals else Signals() as signals:
+            guard = Guard(config, ranks, parts.worker, signals, world.board())
+            run = Run(config, plan, ranks, parts, start, self.progress, guard)
+            run.resume()
+            signals.run()
+            with guard.watching(), run.told():
+                run.loop()
+                return run.finish()
 
 
-def train(config: Config) -> Result:
+def train(config: Config, signals: Signals | None = None) -> Result:
     """`fmmeta train` and `launch/train.py`."""
-    return MetaTrainer(config).train()
+    return MetaTrainer(config, signals).train()
 
 
 class Run:
     """The state of one run and the steps of its life: resume, loop, finish."""
 
-    def __init__(self, config: Config, plan: build.Plan, ranks: Ranks, parts: build.Parts, start: record.Start,
-                 progress: Progress) -> None:  # fmt: skip
+    def __init__(self, config: Config, plan: build.Plan, ranks: Ranks, parts: build.Parts, start: Start,
+                 progress: Progress, guard: Guard | None = None) -> None:  # fmt: skip
         self.config, self.plan, self.ranks, self.parts = config, plan, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
         self.worker, self.theta = parts.worker, parts.theta
@@ -105,7 +119,11 @@ class Run:
         self.outer = Outer(self.theta, self.worker, config, parts.setup.inner)
         self.held_out = HeldOut(config, self.worker, self.theta, parts.setup.learning, parts.load, ranks, progress)
         self.schedule = build.training_schedule(config, plan, ranks.layout)
+        self.guard = guard or Guard(config, ranks, parts.worker)
+        self.held_out.leaves = self.guard.rests
+        self.saver = Saver(self.worker.params, config, ranks, progress.notice)
         self.outer_step, self.bad_steps, self.tasks, self.warned = 0, 0, {"seen": 0, "bad": 0}, False
+        self.spikes = Spikes()
         self.trackers = Trackers(progress.notice)
         self.best = Best(started) if config.load_best_model_at_end else None
 
@@ -125,6 +143,7 @@ class Run:
         with self.ranks.world.together("reading the checkpoint"):
             if found is not None:
                 state = checkpoint.read_state(found)
+                checkpoint.same_size(found, self.worker.params)
                 vectors = checkpoint.load(found, state["vectors"], self.worker.params, self.theta)
                 tables = checkpoint.load_tables(found)
                 self.theta.copy_(vectors.pop("theta"))
@@ -132,6 +151,9 @@ class Run:
                     self.best.load_state(vectors, tables, state["best"])
                 self.outer.load_state(OuterState(vectors, tables, state["numbers"]))
                 self.outer_step, self.bad_steps, self.tasks = state["outer_step"], state["bad_steps"], state["tasks"]
+                self.spikes = Spikes(state.get("losses"))
+                if found.parent.resolve() == self.folder.resolve():
+                    self.saver.last = self.folder / found.name
             self.metrics = record.Metrics(self.folder, self.outer_step, self.ranks.first, self.trackers.log)
             if self.ranks.first:
                 self._write_run(finished=False)
@@ -155,24 +177,44 @@ class Run:
         self.progress.start("outer step")
         began = time.monotonic()
         try:
-            while self.outer_step < config.outer_steps:
+            while self.outer_step < config.outer_steps and not self.guard.stop:
                 tally, rule = Tally(NUMBERS.get(config.algorithm, ())), self.rule_at(self.outer_step)
+                self.guard.begin(self.outer_step)
                 for episode in self.feed.episodes(self.outer_step, tally):
-                    direction = rule.direction(self.worker, self.theta, episode)
+                    if self.guard.leaves():
+                        break
+                    direction = self.guard.fit(rule.direction(self.worker, self.theta, episode))
                     meta.add(direction)
                     tally.add(direction, sum(episode.tokens) if self.worker.voice else 0)
                     del direction  # its shard would lie beside the next one's
+                self.guard.watch.enter("waiting for the other groups")
                 weight = tally.agree(self.ranks)
+                if self.guard.agree(self.saver):
+                    break
                 self._judge(tally)
                 moved = self.outer.step(meta.reduce(self.ranks.cross, weight), self.outer_step, meta.extra)
                 if moved.applied:
                     self.worker.write(self.theta)
                 meta.clear()
                 self.outer_step += 1
+                self.guard.settled(self.outer_step, self.theta)
                 self._after_step(moved, tally, first)
                 self.feed.settle(time.monotonic() - began)
         finally:
             self.feed.loader.close()
+            self.saver.close()
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        """End the run if a signal has asked for it. Raises `Stopped` on all ranks. Collective: world."""
+        if not self.guard.stops():
+            return
+        if self.trains:
+            self.save(last=True)
+        self.guard.signals.end()
+        kept = f"saved in {self.saver.last}" if self.saver.last else "nothing was learned yet"
+        why = self.guard.signals.asked
+        raise Stopped(f"stopped by {why} after outer step {self.outer_step}, {kept}; the same command goes on from there")
 
     def _judge(self, tally: Tally) -> None:
         """Go on without the tasks that could not be had, or stop, the work so far saved. Collective: world."""
@@ -180,7 +222,7 @@ class Run:
             left_out = self.feed.judge(self.schedule.tasks_per_step, int(tally.failures))
         except UsageError:
             if self.config.save_steps:
-                self.save()
+                self.save(last=True)
             raise
         if left_out:
             tally.values["bad_tasks"] = left_out
@@ -210,9 +252,13 @@ class Run:
             "lr": moved.lr,
             "comm_bytes": self.ranks.cross.bytes_sent,
         }
+        if self.guard.exploded:
+            values["exploded_tasks"] = self.guard.exploded
+        if spike := self.spikes.mark(values["query_loss"]):
+            values["loss_spike"] = spike
         self.ranks.cross.bytes_sent = 0
         last = step == config.outer_steps
-        if step % config.logging_steps == 0 or last or step == 1 or tally.values["skipped_tasks"]:
+        if step % config.logging_steps == 0 or last or step == 1 or tally.values["skipped_tasks"] or spike:
             self.metrics.write({key: None if isinstance(v, float) and math.isnan(v) else v for key, v in values.items()})
         text = f"loss {values['query_loss']:.4f}  accuracy {100 * values['accuracy']:.1f} %"
         skipped = f"  skipped {values['skipped_tasks']}" if values["skipped_tasks"] else ""
@@ -226,33 +272,47 @@ class Run:
             raise UsageError(f"inner_lr={config.inner_lr}: no task was finite in {self.bad_steps} outer steps in a row (the last "
                              f"is {step}); lower --inner_lr or --outer_lr, and continue from the last checkpoint")  # fmt: skip
         if config.eval_steps and step % config.eval_steps == 0 and self.plan.sources.valid is not None:
-            scores = self.held_out.scores(self.plan.sources.valid, VALID, "validation")
-            accuracy, loss = mean_ci95([s.accuracy_after for s in scores])[0], mean_ci95([s.loss_after for s in scores])[0]
-            self.metrics.write({"step": step, "valid_accuracy": accuracy, "valid_loss": loss})
-            if self.best is not None:
-                self.best.meet(step, accuracy, loss)
-        if (
-            config.save_steps and step % config.save_steps == 0 and not last
-        ):  # after validation: a checkpoint knows the best weights so far
-            self.save()
+            self._validate(self.plan.sources.valid)
+        if config.save_steps and not last:  # validated already: a checkpoint knows the best weights so far
+            self.saver.warm({"theta": self.theta, **self.outer.state().vectors})
+            if step % config.save_steps == 0:
+                self.save()
 
-    def save(self) -> None:
-        """Write checkpoint-N. Collective: world."""
+    def _validate(self, source: TaskSource) -> None:
+        """Scores on validation tasks. Collective: world."""
+        scores = self.held_out.scores(source, VALID, "validation")
+        if self.guard.stops():
+            return  # they are not all
+        accuracy, loss = mean_ci95([s.accuracy_after for s in scores])[0], mean_ci95([s.loss_after for s in scores])[0]
+        self.metrics.write({"step": self.outer_step, "valid_accuracy": accuracy, "valid_loss": loss})
+        if self.best is not None:
+            self.best.meet(self.outer_step, accuracy, loss)
+
+    def save(self, last: bool = False) -> None:
+        """Begin to write checkpoint-N, unless it is there; with `last` wait until it is whole. Collective: world."""
+        folder = self.folder / f"checkpoint-{self.outer_step}"
+        self.guard.begin_stage(f"saving after outer step {self.outer_step}")
+        if last:
+            self.saver.wait()
+        if self.outer_step == 0 or folder in (self.saver.folder, self.saver.last):
+            return
+        self.guard.check_replicas(self.outer_step, self.theta)
         outer = self.outer.state()
         best = BestState() if self.best is None else self.best.state()
         vectors, tables = {"theta": self.theta, **outer.vectors, **best.vectors}, {**outer.tables, **best.tables}
         state = {"outer_step": self.outer_step, "numbers": outer.numbers, "bad_steps": self.bad_steps,
-                 "tasks": self.tasks, "best": best.numbers, "vectors": list(vectors), "layout": str(self.ranks.layout),
+                 "tasks": self.tasks, "losses": self.spikes.state, "best": best.numbers, "vectors": list(vectors),
+                 "layout": str(self.ranks.layout),
                  "settings": record.settings_of(self.config, self.plan.sources.fingerprint)}  # fmt: skip
-        folder = self.folder / f"checkpoint-{self.outer_step}"
-        checkpoint.save(folder, vectors, self.worker.params, state, self.ranks, self.config.save_total_limit, tables)
+        self.saver.save(folder, vectors, state, tables, last)
 
     def finish(self) -> Result:
         """Export, evaluate on held-out tasks, show the table, close run.json. Collective: world."""
         if self.config.save_steps and self.trains:
-            self.save()
+            self.save(last=True)
         if self.best is not None:
             self.progress.notice(self.best.take())
+        self.guard.begin_stage("exporting the model")
         export(self.folder / "model", self.theta, self.worker, self.parts.frozen, self.config, self.plan.description,
                self.plan.tokenizer, self.ranks, self.parts.setup.inner.rates)  # fmt: skip
         result = Result(self.folder, self.outer_step)
@@ -270,6 +330,7 @@ class Run:
     def _compare(self, source: TaskSource, result: Result) -> dict[str, Any]:
         """The same episodes from theta and from the weights at the start. Collective: world."""
         trained = self.held_out.scores(source, TEST, "held-out tasks")
+        self._stop_if_asked()
         confused = confusion(self.held_out, source)
         self.theta.copy_(self.initial["theta"])  # type: ignore[index]
         if self.rates is not None:
@@ -277,6 +338,7 @@ class Run:
         started = trained
         if self.trains:
             started = self.held_out.scores(source, TEST, "held-out tasks, weights at the start")
+            self._stop_if_asked()
         compared = compare(trained, started)
         show(compared, self.config, self.progress.table)
         result.before, result.after, result.after_from_start = compared.accuracies

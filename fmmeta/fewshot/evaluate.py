@@ -46,12 +46,13 @@ class HeldOut:
                  ranks: Ranks, progress: Progress) -> None:  # fmt: skip
         self.config, self.worker, self.theta, self.learning = config, worker, theta, learning
         self.load, self.ranks, self.progress = load, ranks, progress
+        self.leaves: Callable[[], bool] = lambda: False  # whether this group leaves the rest out; then the scores are not all
 
     def scores(self, source: TaskSource, stream: int, what: str) -> list[Score]:
         """Scores of the episodes of a stream, `eval_episodes` of them: the same ones every time. Collective: world."""
         self.progress.start(what)
         return evaluate_tasks(self.worker, self.theta, self.learning, self.tasks(source, stream), self.reader(source), self.ranks,
-                              lambda done, total: self.progress.line(what, done, total))  # fmt: skip
+                              lambda done, total: self.progress.line(what, done, total), self.leaves)  # fmt: skip
 
     def tasks(self, source: TaskSource, stream: int) -> list[Task]:
         """The tasks of a stream's episodes."""
@@ -65,7 +66,8 @@ class HeldOut:
 
 
 def evaluate_tasks(worker: Worker, theta: Tensor, learning: Learning, tasks: Sequence[Task], reader: Reader,
-                   ranks: Ranks, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Score]:  # fmt: skip
+                   ranks: Ranks, progress: Callable[[int, int], None] = lambda done, total: None,
+                   leaves: Callable[[], bool] = lambda: False) -> list[Score]:  # fmt: skip
     """Score every task; this group takes its share of them. Leaves `theta` in the worker. Collective: world.
 
     Before: theta with the head as each task starts it (class means, if head_init is prototype). After: phi.
@@ -76,6 +78,8 @@ def evaluate_tasks(worker: Worker, theta: Tensor, learning: Learning, tasks: Seq
     reader.judge(len(tasks), int(ranks.world.sum_(torch.tensor([float(len(reader.errors))]))))
     scores = []
     for done, (task, episode) in enumerate(mine):
+        if leaves():
+            break
         progress(done, len(mine))
         before, after = learning.score(worker, theta, episode)
         worker.write(theta)

@@ -28,6 +28,8 @@ import torch.distributed as dist
 from fmmeta.config import UsageError
 from fmmeta.parallel.home import CHUNK
 from fmmeta.parallel.layout import Launch, Layout
+from fmmeta.parallel.meeting import meet
+from fmmeta.safety import disk_trouble
 
 TIMEOUT = timedelta(minutes=30)
 SAY_S = 10.0  # between two words of a rank that waits for another one
@@ -86,6 +88,12 @@ class Communicator:
             return None
         return Communicator(backend, list(ranks).index(self.rank), len(ranks), self.device)
 
+    def patience(self, seconds: float) -> None:
+        """Give a verb up, with an exception, if a rank keeps the others waiting for longer than this."""
+        if self.backend is not None:
+            set_timeout = getattr(self.backend, "set_timeout", None) or self.backend._set_default_timeout
+            set_timeout(timedelta(seconds=seconds))
+
     def barrier(self) -> None:
         """Wait for every rank. Collective: this communicator."""
         self.sum_(torch.zeros(1))
@@ -101,7 +109,9 @@ class Communicator:
         try:
             yield
         except Exception as error:
-            failure = error
+            failure, trouble = error, disk_trouble(error)
+            if trouble is not None:
+                failure = UsageError(f"{trouble} (while {doing}); mend that, and run the same command again")
         kind = "" if failure is None else "usage:" if isinstance(failure, UsageError) else "crash:"
         answers = self.gather_bytes(f"{kind}{failure if failure else ''}".encode())
         failed = [(rank, text.decode()) for rank, text in enumerate(answers) if text]
@@ -110,8 +120,29 @@ class Communicator:
             if isinstance(failure, Exception) and not isinstance(failure, UsageError):
                 raise failure
             if text.startswith("usage:"):
-                raise UsageError(text.removeprefix("usage:")) from failure
+                raise UsageError(text.removeprefix("usage:")) from None
             raise PeerError(f"rank {rank} failed while {doing}: {text.removeprefix('crash:')}")
+
+
+class Board:
+    """Notes by name, kept by one process (rank 0's, or torchrun's agent) and read without waiting for whoever writes them.
+
+    Nothing else works while a rank is stopped. If the keeper is the one that is stopped, every call waits: call from a thread
+    that may. One thread per board.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+
+    def pin(self, name: str, text: str) -> None:
+        self.store.set(name, text)
+
+    def read(self, names: Sequence[str]) -> list[str]:
+        """Notes that are known to be there, at once."""
+        return [note.decode() for note in self.store.multi_get(list(names))]
+
+    def has(self, name: str) -> bool:
+        return self.store.check([name])
 
 
 @dataclass
@@ -123,6 +154,7 @@ class Ranks:
     group: Communicator
     cross: Communicator
     device: torch.device
+    background: Communicator | None = None  # the first group once more, for the threads that write checkpoints; None elsewhere
 
     @property
     def first(self) -> bool:
@@ -149,6 +181,9 @@ class World:
                     raise
                 raise UsageError(f"master_port={launch.master_port} is in use on {platform.node()}; give the launcher another, "
                                  f"such as --master_port {launch.master_port + 1}") from None  # fmt: skip
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                met = meet(cast(Any, self.store), launch.global_rank, launch.world_size, TIMEOUT.total_seconds())
+                self.store = dist.PrefixStore(met, self.store)
             store = dist.PrefixStore("world", self.store)
             backend = dist.ProcessGroupGloo(store, launch.global_rank, launch.world_size, TIMEOUT)
         self.comm = Communicator(backend, launch.global_rank, launch.world_size, torch.device("cpu"))
@@ -216,8 +251,19 @@ class World:
             cross_backend = make(store, layout.group_index, layout.num_groups, TIMEOUT)
         group = Communicator(group_backend, layout.group_rank, group_size, self.device)
         cross = Communicator(cross_backend, layout.group_index, layout.num_groups, self.device)
-        self.made += [group, cross]
-        return Ranks(layout, self.comm, group, cross, self.device)
+        background = None
+        if layout.group_index == 0:
+            store = dist.PrefixStore("background", self.store)
+            backend = dist.ProcessGroupGloo(store, layout.group_rank, group_size, TIMEOUT) if group_size > 1 else None
+            background = Communicator(backend, layout.group_rank, group_size, torch.device("cpu"))
+        self.made += [group, cross, *([background] if background else [])]
+        return Ranks(layout, self.comm, group, cross, self.device, background)
+
+    def board(self) -> Board | None:
+        """A board of notes between all processes, for one thread; None for a process that is alone."""
+        if self.launch.world_size == 1 or self.store is None:
+            return None
+        return Board(dist.PrefixStore("board", cast(Any, self.store).clone()))
 
     def close(self) -> None:
         """Close the process groups of this process. Not collective, so that it also serves after a failure.
@@ -229,6 +275,11 @@ class World:
         for communicator in self.made:
             communicator.backend = None
         self.store = None
+
+
+def backends() -> tuple[bool, bool]:
+    """Whether this torch has gloo, and NCCL."""
+    return dist.is_gloo_available(), dist.is_nccl_available()
 
 
 def pick_device(launch: Launch) -> torch.device:

@@ -151,7 +151,7 @@ def load(path: str) -> dict[str, Any]:
         raise UsageError(f"deepspeed={path} is not a file; see ds_configs/ for ready ones")
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"deepspeed={path} is not JSON ({error}); mend the file") from None
     if not isinstance(config, dict):
         raise UsageError(f"deepspeed={path} holds no JSON object; see ds_configs/ for ready ones")

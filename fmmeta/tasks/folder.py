@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fmmeta.config import Config, UsageError
+from fmmeta.safety import inside
 from fmmeta.tasks.members import group_rows, problems
-from fmmeta.tasks.rows import ending, read_file
+from fmmeta.tasks.rows import Bad, Row, ending, read_file
 from fmmeta.tasks.schedule import Item, Items, Task
 from fmmeta.tasks.source import ClassSource, Draw, PairSource, Shape, TaskSource
 from fmmeta.tasks.store import digest, files_digest, prepare
@@ -40,6 +42,8 @@ def task_files(dataset: str, max_length: int) -> list[TaskFile] | None:
     if not root.is_dir() or any(ending(path) for path in root.iterdir() if path.is_file()):
         return None
     files = [path for folder in sorted(root.iterdir()) if folder.is_dir() for path in sorted(folder.iterdir()) if ending(path)]
+    for path in files:
+        inside(root.resolve() / path.parent.name, path)
     named: dict[str, TaskFile] = {}
     for path in files:
         name, stratum = f"{path.parent.name}/{path.name.split('.')[0]}", path.parent.name
@@ -79,11 +83,14 @@ class FolderSource(TaskSource):
             source = self.opened[task.item] = self._open(self.files[task.item])
         return replace(source.draw(replace(task, item=0)), task=task)
 
+    def _read(self, path: Path, bad: Bad) -> list[Row]:
+        return read_file(path, bad, self.config.max_file_gib)
+
     def _open(self, file: TaskFile) -> TaskSource:
         with file.path.open("rb"):
             pass  # an I/O error as it is, so that it can be tried again
-        store = prepare(str(file.path), files_digest([file.path]), lambda bad: read_file(file.path, bad), self.config,
-                        self.tokenizer, lambda text: None, one_task=True)  # fmt: skip
+        store = prepare(str(file.path), files_digest([file.path]), partial(self._read, file.path), self.config, self.tokenizer,
+                        lambda text: None, one_task=True)  # fmt: skip
         classes = self.config.task_type == "classification"
         pool = group_rows(store, set(store.member.names), classes)[""]
         problem = next((text for _, text in problems(file.name, pool, self.shape, "")), None)

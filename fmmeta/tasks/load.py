@@ -79,7 +79,8 @@ def load_one(name: str, config: Config, tokenizer: Any, notice: Notice) -> Loade
         content = digest([part._fingerprint for part in parts.values()])
         store = prepare(name, content, lambda bad: hub_rows(name, parts), config, tokenizer, notice)
     else:
-        store = prepare(name, files_digest(found), lambda bad: [row for file in found for row in read_file(file, bad)],
+        most = config.max_file_gib
+        store = prepare(name, files_digest(found), lambda bad: [row for file in found for row in read_file(file, bad, most)],
                         config, tokenizer, notice)  # fmt: skip
     return from_store(name, store, None, config, notice)
 

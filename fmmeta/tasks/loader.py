@@ -29,6 +29,7 @@ from fmmeta.tasks.batch import Batches, Dealer, Example
 from fmmeta.tasks.schedule import Task
 from fmmeta.tasks.source import Draw, Episode, TaskSource
 
+OWN, SHM = "fmmeta-loader-", "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 BACK_OFF_S = (0.1, 0.5, 2.0)  # waits before I/O is tried again
 DEATHS = 3  # deaths of loader processes in a row, without an episode between them, that are put up with
 WAIT_SHARE = 0.01  # of an outer step: `auto` starts loader processes if loading takes more
@@ -183,7 +184,8 @@ class EpisodeLoader:
         return Loaded(task, None, f"task {task.name}: loader processes died {DEATHS} times in a row, last: {self.deaths[-1]}")
 
     def _start(self, task: Task) -> Iterator[str]:
-        self.folder = tempfile.mkdtemp(prefix="fmmeta-loader-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+        self.folder = tempfile.mkdtemp(prefix=f"{OWN}{os.getpid()}-", dir=SHM)  # for this user alone (0700)
+        clear_up()
         context = multiprocessing.get_context("forkserver")  # a fork of this process would copy its threads' locks
         context.set_forkserver_preload(["fmmeta.tasks.loader"])
         sampler: Any = self.upcoming(task)
@@ -192,6 +194,14 @@ class EpisodeLoader:
             prefetch_factor=self.prefetch, persistent_workers=True, multiprocessing_context=context, worker_init_fn=quiet,
         )  # fmt: skip
         return iter(loader)
+
+
+def clear_up() -> None:
+    """Remove what trainers of this user that were killed have left in memory."""
+    for folder in Path(SHM or tempfile.gettempdir()).glob(f"{OWN}*-*"):
+        pid = folder.name.removeprefix(OWN).split("-")[0]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def quiet(worker: int) -> None:

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from fmmeta.config import UsageError
+from fmmeta.safety import GIB, Bounded, inside
 
+MOST_GIB = 16.0  # that a compressed file may hold, unless told otherwise
 ENDINGS = (".jsonl", ".csv", ".parquet")
 
 Bad = Callable[[UsageError], None]
@@ -40,7 +42,7 @@ def data_files(dataset: str) -> list[Path] | None:
     """The files of a local data set, in the order of their names; None for a hub id. Raises `UsageError`."""
     path = Path(dataset)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if ending(file))
+        files = sorted(inside(path, file) for file in path.iterdir() if ending(file))
         if not files:
             raise UsageError(f"dataset={dataset} holds no {', '.join(ENDINGS)} file (.gz too); name a folder that does")
         return files
@@ -66,7 +68,8 @@ def ending(path: Path) -> str | None:
     return next((end for end in ENDINGS if name.endswith(end)), None)
 
 
-def read_file(path: Path, bad: Bad = refuse) -> list[Row]:
+def read_file(path: Path, bad: Bad = refuse, most_gib: float = MOST_GIB) -> list[Row]:
+    """Rows of a file. Raises `UsageError`, whatever `bad` does, if it unpacks to more than `most_gib`."""
     readers = {".jsonl": jsonl, ".csv": csv_rows, ".parquet": parquet}
     rows, wrong = list[Row](), list[UsageError]()
 
@@ -75,7 +78,7 @@ def read_file(path: Path, bad: Bad = refuse) -> list[Row]:
         bad(error)
 
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        with unpacked(path, most_gib) if path.suffix == ".gz" else path.open("rb") as file:
             rows.extend(readers[ending(path) or ""](path, file, told))  # type: ignore[arg-type]
     except (OSError, EOFError, zlib.error) as error:
         bad(UsageError(f"{path} cannot be read: {error}; mend or remove the file"))
@@ -83,6 +86,10 @@ def read_file(path: Path, bad: Bad = refuse) -> list[Row]:
     if not rows and not wrong:
         bad(UsageError(f"{path} is empty; remove it or fill it"))
     return rows
+
+
+def unpacked(path: Path, most_gib: float) -> io.BufferedReader:
+    return io.BufferedReader(Bounded(cast("io.BufferedIOBase", gzip.open(path, "rb")), path, most_gib))
 
 
 def jsonl(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
@@ -122,7 +129,13 @@ def parquet(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(io.BytesIO(file.read()))
+        packed = io.BytesIO(file.read())
+        about = pyarrow.parquet.read_metadata(packed)
+        size = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
+        if size > MOST_GIB * GIB:
+            bad(UsageError(f"{path} unpacks to {size} bytes, more than {MOST_GIB:g} GiB; cut it into several files"))
+            return
+        table = pyarrow.parquet.read_table(packed)
     except pyarrow.ArrowException as error:
         bad(UsageError(f"{path} is not a parquet file ({error}); mend or remove it"))
         return

@@ -35,7 +35,7 @@ def read_splits(name: str, config: Config, named_tasks: bool, notice: Callable[[
         raise UsageError(f"{setting}={path} is not a file; give a JSON file of splits")
     try:
         splits = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{setting}={path} is not JSON ({error}); mend the file") from None
     if isinstance(splits, dict) and splits and "train" not in splits and all(isinstance(s, dict) for s in splits.values()):
         chosen = config.split or next(iter(splits))

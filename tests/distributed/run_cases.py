@@ -2,9 +2,9 @@
 
     python -m tests.distributed.run_cases CASES.json OUT_DIR
 
-A case is {"id", "config": settings, "poison": [[outer step, slot, "support" | "query"], ...]}; all cases of a file have the
-same group size. Poison makes a task's loss infinite on that set. For each case the first rank writes
-OUT_DIR/<id>.safetensors (theta, whole) and OUT_DIR/<id>.json (facts).
+A case is {"id", "config": settings, "poison": [[outer step, slot, "support" | "query"], ...], "by": {"factor": F}}; all cases
+of a file have the same group size. Poison makes a task's loss F times (by default infinitely) as large on that set. For each case
+the first rank writes OUT_DIR/<id>.safetensors (theta, whole) and OUT_DIR/<id>.json (facts).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fmmeta.models.load import empty_learner, load_learner
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
-from fmmeta.record import Start
+from fmmeta.start import Start
 from fmmeta.tasks.loader import Load
 from fmmeta.train import Run
 
 
-def poison(parts: build.Parts, chosen: dict[tuple[int, int], str]) -> None:
-    """Weigh the rows of the chosen tasks infinitely: loss and gradients are no numbers then, as after a divergence."""
+def poison(parts: build.Parts, chosen: dict[tuple[int, int], str], factor: float = float("inf")) -> None:
+    """Weigh the rows of the chosen tasks more; infinitely, loss and gradients are no numbers then, as after a divergence."""
     if not chosen:
         return
     clean = parts.load
@@ -38,7 +38,7 @@ def poison(parts: build.Parts, chosen: dict[tuple[int, int], str]) -> None:
         def batches(self, task):
             episode = super().batches(task)
             for batch in getattr(episode, chosen[task.seed[2:]]) if task.seed[2:] in chosen else []:
-                batch.weights *= float("inf")
+                batch.weights *= factor
             return episode
 
     def load(source, transform=None):
@@ -64,7 +64,7 @@ def main(cases_file: str, out: str) -> None:
         folder = Path(out) / case["id"]
         folder.mkdir(exist_ok=True)
         run = Run(config, plan, ranks, parts, Start(folder, None, False), Progress(speaks=False))
-        poison(parts, {(step, slot): which for step, slot, which in case.get("poison", [])})
+        poison(parts, {(step, slot): which for step, slot, which in case.get("poison", [])}, **case.get("by", {}))
         held = getattr(parts.worker, "model", None) or parts.worker.stage
         layers = [m for m in held.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
         run.resume()

@@ -7,17 +7,19 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from fmmeta import build, workers
 from fmmeta.cli import parse
 from fmmeta.config import Config, UsageError
+from fmmeta.guard import Guard
 from fmmeta.models.load import load_learner
 from fmmeta.parallel import communicator
 from fmmeta.parallel.communicator import PeerError, World, pick_device
 from fmmeta.parallel.layout import Launch
+from fmmeta.signals import Fault
 from fmmeta.workers import check_equal, fingerprint_of
 
 
@@ -96,6 +98,21 @@ def graph_of(node: Any) -> set[str]:
                 seen.add(below)
                 todo.append(below)
     return {each.name() for each in seen}
+
+
+def odd_replicas(world: World) -> None:
+    """Three groups of one; the weights of one of them lose a bit."""
+    ranks = world.split(1)
+    guard = Guard(Config(), ranks, cast(Any, None))
+    theta = torch.arange(10.0)
+    guard.check_replicas(6, theta)
+    print("equal before")
+    if ranks.layout.group_index == 1:
+        theta.view(torch.int32)[3] ^= 1
+    try:
+        guard.check_replicas(7, theta)
+    except Fault as fault:
+        print(f"fault {fault}")
 
 
 def refusals(world: World, file: str) -> None:

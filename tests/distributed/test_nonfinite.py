@@ -70,6 +70,26 @@ def test_theta_is_what_the_other_tasks_make_it(files, groups, group_size, spread
         assert [line["skipped_tasks"] for line in metrics] == skipped, case["id"]
 
 
+@pytest.mark.timeout(300)
+def test_exploding_tasks_are_dropped_and_counted(files):
+    """Two groups; losses a thousand times as large are finite and beyond --max_task_loss, on the support or the query set."""
+    folder, model, data = files
+    config = settings(model, data, group_size="1", max_task_loss=50.0)
+    poison = [[1, 0, "query"], [1, 2, "support"]]
+    out = folder / "exploding"
+    out.mkdir()
+    case = {"id": "one", "config": config, "poison": poison, "by": {"factor": 1000.0}}
+    (out / "cases.json").write_text(json.dumps([case]))
+    run_ranks(["-m", "tests.distributed.run_cases", str(out / "cases.json"), str(out)], 2).ok()
+    wanted, began = oracle(Config(**config), poison)
+    theta = load_file(out / "one.safetensors")
+    off = torch.cat([(theta[name] - wanted[name]).flatten() for name in wanted]).norm()
+    assert off / torch.cat([(wanted[name] - began[name]).flatten() for name in wanted]).norm() < 1e-5
+    metrics = [json.loads(line) for line in (out / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["skipped_tasks"], line.get("exploded_tasks", 0)) for line in metrics] == [(0, 0), (2, 1), (0, 0)]
+    # after such a support loss the query loss is no number: that task is skipped for that
+
+
 def oracle(config, poison):
     """The reference run without the poisoned tasks; a step that loses all of them leaves theta alone."""
     description = describe(config)

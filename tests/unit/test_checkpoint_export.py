@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,8 @@ from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import Fragment, ParamMap, param_groups
 from fmmeta.parallel.worker import Worker
-from fmmeta.record import Metrics, find_start, write_run
+from fmmeta.record import Metrics, write_run
+from fmmeta.start import find_start
 from fmmeta.workers import untrained
 from tests.models import WORDS, save_bert, save_llama
 from tests.unit.helpers import one_rank, refusal
@@ -53,10 +56,21 @@ def laid_out(params: ParamMap, values: dict[str, Tensor]) -> Tensor:
     return vector
 
 
+def state_of(step: int, vectors: Iterable[str] = (), **settings) -> dict[str, Any]:
+    return {"outer_step": step, "vectors": list(vectors), "numbers": {}, "bad_steps": 0, "tasks": {}, "settings": settings}
+
+
+def list_again(folder: Path) -> None:
+    """A manifest of what lies there now."""
+    files = {file.name: {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+             for file in folder.iterdir() if file.name != "manifest.json"}  # fmt: skip
+    (folder / "manifest.json").write_text(json.dumps({"files": files}))
+
+
 def saved(tmp_path: Path, params: ParamMap, step: int = 3, keep: int = 2) -> Path:
     vectors = {"theta": laid_out(params, parameters(100)), "exp_avg": laid_out(params, parameters(500))}
     folder = tmp_path / f"checkpoint-{step}"
-    checkpoint.save(folder, vectors, params, {"outer_step": step, "vectors": list(vectors)}, one_rank(), keep)
+    checkpoint.save(folder, vectors, params, state_of(step, vectors), one_rank(), keep)
     return folder
 
 
@@ -82,6 +96,7 @@ def two_shards(tmp_path: Path) -> Path:
     theirs = {f"{vector}/{f.name}@{f.offset}": laid_out(SECOND, parameters(seed))[f.here].clone()
               for vector, seed in (("theta", 100), ("exp_avg", 500)) for f in SECOND.fragments}  # fmt: skip
     save_file(theirs, folder / "shard-00001.safetensors")
+    list_again(folder)
     return folder
 
 
@@ -104,10 +119,12 @@ def test_cuts_across_rows_are_one_checkpoint(tmp_path):
     one, two = load_file(folder / "shard-00000.safetensors"), saved(tmp_path / "two", ACROSS[1])
     assert torch.equal(one["theta/a@0#1:0:1"], torch.tensor([100.0, 103.0, 106.0, 109.0]))
     (two / "shard-00000.safetensors").rename(folder / "shard-00001.safetensors")
+    list_again(folder)
     assert "theta/b@0" not in load_file(folder / "shard-00001.safetensors")
     for reader in (*ACROSS, WHOLE, CUT, SECOND):
         assert_holds(folder, reader)
     (folder / "shard-00001.safetensors").unlink()
+    list_again(folder)
     assert refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)) == (
         f"{folder} lacks 8 elements of theta/a; give another checkpoint"
     )
@@ -144,6 +161,8 @@ def test_inner_products_count_copies_once():
 def test_a_missing_shard_is_named(tmp_path):
     folder = two_shards(tmp_path)
     (folder / "shard-00001.safetensors").unlink()
+    assert refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)).startswith(f"{folder} cannot be read (")
+    list_again(folder)
     assert refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)) == (
         f"{folder} lacks 3 elements of theta/b; give another checkpoint"
     )
@@ -176,7 +195,8 @@ def test_half_written_folders_are_no_checkpoints(tmp_path):
     (tmp_path / "checkpoint-7").mkdir()
     (tmp_path / "tmp-checkpoint-8").mkdir()
     (tmp_path / "checkpoint-final").mkdir()
-    (tmp_path / "checkpoint-final" / "state.json").write_text("{}")
+    (tmp_path / "checkpoint-final" / "manifest.json").write_text("{}")
+    (tmp_path / "checkpoint-٣").mkdir()
     assert checkpoint.complete(tmp_path) == [whole]
     message = refusal(checkpoint.read_state, tmp_path / "checkpoint-7")
     assert message.startswith(f"resume_from_checkpoint={tmp_path / 'checkpoint-7'} is no checkpoint (")
@@ -307,7 +327,7 @@ def test_a_run_is_continued_or_refused(tmp_path):
     other = Config(output_dir=str(tmp_path / "run"), seed=2, inner_steps=9)
     assert refusal(find_start, other, "f") == (
         f"output_dir={tmp_path / 'run'} holds a run with other settings (inner_steps: {config.inner_steps} -> 9; seed: 1 -> 2); "
-        "use these or another output_dir"
+        "use these, another output_dir, or --accept_changed_settings with their names"
     )
     assert "dataset_fingerprint: f -> g" in refusal(find_start, config, "g")
     never = Config(output_dir=str(tmp_path / "run"), seed=1, resume_from_checkpoint="never")

@@ -109,9 +109,11 @@ def test_every_setting_has_a_help_text():
 
 def test_changed_settings_are_named():
     before, now = Config().as_dict(), Config(seed=7, group_size="2", output_dir="x", inner_lr=0.5).as_dict()
-    assert changed_settings(before, now) == [f"inner_lr: {Config().inner_lr} -> 0.5", "seed: 42 -> 7"]
-    assert changed_settings({**before, "dataset_fingerprint": "a"}, before) == ["dataset_fingerprint: a -> None"]
-    assert changed_settings(before, {**before, "new_setting": 1}) == ["new_setting: None -> 1"]
+    assert changed_settings(before, now) == {"inner_lr": f"inner_lr: {Config().inner_lr} -> 0.5", "seed": "seed: 42 -> 7"}
+    assert changed_settings({**before, "dataset_fingerprint": "a"}, before) == {
+        "dataset_fingerprint": "dataset_fingerprint: a -> None"
+    }
+    assert changed_settings(before, {**before, "new_setting": 1}) == {"new_setting": "new_setting: None -> 1"}
 
 
 def test_free_settings_exist():

@@ -1,0 +1,204 @@
+"""What is lost when processes die? Kills, kills at every file boundary of a save, and signals, of a two-rank run.
+
+    python -m benchmarks.faults --kills 100 --terms 30 --json benchmarks/results/faults.json --minutes 9
+
+The floor is the run that nothing happens to: every run that was harmed and started again, with the same command, has to end
+with its theta, bit for bit. Stops after --minutes; the next call goes on from the counts in the JSON file. Ranks are forked from
+a process that has imported everything (nursery.py), and they are killed for real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import table, write_json
+from benchmarks.nursery import Nursery, Rank
+
+WORDS = ["river", "stone", "lantern", "quiet", "maple", "thunder", "copper", "ribbon", "silver", "meadow", "harbor", "candle"]
+FLAGS = {
+    "n_way": 2, "k_shot": 1, "num_query": 1, "meta_batch_size": 2, "inner_steps": 1, "max_length": 16, "num_workers": 0,
+    "eval_episodes": 0, "logging_steps": 1, "outer_steps": 16, "save_steps": 2,
+}  # fmt: skip
+BOUND_S = 10.0  # that a signal may take on this machine: a task, the agreement, a save, and the 3 s by which rank 0 goes first
+
+
+class Bench:
+    """Starts the run in a folder, harms it, starts it again, compares."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.nursery = folder, Nursery()
+        data = folder / "rows.jsonl"
+        rows = [{"text": f"{WORDS[c]} {WORDS[r]}", "label": f"c{c}"} for c in range(12) for r in range(6)]
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.flags = [f"--{key}={value}" for key, value in {**FLAGS, "dataset": data}.items()]
+        began = time.monotonic()
+        self.wanted = self.end(folder / "straight")
+        self.seconds = time.monotonic() - began
+        self.counts: Counter[str] = Counter()
+        self.slowest = 0.0
+
+    def start(self, run: Path, **env: str) -> list[Rank]:
+        return self.nursery.run([*self.flags, f"--output_dir={run}"], 2, run.with_name(f"{run.name}-logs"), **env)
+
+    def end(self, run: Path) -> bytes:
+        """Run to the end and return the model."""
+        ranks = self.start(run)
+        codes = self.nursery.wait(ranks, 120)
+        assert codes == [0, 0], f"{codes}\n{ranks[0].text}\n{ranks[1].text}"
+        return (run / "model" / "model.safetensors").read_bytes()
+
+    def check(self, run: Path) -> None:
+        """Every checkpoint of the run is whole, and the same command ends where the straight run ended."""
+        import torch
+
+        from fmmeta import checkpoint
+        from fmmeta.parallel.communicator import Communicator
+
+        alone = Communicator(None, 0, 1, torch.device("cpu"))
+        self.counts["checkpoints"] += len(checkpoint.complete(run))
+        self.counts["unreadable"] += sum(bool(checkpoint.fault(folder, alone)) for folder in checkpoint.complete(run))
+        self.counts["equal" if self.end(run) == self.wanted else "different"] += 1
+        shutil.rmtree(run)
+
+    def kill(self, number: int) -> None:
+        """SIGKILL to both ranks or to one, at a random moment; some runs are killed more than once before they may end."""
+        draw, run = random.Random(number), self.folder / f"kill-{number}"
+        times = draw.choice((1, 1, 1, 2, 3))
+        for _ in range(times):
+            ranks = self.start(run)
+            latest = time.monotonic() + draw.uniform(0.1, self.seconds)
+            if draw.random() < 0.5:  # wait for a save that is under way
+                latest += self.seconds
+                while time.monotonic() < latest and not list(run.glob("tmp-checkpoint-*/*")):
+                    time.sleep(0.0005)
+            else:
+                time.sleep(latest - time.monotonic())
+            killed = [self.nursery.signal(rank, signal.SIGKILL) for rank in draw.choice((ranks, ranks[:1], ranks[1:]))]
+            self.counts["kills"] += any(killed)
+            self.counts["kills that came too late"] += not any(killed)
+            self.reap(ranks, any(killed))
+            self.counts["kills that left half a save"] += any(killed) and bool(list(run.glob("tmp-checkpoint-*")))
+        self.check(run)
+
+    def reap(self, ranks: list[Rank], killed: bool) -> None:
+        """Do as launchers do: what another rank's death has not ended after a while is ended too."""
+        deadline = time.monotonic() + (5 if killed else 60)
+        while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
+            self.nursery.poll(0.1)
+        self.counts["ranks that had to be ended"] += sum(self.nursery.signal(rank, signal.SIGKILL) for rank in ranks)
+        self.nursery.wait(ranks, 10)
+
+    def boundary(self, number: int) -> bool:
+        """Kill rank 0 just before its NUMBERth operation on files after two saves; False if there are not so many."""
+        run = self.folder / f"boundary-{number}"
+        ranks = self.start(run, FAULTS_KILL_AT=str(number))
+        codes = self.nursery.wait(ranks, 60)
+        if codes == [0, 0]:
+            return False
+        assert codes[0] == -signal.SIGKILL, f"{codes} {ranks[0].text}"
+        self.counts["kills at file boundaries"] += 1
+        self.check(run)
+        return True
+
+    def term(self, number: int) -> None:
+        """SIGTERM at a random moment to all ranks, or to one of them."""
+        draw, run = random.Random(10**6 + number), self.folder / f"term-{number}"
+        ranks = self.start(run)
+        time.sleep(draw.uniform(0.1, self.seconds * 0.9))
+        told = [rank for rank in draw.choice((ranks, ranks, ranks[1:])) if self.nursery.signal(rank, signal.SIGTERM)]
+        asked = time.monotonic()
+        if len(told) == 1 and "outer step" not in ranks[0].text:
+            self.reap(ranks, True)
+        codes = self.nursery.wait(ranks, 60)
+        took = max(rank.ended for rank in ranks) - asked
+        if not told or codes == [0, 0]:
+            self.counts["signals that came too late"] += 1
+        elif codes == [75, 75]:
+            self.counts["signals, exit 75"] += 1
+            self.counts["signals within the bound"] += took <= BOUND_S
+            self.slowest = max(self.slowest, took)
+        elif (
+            len(told) == 1 and "outer step" not in ranks[0].text
+        ):  # one rank alone, while it started: it leaves, the other loses it
+            self.counts["signals to one rank while it started"] += 1
+        else:
+            self.counts["signals, other exit codes"] += 1
+            print(codes, ranks[0].text, ranks[1].text)
+        self.check(run)
+
+
+def arm(at: int) -> None:
+    """In a rank: count the file operations of the thread that writes checkpoints, from its third save on; die before one."""
+    import threading
+
+    seen, saves = [0], [0]
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name == "saver":
+                saves[0] += real.__name__ == "mkdir"
+                if saves[0] >= 3:
+                    seen[0] += 1
+                    if seen[0] == at:
+                        os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return call
+
+    if os.environ["RANK"] == "0":
+        for owner, name in ((os, "fsync"), (os, "rename"), (Path, "mkdir"), (Path, "open"), (shutil, "rmtree")):
+            setattr(owner, name, counted(getattr(owner, name)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--terms", type=int, default=30)
+    parser.add_argument(
+        "--boundaries", type=int, default=20, help="operations of a save before which rank 0 is killed, one a time"
+    )
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--json", default=None)
+    args = parser.parse_args()
+    known = json.loads(Path(args.json).read_text()) if args.json and Path(args.json).is_file() else {}
+    done = known.get("done", {"kill": 0, "boundary": 0, "term": 0})
+    deadline = time.monotonic() + 60 * args.minutes
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        bench.counts.update(known.get("counts", {}))
+        bench.slowest = known.get("slowest_stop_s", 0.0)
+        while time.monotonic() < deadline:
+            if done["boundary"] < args.boundaries:
+                done["boundary"] += 1
+                if not bench.boundary(done["boundary"]):
+                    done["boundary"] = args.boundaries
+            elif done["term"] < args.terms and done["term"] * args.kills <= bench.counts["kills"] * args.terms:
+                done["term"] += 1
+                bench.term(done["term"])
+            elif bench.counts["kills"] < args.kills:
+                done["kill"] += 1
+                bench.kill(done["kill"])
+            else:
+                break
+            facts = {"done": done, "counts": dict(bench.counts), "slowest_stop_s": bench.slowest, "bound_s": BOUND_S}
+            write_json(args.json, {**facts, "straight_run_s": bench.seconds})
+        bench.nursery.close()
+        print(table(["what", "count"], sorted(bench.counts.items())))
+        print(
+            f"slowest stop after a signal: {bench.slowest:.1f} s (bound {BOUND_S:.0f} s); a straight run: {bench.seconds:.1f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Whether a checkpoint is whole: the names in its folder, its manifest, the digest of every file.
+
+Reads and renames; what the files mean is checkpoint.py's. Names in a manifest are compared and never followed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any, TypedDict
+
+from fmmeta.config import UsageError
+from fmmeta.parallel.communicator import Communicator
+
+STATE, TABLES, MANIFEST = "state.json", "tables.safetensors", "manifest.json"
+FILES = re.compile(r"shard-[0-9]{5}\.safetensors|tables\.safetensors|state\.json")
+NEEDED = {"outer_step": int, "bad_steps": int, "tasks": dict, "numbers": dict, "vectors": list, "settings": dict}
+
+
+class Entry(TypedDict):
+    """A file of a manifest."""
+
+    bytes: int
+    sha256: str
+
+
+def complete(output_dir: Path) -> list[Path]:
+    """Checkpoints of a run that were finished, oldest first."""
+    found = [folder for folder in output_dir.glob("checkpoint-*") if (folder / MANIFEST).is_file()]
+    numbered = [(folder.name.removeprefix("checkpoint-"), folder) for folder in found]
+    return [folder for _, folder in sorted((int(number), folder) for number, folder in numbered if number.isdecimal())]
+
+
+def fault(folder: Path, comm: Communicator) -> str:
+    """What is wrong with a checkpoint, by file; nothing if it is whole. Every file is read once, shared out over the ranks.
+
+    Collective: comm.
+    """
+    said = ""
+    try:
+        files = read_manifest(folder)
+        for name in sorted(files)[comm.rank :: comm.size]:
+            said = said or file_fault(folder / name, files[name])
+    except UsageError as error:
+        said = str(error)
+    return next((text.decode() for text in comm.gather_bytes(said.encode()) if text), "")
+
+
+def read_manifest(folder: Path) -> dict[str, Entry]:
+    """Files of a checkpoint by name. Raises `UsageError`."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        if STATE in files and all(FILES.fullmatch(name) and {"bytes", "sha256"} <= set(files[name]) for name in files):
+            return files
+    except OSError as error:
+        raise UsageError(f"{MANIFEST} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise UsageError(f"{MANIFEST} is damaged")
+
+
+def file_fault(file: Path, entry: Entry) -> str:
+    try:
+        size, seen = file.stat().st_size, hashlib.sha256()
+        if size != entry["bytes"]:
+            return f"{file.name} has {size} bytes instead of {entry['bytes']}"
+        with file.open("rb") as opened:
+            while part := opened.read(2**24):
+                seen.update(part)
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+    return "" if seen.hexdigest() == entry["sha256"] else f"{file.name} has another sha256 than {MANIFEST} says"
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """state.json. Raises `UsageError` if it is none that a run can go on from."""
+    try:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"resume_from_checkpoint={folder} is no checkpoint ({error}); give a checkpoint-N folder") from None
+    wrong = [name for name, kind in NEEDED.items() if not isinstance(state, dict) or not isinstance(state.get(name), kind)]
+    if wrong:
+        raise UsageError(
+            f"resume_from_checkpoint={folder} is no checkpoint ({STATE} has no {wrong[0]}); give a checkpoint-N folder"
+        )
+    return state
+
+
+def put_back(output_dir: Path) -> None:
+    """Undo what a process that was killed while saving has left behind."""
+    for replaced in output_dir.glob("replaced-checkpoint-*"):
+        name = replaced.with_name(replaced.name.removeprefix("replaced-"))
+        if name.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.rename(replaced, name)
+    for half in output_dir.glob("tmp-checkpoint-*"):
+        shutil.rmtree(half, ignore_errors=True)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a checkpoint that must not be continued from, so that it is neither chosen nor counted nor lost."""
+    number = 0
+    while (aside := folder.with_name(f"aside-{folder.name}" + (f".{number}" if number else ""))).exists():
+        number += 1
+    os.rename(folder, aside)
+    return aside
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,166 @@
+"""What stands beside the training loop: stopping at a safe point, the watchdog, equal replicas, explosions and spikes.
+
+    leaves()    between two tasks: does this group leave the rest of the outer step?      group
+    fit()       is a task's direction small enough to be believed?                        group
+    agree()     after the tasks: abandon the step? stop after it? is a save done?         world
+    settled()   after the step: measured, replicas compared now and then                  world
+    stops()     has any rank been asked to stop?                                          world
+
+A stop costs at most one task of each group, the agreement and the save: tasks are left out, never cut in two. A step that some
+group has left is abandoned by all, since theta is a function of whole meta-batches; if none has, it is finished.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fmmeta.build import hash_vector
+from fmmeta.checkpoint.saver import Saver
+from fmmeta.config import Config
+from fmmeta.meta.direction import Direction
+from fmmeta.parallel.communicator import Board, Ranks
+from fmmeta.parallel.worker import Worker
+from fmmeta.signals import Fault, Launcher, Signals
+from fmmeta.watchdog import MARGIN_S, Watch, Watchdog, myself
+
+
+class Guard:
+    """One for a run. board: None where no rank is to be watched from outside."""
+
+    def __init__(self, config: Config, ranks: Ranks, worker: Worker, signals: Signals | None = None,
+                 board: Board | None = None) -> None:  # fmt: skip
+        self.config, self.ranks, self.worker = config, ranks, worker
+        self.signals, self.board = signals or Signals(), board
+        self.watch = Watch(config.step_timeout)
+        self.left = self.stop = False
+        self.count = self.exploded = 0  # tasks of this group, in this outer step
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the ranks while the block runs. Collective: world."""
+        told = [json.loads(part) for part in self.ranks.world.gather_bytes(json.dumps(myself()).encode())]
+        launched = self.ranks.world.size > 1
+        watchdog = Watchdog(self.watch, self.board, told, self.ranks, self.signals, Launcher(launched))
+        watchdog.start()
+        self.ranks.world.barrier()
+        try:
+            yield
+        except Exception:
+            if watchdog.asked.is_set():  # others have left before this rank has said its words: it leaves with the same code
+                time.sleep(MARGIN_S)
+            raise
+        finally:
+            watchdog.close()
+
+    def begin(self, outer_step: int) -> None:
+        """An outer step begins."""
+        self.left, self.count, self.exploded = False, 0, 0
+        self.begin_stage(f"outer step {outer_step + 1}")
+        self.watch.enter("waiting for its tasks")
+
+    def begin_stage(self, stage: str) -> None:
+        """Something that must end within its bound begins; the groups wait for each other accordingly."""
+        self.watch.begin(stage)
+        for communicator in (self.ranks.cross, self.ranks.world):
+            communicator.patience(self.watch.bound_s + MARGIN_S)
+
+    def rests(self) -> bool:
+        """`leaves`, between two episodes of an evaluation. Collective: group."""
+        self.begin_stage("an episode of an evaluation")
+        return self.leaves()
+
+    def leaves(self) -> bool:
+        """Whether the group leaves its remaining tasks. Collective: group."""
+        self.count += 1
+        self.watch.enter(f"task {self.count} of group {self.ranks.layout.group_index}")
+        asked = torch.tensor([float(bool(self.signals.asked))])
+        self.left = float(self.ranks.group.sum_(asked)) > 0
+        return self.left
+
+    def agree(self, saver: Saver) -> bool:
+        """Whether all abandon this outer step; judges a save that is done. Raises `UsageError`. Collective: world."""
+        self.watch.enter("agreeing with the other groups")
+        exploded = self.exploded if self.ranks.layout.group_rank == 0 else 0
+        mine = [self.left, bool(self.signals.asked), saver.folder is not None and saver.done, bool(saver.failure), exploded]
+        left, asked, done, failed, exploded = self.ranks.world.sum_(torch.tensor(mine, dtype=torch.float64)).tolist()
+        self.stop, self.exploded = asked > 0 or left > 0, int(exploded)
+        if done == self.ranks.world.size:
+            saver.judge(failed > 0)
+        return left > 0
+
+    def stops(self) -> bool:
+        """Whether any rank was asked to stop; then all know by what. Collective: world."""
+        told = [name.decode() for name in self.ranks.world.gather_bytes(self.signals.asked.encode()) if name]
+        self.stop = self.stop or bool(told)
+        self.signals.asked = told[0] if told else ""
+        return self.stop
+
+    def fit(self, direction: Direction) -> Direction:
+        """The direction, not finite if the task's loss or the direction's norm is beyond its bound. Collective: group."""
+        most_loss, most_norm = self.config.max_task_loss, self.config.max_task_norm
+        if not direction.finite or (most_loss is None and most_norm is None):
+            return direction
+        exploded = most_loss is not None and max(direction.support.loss, direction.query.loss) > most_loss
+        if most_norm is not None:
+            square = self.worker.dot(direction.shards, direction.shards)
+            exploded = exploded or not math.sqrt(square) <= most_norm
+        self.exploded += exploded
+        return replace(direction, finite=False) if exploded else direction
+
+    def settled(self, outer_step: int, theta: Tensor) -> None:
+        """After an outer step: note how long it took, compare the replicas now and then. Raises `Fault`. Collective: world."""
+        self.watch.measured(time.monotonic() - self.watch.began)
+        every = self.config.check_replicas_steps
+        if every and outer_step % every == 0:
+            self.check_replicas(outer_step, theta)
+
+    def check_replicas(self, outer_step: int, theta: Tensor) -> None:
+        """Ranks with the same shard must hold the same bits. Raises `Fault` on all, naming the odd ones. Collective: world."""
+        size = self.ranks.layout.group_size
+        if self.ranks.layout.num_groups == 1:
+            return
+        hashes = self.ranks.world.gather_bytes(str(hash_vector(theta)).encode())
+        odd = []
+        for member in range(size):
+            (most, count), *others = Counter(hashes[member::size]).most_common()
+            unclear = bool(others) and others[0][1] == count
+            odd += [rank for rank in range(member, len(hashes), size) if unclear or hashes[rank] != most]
+        if odd:
+            named = ", ".join(map(str, sorted(odd)))
+            text = f"theta is not the same in all groups after outer step {outer_step} (ranks {named} differ)"
+            raise Fault(f"{text}; nothing of it is saved; check their machines, then run the same command again")
+
+
+class Spikes:
+    """Marks losses far above the recent ones: more than `far` deviations over a running mean. A function of the losses alone."""
+
+    def __init__(self, state: list[float] | None = None, far: float = 6.0, decay: float = 0.95, least: int = 20) -> None:
+        self.mean, self.square, self.count = state or (0.0, 0.0, 0)
+        self.far, self.decay, self.least = far, decay, least
+
+    @property
+    def state(self) -> list[float]:
+        return [self.mean, self.square, self.count]
+
+    def mark(self, loss: float) -> float | None:
+        """How many deviations a loss is too high, if it is a spike; it then counts as an ordinary high one."""
+        if not math.isfinite(loss):
+            return None
+        deviation = math.sqrt(max(self.square, 1e-12))
+        off = (loss - self.mean) / deviation
+        spike = self.count >= self.least and off > self.far
+        gap = min(off, self.far) * deviation if self.count >= self.least else loss - self.mean
+        weight = max(1 - self.decay, 1 / (self.count + 1))
+        self.mean += weight * gap
+        self.square += weight * (gap * gap * (1 - weight) - self.square)
+        self.count += 1
+        return round(off, 2) if spike else None

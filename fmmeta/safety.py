@@ -1,0 +1,63 @@
+"""What keeps strangers and accidents out: secrets out of texts, links out of folders, bombs out of memory, disks in one line."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from fmmeta.config import UsageError
+
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY")
+LEAST = 8  # characters of a secret; shorter ones are words
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO}
+GIB = 2**30
+
+
+def redact(text: str, env: Mapping[str, str] | None = None) -> str:
+    """The text without the values of environment variables that are secrets by their names, and without passwords in URLs."""
+    for name, value in (os.environ if env is None else env).items():
+        if SECRET.search(name.upper()) and len(value) >= LEAST:
+            text = text.replace(value, "***")
+    return re.sub(r"(://[^/\s:@]*:)[^/\s@]+@", r"\1***@", text)
+
+
+def disk_trouble(error: BaseException) -> str | None:
+    """What the disk said, if that is what went wrong; libraries that write by themselves tell it in their text only."""
+    if isinstance(error, OSError) and error.errno in DISK:
+        return f"{error.filename or 'the disk'}: {error.strerror}"
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    if found and int(found[1]) in DISK:
+        return " ".join(str(error).split())
+    return None
+
+
+def inside(root: Path, path: Path) -> Path:
+    """`path`, if what it links to lies in `root`, or among the blobs of a hub cache. Raises `UsageError`."""
+    if path.is_symlink():
+        there, home = path.resolve(), root.resolve()
+        cached = "snapshots" in home.parts and there.parent.name == "blobs"
+        if not (there.is_relative_to(home) or cached):
+            raise UsageError(f"{path} is a link that leaves its folder (to {there}); copy the file, or remove the link")
+    return path
+
+
+class Bounded(io.RawIOBase):
+    """A compressed file that may not unpack to more than a bound; reading past it raises `UsageError`."""
+
+    def __init__(self, file: io.BufferedIOBase, path: Path, most_gib: float) -> None:
+        self.file, self.path, self.most_gib, self.left = file, path, most_gib, round(most_gib * GIB)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        part = self.file.read1(len(buffer))
+        self.left -= len(part)
+        if self.left < 0:
+            raise UsageError(f"{self.path} unpacks to more than max_file_gib={self.most_gib:g}; raise it if you trust the file")
+        buffer[: len(part)] = part
+        return len(part)

@@ -1,0 +1,171 @@
+"""Where a run begins: its folder and lock, the settings it may continue with, the newest whole checkpoint.
+
+    find the folder -> lock it -> undo half a save -> compare settings -> check digests, newest first -> set aside what is newer
+
+Nothing in a folder is overwritten or removed here; what must not be continued from is renamed and named.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fmmeta import checkpoint
+from fmmeta.config import Config, UsageError, changed_settings
+from fmmeta.parallel.communicator import Communicator
+from fmmeta.record import read_run, settings_of
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: its folder, the checkpoint to continue from (if any), whether nothing is left to do."""
+
+    folder: Path
+    checkpoint: Path | None
+    finished: bool
+    said: tuple[str, ...] = ()  # what the user should know of it
+    explicit: bool = False  # the checkpoint was named by the user
+    lock: Any = None  # held by rank 0 while the run lasts
+
+
+def open_run(config: Config, fingerprint: str, comm: Communicator) -> Start:
+    """Make or find the run's folder; refuse one that holds a run with other settings, or is in use. The checkpoint is whole.
+
+    Collective: comm (world).
+    """
+    answer, lock = b"", None
+    with comm.together("opening output_dir"):
+        if comm.rank == 0:
+            folder = place_of(config, fingerprint)
+            lock = hold(folder)
+            checkpoint.put_back(folder)
+            start = find_start(config, fingerprint, folder)
+            found = [str(path) for path in checkpoint.complete(folder)]
+            answer = json.dumps([str(start.folder), start.checkpoint and str(start.checkpoint), start.finished, start.said,
+                                 start.explicit, found]).encode()  # fmt: skip
+    folder, newest, finished, said, explicit, found = json.loads(comm.gather_bytes(answer)[0])
+    chosen, refused = Path(newest) if newest else None, list[str]()
+    older = [] if explicit else [Path(path) for path in found]
+    while chosen is not None and not finished and (wrong := checkpoint.fault(chosen, comm)):
+        if explicit:
+            raise UsageError(f"resume_from_checkpoint={chosen} is not whole: {wrong}; give another one, or latest")
+        refused.append(f"{chosen} is refused: {wrong}")
+        older = [path for path in older if path != chosen]
+        if not older:
+            raise UsageError(f"output_dir={folder} holds no whole checkpoint to go on from ({'; '.join(refused)}); to begin anew "
+                             "choose another output_dir")  # fmt: skip
+        chosen = older[-1]
+    with comm.together("setting checkpoints aside"):
+        if comm.rank == 0 and chosen is not None and not finished:
+            for path in newer(chosen, [Path(path) for path in found]):
+                said.append(f"{path} was renamed to {checkpoint.set_aside(path).name}: the run goes on from an older one")
+    return Start(Path(folder), chosen, finished, (*refused, *said), explicit, lock)
+
+
+def newer(chosen: Path, found: list[Path]) -> list[Path]:
+    """Checkpoints of the run's folder that a run which goes on from `chosen` has not come to."""
+    at = checkpoint.read_state(chosen)["outer_step"]
+    return [path for path in found if path.resolve() != chosen.resolve() and int(path.name.removeprefix("checkpoint-")) >= at]
+
+
+def place_of(config: Config, fingerprint: str) -> Path:
+    """The folder of the run: the one that is named, or the newest unfinished one of the same run, or a new one."""
+    if config.output_dir is not None:
+        folder = Path(config.output_dir)
+    else:
+        name = f"{config.algorithm}-{Path(config.dataset[0]).name}"
+        folder = unfinished(config, fingerprint, name) or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"output_dir={folder} cannot be made: {error.strerror}; choose another") from None
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"output_dir={folder} cannot be written to; choose another")
+    return folder
+
+
+def unfinished(config: Config, fingerprint: str, name: str) -> Path | None:
+    """The newest run in runs/ with these settings that was stopped, has a checkpoint, and is not in use."""
+    if config.resume_from_checkpoint != "latest":
+        return None
+    for folder in sorted(Path("runs").glob(f"*-{name}"), reverse=True):
+        try:
+            run = read_run(folder)
+        except UsageError:
+            continue
+        same = (
+            run is not None
+            and not run.get("finished")
+            and not changed_settings(run["settings"], settings_of(config, fingerprint))
+        )
+        if same and checkpoint.complete(folder):
+            try:
+                hold(folder, 0).close()
+            except UsageError:
+                continue
+            return folder
+    return None
+
+
+def hold(folder: Path, patience_s: float = 120.0) -> Any:
+    """Take the lock of a run's folder; the kernel takes it back when this process ends, however it ends. Raises `UsageError`."""
+    file, began, told = (folder / ".lock").open("a+"), time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            if time.monotonic() - began >= patience_s:
+                file.close()
+                raise UsageError(f"output_dir={folder} is in use by {owner}; wait for it, or choose another") from None
+            if not told:
+                told = True
+                print(f"fmmeta: output_dir={folder} is in use by {owner}; waiting for {patience_s:g} s at most", flush=True)
+            time.sleep(0.2)
+        except OSError:  # a file system without locks
+            return file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
+    return file
+
+
+def find_start(config: Config, fingerprint: str, folder: Path | None = None) -> Start:
+    """What the settings and the names in the folder say; whether the checkpoint is whole is for all ranks to find out."""
+    folder = folder or place_of(config, fingerprint)
+    asked, said = config.resume_from_checkpoint, list[str]()
+    explicit = None if asked in ("latest", "never") else Path(asked)
+    before = read_run(folder)
+    if explicit is not None:
+        settings = checkpoint.read_state(explicit)["settings"]
+        said += accept_changes(settings, config, fingerprint, f"resume_from_checkpoint={explicit}")
+    if before is None:
+        return Start(folder, explicit, False, tuple(said), explicit is not None)
+    if asked == "never":
+        raise UsageError(f"output_dir={folder} holds a run, and resume_from_checkpoint=never; choose another output_dir")
+    said += [text for text in accept_changes(before["settings"], config, fingerprint, f"output_dir={folder}") if text not in said]
+    saved = checkpoint.complete(folder)
+    finished = before.get("finished", False) and explicit is None and not any(text.startswith("accepted") for text in said)
+    return Start(folder, explicit or (saved[-1] if saved else None), finished, tuple(said), explicit is not None)
+
+
+def accept_changes(before: dict[str, Any], config: Config, fingerprint: str, where: str) -> list[str]:
+    """What to say of settings that differ from those of the run before. Raises `UsageError` for those that change theta."""
+    now = settings_of(config, fingerprint)
+    changed = changed_settings(before, now)
+    accepted = {name: text for name, text in changed.items() if name in config.accept_changed_settings}
+    refused = [text for name, text in changed.items() if name not in accepted]
+    if refused:
+        raise UsageError(f"{where} holds a run with other settings ({'; '.join(refused)}); use these, another output_dir, or "
+                         "--accept_changed_settings with their names")  # fmt: skip
+    said = [f"accepted from here on: {'; '.join(accepted.values())}"] if accepted else []
+    free = changed_settings(before, now, free=True)
+    return said + ([f"settings that differ, and do not change theta: {'; '.join(free.values())}"] if free else [])

@@ -1,0 +1,294 @@
+"""Real processes that are killed, stopped, signalled and frozen: who ends when, with which code, and what is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.nursery import Nursery
+from tests.launch import ROOT, environment, free_port, run_ranks
+from tests.models import write_classes
+
+QUICK = {
+    "n_way": 2, "k_shot": 1, "num_query": 1, "meta_batch_size": 4, "inner_steps": 1, "max_length": 16, "num_workers": 0,
+    "eval_episodes": 0, "logging_steps": 1,
+}  # fmt: skip
+SLOW = "tests.distributed.test_trust:dawdle"
+
+
+def dawdle(episode, rng):
+    """A transform: an episode takes as long as the environment says, after the first outer step."""
+    if episode.task.seed[2]:
+        time.sleep(float(os.environ.get("DAWDLE_S", "0.05")))
+    return episode
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    one = Nursery(["deepspeed"])
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_classes(tmp_path_factory.mktemp("rows") / "rows.jsonl")
+
+
+@pytest.fixture(scope="module")
+def flags(data):
+    def of(folder, **given):
+        return [f"--{key}={value}" for key, value in {**QUICK, "dataset": data, "output_dir": folder, **given}.items()]
+
+    return of
+
+
+def theta_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def same(a: Path, b: Path) -> bool:
+    one, other = theta_of(a), theta_of(b)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def steps_of(run: Path) -> int:
+    try:
+        return len((run / "metrics.jsonl").read_text().splitlines())
+    except OSError:
+        return 0
+
+
+def until(condition, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
+
+
+LONG = {"outer_steps": 12, "save_steps": 5, "episode_transforms": SLOW}
+
+
+@pytest.fixture(scope="module")
+def straight(nursery, flags, tmp_path_factory):
+    """The run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("straight")
+    ranks = nursery.run(flags(folder / "run", **LONG), 2, folder, DAWDLE_S="0")
+    assert nursery.wait(ranks, 100) == [0, 0], ranks[0].text
+    return folder / "run"
+
+
+@pytest.mark.parametrize(("number", "whom"), [(signal.SIGTERM, [0, 1]), (signal.SIGINT, [0, 0, 1]), (signal.SIGUSR1, [1])])
+def test_a_signal_saves_and_ends_every_rank_with_75(nursery, flags, straight, tmp_path, number, whom):
+    """To all ranks, to one twice as Ctrl-C does, to one alone; the same command then goes on to the same bits."""
+    run = tmp_path / "run"
+    ranks = nursery.run(flags(run, **LONG), 2, tmp_path)
+    until(lambda: steps_of(run) >= 2)
+    time.sleep(random.random() * 0.3)
+    for rank in whom:
+        os.kill(ranks[rank].pid, number)
+    asked = time.monotonic()
+    assert nursery.wait(ranks, 60) == [75, 75], ranks[0].text + ranks[1].text
+    assert max(rank.ended for rank in ranks) - asked < 20  # a task, the agreement, the save, and the others' three seconds
+    (folder,) = (path for path in run.glob("checkpoint-*") if path.name != "checkpoint-5")
+    said = rf"fmmeta: stopped by {number.name} after outer step {folder.name.removeprefix('checkpoint-')}, saved in {folder}; "
+    assert said in ranks[0].text
+    assert "Traceback" not in ranks[0].text + ranks[1].text
+    again = nursery.run(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
+    assert nursery.wait(again, 100) == [0, 0], again[0].text
+    assert f"resumed from {folder}" in again[0].text
+    assert same(run, straight)
+
+
+def test_a_step_is_abandoned_between_two_tasks(nursery, flags, straight, tmp_path):
+    """A group runs its tasks when it has all of them; the one that learns of a signal meanwhile does not begin."""
+    run = tmp_path / "run"
+    ranks = nursery.run(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0.5")
+    until(lambda: steps_of(run) >= 2)
+    time.sleep(0.2)  # step 3 is being loaded, for a second
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    assert nursery.wait(ranks, 30) == [75, 75], ranks[0].text
+    assert steps_of(run) == 2
+    assert "after outer step 2, saved in" in ranks[0].text
+    again = nursery.run(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
+    assert nursery.wait(again, 100) == [0, 0]
+    assert same(run, straight)
+
+
+def test_a_signal_before_anything_is_learned_ends_at_once(nursery, flags, tmp_path):
+    ranks = nursery.run(flags(tmp_path / "run", **LONG), 2, tmp_path)
+    time.sleep(0.3)
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert nursery.wait(ranks, 20) == [75, 75]
+
+
+def test_a_later_second_signal_leaves_at_once(nursery, flags, tmp_path):
+    """Rank 0 waits in a collective for rank 1, which is stopped, so that the first signal cannot be followed."""
+    run = tmp_path / "run"
+    ranks = nursery.run(flags(run, **LONG), 2, tmp_path)
+    until(lambda: (run / "checkpoint-5").is_dir())
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(ranks[0].pid, signal.SIGTERM)
+    time.sleep(5.5)
+    assert not nursery.poll()
+    os.kill(ranks[0].pid, signal.SIGTERM)
+    until(lambda: nursery.poll() or ranks[0].code is not None, 5)
+    assert ranks[0].code == 143
+    assert "SIGTERM again: leaving at once, the last checkpoint is whole" in ranks[0].text
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    nursery.wait(ranks, 10)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_rank_is_named_and_the_job_ends(nursery, flags, straight, tmp_path, frozen):
+    """Rank 0 keeps the board, so that nobody can be asked when it is the frozen one."""
+    run = tmp_path / "run"
+    ranks = nursery.run(flags(run, step_timeout=3, **LONG), 2, tmp_path)
+    until(lambda: (run / "checkpoint-5").is_dir())
+    os.kill(ranks[frozen].pid, signal.SIGSTOP)
+    codes = nursery.wait(ranks, 60)
+    assert codes == ([-9, 70] if frozen == 0 else [70, -9]), ranks[0].text + ranks[1].text
+    text = ranks[1 - frozen].text
+    assert re.search(
+        r"fmmeta: watchdog: outer step \d+ has taken \d+ s, and its bound is 3 s \(--step_timeout\); the job ends", text
+    )
+    assert re.search(rf"fmmeta: watchdog: rank {frozen} \(process {ranks[frozen].pid} on .*\) is silent", text)
+    if frozen == 1:
+        assert re.search(r"is silent \(stopped, frozen or cut off\), last heard in outer step \d+, ", text)
+    own = rf"fmmeta: watchdog: rank {1 - frozen} \(process {ranks[1 - frozen].pid} on .*\): in outer step \d+, .*; stack: .*loop"
+    assert re.search(own, text), text
+    again = nursery.run(flags(run, step_timeout=100, **LONG), 2, tmp_path, DAWDLE_S="0")
+    assert nursery.wait(again, 100) == [0, 0], again[0].text
+    assert same(run, straight)
+
+
+def test_a_run_alone_is_watched_too(nursery, flags, tmp_path):
+    ranks = nursery.run(flags(tmp_path / "run", step_timeout=1.5, **{**LONG, "outer_steps": 3}), 1, tmp_path, DAWDLE_S="60")
+    assert nursery.wait(ranks, 30) == [70]
+    assert re.search(
+        r"watchdog: rank 0 \(.*\): in outer step 2, waiting for its tasks; stack: test_trust.py:\d+ dawdle", ranks[0].text
+    )
+
+
+def test_ranks_without_their_launcher_save_and_end(flags, straight, tmp_path):
+    """A launcher that is killed leaves its ranks behind."""
+    run = tmp_path / "run"
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    code = f"""
+import subprocess, sys, time, os
+for rank in range(2):
+    env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), **{place!r})
+    out = open({str(tmp_path)!r} + f"/rank-{{rank}}.log", "w")
+    command = [sys.executable, "launch/train.py", *{flags(run, **LONG)!r}]
+    print(subprocess.Popen(command, env=env, stdout=out, stderr=out).pid, flush=True)
+time.sleep(1000)
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    pids = [int(launcher.stdout.readline()) for _ in range(2)]
+    until(lambda: steps_of(run) >= 2, 120)
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 40)
+    text = (tmp_path / "rank-0.log").read_text()
+    assert "stopped by the end of the launcher after outer step" in text
+    assert [path for path in run.glob("checkpoint-*") if path.name != "checkpoint-5"]
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_restarts_a_killed_run_without_any_flag(flags, straight, tmp_path):
+    """The bare folder name too is found again: the run is made without --output_dir."""
+    arguments = [flag for flag in flags("x", **LONG) if not flag.startswith("--output_dir")]
+    command = [
+        "torchrun",
+        "--nproc_per_node=2",
+        f"--master_port={free_port()}",
+        "--max-restarts=2",
+        str(ROOT / "launch/train.py"),
+    ]
+    env = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", DAWDLE_S="0.02")
+    with (tmp_path / "log").open("w") as log:
+        started = subprocess.Popen([*command, *arguments], cwd=tmp_path, env=env, stdout=log, stderr=log)
+        until(lambda: list(tmp_path.glob("runs/*/checkpoint-5")), 150)
+        ranks = [pid for children in Path(f"/proc/{started.pid}/task").glob("*/children") for pid in children.read_text().split()]
+        os.kill(int(ranks[-1]), signal.SIGKILL)
+        try:
+            code = started.wait(150)
+        finally:
+            started.kill()
+    text = (tmp_path / "log").read_text()
+    assert code == 0, text[-3000:]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert f"resumed from {run.relative_to(tmp_path)}/checkpoint-" in text
+    assert same(run, straight)
+
+
+MOVES = [
+    ("groups 4, 2, 1", [(4, {}), (2, {}), (1, {})]),
+    ("group sizes 1, 2, 4 and ZeRO 2, 3", [(2, {}), (2, {"group_size": 2, "deepspeed": "ds_configs/zero2.json"}),
+                                            (4, {"group_size": 4, "deepspeed": "ds_configs/zero3.json"})]),
+    ("pipeline to ZeRO", [(2, {"group_size": 2, "pipeline_stages": 2, "deepspeed": "ds_configs/zero1.json"}),
+                          (2, {"group_size": 2, "deepspeed": "ds_configs/zero2.json"})]),
+]  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("places", [places for _, places in MOVES], ids=[name for name, _ in MOVES])
+def test_a_run_goes_on_on_another_layout_at_parity(nursery, flags, tmp_path, places):
+    """Each place goes on from the checkpoint two steps into the one before, and ends where one process without a stop ends."""
+    settings = {"outer_steps": 6, "save_steps": 2, "save_total_limit": 9, "meta_batch_size": 4}
+    assert nursery.wait(nursery.run(flags(tmp_path / "whole", **settings), 1, tmp_path), 100) == [0]
+    begin, wanted = (load_file(tmp_path / "whole" / f"checkpoint-{n}" / "shard-00000.safetensors") for n in (2, 6))
+    resumed = {}
+    for number, (ranks, place) in enumerate(places):
+        run = tmp_path / str(number)
+        started = nursery.run(flags(run, **settings, **place, **resumed), ranks, tmp_path)
+        assert nursery.wait(started, 200) == [0] * ranks, started[0].text
+        assert not number or f"resumed from {resumed['resume_from_checkpoint']}" in started[0].text
+        resumed = {"resume_from_checkpoint": run / f"checkpoint-{2 * number + 2}"}
+        assert off(theta_of(run) if ranks == 1 else model_of(run), tmp_path / "whole", begin, wanted) < 1e-4
+
+
+def model_of(run: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in (run / "model").glob("model*.safetensors") for name, value in load_file(file).items()}
+
+
+def off(found, whole: Path, begin, wanted) -> float:
+    """The error over the distance travelled since the first checkpoint (which is less than that since the start)."""
+    want = theta_of(whole)
+    assert found.keys() == want.keys()
+    error = sum(float((found[name] - want[name]).double().square().sum()) for name in want)
+    way = sum(float((wanted[key] - begin[key]).double().square().sum()) for key in wanted if key.startswith("theta/"))
+    return (error / way) ** 0.5
+
+
+def test_odd_replicas_are_named_on_all_ranks():
+    outputs = run_ranks(["-m", "tests.distributed.scenarios", "odd_replicas"], 3, timeout_s=100).ok().output
+    for text in outputs:
+        assert "fault theta is not the same in all groups after outer step 7 (ranks 1 differ); nothing of it is saved" in text
+        assert "equal before" in text
+
+
+def test_a_failed_save_is_told_and_training_goes_on(nursery, flags, straight, tmp_path):
+    """A file lies where the first checkpoint is to be prepared; the next one is written."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "tmp-checkpoint-5").write_text("in the way")
+    ranks = nursery.run(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
+    assert nursery.wait(ranks, 100) == [0, 0], ranks[0].text
+    assert same(run, straight)
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == list(range(1, 13))

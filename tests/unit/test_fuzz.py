@@ -1,0 +1,207 @@
+"""Whatever is given, the answer is one line or a run: no traceback, no hang, no file outside. 400 inputs, by hypothesis."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fmmeta import checkpoint
+from fmmeta.cli import parse
+from fmmeta.config import Config, UsageError
+from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.parallel import ds_config
+from fmmeta.record import write_run
+from fmmeta.start import open_run
+from fmmeta.tasks.load import load_sources
+from tests.models import write_classes
+from tests.unit.helpers import one_rank
+from tests.unit.test_checkpoint_export import WHOLE, saved
+
+HANG_S = 20
+DEEP = "deep"  # stands for what would be too long to show
+FEW = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+NAMES = [item.name for item in fields(Config)]
+TEXTS = st.one_of(
+    st.sampled_from(["", "-1", "0", "1", "1e309", "nan", "inf", "auto", "true", "../..", "/etc/passwd", "latest", "{", "\0",
+                     "tiny", "letters", "--", "0x10", "1_000"]), st.text(max_size=12))  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=8) | st.just("auto"),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=8), inner, max_size=2),
+    max_leaves=8,
+)
+
+
+def deep(content: str) -> str:
+    return "[" * 50000 if content == DEEP else content
+
+
+@contextmanager
+def in_time() -> Iterator[None]:
+    """A hang is an error."""
+
+    def late(*of):
+        raise AssertionError(f"still at it after {HANG_S} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(HANG_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def one_line_at_most() -> Iterator[None]:
+    """A UsageError of one line is an answer; any other exception is not."""
+    said = "nothing"
+    with in_time():
+        try:
+            yield
+        except UsageError as error:
+            said = str(error)
+    assert said.strip()
+    assert "\n" not in said
+    assert "Traceback" not in said
+
+
+def files_in(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+@pytest.fixture
+def apart(tmp_path, monkeypatch):
+    """A working folder of its own, and beside it a place where nothing may appear."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield work
+    assert files_in(tmp_path) - files_in(work) <= {work}
+
+
+@FEW
+@given(pairs=st.lists(st.tuples(st.sampled_from([*NAMES, "config", "x" * 9]), TEXTS, st.booleans()), max_size=4))
+def test_flags(pairs, apart):
+    argv = [word for name, value, joined in pairs for word in ([f"--{name}={value}"] if joined else [f"--{name}", value])]
+    with one_line_at_most():
+        parse(argv)
+    assert not files_in(apart)
+
+
+KNOWN = ["enabled", "zero_optimization", "optimizer", "scheduler", "gradient_clipping", "train_batch_size", "fp16", "bf16",
+         "stage", "offload_optimizer", "offload_param", "device", "sub_group_size", "train_micro_batch_size_per_gpu"]  # fmt: skip
+BLOCKS = st.dictionaries(
+    st.sampled_from(KNOWN), st.one_of(JSON, st.dictionaries(st.sampled_from(KNOWN), JSON, max_size=4)), max_size=5
+)
+
+
+@FEW
+@given(
+    content=st.one_of(BLOCKS.map(json.dumps), JSON.map(json.dumps), st.text(max_size=30), st.just(DEEP)),
+    bf16=st.booleans(),
+)
+def test_deepspeed_files(content, bf16, apart):
+    file = apart / "ds.json"
+    file.write_text(deep(content), encoding="utf-8", errors="replace")
+    with one_line_at_most():
+        filled, precision = ds_config.read(str(file), bf16, lambda text: None)
+        ds_config.complete(filled, precision, 64)
+    assert files_in(apart) == {file}
+
+
+CELLS = st.one_of(st.text(max_size=10), st.sampled_from(["x", "../../x", "/etc/passwd", "\0", "\ud800", "a\nb", ""]), JSON)
+ROWS = st.lists(st.dictionaries(st.sampled_from(["text", "label", "task", "stratum", "input", "output", "z"]), CELLS, max_size=4),
+                max_size=12)  # fmt: skip
+
+
+@FEW
+@given(rows=ROWS, raw=st.binary(max_size=60), kind=st.sampled_from(["rows", "raw", "both"]), seed=st.integers(0, 99),
+       name=st.sampled_from(["d.jsonl", "d.csv", "d.parquet", "d.jsonl.gz", "d.csv.gz"]), skip=st.booleans(),
+       task_type=st.sampled_from(["classification", "causal_lm"]))  # fmt: skip
+def test_data_files(rows, raw, kind, seed, name, skip, task_type, apart, monkeypatch, tmp_path):
+    content = b"" if kind == "raw" else "".join(json.dumps(row) + "\n" for row in rows).encode()
+    content += b"" if kind == "rows" else raw
+    if name.endswith(".gz") and seed % 3:
+        content = gzip.compress(content)
+        content = content[: len(content) - seed % 7]
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(apart / "cache"))
+    for old in apart.glob("d.*"):
+        old.unlink()
+    file = apart / name
+    file.write_bytes(content)
+    with one_line_at_most():
+        config = Config(dataset=[str(file)], n_way=2, k_shot=1, num_query=1, on_bad_task="skip" if skip else "raise",
+                        task_type=task_type, max_bad_share=1.0)  # fmt: skip
+        if task_type == "causal_lm":
+            config = Config(dataset=[str(file)], k_shot=1, num_query=1, task_type=task_type)
+        load_sources(config, byte_tokenizer(), lambda text: None)
+    assert files_in(apart) - files_in(apart / "cache") <= {file, apart / "cache"}
+
+
+@FEW
+@given(content=st.one_of(
+    JSON.map(json.dumps), st.text(max_size=20), st.just(DEEP),
+    st.dictionaries(st.sampled_from(["train", "valid", "test", "01", ".."]), st.one_of(JSON, st.lists(st.sampled_from(
+        ["c0", "c1", "c2", "c3", "c4", "../../x", "/etc/passwd", ""]), max_size=6)), max_size=4).map(json.dumps)),
+    split=st.sampled_from([None, "01", "..", ""]))  # fmt: skip
+def test_split_files(content, split, apart, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(apart / "cache"))
+    rows, file = apart / "rows.jsonl", apart / "splits.json"
+    if not rows.exists():
+        write_classes(rows)
+    file.write_text(deep(content), encoding="utf-8", errors="replace")
+    with one_line_at_most():
+        config = Config(dataset=[str(rows)], class_splits=str(file), split=split, n_way=2, k_shot=1, num_query=1)
+        load_sources(config, byte_tokenizer(), lambda text: None)
+    assert files_in(apart) - files_in(apart / "cache") <= {file, rows, apart / "cache"}
+
+
+STRANGE = st.one_of(JSON.map(json.dumps), st.text(max_size=20), st.just(DEEP), st.just('{"files": {"/etc/passwd": {}}}'),
+                    st.just('{"files": {"state.json": {"bytes": 2, "sha256": "x"}}}'))  # fmt: skip
+
+
+@FEW
+@given(file=st.sampled_from(["manifest.json", "state.json", "shard-00000.safetensors", "../run.json"]), seed=st.integers(0, 9**6),
+       how=st.sampled_from(["flip", "cut", "replace", "remove", "append"]), strange=STRANGE, listed=st.booleans())  # fmt: skip
+def test_checkpoints(file, seed, how, strange, listed, apart):
+    """Harmed by chance, or by somebody who has mended the manifest as well. What is accepted is what was saved."""
+    from tests.unit.test_checkpoint_export import list_again, parameters
+
+    run, draw = apart / "run", random.Random(seed)
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir()
+    config = Config(output_dir=str(run))
+    write_run(run, config, "f", "", finished=False)
+    folder = saved(run, WHOLE, 4)
+    target = folder / file
+    content = bytearray(target.read_bytes())
+    at = draw.randrange(len(content))
+    if how == "flip":
+        content[at] ^= 1 << draw.randrange(8)
+    content = {"cut": content[:at], "append": content + b"x", "replace": deep(strange).encode(errors="replace")}.get(how, content)
+    target.unlink() if how == "remove" else target.write_bytes(content)
+    if listed and target.parent == folder:
+        list_again(folder)
+    with one_line_at_most():
+        start = open_run(config, "f", one_rank().world)
+        start.lock.close()
+        if start.checkpoint is not None:
+            checkpoint.read_state(start.checkpoint)
+            checkpoint.same_size(start.checkpoint, WHOLE)
+            found = checkpoint.load(start.checkpoint, ["theta"], WHOLE, torch.zeros(WHOLE.numel))["theta"]
+            if not listed:
+                assert float(found.sum()) == float(sum(value.sum() for value in parameters(100).values()))
+    assert {path.name for path in apart.iterdir()} == {"run"}

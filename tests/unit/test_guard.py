@@ -1,0 +1,156 @@
+"""Signals, the watchdog's clock, spikes and explosions in one process; tests/distributed/test_trust.py has the real ones."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fmmeta.config import Config
+from fmmeta.guard import Guard, Spikes
+from fmmeta.meta.direction import Direction
+from fmmeta.parallel.worker import Pass
+from fmmeta.signals import Launcher, Signals, about, born
+from fmmeta.watchdog import Watch, stack_of
+from tests.unit.helpers import one_rank, refusal
+
+
+def until(condition):
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_a_repeat_is_the_same_signal_and_a_later_one_leaves(monkeypatch):
+    left = []
+    with Signals(leave=left.append) as signals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            until(lambda: signals.asked)
+        time.sleep(0.1)
+        assert (signals.asked, left) == ("SIGINT", [])
+        signals.at -= 6
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: left)
+        assert left == [128 + 15]
+        signals.end()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+    assert left == [143]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_while_it_starts_a_signal_ends_the_process(capfd):
+    left = []
+    with Signals(starting=True, leave=left.append) as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        until(lambda: left)
+        signals.run()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        until(lambda: signals.asked)
+    assert left == [75]
+
+
+def test_in_another_thread_nothing_is_heard():
+    heard = []
+
+    def inside():
+        with Signals() as signals:
+            heard.append(signals.before)
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert heard == [{}]
+
+
+def test_a_shell_is_no_launcher():
+    code = "import time; from fmmeta.signals import Launcher; print(Launcher(True).watched)"
+    script = f"{sys.executable} -c '{code}'; true"  # the shell stays, because there is more to do
+    ran = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
+    assert Launcher(True).watched == (about(os.getppid())[0] not in ("bash", "sh"))
+    assert not Launcher(False).watched
+
+
+def test_a_process_that_is_gone_has_no_birth():
+    child = subprocess.Popen(["sleep", "100"])
+    assert born(child.pid).split()[0] in "SRD"
+    assert about(child.pid)[2] == os.getpid()
+    child.kill()
+    child.wait()
+    assert born(child.pid) == ""
+    assert about(child.pid) == ("", "", 0)
+
+
+def test_bounds_follow_the_slowest_step():
+    watch = Watch(None)
+    watch.begin("outer step 1")
+    assert watch.bound_s == 1800
+    watch.measured(12)
+    assert watch.bound_s == 300
+    watch.measured(70)
+    watch.measured(3)
+    assert watch.bound_s == 700
+    assert Watch(5).bound_s == 1800  # nothing has begun that is a step
+    watch = Watch(5)
+    watch.begin("outer step 1")
+    assert watch.bound_s == 5
+    assert not watch.late
+    watch.began -= 6
+    assert watch.late
+    watch.enter("task 1")
+    assert watch.words == "outer step 1, task 1"
+
+
+def test_a_stack_names_file_and_line():
+    assert stack_of(threading.get_ident()).startswith("watchdog.py:")
+    assert "test_guard.py:" in stack_of(threading.get_ident())
+    assert stack_of(12345) == ""
+
+
+def direction(loss: float, norm: float) -> Direction:
+    stats = torch.tensor([loss, 1.0, 1.0, 0.0], dtype=torch.float64)
+    return Direction(torch.tensor([norm, 0.0]), 1.0, True, Pass(stats), Pass(stats))
+
+
+@pytest.mark.parametrize(("settings", "loss", "norm", "fits"), [
+    ({}, 1e9, 1e9, True), ({"max_task_loss": 5.0}, 5.0, 1e9, True), ({"max_task_loss": 5.0}, 5.1, 0, False),
+    ({"max_task_norm": 2.0}, 1e9, 2.0, True), ({"max_task_norm": 2.0}, 0, 2.1, False),
+    ({"max_task_norm": 2.0}, 0, math.nan, False),
+])  # fmt: skip
+def test_explosions_are_dropped_like_what_is_not_finite(settings, loss, norm, fits):
+    worker: Any = SimpleNamespace(dot=lambda a, b: float(torch.dot(a, b)))
+    guard = Guard(Config(**settings), one_rank(), worker)
+    guard.begin(0)
+    assert guard.fit(direction(loss, norm)).finite == fits
+    assert guard.exploded == (not fits)
+
+
+def test_bounds_must_be_positive():
+    for name in ("max_task_loss", "max_task_norm", "step_timeout", "max_file_gib"):
+        assert refusal(Config, **{name: 0.0}) == f"{name}=0.0 is no positive number; use one, or leave it out"
+
+
+def test_spikes_are_marked_and_nothing_else():
+    draw, spikes = random.Random(0), Spikes()
+    marks = {}
+    for step in range(300):
+        loss = 2 * math.exp(-step / 100) + draw.gauss(0, 0.05) + (2.0 if step in (120, 250) else 0)
+        if mark := spikes.mark(loss):
+            marks[step] = mark
+    assert set(marks) == {120, 250}
+    assert spikes.mark(math.nan) is None
+    again = Spikes(spikes.state)
+    assert again.mark(9.0) == spikes.mark(9.0) is not None

@@ -1,0 +1,54 @@
+"""Processes that share a store with their predecessors agree on a name of their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from fmmeta.parallel.meeting import meet
+
+
+class Dictionary:
+    def __init__(self):
+        self.notes: dict[str, bytes] = {}
+
+    def set(self, key, value):
+        self.notes[key] = value.encode()
+
+    def check(self, keys):
+        return all(key in self.notes for key in keys)
+
+    def multi_get(self, keys):
+        return [self.notes[key] for key in keys]
+
+
+def names(notes, delays):
+    found = [""] * len(delays)
+
+    def one(rank):
+        time.sleep(delays[rank])
+        found[rank] = meet(notes, rank, len(delays), 10)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(delays))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_every_attempt_has_a_name_of_its_own_whoever_comes_first():
+    notes, seen = Dictionary(), set()
+    for delays in ((0, 0, 0), (0, 0.2, 0.1), (0.3, 0, 0.1), (0.1, 0.1, 0.4)):
+        (name,) = set(names(notes, delays))
+        assert name not in seen
+        seen.add(name)
+
+
+def test_one_that_is_missing_is_not_waited_for_for_ever():
+    notes = Dictionary()
+    names(notes, (0, 0))  # the other's old notes lie there
+    with pytest.raises(TimeoutError, match=r"rank 1 has not met the other 1 ranks within 0.3 s"):
+        meet(notes, 1, 2, 0.3)

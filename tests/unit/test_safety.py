@@ -1,0 +1,169 @@
+"""Strangers and accidents: secrets, links, bombs, and what doctor says."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.metadata
+import json
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from fmmeta import doctor
+from fmmeta.cli import main
+from fmmeta.config import Config
+from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.record import Metrics, write_run
+from fmmeta.safety import disk_trouble, redact
+from fmmeta.tasks import loader
+from fmmeta.tasks.folder import task_files
+from fmmeta.tasks.load import load_sources
+from fmmeta.tasks.rows import data_files, read_file
+from tests import audit
+from tests.models import write_classes
+from tests.unit.helpers import refusal
+
+ROW = b'{"text": "a b c", "label": "x"}\n'
+
+
+def test_secrets_are_not_written(tmp_path, monkeypatch, capfd):
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, f"hunter2-{name}")
+    monkeypatch.setenv("SHORT_TOKEN", "a")  # would blank every a
+    url = "https://me:hunter2-url@host/set"
+    config = Config(dataset=[f"{url}/hunter2-HF_TOKEN"])
+    write_run(tmp_path, config, "f", "one rank")
+    Metrics(tmp_path, 0, writes=True).write({"step": 1, "bad_tasks": [{"error": "token hunter2-WANDB_API_KEY refused"}]})
+    with pytest.raises(SystemExit):
+        main(["train", f"--{'hunter2-AWS_SECRET_ACCESS_KEY'}=1"])
+    texts = [(tmp_path / name).read_text() for name in ("run.json", "metrics.jsonl")] + [capfd.readouterr().err]
+    assert all("hunter2" not in text and "***" in text for text in texts)
+    assert redact("a banana") == "a banana"
+
+
+def test_what_the_disk_says_is_told_from_other_errors():
+    assert disk_trouble(OSError(28, "No space left on device", "x")) == "x: No space left on device"
+    assert disk_trouble(RuntimeError("I/O error: No space left on device (os error 28)")) is not None
+    assert disk_trouble(FileNotFoundError(2, "No such file")) is None
+    assert disk_trouble(RuntimeError("error 28")) is None
+
+
+def test_links_out_of_a_folder_are_refused_and_a_hub_cache_is_not(tmp_path):
+    outside, root = tmp_path / "outside.jsonl", tmp_path / "data"
+    outside.write_bytes(ROW)
+    root.mkdir()
+    (root / "own.jsonl").write_bytes(ROW)
+    (root / "again.jsonl").symlink_to(root / "own.jsonl")
+    assert len(data_files(str(root)) or []) == 2
+    (root / "x.jsonl").symlink_to(outside)
+    assert refusal(data_files, str(root)).startswith(f"{root / 'x.jsonl'} is a link that leaves its folder (to {outside}); ")
+    tasks = tmp_path / "tasks"
+    (tasks / "s").mkdir(parents=True)
+    (tasks / "s" / "t.jsonl").symlink_to(outside)
+    assert "leaves its folder" in refusal(task_files, str(tasks), 64)
+    cache = tmp_path / "hub" / "snapshots" / "abc"
+    blobs = tmp_path / "hub" / "blobs"
+    cache.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "0a").write_bytes(ROW)
+    (cache / "x.jsonl").symlink_to(blobs / "0a")
+    assert data_files(str(cache)) == [cache / "x.jsonl"]
+
+
+def test_names_in_data_and_splits_are_never_paths(tmp_path, monkeypatch):
+    """A task, a class or a stratum may be called what it likes; a split names them or is refused."""
+    rows = write_classes(tmp_path / "rows.jsonl")
+    evil = rows.read_text().replace('"c1"', '"../../../etc/passwd"').replace('"s1"', '"/tmp/x"')
+    rows.write_text(evil)
+    before = {path for path in tmp_path.rglob("*")}
+    splits = tmp_path / "splits.json"
+    splits.write_text(json.dumps({"train": ["../../../etc/passwd", "c0", "c2"]}))
+    settings = {"dataset": [str(rows)], "class_splits": str(splits), "n_way": 2, "k_shot": 1, "num_query": 1}
+    made = load_sources(Config(**settings), byte_tokenizer(), lambda text: None)
+    assert len(made.train.items) == 3
+    assert {path for path in tmp_path.rglob("*")} - before == {splits}
+    splits.write_text(json.dumps({"train": ["c0", "/etc/passwd"]}))
+    message = refusal(load_sources, Config(**settings), byte_tokenizer(), lambda text: None)
+    assert "names the class '/etc/passwd', which the data set does not have" in message
+
+
+def test_a_bomb_does_not_unpack(tmp_path):
+    bomb = tmp_path / "bomb.jsonl.gz"
+    with gzip.open(bomb, "wb") as file:
+        for _ in range(64):
+            file.write(b" " * 2**20)
+        file.write(b"\n" + ROW)
+    assert bomb.stat().st_size < 2**17
+    assert len(read_file(bomb)) == 1
+    assert refusal(read_file, bomb, most_gib=1 / 64) == (
+        f"{bomb} unpacks to more than max_file_gib=0.015625; raise it if you trust the file"
+    )
+
+
+def test_episodes_on_their_way_are_ours_alone_and_do_not_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "SHM", str(tmp_path))
+    dead, alive = tmp_path / "fmmeta-loader-999999999-x", tmp_path / f"fmmeta-loader-{os.getpid()}-x"
+    for folder in (dead, alive):
+        folder.mkdir()
+    one = loader.EpisodeLoader(print, lambda task: [], "1")  # type: ignore[arg-type]
+    one._start(None)  # type: ignore[arg-type]
+    assert one.folder is not None
+    assert stat.S_IMODE(os.stat(one.folder).st_mode) == 0o700
+    assert Path(one.folder).name.startswith(f"fmmeta-loader-{os.getpid()}-")
+    assert not dead.exists()
+    assert alive.exists()
+    one.close()
+
+
+def test_doctor_has_a_line_and_a_fix_for_each_question(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "op" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    assert doctor.build_locks()[0].level == "ok"  # a compiler may be at work
+    os.utime(lock, (time.time() - 4000,) * 2)
+    assert str(doctor.build_locks()[0]) == f"problem  build locks: 1 stale, such as {lock}; rm {lock}"
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 2
+    names = {line.split()[1].rstrip(":") for line in lines[:-1]}
+    assert {"python", "torch", "deepspeed", "accelerator", "gloo", "compilers", "build", "disk", "shared", "open"} <= names
+    assert {"host", "launcher", "loopback"} <= names
+    assert all(line.split()[0] in ("ok", "warning", "problem") for line in lines[:-1])
+    assert all(";" in line for line in lines[:-1] if line.startswith(("warning", "problem")))
+    lock.unlink()
+    monkeypatch.setattr(doctor, "LOOKS", (doctor.python, doctor.build_locks))
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "0 problems, 0 warnings"
+
+
+def test_doctor_survives_what_it_looks_at(monkeypatch):
+    def broken():
+        raise RuntimeError("CUDA driver\nversion is insufficient")
+
+    (found,) = doctor.seen(broken)
+    assert str(found) == "problem  broken: RuntimeError: CUDA driver version is insufficient; mend that first"
+
+
+def test_doctor_knows_the_tested_range(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda package: {"torch": "2.14.1+cu128"}.get(package, "5.0"))
+    torch = doctor.versions()[0]
+    assert str(torch) == "warning  torch: 2.14.1+cu128; tested are 2.6 to below 2.14; pip install -e ."
+    lines = (Path(doctor.__file__).parents[1] / "setup.py").read_text().splitlines()
+    ranges = {line.split(">=")[0].strip(' "'): line for line in lines if ">=" in line}
+    for package, (least, beyond) in doctor.TESTED.items():
+        assert f">={least}" in ranges[package], package
+        assert not beyond or f"<{beyond}" in ranges[package], package
+
+
+def test_what_is_not_as_listed_is_named():
+    here = importlib.metadata.version("numpy")
+    assert audit.deviations(f"# list\nnumpy=={here}\nno-such-package==1.0\n") == []
+    assert audit.deviations("numpy==0.0.1\n") == [f"numpy {here} is here, 0.0.1 is listed"]
+    assert len(audit.LOCKED.read_text().splitlines()) > 30

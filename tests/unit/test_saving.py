@@ -1,0 +1,303 @@
+"""A checkpoint is whole or refused by name; what the disk does to a save costs the save and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fmmeta import checkpoint
+from fmmeta.checkpoint import write
+from fmmeta.checkpoint.saver import Saver
+from fmmeta.config import Config
+from fmmeta.record import write_run
+from fmmeta.start import accept_changes, find_start, hold, open_run
+from tests.launch import ROOT, environment
+from tests.unit.helpers import one_rank, refusal
+from tests.unit.test_checkpoint_export import CUT, SHAPES, WHOLE, assert_holds, laid_out, list_again, parameters, saved, state_of
+
+TABLE = {"rates": torch.tensor([[0.5, 0.25]])}
+
+
+def with_table(folder: Path, step: int = 3) -> Path:
+    vectors = {"theta": laid_out(WHOLE, parameters(100)), "exp_avg": laid_out(WHOLE, parameters(500))}
+    path = folder / f"checkpoint-{step}"
+    checkpoint.save(path, vectors, WHOLE, state_of(step, vectors), one_rank(), 9, TABLE)
+    return path
+
+
+def test_what_we_write_is_safetensors(tmp_path):
+    file = tmp_path / "x.safetensors"
+    tensors = {"a": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0), "b": torch.arange(10.0)[::2],
+               "c": torch.tensor([[1 / 3]], dtype=torch.float64)}  # fmt: skip
+    entry = write.write_tensors(file, tensors, {"shapes": "{}"})
+    assert all(torch.equal(value, tensors[name]) for name, value in load_file(file).items())
+    assert safe_open(file, "pt").metadata() == {"shapes": "{}"}
+    assert entry["bytes"] == file.stat().st_size
+
+
+def test_any_flipped_byte_is_found(tmp_path):
+    """In every file, at its ends and at random places; the manifest's own bytes too."""
+    folder = with_table(tmp_path)
+    assert checkpoint.fault(folder, one_rank().world) == ""
+    draw = random.Random(0)
+    for file in sorted(folder.iterdir()):
+        good = file.read_bytes()
+        for at in {0, len(good) - 1, *(draw.randrange(len(good)) for _ in range(12))}:
+            bad = bytearray(good)
+            bad[at] ^= 0x21
+            file.write_bytes(bad)
+            said = checkpoint.fault(folder, one_rank().world)
+            if file.name != "manifest.json":
+                assert said == f"{file.name} has another sha256 than manifest.json says", at
+            elif not said:  # a byte between words says nothing
+                assert json.loads(bad) == json.loads(good), at
+        file.write_bytes(good)
+    assert checkpoint.fault(folder, one_rank().world) == ""
+
+
+@pytest.mark.parametrize(("harm", "said"), [
+    (lambda f: (f / "shard-00000.safetensors").unlink(), "shard-00000.safetensors cannot be read: No such file or directory"),
+    (lambda f: os.truncate(f / "shard-00000.safetensors", 100), "shard-00000.safetensors has 100 bytes instead of "),
+    (lambda f: os.truncate(f / "state.json", 7), "state.json has 7 bytes instead of "),
+    (lambda f: os.truncate(f / "manifest.json", 40), "manifest.json is damaged"),
+    (lambda f: (f / "manifest.json").write_text('{"files": {"../x": {"bytes": 1, "sha256": ""}}}'), "manifest.json is damaged"),
+    (lambda f: (f / "manifest.json").write_text("[" * 100000), "manifest.json is damaged"),
+])  # fmt: skip
+def test_harm_is_named_and_an_older_one_is_taken(tmp_path, harm, said):
+    run, config = tmp_path / "run", Config(output_dir=str(tmp_path / "run"))
+    run.mkdir()
+    write_run(run, config, "f", "", finished=False)
+    for step in (4, 8):
+        saved(run, WHOLE, step, keep=9)
+    harm(run / "checkpoint-8")
+    start = open_run(config, "f", one_rank().world)
+    start.lock.close()
+    assert start.checkpoint == run / "checkpoint-4"
+    assert start.said[0].startswith(f"{run / 'checkpoint-8'} is refused: {said}")
+    assert start.said[1] == f"{run / 'checkpoint-8'} was renamed to aside-checkpoint-8: the run goes on from an older one"
+    assert (run / "aside-checkpoint-8").is_dir()  # neither lost nor chosen again
+    harm(run / "checkpoint-4")
+    message = refusal(open_run, config, "f", one_rank().world)
+    assert message.startswith(
+        f"output_dir={run} holds no whole checkpoint to go on from ({run / 'checkpoint-4'} is refused: {said}"
+    )
+    explicit = Config(output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(run / "aside-checkpoint-8"))
+    if "state" not in said:
+        message = refusal(open_run, explicit, "f", one_rank().world)
+        assert "aside-checkpoint-8 is not whole: " in message or "other settings" in message
+
+
+def test_another_models_checkpoint_is_one_line(tmp_path):
+    folder = saved(tmp_path, WHOLE)
+    turned = tuple(replace(f, shape=(3, 4)) if f.name == "a" else f for f in WHOLE.fragments)
+    other = replace(WHOLE, fragments=turned)
+    assert refusal(checkpoint.load, folder, ["theta"], other, torch.zeros(other.numel)) == (
+        f"{folder} is of another model: a is [4, 3] there and [3, 4] here; give a checkpoint of this one"
+    )
+    smaller = replace(WHOLE, fragments=WHOLE.fragments[:2], numel=17)
+    assert refusal(checkpoint.same_size, folder, smaller) == (
+        f"{folder} is of another model: it has c, which is not here; give a checkpoint of this one"
+    )
+    checkpoint.same_size(folder, WHOLE)
+
+
+def test_a_strange_tensor_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    folder = saved(tmp_path, WHOLE)
+    for key in ("theta/a", "theta/a@x", "theta/a@0#1:2:y"):
+        save_file({key: torch.zeros(3)}, folder / "shard-00000.safetensors")
+        list_again(folder)
+        assert refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)).startswith(
+            f"{folder} cannot be read ("
+        )
+
+
+def test_a_kill_at_each_boundary_of_a_save_leaves_a_whole_one(tmp_path, monkeypatch):
+    """The state of the folder before each rename, fsync, open and removal of a save is one to go on from."""
+    source = tmp_path / "run"
+    saved(source, WHOLE, 3)
+    again = {"new": 4, "replacing": 3}
+    for name, step in again.items():
+        seen, moments = [], tmp_path / name
+        begun = tmp_path / f"begun-{name}"
+        shutil.copytree(source, begun)
+
+        def snapshot(begun=begun, moments=moments, seen=seen):
+            shutil.copytree(begun, moments / str(len(seen)))
+            seen.append(None)
+
+        for module, verb in ((os, "rename"), (os, "fsync"), (Path, "mkdir"), (shutil, "rmtree")):
+            real = getattr(module, verb)
+
+            def stop(*args, real=real, **kwargs):
+                snapshot()
+                with monkeypatch.context() as inner:
+                    inner.undo()
+                return real(*args, **kwargs)
+
+            monkeypatch.setattr(module, verb, stop)
+        saved(begun, WHOLE, step, keep=1)
+        monkeypatch.undo()
+        assert len(seen) > 8
+        for moment in sorted(moments.iterdir()):
+            checkpoint.put_back(moment)
+            whole = checkpoint.complete(moment)
+            assert whole, moment
+            for folder in whole:
+                assert checkpoint.fault(folder, one_rank().world) == "", moment
+                assert_holds(folder, CUT)
+            assert not list(moment.glob("tmp-*")) + list(moment.glob("replaced-*"))
+        assert [folder.name for folder in checkpoint.complete(begun)] == [f"checkpoint-{step}"]
+
+
+def test_a_full_disk_costs_the_save_and_nothing_else(tmp_path):
+    """A real one: a file system of 64 KiB in a namespace of its own."""
+    code = f"""
+from pathlib import Path
+from fmmeta.checkpoint.saver import Saver
+from fmmeta.config import Config, UsageError
+from fmmeta import checkpoint
+from tests.unit.helpers import one_rank
+from tests.unit.test_saving import *
+run = Path({str(tmp_path)!r})
+good = saved(run, WHOLE, 3)
+said = []
+saver = Saver(WHOLE, Config(max_failed_saves=2), one_rank(), said.append)
+saver.last = good
+(run / "filler").write_bytes(bytes(2 * 2**20 - 45000))
+free = os.statvfs(run).f_bavail
+for step in (4, 5):
+    big = {{"theta": torch.zeros(WHOLE.numel)}}
+    state = {{**state_of(step, big), "ballast": "x" * 60000}}
+    saver.save(run / f"checkpoint-{{step}}", big, state, {{}})
+    try:
+        saver.wait()
+    except UsageError as error:
+        said.append(f"ends: {{error}}")
+print("\\n".join(said))
+whole = [folder.name for folder in checkpoint.complete(run)]
+print(whole, checkpoint.fault(good, one_rank().world), os.statvfs(run).f_bavail == free)
+"""
+    mount = f'mount -t tmpfs -o size=2m none {tmp_path} && exec {sys.executable} -c "$CODE"'
+    ended = subprocess.run(["unshare", "-rm", "sh", "-c", mount], cwd=ROOT, text=True,
+                           env=environment(CODE=code), capture_output=True, timeout=100, check=False)  # fmt: skip
+    if "unshare" in ended.stderr or "mount:" in ended.stderr:
+        pytest.skip("no namespaces here")
+    lines = ended.stdout.splitlines()
+    full = "could not be written: No space left on device; free room or mend it"
+    assert lines == [
+        f"{tmp_path}/checkpoint-4 {full}; training goes on, the last whole one is {tmp_path}/checkpoint-3",
+        f"ends: {tmp_path}/checkpoint-5 {full}; 2 in a row, the last whole one is {tmp_path}/checkpoint-3",
+        "['checkpoint-3']  True",
+    ], ended.stderr
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_quota_and_read_only_are_told_alike(tmp_path, monkeypatch, number):
+    good = saved(tmp_path, WHOLE, 3)
+
+    def refuse(handle):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    message = refusal(saved, tmp_path, WHOLE, 4)
+    assert message == f"{tmp_path / 'checkpoint-4'} could not be written: {os.strerror(number)}; free room or mend it"
+    monkeypatch.undo()
+    assert checkpoint.complete(tmp_path) == [good]
+    assert not (tmp_path / "tmp-checkpoint-4").exists()
+
+
+def test_training_goes_on_while_a_thread_writes_what_was(tmp_path, monkeypatch):
+    gate, saver = threading.Event(), Saver(WHOLE, Config(), one_rank(), pytest.fail)
+    real = write.write_tensors
+    monkeypatch.setattr(write, "write_tensors", lambda *args: (gate.wait(10), real(*args))[1])
+    theta = laid_out(WHOLE, parameters(100))
+    vectors = {"theta": theta, "exp_avg": laid_out(WHOLE, parameters(500))}
+    saver.warm(vectors)
+    saver.save(tmp_path / "checkpoint-1", vectors, state_of(1, vectors), {})
+    assert not saver.done
+    theta.zero_()  # the next outer step
+    assert checkpoint.complete(tmp_path) == []
+    gate.set()
+    saver.save(tmp_path / "checkpoint-2", vectors, state_of(2, vectors), {})  # waits for the one before
+    assert_holds(tmp_path / "checkpoint-1", CUT)
+    saver.wait()
+    assert saver.last == tmp_path / "checkpoint-2"
+    assert saver.thread is None
+
+
+def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr("fmmeta.checkpoint.saver.host_bytes", lambda ranks: 100)
+    saver = Saver(WHOLE, Config(), one_rank(), pytest.fail)
+    vectors = {"theta": laid_out(WHOLE, parameters(100)), "exp_avg": laid_out(WHOLE, parameters(500))}
+    saver.save(tmp_path / "checkpoint-1", vectors, state_of(1, vectors), {})
+    assert saver.done
+    assert not saver.copies
+    assert_holds(tmp_path / "checkpoint-1", CUT)
+
+
+def test_an_unexpected_error_of_the_thread_is_told(tmp_path, monkeypatch):
+    said = []
+    saver = Saver(WHOLE, Config(), one_rank(), said.append)
+    monkeypatch.setattr(write, "shapes", lambda params: 1 / 0)
+    saver.save(tmp_path / "checkpoint-1", {"theta": torch.zeros(WHOLE.numel)}, state_of(1), {})
+    saver.wait()
+    assert said == [f"{tmp_path / 'checkpoint-1'}: ZeroDivisionError: division by zero; training goes on, there is no whole one"]
+
+
+def test_a_folder_in_use_is_waited_for_and_then_refused(tmp_path):
+    held = hold(tmp_path)
+    assert refusal(hold, tmp_path, 0.3).startswith(f"output_dir={tmp_path} is in use by process {os.getpid()} on ")
+    threading.Timer(0.4, held.close).start()
+    began = time.monotonic()
+    hold(tmp_path, 10).close()
+    assert 0.3 < time.monotonic() - began < 5
+
+
+def test_changes_are_named_and_dangerous_ones_need_a_word():
+    before = {**Config(outer_lr=0.1, save_steps=5).as_dict(), "dataset_fingerprint": "f"}
+    now = Config(outer_lr=0.2, save_steps=6, accept_changed_settings=["outer_lr"])
+    assert accept_changes(before, now, "f", "here") == [
+        "accepted from here on: outer_lr: 0.1 -> 0.2",
+        "settings that differ, and do not change theta: save_steps: 5 -> 6",
+    ]
+    message = refusal(accept_changes, before, Config(outer_lr=0.2, seed=1, accept_changed_settings=["outer_lr"]), "f", "here")
+    assert message == ("here holds a run with other settings (seed: 42 -> 1); use these, another output_dir, or "
+                       "--accept_changed_settings with their names")  # fmt: skip
+    assert refusal(Config, accept_changed_settings=["outer_rl"]).startswith("accept_changed_settings=outer_rl is no setting")
+
+
+def test_the_bare_command_goes_on_in_its_own_folder(tmp_path, monkeypatch):
+    """Without --output_dir: the newest unfinished run with these settings and a checkpoint that nobody works on."""
+    monkeypatch.chdir(tmp_path)
+    config = Config()
+    begun = [Path("runs") / f"20260101-00000{n}-fomaml-letters" for n in range(4)]
+    for number, folder in enumerate(begun):
+        folder.mkdir(parents=True)
+        write_run(folder, Config(seed=7) if number == 3 else config, "f", "", finished=number == 2)
+        if number:
+            saved(folder, WHOLE, 4)
+    assert find_start(config, "f").checkpoint == begun[1] / "checkpoint-4"
+    held = hold(begun[1])
+    assert find_start(config, "f").folder not in begun
+    held.close()
+    assert find_start(Config(resume_from_checkpoint="never"), "f").folder not in begun
+
+
+def test_shapes_are_those_of_the_parameters():
+    assert {name: tuple(shape) for name, shape in write.shapes(CUT).items()} == SHAPES
