@@ -12,7 +12,7 @@ test: .venv/.installed-test
 	$(BIN)/python -m pytest
 
 parity: .venv/.installed-test
-	FMMETA_PARITY=full $(BIN)/python -m pytest tests/distributed/test_parity.py
+	FMMETA_PARITY=full $(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_spread.py
 
 check: .venv/.installed-test
 	$(BIN)/ruff check .

@@ -39,6 +39,7 @@ setup(
         ],
         "bench": ["matplotlib>=3.8"],
         "lora": ["peft>=0.18"],
+        "tune": ["optuna>=4"],
         "tensorboard": ["tensorboard>=2.18"],
         "wandb": ["wandb>=0.19"],
         "mlflow": ["mlflow-skinny>=3"],

@@ -34,6 +34,8 @@ COMMANDS = {
                      "fmmeta.config:Config", "fmmeta.train:train"),
     "evaluate": Command("few-shot scores of a model on held-out tasks, with intervals and paired comparison",
                         "fmmeta.fewshot.settings:EvaluateConfig", "fmmeta.fewshot.protocol:run"),
+    "tune": Command("choose a model's inner loop on validation tasks and store it with the model",
+                    "fmmeta.fewshot.settings:TuneConfig", "fmmeta.fewshot.tune:run"),
     "adapt": Command("learn a task from a file of a few examples; an HF folder comes out",
                      "fmmeta.fewshot.settings:AdaptConfig", "fmmeta.fewshot.adaptation:run"),
     "predict": Command("answers of an adapted model to a file or to standard input",

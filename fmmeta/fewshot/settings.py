@@ -113,6 +113,42 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
 
 
 @dataclass
+class TuneConfig(EvaluateConfig):
+    """`fmmeta tune`. Of what `evaluate` has, method, compare and metrics mean nothing here."""
+
+    part: str = setting("valid", "Which part of the splits the choice is made on", PARTS)
+    episodes: int = setting(40, "Episodes; the same ones for every choice")
+    inner_lrs: list[float] = setting([0.01, 0.03, 0.1, 0.3, 1.0], "Rates to try; for optuna the least and the greatest")
+    max_steps: int = setting(10, "Most inner steps")
+    head_inits: list[str] = setting(["zero", "prototype"], "Heads to try")
+    tuner: str = setting("grid", "grid: every head with every rate; optuna: as many --trials as asked", ("grid", "optuna"))
+    trials: int = setting(20, "optuna: trials")
+    output: str | None = setting(None, "JSON file for the choice (default: the model's own fmmeta.json)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("method", "compare", "metrics", "inner_lr", "inner_steps", "head_init", "inner_lr_groups"):
+            value = getattr(self, name)
+            if value not in (None, [], ["finetune"]):
+                raise UsageError(f"{name}={value} means nothing for tune; leave it out")
+        if len(self.k_shot) != 1:
+            raise UsageError(f"k_shot={' '.join(map(str, self.k_shot))}: tune chooses for one number of shots; give one")
+        for rate in self.inner_lrs:
+            if not 0 < rate < math.inf:
+                raise UsageError(f"inner_lrs={rate} is no positive number; use some such as 0.01 0.1 1")
+        for head in self.head_inits:
+            if head not in ("zero", "prototype", "learned"):
+                raise UsageError(f"head_inits={head} is unknown; use zero, prototype or learned")
+        for name in ("max_steps", "trials"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
+        if not self.inner_lrs or not self.head_inits:
+            raise UsageError("inner_lrs and head_inits name what is tried; give one or more of each")
+        if self.tuner not in ("grid", "optuna"):
+            raise UsageError(f"tuner={self.tuner} is unknown; use grid or optuna")
+
+
+@dataclass
 class AdaptConfig(FewShotConfig):
     """`fmmeta adapt`."""
 

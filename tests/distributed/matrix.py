@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -153,12 +154,17 @@ def full() -> list[Case]:
 def pairwise() -> list[Case]:
     """Greedy cover: every pair of values that some possible case holds is held by a chosen one."""
     everything = [(case, pairs(case)) for case in cases()]
-    open_pairs = set().union(*(p for _, p in everything))
+    return covering(everything)
+
+
+def covering(marked: Sequence[tuple[Case, set[tuple[Any, ...]]]]) -> list[Case]:
+    """Few cases that bear all marks between them, chosen greedily."""
+    open_marks = set().union(*(marks for _, marks in marked))
     chosen = []
-    while open_pairs:
-        case, found = max(everything, key=lambda entry: len(entry[1] & open_pairs))
+    while open_marks:
+        case, found = max(marked, key=lambda entry: len(entry[1] & open_marks))
         chosen.append(case)
-        open_pairs -= found
+        open_marks -= found
     return chosen
 
 
@@ -242,6 +248,17 @@ def spread() -> list[Case]:
                           ("adamw", "sgd")[turn % 2], "learned" if model.startswith(ENCODERS) else "zero", "none", also,
                           stages=max(1, stages), tensor=max(1, -stages), export=True))  # fmt: skip
     return cases
+
+
+def spread_cover() -> list[Case]:
+    """Of `spread`: every layout, and with stages, tensor ranks and ZeRO 3 each every model, rule, precision and option."""
+
+    def marks(case: Case) -> set[tuple[Any, ...]]:
+        way = "stages" if case.stages > 1 else "tensor" if case.tensor > 1 else "sharded"
+        return {(case.layout, case.stages, case.tensor), (way, case.model), (way, case.algorithm), (way, case.dtype, case.stage),
+                (way, case.also), (way, case.head), (way, case.outer)}  # fmt: skip
+
+    return covering([(case, marks(case)) for case in spread()])
 
 
 class Bench:
@@ -331,4 +348,4 @@ class Bench:
         return reference_run(learner, steps, config, config.bf16), began
 
 
-__all__ = ["AXES", "LAYOUTS", "TOLERANCE", "Bench", "Case", "cases", "full", "pairwise", "spread", "tolerance"]
+__all__ = ["AXES", "LAYOUTS", "TOLERANCE", "Bench", "Case", "cases", "full", "pairwise", "spread", "spread_cover", "tolerance"]

@@ -1,0 +1,187 @@
+"""`fmmeta tune`: the inner loop that serves a model best, chosen on validation tasks and stored with the model.
+
+    head_init x inner_lr (a grid, or what Optuna asks for) --> query loss after 1, 2, ... max_steps steps --> the lowest mean
+
+One inner loop of max_steps steps gives the scores of all its prefixes, so that choosing the number of steps costs nothing. A
+model with rates of its own (by layer, or of the head alone) keeps their proportions: `inner_lr` scales them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmmeta import build
+from fmmeta.config import UsageError
+from fmmeta.feed import Reader
+from fmmeta.fewshot.defaults import stored_rates
+from fmmeta.fewshot.episodes import episodes_of, run_config
+from fmmeta.fewshot.settings import EvaluateConfig, TuneConfig, remembered
+from fmmeta.meta.inner import InnerLoop
+from fmmeta.parallel.communicator import Ranks, World, pick_device
+from fmmeta.parallel.layout import Launch
+from fmmeta.progress import Progress
+from fmmeta.tasks.batch import Batches
+from fmmeta.tasks.loader import Load
+from fmmeta.tasks.schedule import deal
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A head, a rate, and after how many steps the mean query loss was lowest (nats); accuracy there."""
+
+    head_init: str
+    inner_lr: float
+    inner_steps: int
+    loss: float
+    accuracy: float
+
+
+def run(settings: TuneConfig) -> None:
+    """`fmmeta tune`: choose, tell, store. Collective: world."""
+    progress = Progress(speaks=Launch.from_env(os.environ).global_rank == 0)
+    best = tune(settings, progress)[0]
+    progress.notice(f"best: head_init {best.head_init}, inner_lr {best.inner_lr:.4g}, {best.inner_steps} inner steps")
+
+
+def tune(settings: TuneConfig, progress: Progress) -> list[Choice]:
+    """Every choice that was tried, the best first; it is stored in the model's fmmeta.json, or in `output`.
+
+    Raises `UsageError`. Collective: world.
+    """
+    target = place_of(settings)
+    launch = Launch.from_env(os.environ)
+    world = World(launch, pick_device(launch))
+    try:
+        bench = Bench(settings, world, progress)
+        tried = sorted(bench.choices(), key=lambda choice: choice.loss)
+        rows = [[one.head_init, f"{one.inner_lr:.4g}", str(one.inner_steps), f"{one.loss:.4f}", f"{100 * one.accuracy:.1f}"]
+                for one in tried]  # fmt: skip
+        progress.table(f"{settings.episodes} episodes of the {settings.part} part: the best number of steps for each rate",
+                       ["head", "inner_lr", "steps", "loss", "accuracy %"], rows)  # fmt: skip
+        with world.comm.together("storing the choice"):
+            if launch.global_rank == 0:
+                store(settings, target, tried[0], bench.table)
+        return tried
+    finally:
+        world.close()
+
+
+class Bench:
+    """A model and its validation episodes. `table`: its own rates by layer, None if they are all alike or by element."""
+
+    def __init__(self, settings: TuneConfig, world: World, progress: Progress) -> None:
+        self.settings, self.progress = settings, progress
+        asked = EvaluateConfig(
+            **{name: value for name, value in vars(settings).items() if name in EvaluateConfig.__dataclass_fields__}
+        )
+        with world.comm.together("reading settings"):
+            self.base = run_config(asked, settings.k_shot[0], inner_steps=settings.max_steps)
+        plan = build.plan(self.base, world, progress.notice)
+        with world.comm.together("choosing episodes"):
+            episodes = episodes_of(asked, settings.k_shot[0], plan.tokenizer)
+        if episodes.most_classes > self.base.most_classes:
+            self.base = replace(self.base, n_way_max=episodes.most_classes)
+        self.ranks: Ranks = build.form_groups(self.base, plan, world, progress.notice)
+        self.parts = build.build(self.base, plan, self.ranks)
+        load = Load(episodes.source, self.parts.dealer, None, self.parts.setup.inner.head.classes)
+        reader = Reader(lambda tasks: [load(task) for task in tasks], self.ranks, self.base, progress.notice)
+        found = reader.read(deal(episodes.tasks, self.ranks.layout.num_groups)[self.ranks.layout.group_index])
+        reader.judge(len(episodes.tasks), int(self.ranks.world.sum_(torch.tensor([float(len(reader.errors))]))))
+        self.episodes: list[Batches] = [batches for _, batches in found]
+        inner = self.parts.setup.inner
+        self.rates = stored_rates(self.base, inner.rates, self.parts.worker)
+        self.table = remembered(settings.model_name_or_path).get("inner_rates")
+
+    def choices(self) -> Iterator[Choice]:
+        """The best number of steps for every head and rate that is tried. Collective: world."""
+        settings = self.settings
+        heads = settings.head_inits if self.base.task_type == "classification" else [self.base.head_init]
+        if settings.tuner == "optuna":
+            yield from self._by_optuna(heads)
+            return
+        total, done = len(heads) * len(settings.inner_lrs), 0
+        for head in heads:
+            for rate in settings.inner_lrs:
+                self.progress.line("rates tried", done, total)
+                done += 1
+                yield self.score(head, rate)
+
+    def _by_optuna(self, heads: list[str]) -> Iterator[Choice]:
+        optuna = import_optuna()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.settings.seed))  # alike on every rank
+        low, high = min(self.settings.inner_lrs), max(self.settings.inner_lrs)
+        for number in range(self.settings.trials):
+            self.progress.line("trials", number, self.settings.trials)
+            trial = study.ask()
+            head, rate = trial.suggest_categorical("head_init", heads), trial.suggest_float("inner_lr", low, high, log=True)
+            choice = self.score(head, rate)
+            study.tell(trial, min(choice.loss, 1e9))
+            yield choice
+
+    def score(self, head: str, rate: float) -> Choice:
+        """Mean loss after each number of steps. Collective: world."""
+        worker, theta = self.parts.worker, self.parts.theta
+        inner = self._inner(head, rate)
+        sums = torch.zeros(3, self.settings.max_steps + 1, dtype=torch.float64)  # loss, accuracy, episodes
+        for episode in self.episodes:
+            for step, one in enumerate(inner.path(worker, theta, episode.support, episode.query)):
+                sums[:, step] += torch.tensor([one.loss if one.finite else float("inf"), one.accuracy, 1.0])
+            worker.write(theta)
+        if self.ranks.layout.group_rank:
+            sums.zero_()  # one voice per group
+        loss, accuracy, count = self.ranks.world.sum_(sums)
+        loss = (loss / count).nan_to_num(float("inf"))
+        best = 1 + int(loss[1:].argmin())
+        return Choice(head, rate, best, float(loss[best]), float(accuracy[best] / count[best]))
+
+    def _inner(self, head: str, rate: float) -> InnerLoop:
+        inner = self.parts.setup.inner
+        table: Tensor = self.rates.table * (rate / self.base.inner_lr)
+        return replace(inner, rates=replace(self.rates, table=table), head=replace(inner.head, kind=head))
+
+
+def place_of(settings: TuneConfig) -> Path:
+    """Where the choice goes: --output, or the memory of a model that is a folder."""
+    if settings.output:
+        return Path(settings.output)
+    folder = Path(settings.model_name_or_path)
+    if not folder.is_dir():
+        raise UsageError(
+            f"model_name_or_path={settings.model_name_or_path} is no folder to store the choice in; give --output FILE"
+        )
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"model_name_or_path={folder} cannot be written to; give --output FILE")
+    return folder / "fmmeta.json"
+
+
+def store(settings: TuneConfig, target: Path, best: Choice, table: Any) -> None:
+    """The model's memory with the choice in it; everything else in it stays."""
+    memory = remembered(settings.model_name_or_path)
+    scale = best.inner_lr / memory.get("inner_lr", best.inner_lr)
+    facts = {**memory, "head_init": best.head_init, "inner_lr": best.inner_lr, "inner_steps": best.inner_steps}
+    if isinstance(table, dict):
+        facts["inner_rates"] = {layer: [rate * scale for rate in column] for layer, column in table.items()}
+    temporary = target.with_name(f"{target.name}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written ({error.strerror}); give another --output") from None
+
+
+def import_optuna() -> Any:
+    try:
+        return importlib.import_module("optuna")
+    except ImportError as error:
+        raise UsageError(f"tuner=optuna needs optuna ({error}); pip install 'fmmeta[tune]', or use grid") from None

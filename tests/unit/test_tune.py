@@ -1,0 +1,112 @@
+"""`fmmeta tune`: the lowest loss over heads, rates and numbers of steps, as evaluation sees it, and stored with the model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+
+import fmmeta
+from fmmeta.fewshot.settings import TuneConfig
+from fmmeta.fewshot.tune import tune
+from fmmeta.progress import Progress
+from tests.models import save_bert, write_classes, write_pairs
+from tests.unit.helpers import refusal
+
+FLAGS: dict[str, Any] = {"n_way": "3", "k_shot": [2], "num_query": 3, "episodes": 4, "max_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return save_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory):
+    return write_classes(tmp_path_factory.mktemp("classes") / "rows.jsonl", classes=15, rows=8)
+
+
+def test_the_choice_is_the_best_of_all_evaluations(bert, classes, tmp_path):
+    model = shutil.copytree(bert, tmp_path / "model")
+    settings = TuneConfig(model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=[0.05, 0.5], pooling="mean", **FLAGS)
+    tried = tune(settings, Progress(False))
+    same: dict[str, Any] = {"part": "valid", "pooling": "mean", "n_way": "3", "k_shot": 2, "num_query": 3, "episodes": 4}
+    losses = {
+        (head, rate, steps): fmmeta.evaluate(str(bert), str(classes), **same, head_init=head, inner_lr=rate,
+                                             inner_steps=steps)["loss"]
+        for head in ("zero", "prototype") for rate in (0.05, 0.5) for steps in (1, 2, 3)
+    }  # fmt: skip
+    best = min(losses, key=lambda key: losses[key])
+    assert (tried[0].head_init, tried[0].inner_lr, tried[0].inner_steps) == best
+    assert len(tried) == 4
+    for one in tried:
+        assert one.loss == pytest.approx(losses[one.head_init, one.inner_lr, one.inner_steps], rel=1e-5)
+    memory = json.loads((model / "fmmeta.json").read_text())
+    assert (memory["head_init"], memory["inner_lr"], memory["inner_steps"]) == best
+    found = fmmeta.evaluate(str(model), str(classes), **same)
+    assert found["loss"] == pytest.approx(tried[0].loss, rel=1e-5)  # needs no flags any more
+
+
+def test_rates_of_a_model_keep_their_proportions(bert, classes, tmp_path):
+    """A model that learns with its head alone still does: the stored rates are scaled."""
+    model = shutil.copytree(bert, tmp_path / "model")
+    layers = ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.embeddings.LayerNorm", "bert.embeddings.position_embeddings",
+              "bert.embeddings.token_type_embeddings", "bert.embeddings.word_embeddings", "bert.pooler.dense"]  # fmt: skip
+    rates = {"head": [0.4], **{layer: [0.0] for layer in layers}}
+    (model / "fmmeta.json").write_text(json.dumps({"inner_lr": 0.4, "inner_rates": rates, "algorithm": "anil"}))
+    settings = TuneConfig(model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=[0.1, 0.2], head_inits=["zero"],
+                          **FLAGS)  # fmt: skip
+    tried = tune(settings, Progress(False))
+    memory = json.loads((model / "fmmeta.json").read_text())
+    assert memory["inner_rates"] == {"head": [pytest.approx(tried[0].inner_lr)], **{layer: [0.0] for layer in layers}}
+    assert memory["algorithm"] == "anil"
+    found = fmmeta.evaluate(str(model), str(classes), part="valid", n_way="3", k_shot=2, num_query=3, episodes=4)
+    assert found["loss"] == pytest.approx(tried[0].loss, rel=1e-5)
+
+
+def test_language_models_have_rates_and_steps_only(tmp_path):
+    pairs = write_pairs(tmp_path / "pairs.jsonl")
+    settings = TuneConfig(dataset=[str(pairs)], task_type="causal_lm", k_shot=[2], num_query=2, episodes=2, max_steps=2,
+                          inner_lrs=[0.1], output=str(tmp_path / "deep" / "choice.json"))  # fmt: skip
+    tried = tune(settings, Progress(False))
+    assert [(one.head_init, one.inner_lr) for one in tried] == [("zero", 0.1)]
+    assert json.loads((tmp_path / "deep" / "choice.json").read_text())["inner_steps"] == tried[0].inner_steps
+
+
+def test_optuna_finds_a_rate(bert, classes, tmp_path):
+    pytest.importorskip("optuna", reason="optuna is optional")
+    settings = TuneConfig(model_name_or_path=str(bert), dataset=[str(classes)], tuner="optuna", trials=5, inner_lrs=[0.01, 1.0],
+                          output=str(tmp_path / "choice.json"), **FLAGS)  # fmt: skip
+    tried = tune(settings, Progress(False))
+    assert len(tried) == 5
+    assert all(0.01 <= one.inner_lr <= 1.0 for one in tried)
+    assert [one.loss for one in tried] == sorted(one.loss for one in tried)
+    assert len({one.inner_lr for one in tried}) == 5
+    assert tune(settings, Progress(False)) == tried  # the same trials every time, as every rank needs them
+
+
+@pytest.mark.parametrize(("flags", "text"), [
+    ({"inner_lr": 0.1}, "inner_lr=0.1 means nothing for tune; leave it out"),
+    ({"method": ["knn"]}, "method=['knn'] means nothing for tune; leave it out"),
+    ({"k_shot": [1, 5]}, "k_shot=1 5: tune chooses for one number of shots; give one"),
+    ({"inner_lrs": [0.0]}, "inner_lrs=0.0 is no positive number; use some such as 0.01 0.1 1"),
+    ({"head_inits": ["best"]}, "head_inits=best is unknown; use zero, prototype or learned"),
+    ({"max_steps": 0}, "max_steps=0 is below 1; use 1 or more"),
+    ({"inner_lrs": []}, "inner_lrs and head_inits name what is tried; give one or more of each"),
+    ({"tuner": "luck"}, "tuner=luck is unknown; use grid or optuna"),
+    ({"model_name_or_path": "acme/model"},
+     "model_name_or_path=acme/model is no folder to store the choice in; give --output FILE"),
+])  # fmt: skip
+def test_what_cannot_be_tuned_is_said(flags, text):
+    assert refusal(lambda: tune(TuneConfig(**flags), Progress(False))) == text
+
+
+def test_a_missing_optuna_is_said(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    message = refusal(
+        lambda: tune(TuneConfig(tuner="optuna", output=str(tmp_path / "x.json"), episodes=1, max_steps=1), Progress(False))
+    )
+    assert message.startswith("tuner=optuna needs optuna (")
+    assert message.endswith("; pip install 'fmmeta[tune]', or use grid")
