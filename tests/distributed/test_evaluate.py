@@ -1,0 +1,47 @@
+"""`fmmeta evaluate` gives the same scores on any number of ranks, and wherever a model can be trained."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.launch import ROOT, run_ranks
+from tests.models import save_bert, write_classes
+
+
+@pytest.fixture(scope="module")
+def evaluate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluate")
+    model, data = save_bert(folder / "bert"), write_classes(folder / "rows.jsonl", classes=15, rows=8)
+    flags = ["--model_name_or_path", str(model), "--dataset", str(data), "--n_way", "3", "--k_shot", "1", "2", "--num_query", "3",
+             "--episodes", "5", "--method", "finetune", "prototype"]  # fmt: skip
+
+    def run(ranks: int, *more: str):
+        output = folder / f"{ranks}-{len(more)}.json"
+        ended = run_ranks(["-m", "fmmeta", "evaluate", *flags, *more, "--output", str(output)], ranks).ok()
+        assert all(not text.strip() for text in ended.output[1:])  # one rank speaks
+        assert "accuracy %" in ended.output[0]
+        return json.loads(output.read_text())["cells"]
+
+    return run
+
+
+@pytest.mark.timeout(300)
+def test_any_number_of_ranks_gives_the_same_scores(evaluate):
+    one, two, three = evaluate(1), evaluate(2), evaluate(3)
+    assert one == two == three
+
+
+@pytest.mark.timeout(300)
+def test_a_group_gives_the_scores_of_one_process(evaluate):
+    one = evaluate(1)
+    shared = evaluate(2, "--group_size", "2", "--deepspeed", str(ROOT / "ds_configs" / "zero3.json"))
+    stages = evaluate(2, "--group_size", "2", "--pipeline_stages", "2")
+    for spread in (shared, stages):
+        for mine, theirs in zip(spread, one, strict=True):
+            assert mine["episodes_fingerprint"] == theirs["episodes_fingerprint"]
+            assert [score["loss"] for score in mine["scores"]] == pytest.approx([s["loss"] for s in theirs["scores"]], rel=1e-4)
+            assert mine["accuracy"] == pytest.approx(theirs["accuracy"], abs=0.03)
+    assert [cell["ece"] is None for cell in stages] == [True, False, True, False]  # no probabilities across stages
+    assert all(cell["ece"] is not None for cell in shared)
