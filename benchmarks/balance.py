@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.common import table, write_json
 from fmmeta.config import Config
-from fmmeta.meta.algorithms import make_rule
-from fmmeta.meta.inner import InnerLoop
+from fmmeta.meta.algorithms import RULES
+from fmmeta.meta.algorithms.setup import setup
 from fmmeta.models.load import describe, load_learner
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
@@ -58,10 +58,10 @@ def rank_main(steps: int, tasks_per_step: int) -> None:
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
     ranks = world.split(1, default_group=False)
-    config = Config()
+    config = Config(inner_steps=3)
     learner = load_learner(config, describe(config))
     worker = PlainWorker(learner, param_groups(learner, learner.head_names, True), ranks.device)
-    theta, rule = worker.read(), make_rule("fomaml", InnerLoop(3, 0.1, "zero", learner.head_names, 5))
+    theta, rule = worker.read(), RULES["fomaml"](setup(config, worker, learner.head_names, config.n_way, False), 0)
     schedule = Schedule(skewed(200), tasks_per_step, 0)
     policies = {"largest first": deal, "round-robin": round_robin}
     busy = {name: torch.zeros(steps, launch.world_size, dtype=torch.float64) for name in policies}

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
 import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common import table, write_json
 from benchmarks.nursery import Nursery, Rank
@@ -136,29 +133,6 @@ class Bench:
             self.counts["signals, other exit codes"] += 1
             print(codes, ranks[0].text, ranks[1].text)
         self.check(run)
-
-
-def arm(at: int) -> None:
-    """In a rank: count the file operations of the thread that writes checkpoints, from its third save on; die before one."""
-    import threading
-
-    seen, saves = [0], [0]
-
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread().name == "saver":
-                saves[0] += real.__name__ == "mkdir"
-                if saves[0] >= 3:
-                    seen[0] += 1
-                    if seen[0] == at:
-                        os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        return call
-
-    if os.environ["RANK"] == "0":
-        for owner, name in ((os, "fsync"), (os, "rename"), (Path, "mkdir"), (Path, "open"), (shutil, "rmtree")):
-            setattr(owner, name, counted(getattr(owner, name)))
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ FREE = ("none+prototype", "none+linear")  # one pass over the rows serves both
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))

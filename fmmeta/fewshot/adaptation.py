@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
+from fmmeta.fewshot.adapted import Adapted
 from fmmeta.fewshot.card import write_card
 from fmmeta.fewshot.defaults import stored_rates
-from fmmeta.fewshot.predict import Answer, answer
 from fmmeta.fewshot.settings import AdaptConfig
 from fmmeta.fewshot.single import Single, start
 from fmmeta.meta.algorithms import setup as rules
@@ -29,26 +29,6 @@ from fmmeta.tasks.rows import read_file
 from fmmeta.tasks.table import Table, tabulate
 
 FOLDS = 5  # most examples of a class that are left out in turn
-
-
-@dataclass
-class Adapted:
-    """What `adapt` gives; its model is in `single`. `left_out`: accuracy on examples left out, None where none could be."""
-
-    labels: tuple[str, ...]
-    inner_steps: int
-    left_out: float | None
-    single: Single
-    predictions: list[Answer] = field(default_factory=list)
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of the query set that is right; None without one."""
-        return sum(one.output == one.truth for one in self.predictions) / len(self.predictions) if self.predictions else None
-
-    def predict(self, texts: Sequence[str], max_new_tokens: int = 64) -> list[Answer]:
-        """Answers to new inputs."""
-        return answer(self.single, texts, max_new_tokens)
 
 
 def run(settings: AdaptConfig) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.fewshot import adaptation, protocol
-from fmmeta.fewshot.adaptation import Adapted
+from fmmeta.fewshot.adapted import Adapted
 from fmmeta.fewshot.settings import AdaptConfig, EvaluateConfig
 from fmmeta.progress import Progress
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fmmeta.fewshot.adapted import Adapted
 from fmmeta.fewshot.settings import AdaptConfig, remembered
 from fmmeta.tasks.table import Table
-
-if TYPE_CHECKING:
-    from fmmeta.fewshot.adaptation import Adapted
 
 
 def write_card(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table) -> None:
