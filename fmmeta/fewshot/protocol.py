@@ -93,6 +93,9 @@ class Bench:
         if most > config.most_classes:
             config = run_config(settings, max(shots), n_way_max=most)
         self.ranks = self.ranks or build.form_groups(config, plan, self.world, notice)
+        if settings.metrics and self.ranks.layout.group_size > 1:
+            raise UsageError(f"metrics={' '.join(settings.metrics)} need the whole model on one rank, and group_size="
+                             f"{self.ranks.layout.group_size}; use --group_size 1, or leave them out")  # fmt: skip
         parts = build.build(config, plan, self.ranks)
         model = Model(settings, config, plan, parts, self.ranks, self.progress)
         frozen = [method for method in settings.method if method in FROZEN]
@@ -156,8 +159,7 @@ class Model:
         if not self.settings.metrics:
             return dict
         worker = self.parts.worker
-        if not isinstance(worker, WholeWorker) or self.ranks.layout.group_size > 1:
-            raise UsageError(f"metrics={' '.join(self.settings.metrics)} need the whole model on one rank; use --group_size 1")
+        assert isinstance(worker, WholeWorker), "a group of one holds a whole model"
         metrics = LanguageMetrics(self.settings.metrics, worker, self.plan.tokenizer, self.config, self.parts.dealer,
                                   self.settings.max_new_tokens)  # fmt: skip
         return lambda: metrics.of(episodes.source.draw(task))
@@ -174,6 +176,10 @@ def refuse(settings: EvaluateConfig, config: Config) -> None:
         if not causal and method == "in_context":
             raise UsageError("method=in_context puts the support set into the prompt, and task_type=classification has none; "
                              "use finetune")  # fmt: skip
+    spread = settings.pipeline_stages * settings.tensor_parallel_size > 1
+    if "in_context" in settings.method and spread:
+        raise UsageError("method=in_context is not tested with pipeline_stages and tensor_parallel_size: whole support sets "
+                         "travel as prompts; use ZeRO 3")  # fmt: skip
     if settings.metrics and not causal:
         raise UsageError(
             f"metrics={' '.join(settings.metrics)} look at answers, and task_type=classification has none; leave them out"

@@ -311,6 +311,9 @@ def test_paired_differences_are_over_common_episodes():
     ({"method": ["knn"], "task_type": "causal_lm"},
      "method=knn classifies features, and task_type=causal_lm has no classes; use finetune or in_context"),
     ({"n_way": "3", "task_type": "causal_lm"}, "n_way=3 means nothing for task_type=causal_lm; leave it out"),
+    ({"method": ["in_context"], "task_type": "causal_lm", "pipeline_stages": 2},
+     "method=in_context is not tested with pipeline_stages and tensor_parallel_size: whole support sets travel as prompts; use "
+     "ZeRO 3"),
     ({"compare": "nowhere.json"},
      "compare=nowhere.json holds no results of fmmeta evaluate ([Errno 2] No such file or directory: 'nowhere.json'); give "
      "such a file, or a model"),
