@@ -50,15 +50,10 @@ def test_a_group_gives_the_scores_of_one_process(evaluate):
 @pytest.mark.timeout(300)
 def test_answers_need_the_whole_model_on_one_rank(tmp_path):
     data = str(write_pairs(tmp_path / "pairs.jsonl"))
-    flags = ["--task_type", "causal_lm", "--dataset", data, "--num_query", "3", "--k_shot", "1", "--episodes", "2", "--metrics", "rouge_l",
-             "--group_size", "2"]  # fmt: skip
+    flags = ["--task_type", "causal_lm", "--dataset", data, "--num_query", "3", "--k_shot", "1", "--episodes", "2",
+             "--metrics", "rouge_l", "--group_size", "2"]  # fmt: skip
     ended = run_ranks(["-m", "fmmeta", "evaluate", *flags], 2)
+    wanted = "metrics=rouge_l need the whole model on one rank, and group_size=2; use --group_size 1, or leave them out"
     assert ended.codes == [2, 2]
-    assert (
-        ended.output[0]
-        .strip()
-        .endswith(
-            "fmmeta: error: metrics=rouge_l need the whole model on one rank, and group_size=2; use --group_size 1, or leave them out"
-        )
-    )
+    assert ended.output[0].strip().endswith(f"fmmeta: error: {wanted}")
     assert "Traceback" not in "".join(ended.output)
