@@ -85,7 +85,7 @@ def test_steps_are_chosen_by_leaving_examples_out(bert):
     from transformers import AutoModel
 
     base = AutoModel.from_pretrained(bert).eval()
-    for fold in range(4):
+    for fold in range(3):
         held = [4 * c + fold for c in range(3)]
         model, head = copy.deepcopy(base), torch.nn.Linear(32, 3)
         torch.nn.init.zeros_(head.weight)
@@ -111,7 +111,7 @@ def test_steps_are_chosen_by_leaving_examples_out(bert):
             with torch.no_grad():
                 loss, accuracy = loss_of(held)
             losses[step] += loss
-            right[step] += accuracy / 4
+            right[step] += accuracy / 3
     assert adapted.inner_steps == 1 + int(losses[1:].argmin())
     assert adapted.left_out == pytest.approx(float(right[adapted.inner_steps]))
 
