@@ -37,6 +37,7 @@ setup(
             "peft>=0.18",
             "tensorboard>=2.18",
             "optuna>=4",
+            "matplotlib>=3.8",
         ],
         "bench": ["matplotlib>=3.8"],
         "lora": ["peft>=0.18"],

@@ -33,7 +33,7 @@ COMMANDS = {
     "train": Command("meta-train a checkpoint (one process; `deepspeed launch/train.py` starts more)",
                      "fmmeta.config:Config", "fmmeta.train:train"),
     "evaluate": Command("few-shot scores of a model on held-out tasks, with intervals and paired comparison",
-                        "fmmeta.fewshot.settings:EvaluateConfig", "fmmeta.fewshot.protocol:run"),
+                        "fmmeta.fewshot.settings:EvaluateConfig", "fmmeta.fewshot.evaluation:run"),
     "tune": Command("choose a model's inner loop on validation tasks and store it with the model",
                     "fmmeta.fewshot.settings:TuneConfig", "fmmeta.fewshot.tune:run"),
     "adapt": Command("learn a task from a file of a few examples; an HF folder comes out",

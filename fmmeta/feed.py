@@ -21,7 +21,7 @@ from fmmeta.parallel.communicator import PeerError, Ranks
 from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import EpisodeLoader, Load, Loaded
 from fmmeta.tasks.samplers import TaskSampler
-from fmmeta.tasks.schedule import Schedule, Task
+from fmmeta.tasks.schedule import Schedule, Task, deal
 
 LEAST_SEEN = 100  # tasks that max_bad_share counts as seen from the start, so that the first bad one does not stop a run
 
@@ -52,6 +52,33 @@ class Reader:
         return [
             (one.task, one.batches) for one, gone in zip(loaded, missing, strict=True) if not gone and one.batches is not None
         ]
+
+    @classmethod
+    def of(cls, load: Load, ranks: Ranks, config: Config, notice: Callable[[str], None]) -> Reader:
+        """A reader that loads in this process."""
+        return cls(lambda tasks: [load(task) for task in tasks], ranks, config, notice)
+
+    def dealt(self, tasks: Sequence[Task]) -> Episodes:
+        """This group's share of `tasks`, which are dealt over all groups. Raises as `judge` does, and where none can be had.
+
+        Collective: world.
+        """
+        layout = self.ranks.layout
+        found = self.read(deal(tasks, layout.num_groups)[layout.group_index])
+        left_out = self._judge_all(len(tasks))
+        if len(left_out) == len(tasks):
+            last = left_out[-1]
+            raise UsageError(f"none of {len(tasks)} tasks could be had, the last: task {last['task']}: {last['error']}")
+        return found
+
+    def alike(self, task: Task) -> Episodes:
+        """One task that every group looks at; empty if it cannot be had. Raises as `judge` does. Collective: world."""
+        found = self.read([task])
+        return [] if self._judge_all(1) else found
+
+    def _judge_all(self, tasks: int) -> list[dict[str, str]]:
+        """`judge`, the failures of all ranks counted first. Collective: world."""
+        return self.judge(tasks, int(self.ranks.world.sum_(torch.tensor([float(len(self.errors))]))))
 
     def judge(self, tasks: int, failures: int) -> list[dict[str, str]]:
         """Decide about the failures of the last `tasks` tasks of all groups; return those left out, by name and error.

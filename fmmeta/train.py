@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from fmmeta import build, checkpoint, record
 from fmmeta.best import Best, BestState
 from fmmeta.checkpoint.saver import Saver
@@ -21,8 +19,8 @@ from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.feed import Feed, Reader
 from fmmeta.fewshot.confusion import confusion
-from fmmeta.fewshot.evaluate import TEST, VALID, HeldOut
-from fmmeta.fewshot.heldout import compare, show
+from fmmeta.fewshot.gains import compare, show
+from fmmeta.fewshot.heldout import TEST, VALID, HeldOut
 from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.guard import Guard, Spikes
 from fmmeta.meta.algorithms import NUMBERS, RULES, imaml
@@ -231,9 +229,7 @@ class Run:
     def _check(self, load: Load) -> None:
         """Say how exact the meta-gradient is; every group looks at the same task. Collective: world."""
         task = self.schedule.meta_batch(self.outer_step)[0]
-        reader = Reader(lambda tasks: [load(task) for task in tasks], self.ranks, self.config, self.progress.notice)
-        found = reader.read([task])
-        reader.judge(1, int(self.ranks.world.sum_(torch.tensor([float(len(reader.errors))]))))
+        found = Reader.of(load, self.ranks, self.config, self.progress.notice).alike(task)
         precision = "bf16" if self.plan.precision.bf16 else "fp32"
         rule = RULES[self.config.algorithm](self.parts.setup, self.config.outer_steps)  # after any steps of first order
         for _, episode in found:

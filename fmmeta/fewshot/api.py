@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fmmeta.fewshot import adaptation, protocol
+from fmmeta.fewshot import adaptation, evaluation
 from fmmeta.fewshot.adapted import Adapted
 from fmmeta.fewshot.settings import AdaptConfig, EvaluateConfig
 from fmmeta.progress import Progress
@@ -23,7 +23,7 @@ def evaluate(model_name_or_path: str, dataset: Sequence[str] | str, *, quiet: bo
     given: dict[str, Any] = {**settings}
     for name in {"method", "k_shot"} & set(given):
         given[name] = list(given[name]) if isinstance(given[name], (list, tuple)) else [given[name]]
-    return protocol.evaluate(EvaluateConfig(model_name_or_path=str(model_name_or_path), dataset=names, **given),
+    return evaluation.evaluate(EvaluateConfig(model_name_or_path=str(model_name_or_path), dataset=names, **given),
                              Progress(speaks=not quiet))  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fmmeta.fewshot.evaluate import TEST, HeldOut
+from fmmeta.fewshot.heldout import TEST, HeldOut
 from fmmeta.parallel.worker import WholeWorker
 from fmmeta.tasks.source import TaskSource
 
@@ -23,11 +23,8 @@ def confusion(held_out: HeldOut, source: TaskSource) -> dict[str, Any]:
     if not isinstance(worker, WholeWorker):
         return {"left_out": f"pipeline_stages={config.pipeline_stages}: only the last stage sees what the model answers"}
     task = held_out.tasks(source, TEST)[0]
-    reader = held_out.reader(source)
-    found = reader.read([task])
-    failures = int(held_out.ranks.world.sum_(torch.tensor([float(len(reader.errors))])))
-    reader.judge(1, failures)
-    if failures:
+    found = held_out.reader(source).alike(task)
+    if not found:
         return {"left_out": f"task {task.name} could not be had"}
     ((_, episode),) = found
     with held_out.ranks.world.together("naming the classes of an episode"):

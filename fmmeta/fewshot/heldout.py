@@ -1,73 +1,90 @@
-"""The table at the end of a run: the same held-out episodes before and after, from theta and from the weights at the start."""
+"""Few-shot evaluation: adapt to held-out tasks, look at their query sets before and after.
+
+Episodes are fixed by (seed, split) and spread over the groups; the scores do not depend on how.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from torch import Tensor
 
 from fmmeta.config import Config
-from fmmeta.fewshot.evaluate import Score, per_stratum
-from fmmeta.fewshot.scores import Interval, mean_ci95
+from fmmeta.feed import Reader
+from fmmeta.fewshot.scores import gather, mean_ci95
+from fmmeta.meta.inner import Learning
+from fmmeta.parallel.communicator import Ranks
+from fmmeta.parallel.worker import Worker
+from fmmeta.progress import Progress
+from fmmeta.tasks.loader import Load
+from fmmeta.tasks.schedule import Schedule, Task
+from fmmeta.tasks.source import TaskSource
 
-Table = Callable[[str, Sequence[str], Sequence[Sequence[str]]], None]
-"""Shows a title, a header and rows (progress.Progress.table)."""
+VALID, TEST = 1, 2  # streams of the schedule; training is 0
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Accuracy and loss by row of the table; gains are paired, loss gains positive when the loss fell."""
+class Score:
+    """One episode: loss and accuracy on its query set, at theta and at phi."""
 
-    rows: dict[str, tuple[Interval, Interval]]
-    gain: tuple[Interval, Interval]
-    strata: dict[str, tuple[float, float]]  # accuracy after adaptation: from the start, meta-trained
-    episodes: int
-
-    @property
-    def accuracies(self) -> tuple[float, float, float]:
-        """Before, after, after from the weights at the start."""
-        before, from_start, after = (accuracy[0] for accuracy, _ in self.rows.values())
-        return before, after, from_start
-
-    def facts(self) -> dict[str, Any]:
-        """For run.json."""
-        rows = {name: {"accuracy": accuracy, "loss": loss} for name, (accuracy, loss) in self.rows.items()}
-        gain = {"accuracy": self.gain[0], "loss": self.gain[1]}
-        started, trained = ({name: pair[i] for name, pair in self.strata.items()} for i in (0, 1))
-        return {**rows, "gain": gain, "per_stratum": trained, "per_stratum_at_start": started, "episodes": self.episodes}
+    slot: int
+    stratum: str
+    loss_before: float
+    accuracy_before: float
+    loss_after: float
+    accuracy_after: float
 
 
-def compare(trained: Sequence[Score], started: Sequence[Score]) -> Compared:
-    """Summarise scores of the same episodes from theta (`trained`) and from the weights at the start (`started`)."""
-    by_slot = {score.slot: score for score in started}  # a task that could not be had in one of the passes is in no pair
-    pairs = [(score, by_slot[score.slot]) for score in trained if score.slot in by_slot]
-    trained, started = [score for score, _ in pairs], [score for _, score in pairs]
-    rows = {
-        "before adaptation, meta-trained": ([s.accuracy_before for s in trained], [s.loss_before for s in trained]),
-        "after adaptation, weights at the start": ([s.accuracy_after for s in started], [s.loss_after for s in started]),
-        "after adaptation, meta-trained": ([s.accuracy_after for s in trained], [s.loss_after for s in trained]),
-    }
-    gain = mean_ci95([t.accuracy_after - s.accuracy_after for t, s in pairs])
-    fall = mean_ci95([s.loss_after - t.loss_after for t, s in pairs])
-    at_start = per_stratum(started)
-    strata = {name: (at_start[name], accuracy) for name, accuracy in per_stratum(trained).items()}
-    return Compared({name: (mean_ci95(a), mean_ci95(b)) for name, (a, b) in rows.items()}, (gain, fall), strata, len(trained))
+class HeldOut:
+    """Scores the held-out episodes of a source from what theta holds at the moment. `load`: from a source to its `Load`."""
+
+    def __init__(self, config: Config, worker: Worker, theta: Tensor, learning: Learning, load: Callable[[TaskSource], Load],
+                 ranks: Ranks, progress: Progress) -> None:  # fmt: skip
+        self.config, self.worker, self.theta, self.learning = config, worker, theta, learning
+        self.load, self.ranks, self.progress = load, ranks, progress
+        self.leaves: Callable[[], bool] = lambda: False  # whether this group leaves the rest out; then the scores are not all
+
+    def scores(self, source: TaskSource, stream: int, what: str) -> list[Score]:
+        """Scores of the episodes of a stream, `eval_episodes` of them: the same ones every time. Collective: world."""
+        self.progress.start(what)
+        return evaluate_tasks(self.worker, self.theta, self.learning, self.tasks(source, stream), self.reader(source), self.ranks,
+                              lambda done, total: self.progress.line(what, done, total), self.leaves)  # fmt: skip
+
+    def tasks(self, source: TaskSource, stream: int) -> list[Task]:
+        """The tasks of a stream's episodes."""
+        config = self.config
+        schedule = Schedule(source.items, config.eval_episodes, config.seed, stream, shuffle=False, sizes=source.size)
+        return schedule.meta_batch(0)
+
+    def reader(self, source: TaskSource) -> Reader:
+        return Reader.of(self.load(source), self.ranks, self.config, self.progress.notice)
 
 
-def show(compared: Compared, config: Config, table: Table) -> None:
-    """Show the table, and one by stratum where there are several."""
-    rows = [[name, percent(accuracy), f"{loss[0]:.4f}"] for name, (accuracy, loss) in compared.rows.items()]
-    gain, fall = compared.gain
-    rows.append(["gain of meta-training (paired)", percent(gain), f"{fall[0]:.4f} ± {fall[1]:.4f}"])
-    way = f"{config.n_way}-way " if config.task_type == "classification" else ""
-    title = f"{compared.episodes} held-out {way}{config.k_shot}-shot episodes, {config.inner_steps} inner steps"
-    if config.task_type == "classification":
-        title += f" (head at the start of a task: {config.head_init})"
-    table(title, ["", "accuracy %", "loss"], rows)
-    if len(compared.strata) > 1:
-        by_stratum = [[name, *(f"{100 * value:.1f}" for value in values)] for name, values in compared.strata.items()]
-        table("after adaptation, by stratum", ["", "start", "meta-trained"], by_stratum)
+def evaluate_tasks(worker: Worker, theta: Tensor, learning: Learning, tasks: Sequence[Task], reader: Reader,
+                   ranks: Ranks, progress: Callable[[int, int], None] = lambda done, total: None,
+                   leaves: Callable[[], bool] = lambda: False) -> list[Score]:  # fmt: skip
+    """Score every task; this group takes its share of them. Leaves `theta` in the worker. Collective: world.
+
+    Before: theta with the head as each task starts it (class means, if head_init is prototype). After: phi.
+    """
+    worker.write(theta)
+    slots = {task.seed: slot for slot, task in enumerate(tasks)}
+    mine, scores = reader.dealt(tasks), []
+    for done, (task, episode) in enumerate(mine):
+        if leaves():
+            break
+        progress(done, len(mine))
+        before, after = learning.score(worker, theta, episode)
+        worker.write(theta)
+        scores.append(Score(slots[task.seed], task.stratum, before.loss, before.accuracy, after.loss, after.accuracy))
+    return gather(ranks, scores, Score)
 
 
-def percent(interval: Interval) -> str:
-    return f"{100 * interval[0]:.1f} ± {100 * interval[1]:.1f}"
+def per_stratum(scores: Sequence[Score]) -> dict[str, float]:
+    """Mean accuracy after adaptation by stratum."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        found[score.stratum].append(score.accuracy_after)
+    return {stratum: mean_ci95(values)[0] for stratum, values in sorted(found.items())}

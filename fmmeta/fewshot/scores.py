@@ -11,18 +11,31 @@ Q query rows, C classes.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from fmmeta.parallel.communicator import Ranks
+
 BINS = 10
 Interval = tuple[float, float]
 """Mean over episodes and half its 95 % interval."""
+
+
+class Slotted(Protocol):
+    """A score that knows which episode it is of."""
+
+    @property
+    def slot(self) -> int: ...
+
+
+S = TypeVar("S", bound=Slotted)
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,13 @@ def mean_ci95(values: Sequence[float]) -> Interval:
         return mean, math.nan
     variance = sum((value - mean) ** 2 for value in values) / (n - 1)
     return mean, 1.96 * math.sqrt(variance / n)
+
+
+def gather(ranks: Ranks, scores: Sequence[S], kind: type[S]) -> list[S]:
+    """The scores of all groups, by slot; `kind` is their dataclass. Collective: world."""
+    spoken = scores if ranks.layout.group_rank == 0 else ()
+    parts = ranks.world.gather_bytes(json.dumps([asdict(cast(Any, score)) for score in spoken]).encode())
+    return sorted((kind(**score) for part in parts for score in json.loads(part)), key=lambda score: score.slot)
 
 
 def calibration_error(scores: Sequence[EpisodeScore]) -> float | None:

@@ -31,7 +31,6 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
 from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import Load
-from fmmeta.tasks.schedule import deal
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,7 @@ class Bench:
         self.ranks: Ranks = build.form_groups(self.base, plan, world, progress.notice)
         self.parts = build.build(self.base, plan, self.ranks)
         load = Load(episodes.source, self.parts.dealer, None, self.parts.setup.inner.head.classes)
-        reader = Reader(lambda tasks: [load(task) for task in tasks], self.ranks, self.base, progress.notice)
-        found = reader.read(deal(episodes.tasks, self.ranks.layout.num_groups)[self.ranks.layout.group_index])
-        reader.judge(len(episodes.tasks), int(self.ranks.world.sum_(torch.tensor([float(len(reader.errors))]))))
+        found = Reader.of(load, self.ranks, self.base, progress.notice).dealt(episodes.tasks)
         self.episodes: list[Batches] = [batches for _, batches in found]
         inner = self.parts.setup.inner
         self.rates = stored_rates(self.base, inner.rates, self.parts.worker)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fmmeta import build
 from fmmeta.config import Config
 from fmmeta.fewshot.confusion import confusion
-from fmmeta.fewshot.evaluate import TEST, HeldOut
+from fmmeta.fewshot.heldout import TEST, HeldOut
 from fmmeta.parallel.communicator import World
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress

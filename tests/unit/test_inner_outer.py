@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fmmeta.config import SCHEDULES, Config
 from fmmeta.feed import Reader
-from fmmeta.fewshot.evaluate import Score, evaluate_tasks, per_stratum
-from fmmeta.fewshot.heldout import compare
+from fmmeta.fewshot.gains import compare
+from fmmeta.fewshot.heldout import Score, evaluate_tasks, per_stratum
 from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import setup

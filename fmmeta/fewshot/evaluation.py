@@ -8,15 +8,12 @@ that the rows alone determine. Ranks join groups as in training, so that a model
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fmmeta import build
 from fmmeta.config import Config, UsageError
@@ -28,7 +25,7 @@ from fmmeta.fewshot.frozen import METHODS as FROZEN
 from fmmeta.fewshot.language import LanguageMetrics
 from fmmeta.fewshot.methods import Finetune, InContext, frozen_score
 from fmmeta.fewshot.results import Cell, check_comparable, differences, read_cells, results_of, show, write
-from fmmeta.fewshot.scores import EpisodeScore
+from fmmeta.fewshot.scores import EpisodeScore, gather
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.parallel.communicator import Ranks, World, pick_device
@@ -36,7 +33,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.worker import WholeWorker
 from fmmeta.progress import Progress
 from fmmeta.tasks.loader import Load
-from fmmeta.tasks.schedule import Task, deal
+from fmmeta.tasks.schedule import Task
 
 
 def run(settings: EvaluateConfig) -> None:
@@ -126,18 +123,16 @@ class Model:
         """Collective: world."""
         group, groups = self.ranks.layout.group_index, self.ranks.layout.num_groups
         mine = [(slot, task) for slot, task in enumerate(episodes.tasks) if slot % groups == group]
-        return gather(self.ranks, [frozen_score(method, slot, task, episodes.source.draw(task), features) for slot, task in mine])
+        scores = [frozen_score(method, slot, task, episodes.source.draw(task), features) for slot, task in mine]
+        return gather(self.ranks, scores, EpisodeScore)
 
     def learned(self, method: str, k_shot: int, episodes: Episodes) -> list[EpisodeScore]:
         """By the inner loop or in context. Collective: world."""
         worker, theta, ranks = self.parts.worker, self.parts.theta, self.ranks
         slots = {task.seed: slot for slot, task in enumerate(episodes.tasks)}
-        reader = Reader(self._fetch(method, episodes), ranks, self.config, self.progress.notice)
         what = f"{k_shot}-shot {method}"
         self.progress.start(what)
-        tasks = deal(episodes.tasks, ranks.layout.num_groups)[ranks.layout.group_index]
-        found = reader.read(tasks)
-        reader.judge(len(episodes.tasks), int(ranks.world.sum_(torch.tensor([float(len(reader.errors))]))))
+        found = Reader.of(self._load(method, episodes), ranks, self.config, self.progress.notice).dealt(episodes.tasks)
         inner = self.parts.setup.inner
         if not self.settings.own_rates():
             inner = replace(inner, rates=stored_rates(self.config, inner.rates, worker))
@@ -146,14 +141,13 @@ class Model:
         for done, (task, episode) in enumerate(found):
             self.progress.line(what, done, len(found))
             scores.append(learner.score(slots[task.seed], task, episode, self._extra(episodes, task)))
-        return gather(ranks, scores)
+        return gather(ranks, scores, EpisodeScore)
 
-    def _fetch(self, method: str, episodes: Episodes) -> Callable[[Sequence[Task]], list[Any]]:
+    def _load(self, method: str, episodes: Episodes) -> Load:
         positions = getattr(self.plan.description.hf_config, "max_position_embeddings", None)
         prompt = partial(prompted, bos_token_id=self.plan.tokenizer.bos_token_id, positions=positions)
-        load = Load(episodes.source, self.parts.dealer, None, self.parts.setup.inner.head.classes,
+        return Load(episodes.source, self.parts.dealer, None, self.parts.setup.inner.head.classes,
                     prompt if method == "in_context" else None)  # fmt: skip
-        return lambda tasks: [load(task) for task in tasks]
 
     def _extra(self, episodes: Episodes, task: Task) -> Callable[[], dict[str, float]]:
         if not self.settings.metrics:
@@ -188,10 +182,3 @@ def refuse(settings: EvaluateConfig, config: Config) -> None:
         raise UsageError(f"metrics={' '.join(settings.metrics)} with method=in_context are not implemented; use finetune")
     if causal and settings.n_way not in ("5", "all"):
         raise UsageError(f"n_way={settings.n_way} means nothing for task_type=causal_lm; leave it out")
-
-
-def gather(ranks: Ranks, scores: list[EpisodeScore]) -> list[EpisodeScore]:
-    """Everybody's scores, by slot. Collective: world."""
-    spoken = scores if ranks.layout.group_rank == 0 else []
-    parts = ranks.world.gather_bytes(json.dumps([asdict(score) for score in spoken]).encode())
-    return sorted((EpisodeScore(**score) for part in parts for score in json.loads(part)), key=lambda score: score.slot)
