@@ -3,7 +3,7 @@
     python -m benchmarks.intents --data ../shared/data --model PATH-OF-all-MiniLM-L6-v2 [--rows ...] [--minutes M]
 
 Five class-disjoint splits, 5-way, 5 queries per class; 600 test episodes where classifiers look at frozen features, the first
-60 of them where an inner loop runs in each. Every row is meta-trained on BUDGET rows of text through forward and backward passes,
+40 of them where an inner loop runs in each. Every row is meta-trained on BUDGET rows of text through forward and backward passes,
 at one example per class, and the checkpoint is the one best on validation classes. A cell is a row on one split of a data set, at
 1 and 5 shots. Finished cells lie in benchmarks/results/intents.json; what is there is not computed again, so that it can be
 stopped at any time. The last lines are the table: mean over the splits, gain over frozen prototypes in the same episodes, 95 %
@@ -29,15 +29,15 @@ SPLITS = ("01", "02", "03", "04", "05")
 SETS = ("banking77", "clinc150")
 SHOTS = (1, 5)
 WAYS, QUERIES, EPISODES = 5, 5, 600  # of the test
-FINETUNED = 60  # episodes where an inner loop runs in each: the first of the others
+FINETUNED = 40  # episodes where an inner loop runs in each: the first of the others
 COSINE = 10**0.5  # feature length at which prototypes have the temperature 0.05
 
-BUDGET = 8000  # rows of text that go forward and backward in the meta-training of a cell
+BUDGET = 4000  # rows of text that go forward and backward in the meta-training of a cell
 
 COMMON: dict[str, Any] = {"num_query": 1, "k_shot": 1, "max_length": 64, "save_steps": 0, "load_best_model_at_end": True,
                           "lr_scheduler_type": "linear", "warmup_steps": 10, "micro_batch_size": 8}  # fmt: skip
-METRIC: dict[str, Any] = {"feature_norm": COSINE, "algorithm": "protonet", "n_way": 20, "meta_batch_size": 1, "eval_episodes": 30}
-TASKS: dict[str, Any] = {"n_way": 5, "meta_batch_size": 4, "eval_episodes": 25}
+METRIC: dict[str, Any] = {"feature_norm": COSINE, "algorithm": "protonet", "n_way": 20, "meta_batch_size": 1, "eval_episodes": 20}
+TASKS: dict[str, Any] = {"n_way": 5, "meta_batch_size": 4, "eval_episodes": 20}
 INNER: dict[str, Any] = {**TASKS, "inner_steps": 5, "inner_lr": 0.1, "outer_lr": 5e-5}
 ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-training, method of the test
     "none+prototype": (None, "prototype"),
@@ -100,7 +100,7 @@ def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str,
         if settings is not None:
             steps = BUDGET // rows_per_step(settings)
             config = Config(model_name_or_path=asked.model, dataset=[data], split=split, output_dir=folder, outer_steps=steps,
-                            eval_steps=steps // 4, **{**COMMON, **settings})  # fmt: skip
+                            eval_steps=steps // 3, **{**COMMON, **settings})  # fmt: skip
             MetaTrainer(config).train()
             model = f"{folder}/model"
             lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
