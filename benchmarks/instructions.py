@@ -49,6 +49,7 @@ COMMON: dict[str, Any] = {
     "max_length": 128,
     "save_steps": 50,
     "eval_episodes": 0,
+    "num_workers": "0",
     "lr_scheduler_type": "linear",
     "logging_steps": 50,
     "adam_epsilon": 1e-6,

@@ -216,7 +216,8 @@ def test_embeddings_gather_the_rows_that_were_met(tied):
     episode = episode_of(learner)
     worker = learners_worker(learner, config_of(learner))
     embeddings = [module for module in worker.model.modules() if isinstance(module, nn.Embedding)]
-    assert embeddings and all(module.sparse for module in embeddings)
+    assert embeddings
+    assert all(module.sparse for module in embeddings)
     found, _ = worker.gradient(batches_of(episode, 2).support)
     worker.write(worker.read())
     again, _ = worker.gradient(batches_of(episode, 2).support)
