@@ -29,7 +29,7 @@ from fmmeta.progress import Progress
 
 RESULTS = Path(__file__).parent / "results" / "instructions.json"
 SHOTS = 5  # examples; as many queries
-PRETRAINED, BUDGET = 48_000, 12_000  # pairs through forward and backward passes
+PRETRAINED, BUDGET = 18_000, 6_000  # pairs through forward and backward passes
 OUTER_LRS = (1e-3, 3e-3)
 INNER = {"inner_lrs": [0.1, 0.3, 1.0], "max_steps": 10}
 VALID_EPISODES, TEST_EPISODES = 20, 110  # two of each of ten tasks, ten of each of eleven
