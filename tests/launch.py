@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-ROOT = Path(__file__).parent.parent
+from tests.nursery import ROOT, environment, free_port, places, shared
+
+ON_GPU = Path("/dev/nvidiactl").exists()  # what has been looked for on a GPU cannot be forked
+READ_BY_IMPORTS = ("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "MALLOC_", "DS_", "CUDA_", "PYTHON", "LD_", "HOME",
+                   "XDG_")  # fmt: skip
 
 
 @dataclass
@@ -28,37 +30,45 @@ class Ended:
         return self
 
 
-def environment(**extra: str) -> dict[str, str]:
-    """The parent's environment without a launcher's variables."""
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FMMETA_GLOBAL_RANK")
-    kept = {key: value for key, value in os.environ.items() if key not in dropped}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def run_ranks(arguments: Sequence[str], ranks: int, timeout_s: float = 300, per_rank: dict[int, dict[str, str]] | None = None,
-              cwd: Path = ROOT, before: Callable[[], None] | None = None) -> Ended:  # fmt: skip
+              cwd: Path = ROOT, before: Callable[[], None] | None = None, fresh: bool = False) -> Ended:  # fmt: skip
     """Run `python ARGUMENTS` once per rank with torchrun's variables. After `timeout_s` all are killed and the test fails.
 
-    before: called in each process before Python starts.
+    before: a function of a module that is called in each process first. fresh: the start of Python is a part of what is tried;
+    so it is where a variable differs that libraries read when they are imported. Otherwise processes are forked (nursery.py).
     """
-    port = str(free_port())
-    processes, files = [], []
-    for rank in range(ranks):
-        env = environment(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **(per_rank or {}).get(rank, {}))  # fmt: skip
-        # a pipe that nobody reads would stop its rank, and so all of them
-        files.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, *arguments], env=env, cwd=cwd, stdout=files[-1], stderr=subprocess.STDOUT, preexec_fn=before
-            )
-        )
+    envs = [environment(**place, **(per_rank or {}).get(rank, {})) for rank, place in enumerate(places(ranks))]
+    if fresh or ON_GPU or any(imported(env) != imported(shared().env) for env in envs):
+        return run_fresh(arguments, envs, timeout_s, cwd, before)
+    return run_forked(arguments, envs, timeout_s, cwd, before)
+
+
+def imported(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are read by imports."""
+    return {key: value for key, value in env.items() if key.startswith(READ_BY_IMPORTS)}
+
+
+def run_forked(arguments: Sequence[str], envs: Sequence[dict[str, str]], timeout_s: float, cwd: Path,
+               before: Callable[[], None] | None) -> Ended:  # fmt: skip
+    name = f"{before.__module__}:{before.__qualname__}" if before else ""
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"rank-{rank}.log" for rank in range(len(envs))]
+        started = [shared().start(arguments, log, env, cwd, name) for log, env in zip(logs, envs, strict=True)]
+        try:
+            codes = shared().wait(started, timeout_s)
+        except TimeoutError:
+            raise too_late(timeout_s, [rank.text for rank in started]) from None
+        return Ended(codes, [rank.text for rank in started])
+
+
+def run_fresh(arguments: Sequence[str], envs: Sequence[dict[str, str]], timeout_s: float, cwd: Path,
+              before: Callable[[], None] | None) -> Ended:  # fmt: skip
+    # a pipe that nobody reads would stop its rank, and so all of them
+    files = [tempfile.TemporaryFile("w+") for _ in envs]  # noqa: SIM115
+    processes = [
+        subprocess.Popen([sys.executable, *arguments], env=env, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, preexec_fn=before)
+        for env, file in zip(envs, files, strict=True)
+    ]
     deadline = time.monotonic() + timeout_s
     late = False
     for process in processes:
@@ -70,11 +80,28 @@ def run_ranks(arguments: Sequence[str], ranks: int, timeout_s: float = 300, per_
             late = True
     output = [read_back(file) for file in files]
     if late:
-        raise AssertionError(f"ranks still ran after {timeout_s} s:\n" + "\n".join(text[-3000:] for text in output))
+        raise too_late(timeout_s, output)
     return Ended([process.returncode for process in processes], output)
+
+
+def too_late(timeout_s: float, output: Sequence[str]) -> AssertionError:
+    return AssertionError(f"ranks still ran after {timeout_s} s:\n" + "\n".join(text[-3000:] for text in output))
 
 
 def read_back(file: IO[str]) -> str:
     with file:
         file.seek(0)
         return file.read()
+
+
+def python(words: Sequence[str], folder: Path, cwd: Path = ROOT, stdin: str = "", timeout_s: float = 120,
+           **env: str) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Run `python WORDS` alone, without a launcher's variables; its streams lie in `folder` while it runs."""
+    given, out, err = (folder / f"std{name}" for name in ("in", "out", "err"))
+    given.write_text(stdin)
+    started = shared().start(words, out, environment(**env), cwd, errors=err, stdin=given)
+    (code,) = shared().wait([started], timeout_s)
+    return subprocess.CompletedProcess(list(words), code, out.read_text(), err.read_text())
+
+
+__all__ = ["ROOT", "Ended", "environment", "free_port", "python", "run_ranks"]
