@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tests.nursery import ROOT, environment, free_port, places, shared
+from tests.nursery import ROOT, Nursery, environment, free_port, places, shared
 
 ON_GPU = Path("/dev/nvidiactl").exists()  # what has been looked for on a GPU cannot be forked
-READ_BY_IMPORTS = ("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "MALLOC_", "DS_", "CUDA_", "PYTHON", "LD_", "HOME",
-                   "XDG_")  # fmt: skip
+WAITS = re.compile(r"fmmeta: rank \d+ waits for rank \d+ on ")
+READ_BY_IMPORTS = ("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "MALLOC_", "DS_", "CUDA_", "PYTHON", "LD_",
+                   "HOME", "XDG_")  # fmt: skip
 
 
 @dataclass
@@ -28,6 +31,12 @@ class Ended:
     def ok(self) -> Ended:
         assert not any(self.codes), f"exit codes {self.codes}\n" + "\n".join(text[-4000:] for text in self.output)
         return self
+
+    @property
+    def others(self) -> str:
+        """What ranks beside the first have said, but that they wait for it, as happens on a busy machine."""
+        lines = "".join(self.output[1:]).splitlines()
+        return "\n".join(line for line in lines if line.strip() and not WAITS.match(line))
 
 
 def run_ranks(arguments: Sequence[str], ranks: int, timeout_s: float = 300, per_rank: dict[int, dict[str, str]] | None = None,
@@ -58,6 +67,9 @@ def run_forked(arguments: Sequence[str], envs: Sequence[dict[str, str]], timeout
             codes = shared().wait(started, timeout_s)
         except TimeoutError:
             raise too_late(timeout_s, [rank.text for rank in started]) from None
+        finally:  # also when the test itself is interrupted
+            for rank in started:
+                shared().signal(rank, signal.SIGKILL)
         return Ended(codes, [rank.text for rank in started])
 
 
@@ -97,11 +109,17 @@ def read_back(file: IO[str]) -> str:
 def python(words: Sequence[str], folder: Path, cwd: Path = ROOT, stdin: str = "", timeout_s: float = 120,
            **env: str) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run `python WORDS` alone, without a launcher's variables; its streams lie in `folder` while it runs."""
+    return alone(shared(), words, folder, environment(**env), cwd, stdin, timeout_s)
+
+
+def alone(nursery: Nursery, words: Sequence[str], folder: Path, env: Mapping[str, str], cwd: Path = ROOT, stdin: str = "",
+          timeout_s: float = 120) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """The same in some nursery, with all of the environment given."""
     given, out, err = (folder / f"std{name}" for name in ("in", "out", "err"))
     given.write_text(stdin)
-    started = shared().start(words, out, environment(**env), cwd, errors=err, stdin=given)
-    (code,) = shared().wait([started], timeout_s)
+    started = nursery.start(words, out, env, cwd, errors=err, stdin=given)
+    (code,) = nursery.wait([started], timeout_s)
     return subprocess.CompletedProcess(list(words), code, out.read_text(), err.read_text())
 
 
-__all__ = ["ROOT", "Ended", "environment", "free_port", "python", "run_ranks"]
+__all__ = ["ROOT", "Ended", "alone", "environment", "free_port", "python", "run_ranks"]

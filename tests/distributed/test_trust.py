@@ -243,21 +243,30 @@ MOVES = [
 ]  # fmt: skip
 
 
+MOVED = {"outer_steps": 6, "save_steps": 2, "save_total_limit": 9, "meta_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def whole(nursery, flags, tmp_path_factory):
+    """One process without a stop."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert nursery.wait(nursery.train(flags(folder / "run", **MOVED), 1, folder), 100) == [0]
+    return folder / "run"
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("places", [places for _, places in MOVES], ids=[name for name, _ in MOVES])
-def test_a_run_goes_on_on_another_layout_at_parity(nursery, flags, tmp_path, places):
+def test_a_run_goes_on_on_another_layout_at_parity(nursery, flags, whole, tmp_path, places):
     """Each place goes on from the checkpoint two steps into the one before, and ends where one process without a stop ends."""
-    settings = {"outer_steps": 6, "save_steps": 2, "save_total_limit": 9, "meta_batch_size": 4}
-    assert nursery.wait(nursery.train(flags(tmp_path / "whole", **settings), 1, tmp_path), 100) == [0]
-    begin, wanted = (load_file(tmp_path / "whole" / f"checkpoint-{n}" / "shard-00000.safetensors") for n in (2, 6))
+    begin, wanted = (load_file(whole / f"checkpoint-{n}" / "shard-00000.safetensors") for n in (2, 6))
     resumed = {}
     for number, (ranks, place) in enumerate(places):
         run = tmp_path / str(number)
-        started = nursery.train(flags(run, **settings, **place, **resumed), ranks, tmp_path)
+        started = nursery.train(flags(run, **MOVED, **place, **resumed), ranks, tmp_path)
         assert nursery.wait(started, 200) == [0] * ranks, started[0].text
         assert not number or f"resumed from {resumed['resume_from_checkpoint']}" in started[0].text
         resumed = {"resume_from_checkpoint": run / f"checkpoint-{2 * number + 2}"}
-        assert off(theta_of(run) if ranks == 1 else model_of(run), tmp_path / "whole", begin, wanted) < 1e-4
+        assert off(theta_of(run) if ranks == 1 else model_of(run), whole, begin, wanted) < 1e-4
 
 
 def model_of(run: Path) -> dict[str, torch.Tensor]:
