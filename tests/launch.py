@@ -46,10 +46,15 @@ def run_ranks(arguments: Sequence[str], ranks: int, timeout_s: float = 300, per_
     before: a function of a module that is called in each process first. fresh: the start of Python is a part of what is tried;
     so it is where a variable differs that libraries read when they are imported. Otherwise processes are forked (nursery.py).
     """
+    return start_ranks(arguments, ranks, per_rank, cwd, before, fresh).end(timeout_s)
+
+
+def start_ranks(arguments: Sequence[str], ranks: int, per_rank: dict[int, dict[str, str]] | None = None, cwd: Path = ROOT,
+                before: Callable[[], None] | None = None, fresh: bool = False) -> Forked | Fresh:  # fmt: skip
+    """Begin what `run_ranks` does; `end(timeout_s)` waits for it."""
     envs = [environment(**place, **(per_rank or {}).get(rank, {})) for rank, place in enumerate(places(ranks))]
-    if fresh or ON_GPU or any(imported(env) != imported(shared().env) for env in envs):
-        return run_fresh(arguments, envs, timeout_s, cwd, before)
-    return run_forked(arguments, envs, timeout_s, cwd, before)
+    fresh = fresh or ON_GPU or any(imported(env) != imported(shared().env) for env in envs)
+    return (Fresh if fresh else Forked)(arguments, envs, cwd, before)
 
 
 def imported(env: Mapping[str, str]) -> dict[str, str]:
@@ -57,43 +62,54 @@ def imported(env: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in env.items() if key.startswith(READ_BY_IMPORTS)}
 
 
-def run_forked(arguments: Sequence[str], envs: Sequence[dict[str, str]], timeout_s: float, cwd: Path,
-               before: Callable[[], None] | None) -> Ended:  # fmt: skip
-    name = f"{before.__module__}:{before.__qualname__}" if before else ""
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / f"rank-{rank}.log" for rank in range(len(envs))]
-        started = [shared().start(arguments, log, env, cwd, name) for log, env in zip(logs, envs, strict=True)]
-        try:
-            codes = shared().wait(started, timeout_s)
-        except TimeoutError:
-            raise too_late(timeout_s, [rank.text for rank in started]) from None
-        finally:  # also when the test itself is interrupted
-            for rank in started:
-                shared().signal(rank, signal.SIGKILL)
-        return Ended(codes, [rank.text for rank in started])
+class Forked:
+    """Ranks from the nursery."""
+
+    def __init__(self, arguments: Sequence[str], envs: Sequence[dict[str, str]], cwd: Path, before: Callable | None) -> None:
+        name = f"{before.__module__}:{before.__qualname__}" if before else ""
+        self.folder = tempfile.TemporaryDirectory()
+        logs = [Path(self.folder.name) / f"rank-{rank}.log" for rank in range(len(envs))]
+        self.ranks = [shared().start(arguments, log, env, cwd, name) for log, env in zip(logs, envs, strict=True)]
+
+    def end(self, timeout_s: float) -> Ended:
+        with self.folder:
+            try:
+                codes = shared().wait(self.ranks, timeout_s)
+            except TimeoutError:
+                raise too_late(timeout_s, [rank.text for rank in self.ranks]) from None
+            finally:  # also when the test itself is interrupted
+                for rank in self.ranks:
+                    shared().signal(rank, signal.SIGKILL)
+            return Ended(codes, [rank.text for rank in self.ranks])
 
 
-def run_fresh(arguments: Sequence[str], envs: Sequence[dict[str, str]], timeout_s: float, cwd: Path,
-              before: Callable[[], None] | None) -> Ended:  # fmt: skip
-    # a pipe that nobody reads would stop its rank, and so all of them
-    files = [tempfile.TemporaryFile("w+") for _ in envs]  # noqa: SIM115
-    processes = [
-        subprocess.Popen([sys.executable, *arguments], env=env, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, preexec_fn=before)
-        for env, file in zip(envs, files, strict=True)
-    ]
-    deadline = time.monotonic() + timeout_s
-    late = False
-    for process in processes:
-        try:
-            process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            late = True
-    output = [read_back(file) for file in files]
-    if late:
-        raise too_late(timeout_s, output)
-    return Ended([process.returncode for process in processes], output)
+class Fresh:
+    """Ranks that are interpreters of their own."""
+
+    def __init__(self, arguments: Sequence[str], envs: Sequence[dict[str, str]], cwd: Path, before: Callable | None) -> None:
+        # a pipe that nobody reads would stop its rank, and so all of them
+        self.files = [tempfile.TemporaryFile("w+") for _ in envs]  # noqa: SIM115
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, *arguments], env=env, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, preexec_fn=before
+            )
+            for env, file in zip(envs, self.files, strict=True)
+        ]
+
+    def end(self, timeout_s: float) -> Ended:
+        deadline = time.monotonic() + timeout_s
+        late = False
+        for process in self.processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                late = True
+        output = [read_back(file) for file in self.files]
+        if late:
+            raise too_late(timeout_s, output)
+        return Ended([process.returncode for process in self.processes], output)
 
 
 def too_late(timeout_s: float, output: Sequence[str]) -> AssertionError:
@@ -122,4 +138,4 @@ def alone(nursery: Nursery, words: Sequence[str], folder: Path, env: Mapping[str
     return subprocess.CompletedProcess(list(words), code, out.read_text(), err.read_text())
 
 
-__all__ = ["ROOT", "Ended", "alone", "environment", "free_port", "python", "run_ranks"]
+__all__ = ["ROOT", "Ended", "alone", "environment", "free_port", "python", "run_ranks", "start_ranks"]
