@@ -47,7 +47,7 @@ def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 def test_the_same_flags_on_other_layouts_give_the_same_model(tmp_path):
     one = train(tmp_path / "1", 1, deepspeed="ds_configs/zero2.json").ok()
     two = train(tmp_path / "2", 2, deepspeed="ds_configs/zero2.json").ok()
-    four = train(tmp_path / "4", 4, deepspeed="ds_configs/zero2.json", group_size=2, fresh=True).ok()
+    four = train(tmp_path / "4", 4, deepspeed="ds_configs/zero2.json", group_size=2).ok()
     assert "1 group of 1 rank" in one.output[0]
     assert "2 groups of 1 rank" in two.output[0]
     assert "2 groups of 2 ranks on cpu; DeepSpeed ZeRO 2" in four.output[0]
@@ -117,7 +117,7 @@ def test_cross_group_traffic_is_one_reduction_of_the_shard(tmp_path):
 
 
 def test_metrics_and_run_json_hold_what_is_promised(tmp_path):
-    train(tmp_path / "run", 1, outer_steps=2).ok()
+    train(tmp_path / "run", 1, outer_steps=2, fresh=True).ok()
     keys = {"step", "epoch", "seconds", "tokens", "support_loss", "query_loss", "accuracy", "grad_norm", "lr", "skipped_tasks",
             "comm_bytes", "data_seconds", "wait_seconds", "wait_seconds_by_group", "imbalance"}  # fmt: skip
     assert all(keys == set(line) for line in metrics_of(tmp_path / "run"))
