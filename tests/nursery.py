@@ -122,9 +122,9 @@ class Nursery:
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Take note of ranks that have ended, if one does within that time."""
-        heard = select.select([mother.stdout for mother in self.mothers], [], [], timeout_s)[0]
+        heard = select.select([voice(mother) for mother in self.mothers], [], [], timeout_s)[0]
         for mother in self.mothers:
-            if mother.stdout in heard:
+            if voice(mother) in heard:
                 self._ended(self._hear(mother))
         return bool(heard)
 
@@ -145,7 +145,7 @@ class Nursery:
             mother.wait()
 
     def _hear(self, mother: subprocess.Popen[bytes]) -> list[str]:
-        return read_line(cast("IO[bytes]", mother.stdout).fileno()).split()
+        return read_line(voice(mother)).split()
 
     def _ended(self, heard: Sequence[str]) -> None:
         rank = self.known.pop(int(heard[1]))
@@ -158,6 +158,11 @@ def shared() -> Nursery:
     nursery = Nursery()
     atexit.register(nursery.close)
     return nursery
+
+
+def voice(mother: subprocess.Popen[bytes]) -> int:
+    """Where she tells of births and ends."""
+    return cast("IO[bytes]", mother.stdout).fileno()
 
 
 def read_line(handle: int) -> str:
