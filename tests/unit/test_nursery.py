@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from tests.launch import Ended, environment, imported, python, run_ranks
-from tests.nursery import PRELOADED, shared
+from tests.mother import PRELOADED
+from tests.nursery import shared
 
 SHOW = "import os, sys; print(sys.argv, os.getcwd(), os.environ.get('X'), os.environ.get('RANK'), sys.stdin.read()); "
 ENDS = {
