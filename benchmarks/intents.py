@@ -81,10 +81,11 @@ def main() -> None:
     for split in asked.splits:
         for row in asked.rows:
             for name in asked.sets:
-                if f"{row} {name} {split}" in known["cells"] or time.monotonic() - began > 60 * asked.minutes:
+                done = "right" in known["cells"].get(f"{row} {name} {split}", {})  # else means only, of an earlier version
+                if done or time.monotonic() - began > 60 * asked.minutes:
                     continue
-                for done, cell in run(row, name, split, asked).items():
-                    known["cells"][f"{done} {name} {split}"] = cell
+                for one, cell in run(row, name, split, asked).items():
+                    known["cells"][f"{one} {name} {split}"] = cell
                 known["machine"] = machine()
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
@@ -111,8 +112,14 @@ def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str,
                          episodes=episodes, micro_batch_size=size, max_length=64)  # fmt: skip
     rows = FREE if row in FREE else (row,)
     facts["cpu_minutes"] = round((time.process_time() - began) / 60 / len(rows), 2)
-    return {one: {**facts, "right": {str(cell["k_shot"]): letters(cell["scores"]) for cell in found["cells"]
-                                     if cell["method"] == ROWS[one][1]}} for one in rows}  # fmt: skip
+    return {one: {**facts, **numbers([cell for cell in found["cells"] if cell["method"] == ROWS[one][1]])} for one in rows}
+
+
+def numbers(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is kept of a method's results, by shots: mean, and how many queries of each episode are right."""
+    by_shots = {str(cell["k_shot"]): cell for cell in cells}
+    shots = {shot: {"accuracy": cell["accuracy"], "ci95": cell["ci95"]} for shot, cell in by_shots.items()}
+    return {"shots": shots, "right": {shot: letters(cell["scores"]) for shot, cell in by_shots.items()}}
 
 
 def letters(scores: list[dict[str, Any]]) -> str:
@@ -120,9 +127,19 @@ def letters(scores: list[dict[str, Any]]) -> str:
     return "".join(chr(ord("a") + round(score["accuracy"] * WAYS * QUERIES)) for score in scores)
 
 
-def accuracies(right: str) -> list[float]:
-    """Percent per episode."""
+def accuracies(cell: dict[str, Any], shot: str) -> list[float]:
+    """Percent per episode, or their mean where no more is known."""
+    right = cell.get("right", {}).get(shot)
+    if right is None:
+        return [100 * cell["shots"][shot]["accuracy"]]
     return [100 * (ord(letter) - ord("a")) / (WAYS * QUERIES) for letter in right]
+
+
+def gains(ours: dict[str, Any], frozen: dict[str, Any], shot: str) -> list[list[float]]:
+    """Of each split that both rows have: paired by episode, of which a row may have met the first ones only, or by means."""
+    alike = [split for split in ours if split in frozen and ("right" in ours[split]) == ("right" in frozen[split])]
+    return [[a - b for a, b in zip(accuracies(ours[split], shot), accuracies(frozen[split], shot), strict=False)]
+            for split in alike]  # fmt: skip
 
 
 def show(cells: dict[str, Any]) -> str:
@@ -139,11 +156,9 @@ def show(cells: dict[str, Any]) -> str:
                 continue
             frozen, line = found.get((name, "none+prototype"), {}), [name, row, str(len(by_split))]
             for shot in map(str, SHOTS):
-                ours = {split: accuracies(cell["right"][shot]) for split, cell in by_split.items()}
-                line.append(interval(list(ours.values())))
-                gains = [[a - b for a, b in zip(values, accuracies(frozen[split]["right"][shot]), strict=False)]
-                         for split, values in ours.items() if split in frozen]  # fmt: skip
-                line.append(interval(gains, "+") if gains and row != "none+prototype" else "")
+                line.append(interval([accuracies(cell, shot) for cell in by_split.values()]))
+                found_gains = gains(by_split, frozen, shot) if row != "none+prototype" else []
+                line.append(interval(found_gains, "+") if found_gains else "")
             lines.append([*line, f"{sum(cell['cpu_minutes'] for cell in by_split.values()) / len(by_split):.1f}"])
     return table(["data set", "row", "splits", "1 shot", "gain", "5 shots", "gain", "CPU min"], lines)
 
@@ -152,6 +167,8 @@ def interval(splits: list[list[float]], sign: str = "") -> str:
     """Mean of what episodes of splits have, 95 % interval: over three splits or more, else over episodes."""
     means = [sum(values) / len(values) for values in splits]
     over = means if len(splits) > 2 else [value for values in splits for value in values]
+    if len(over) < 2:
+        return f"{means[0]:{sign}.2f}"
     middle = sum(over) / len(over)
     spread = math.sqrt(sum((value - middle) ** 2 for value in over) / (len(over) - 1) / len(over))
     return f"{sum(means) / len(means):{sign}.2f} ± {1.96 * spread:.2f}"
