@@ -41,7 +41,8 @@ class Hosts:
             call("ip", "netns", "add", space)
             files = self.files(space)
             files.mkdir(parents=True)
-            lines = [f"{address} {host}" for address, host in zip(ADDRESSES, NAMES, strict=True)]
+            # as Debian does: a host's own name stands for a loopback address, which is no use to the other one
+            lines = [f"{'127.0.1.1' if host == name else address} {host}" for address, host in zip(ADDRESSES, NAMES, strict=True)]
             (files / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
             (files / "hostname").write_text(f"{name}\n")
         here, there = self.cables

@@ -133,15 +133,22 @@ def gloo_interface(launch: Launch, known: Sequence[Interface]) -> str | None:
     gloo takes the address that this host's name stands for. On many machines that is a loopback address, and on all of them ranks
     of other nodes would then wait for ever.
     """
-    try:
-        own = {str(info[4][0]) for info in socket.getaddrinfo(platform.node(), None)}
-    except OSError:
-        own = set()
+    own = own_addresses()
     real = [one for one in known if one.up and not any(is_loopback(address) for address in one.addresses)]
     if any(own & set(one.addresses) for one in real):
         return None
     source = source_address(launch.master_addr)
+    if source and is_loopback(source) and len(real) == 1:  # the master itself, by a name that stands for loopback
+        return real[0].name
     return next((one.name for one in real if source in one.addresses), None)
+
+
+def own_addresses() -> set[str]:
+    """What the name of this host stands for."""
+    try:
+        return {str(info[4][0]) for info in socket.getaddrinfo(platform.node(), None)}
+    except OSError:
+        return set()
 
 
 def is_loopback(address: str) -> bool:
