@@ -2,7 +2,7 @@
 
     with Hosts() as hosts: hosts.run(0, ["python", ...]); hosts.shape(10); hosts.unplug()
 
-Processes of one cannot reach the other but through the cable, which can be slowed down (tc tbf), delayed (tc netem) and unplugged.
+Processes of one reach the other through the cable alone, which can be slowed down (tc tbf), delayed (tc netem) and unplugged.
 They share files and cores. Needs root and Debian's iproute2 and util-linux; touches nothing but namespaces that it has made.
 """
 
@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -21,9 +22,14 @@ BURST = 6000  # bytes that pass at once, however slow the cable; a few packets
 
 
 class Hosts:
-    """Raises `OSError` with the reason where this machine cannot make them."""
+    """Raises `OSError` with the reason where this machine cannot make them.
 
-    def __init__(self) -> None:
+    relayed: the cable leads through a third namespace, in which a process delays what passes (relay.py).
+    """
+
+    def __init__(self, relayed: bool = False) -> None:
+        self.relay: subprocess.Popen[str] | None = None
+        self.middle = f"fmmeta-{os.getpid()}-middle" if relayed else ""
         self.spaces = [f"fmmeta-{os.getpid()}-{name}" for name in NAMES]
         self.cables = [f"fm{os.getpid()}{name[0]}" for name in NAMES]
         self.running: list[subprocess.Popen[bytes]] = []
@@ -46,11 +52,31 @@ class Hosts:
             (files / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
             (files / "hostname").write_text(f"{name}\n")
         here, there = self.cables
-        call("ip", "link", "add", here, "netns", self.spaces[0], "type", "veth", "peer", "name", there, "netns", self.spaces[1])
+        if self.middle:
+            self._make_middle()
+        else:
+            call(
+                "ip", "link", "add", here, "netns", self.spaces[0], "type", "veth", "peer", "name", there, "netns", self.spaces[1]
+            )
         for space, cable, address in zip(self.spaces, self.cables, ADDRESSES, strict=True):
             call("ip", "-n", space, "addr", "add", f"{address}/30", "dev", cable)
             call("ip", "-n", space, "link", "set", "lo", "up")
             call("ip", "-n", space, "link", "set", cable, "up")
+
+    def _make_middle(self) -> None:
+        call("ip", "netns", "add", self.middle)
+        ends = [f"{cable}m" for cable in self.cables]
+        for space, cable, end in zip(self.spaces, self.cables, ends, strict=True):
+            call("ip", "link", "add", cable, "netns", space, "type", "veth", "peer", "name", end, "netns", self.middle)
+            call("ip", "-n", self.middle, "link", "set", end, "up")
+        words = ["ip", "netns", "exec", self.middle, sys.executable, str(Path(__file__).with_name("relay.py")), *ends]
+        self.relay = subprocess.Popen(words, stdin=subprocess.PIPE, text=True)
+
+    def delay(self, milliseconds: float) -> None:
+        """Let the relay hold each packet for so long, each way."""
+        assert self.relay is not None, "Hosts(relayed=True)"
+        assert self.relay.stdin is not None
+        print(milliseconds, file=self.relay.stdin, flush=True)
 
     @staticmethod
     def files(space: str) -> Path:
@@ -61,7 +87,9 @@ class Hosts:
         inside = ["sh", "-c", f'hostname {NAMES[host]} && exec "$@"', "sh", *words]
         return ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", *inside]
 
-    def run(self, host: int, words: Sequence[str], output: int | IO[Any] = subprocess.DEVNULL, **options: Any) -> subprocess.Popen:
+    def run(
+        self, host: int, words: Sequence[str], output: int | IO[Any] = subprocess.DEVNULL, **options: Any
+    ) -> subprocess.Popen:
         """Start a process on a host, in a session of its own; `close` ends it and its children."""
         started = subprocess.Popen(self.command(host, words), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                                    **options)  # fmt: skip
@@ -101,7 +129,10 @@ class Hosts:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        for space in self.spaces:
+        if self.relay is not None:
+            self.relay.kill()
+            self.relay.wait()
+        for space in [*self.spaces, *([self.middle] if self.middle else [])]:
             left = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False).stdout.split()
             for pid in left:
                 os.kill(int(pid), signal.SIGKILL)

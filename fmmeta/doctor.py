@@ -219,7 +219,9 @@ def network() -> list[Finding]:
         found.append(Finding("network", "ok", f"{', '.join(up) or 'no interface but loopback'} up"))
     if not os.environ.get("GLOO_SOCKET_IFNAME") and all(map(is_loopback, own_addresses())):
         text = f"{platform.node()} stands for a loopback address, which other nodes cannot reach"
-        found.append(Finding("host name", "warning", text, "runs on several nodes choose GLOO_SOCKET_IFNAME by MASTER_ADDR, or set it"))
+        found.append(
+            Finding("host name", "warning", text, "runs on several nodes choose GLOO_SOCKET_IFNAME by MASTER_ADDR, or set it")
+        )
     return found
 
 

@@ -1,9 +1,9 @@
 """Training as a submitit job, from Python instead of an sbatch file: `pip install 'fmmeta[submitit]'`, then
 
-    python launch/submitit_train.py --nodes 2 --gpus_per_node 8 --timeout_min 1440 --slurm_partition gpu --deepspeed ds_configs/zero3.json
+    python launch/submitit_train.py --nodes 2 --gpus_per_node 8 --slurm_partition gpu --deepspeed ds_configs/zero3.json
 
-One task per GPU. What is no flag of this script is a flag of training, and is checked before anything is submitted. Before the time
-limit SLURM sends USR1; the run then saves, and only then does submitit get the signal, with which it puts the job back into the queue.
+One task per GPU. What is no flag of this script is a flag of training, and is checked before anything is submitted. Before the
+time limit SLURM sends USR1; the run then saves, and only then does submitit get the signal, with which it queues the job again.
 `--cluster local` starts the tasks here and waits for them.
 """
 
@@ -29,6 +29,7 @@ class Training:
     def __call__(self) -> str:
         """On every task: train, to the end or until a signal. Returns the run's folder."""
         import submitit
+
         from fmmeta.cli import parse
         from fmmeta.signals import Signals, Stopped
         from fmmeta.train import train
@@ -54,7 +55,9 @@ class Training:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--cluster", choices=("slurm", "local"), default="slurm")
     parser.add_argument("--folder", default="runs/submitit", help="where submitit keeps logs and pickles")
     parser.add_argument("--nodes", type=int, default=1)
@@ -62,7 +65,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--gpus_per_node", type=int, default=0)
     parser.add_argument("--cpus_per_task", type=int, default=8)
     parser.add_argument("--timeout_min", type=int, default=1440)
-    parser.add_argument("--signal_delay_s", type=int, default=300, help="seconds before the limit at which the run saves and ends")
+    parser.add_argument(
+        "--signal_delay_s", type=int, default=300, help="seconds before the limit at which the run saves and ends"
+    )
     parser.add_argument("--slurm_partition", default=None)
     given, flags = parser.parse_known_args(argv)
     try:

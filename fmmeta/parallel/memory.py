@@ -140,8 +140,8 @@ def least_free(world: World) -> tuple[int, int]:
 
 
 def choose_group_size(world: World, sizes: Sizes, precision: Precision, model_ranks: int = 1) -> tuple[int, str]:
-    """Smallest number of ranks whose groups stay inside a node, and multiple of `model_ranks` (stages x tensor ranks), at which the estimate fits,
-    and the arithmetic. Collective: world.
+    """Smallest number of ranks whose groups stay inside a node, and multiple of `model_ranks` (stages x tensor ranks), at which
+    the estimate fits, and the arithmetic. Collective: world.
 
     Raises `UsageError` on every rank if none does.
     """

@@ -1,4 +1,4 @@
-"""Network settings of this host, looked at before anything waits for them: interfaces that are not there, timeouts, flight recorder.
+"""Network settings of this host, looked at before anything waits for them: interfaces, timeouts, flight recorder.
 
     findings    what is wrong with the environment, for `fmmeta doctor` and for a start
     settle      at the start of a launch: choose gloo's interface where nobody has, and end all ranks if one cannot be reached

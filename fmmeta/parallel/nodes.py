@@ -1,6 +1,6 @@
 """Which ranks share a node, whether groups stay inside one, and which links carry what. Arithmetic and words only.
 
-A group sends something in every pass, groups among each other once per outer step. So a group belongs on one node wherever it fits.
+A group sends something in every pass, groups among each other once per outer step: a group belongs on one node wherever it fits.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Nodes:
         if group_size <= min(self.sizes):
             sizes = divisors(len(self.node))
             good = [str(size) for size in sizes if self.keeps(size) or size > min(self.sizes)]
-            raise UsageError(f"group_size={group_size} fits on a node, but {where}, and all that it sends in every pass would cross "
-                             f"the network; use group_size {any_of(good)}, or start consecutive ranks on each node (srun "
+            raise UsageError(f"group_size={group_size} fits on a node, but {where}, and all that it sends in every pass would "
+                             f"cross the network; use group_size {any_of(good)}, or start consecutive ranks on each node (srun "
                              "--distribution=block), as many as whole groups have")  # fmt: skip
         return f"{where}: what it sends in every pass crosses the network"
 
@@ -93,7 +93,9 @@ class Nodes:
         lines = [f"group {group}: {ranks_of(group, group_size)} on {self.names(nodes)}"
                  for group, nodes in enumerate(spanned[:SHOWN])]  # fmt: skip
         if len(spanned) > SHOWN:
-            lines.append(f"and {len(spanned) - SHOWN} more groups, {'all on one node each' if self.keeps(group_size) else 'alike'}")
+            lines.append(
+                f"and {len(spanned) - SHOWN} more groups, {'all on one node each' if self.keeps(group_size) else 'alike'}"
+            )
         if group_size > 1:
             far = sum(len(nodes) > 1 for nodes in spanned)
             link = "inside a node" if not far else f"between nodes in {far} of {len(spanned)} groups"
@@ -104,8 +106,9 @@ class Nodes:
                 name = "NCCL_SOCKET_IFNAME" if device == "cuda" else "GLOO_SOCKET_IFNAME"
                 link = f"between nodes ({name}={os.environ.get(name) or 'not set'})"
             lines.append(f"across groups, {link}: {size_of(shard_bytes)} of meta-gradient per rank, once per outer step")
-        lines.append(f"all ranks, {'inside a node' if len(self.hosts) == 1 else 'between nodes'}: agreement and numbers, less than "
-                     f"{size_of(1000.0 * world_size)} per outer step (gloo)")  # fmt: skip
+        link = "inside a node" if len(self.hosts) == 1 else "between nodes"
+        most = size_of(1000.0 * world_size)
+        lines.append(f"all ranks, {link}: agreement and numbers, less than {most} per outer step (gloo)")
         return lines
 
 

@@ -1,9 +1,9 @@
 """Stand-ins for `sbatch`, `srun` and `scontrol` on one machine. They stand for the cluster; the tasks that they start are real.
 
-What they do is what the manual pages say of the options that launch/ uses; any other option is an error. `sbatch` reads #SBATCH lines,
-runs the script with SLURM's variables, hands `--signal=B:...` to the script's shell alone (once the file $STAND_IN_SIGNAL_AT has
-as many lines as outer steps are to pass), and starts it anew after `scontrol requeue`. `srun` starts its tasks with theirs, hands
-signals on to all processes of each, and ends with the highest exit code.
+What they do is what the manual pages say of the options that launch/ uses; any other option is an error. `sbatch` reads #SBATCH
+lines, runs the script with SLURM's variables, hands `--signal=B:...` to the script's shell alone (once the file of
+$STAND_IN_SIGNAL_AT has its number of lines), and starts it anew after `scontrol requeue`. `srun` starts its tasks with theirs,
+hands signals on to all processes of each, and ends with the highest exit code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ import time
 from pathlib import Path
 
 HOSTS = ["localhost", "127.0.0.1"]  # names of two nodes that mean this machine
-BATCH = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "distribution", "time", "signal", "requeue", "open-mode", "output"}
+BATCH = {
+    "job-name",
+    "nodes",
+    "ntasks-per-node",
+    "gpus-per-node",
+    "distribution",
+    "time",
+    "signal",
+    "requeue",
+    "open-mode",
+    "output",
+}
 STEP = {"kill-on-bad-exit", "wait"}
 
 
@@ -61,7 +72,12 @@ def sbatch(script: str, *arguments: str) -> int:
             warned = False
             while job.poll() is None:
                 where, least = os.environ["STAND_IN_SIGNAL_AT"].rsplit(":", 1)
-                if not warned and not restart and Path(where).is_file() and len(Path(where).read_text().splitlines()) >= int(least):
+                if (
+                    not warned
+                    and not restart
+                    and Path(where).is_file()
+                    and len(Path(where).read_text().splitlines()) >= int(least)
+                ):
                     warned = True
                     to, number = re.fullmatch(r"(B:)?(\w+)@\d+", asked["signal"]).groups()  # type: ignore[union-attr]
                     assert to == "B:"

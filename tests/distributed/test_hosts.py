@@ -77,8 +77,8 @@ def by_deepspeed(folder: Path, slots: int, flags: list[str]):
     """The command for each host: without ssh, somebody starts it on all of them."""
     hostfile, port = folder / "hostfile", free_port()
     hostfile.write_text("".join(f"{name} slots={slots}\n" for name in NAMES))
-    return lambda host: ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(host), "--master_addr", ADDRESSES[0],
-                         "--master_port", str(port), "launch/train.py", *flags]  # fmt: skip
+    return lambda host: ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(host),
+                         "--master_addr", ADDRESSES[0], "--master_port", str(port), "launch/train.py", *flags]  # fmt: skip
 
 
 @pytest.mark.timeout(300)
@@ -101,7 +101,14 @@ def test_torchrun_trains_on_two_hosts(hosts, flags, alone, tmp_path):
     """A group on each host, ZeRO 2 inside; the rendezvous is c10d's, on the first host."""
     run, port = tmp_path / "run", free_port()
     settings = [*flags(run, group_size=2, deepspeed="ds_configs/zero2.json", **SHORT)]
-    words = ["torchrun", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={NAMES[0]}:{port}", "--rdzv-id=x"]
+    words = [
+        "torchrun",
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={NAMES[0]}:{port}",
+        "--rdzv-id=x",
+    ]
     before = hosts.sent()
     started = Started(hosts, tmp_path, lambda host: [*words, "launch/train.py", *settings])
     assert started.codes(250) == [0, 0], started.texts
@@ -127,8 +134,12 @@ def test_a_cable_that_is_unplugged_ends_the_job_and_loses_nothing(hosts, flags, 
     assert codes == [70, 70], started.texts
     assert took < bound_s + 20  # the launchers and a busy machine
     for host, text in enumerate(started.texts):
-        assert re.search(r"fmmeta: watchdog: outer step \d+ has taken \d+ s, and its bound is 8 s \(--step_timeout\); the job ends", text)
-        assert re.search(rf"watchdog: rank {1 - host} \(process \d+ on {NAMES[1 - host]}\) is silent \(stopped, frozen or cut off\)", text)
+        assert re.search(
+            r"fmmeta: watchdog: outer step \d+ has taken \d+ s, and its bound is 8 s \(--step_timeout\); the job ends", text
+        )
+        assert re.search(
+            rf"watchdog: rank {1 - host} \(process \d+ on {NAMES[1 - host]}\) is silent \(stopped, frozen or cut off\)", text
+        )
     again = Started(hosts, tmp_path, by_deepspeed(tmp_path, 1, flags(run, **{**settings, "step_timeout": 100})), DAWDLE_S="0")
     assert again.codes(200) == [0, 0], again.texts
     assert f"resumed from {run}/checkpoint-" in again.texts[0]
@@ -173,8 +184,8 @@ def test_deepspeed_starts_two_hosts_by_pdsh(hosts, reached, flags, alone, tmp_pa
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     (tmp_path / "hostfile").write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
     (tmp_path / ".deepspeed_env").write_text(f"HF_DATASETS_CACHE={os.environ['HF_DATASETS_CACHE']}\nOMP_NUM_THREADS=1\n")
-    words = ["deepspeed", "--hostfile", "hostfile", "--master_addr", ADDRESSES[0], "--master_port", str(free_port()), "--no_ssh_check",
-             "launch/train.py", *flags(run, **SHORT)]  # fmt: skip
+    words = ["deepspeed", "--hostfile", "hostfile", "--master_addr", ADDRESSES[0], "--master_port", str(free_port()),
+             "--no_ssh_check", "launch/train.py", *flags(run, **SHORT)]  # fmt: skip
     with (tmp_path / "log").open("w") as log:
         started = hosts.run(0, words, log, cwd=tmp_path, env={**env, "PDSH_SSH_ARGS_APPEND": f"-F {reached}"})
         code = started.wait(250)

@@ -1,4 +1,4 @@
-"""The files of launch/ as they are: sbatch files under stand-ins for SLURM's commands, submitit's local executor. Ranks are real."""
+"""The files of launch/ as they are: sbatch files under stand-ins for SLURM's commands, submitit's local executor; real ranks."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ def test_a_job_that_is_warned_saves_and_goes_on_from_the_queue(file, place, flag
     """Two nodes of one rank. The shell of the sbatch file alone is told; the end is that of the run that nothing happened to."""
     run = tmp_path / "runs" / "slurm-4711"
     (tmp_path / "launch").symlink_to(ROOT / "launch")
-    env = environment(PATH=f"{slurm.install(tmp_path / 'bin')}:{PATHS}", STAND_IN_FOLDER=str(tmp_path), MASTER_PORT=str(free_port()),
-                      RDZV_PORT=str(free_port()), STAND_IN_SIGNAL_AT=f"{run / 'metrics.jsonl'}:3", **place, **SLOWLY)  # fmt: skip
-    ended = subprocess.run(["sbatch", f"launch/{file}", *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=380,
-                           check=False)  # fmt: skip
+    env = environment(PATH=f"{slurm.install(tmp_path / 'bin')}:{PATHS}", STAND_IN_FOLDER=str(tmp_path), **place, **SLOWLY,
+                      MASTER_PORT=str(free_port()), RDZV_PORT=str(free_port()),
+                      STAND_IN_SIGNAL_AT=f"{run / 'metrics.jsonl'}:3")  # fmt: skip
+    command = ["sbatch", f"launch/{file}", *flags]
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=380, check=False)
     text = (tmp_path / "slurm-4711.out").read_text()
     assert ended.returncode == 0, ended.stderr + text[-6000:]
     assert "stopped by SIGUSR1 after outer step" in text
@@ -77,10 +78,16 @@ run_and_requeue bash "$child" "$1"
 ])  # fmt: skip
 def test_what_goes_back_into_the_queue(told, code, restarts, queued, tmp_path):
     """Saved, or a machine's fault, or anything after a signal; never bad input, never the end, never for ever."""
-    script = SCRIPT.replace("CODE", str(code)).replace("LATE", str(0 if told else code)).replace("seq 100", f"seq {100 if told else 1}")
+    script = (
+        SCRIPT.replace("CODE", str(code))
+        .replace("LATE", str(0 if told else code))
+        .replace("seq 100", f"seq {100 if told else 1}")
+    )
     env = environment(PATH=f"{slurm.install(tmp_path / 'bin')}:{PATHS}", STAND_IN_FOLDER=str(tmp_path), SLURM_JOB_ID="4711",
                       SLURM_RESTART_COUNT=str(restarts))  # fmt: skip
-    shell = subprocess.Popen(["bash", "-c", script, "job", str(tmp_path / "there")], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    shell = subprocess.Popen(
+        ["bash", "-c", script, "job", str(tmp_path / "there")], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True
+    )
     until((tmp_path / "there").exists)
     if told:
         shell.send_signal(signal.SIGUSR1)

@@ -66,9 +66,9 @@ def test_a_group_that_fits_on_every_node_lies_on_one_or_is_refused(sizes, group_
 
 def test_the_refusal_names_group_nodes_and_sizes_that_work():
     assert refusal(nodes_of(6, 6).check, 4) == (
-        "group_size=4 fits on a node, but group 1 (ranks 4 to 7) lies on gpu0 and gpu1, and all that it sends in every pass would "
-        "cross the network; use group_size 1, 2, 3, 6 or 12, or start consecutive ranks on each node (srun --distribution=block), as "
-        "many as whole groups have"
+        "group_size=4 fits on a node, but group 1 (ranks 4 to 7) lies on gpu0 and gpu1, and all that it sends in every pass "
+        "would cross the network; use group_size 1, 2, 3, 6 or 12, or start consecutive ranks on each node (srun "
+        "--distribution=block), as many as whole groups have"
     )
     cyclic = Nodes((0, 1, 0, 1), ("a", "a"))
     assert "group 0 (ranks 0 and 1) lies on a (node 0) and a (node 1)" in refusal(cyclic.check, 2)
@@ -97,14 +97,24 @@ def test_the_map(monkeypatch):
         "all ranks, inside a node: agreement and numbers, less than 2 kB per outer step (gloo)",
     ]  # fmt: skip
     wide = nodes_of(2, 2).map(4, "weights", 1, "cpu")
-    assert wide[:2] == ["group 0: ranks 0 to 3 on gpu0 and gpu1", "inside groups, between nodes in 1 of 1 groups: weights, in every pass"]
+    assert wide[:2] == [
+        "group 0: ranks 0 to 3 on gpu0 and gpu1",
+        "inside groups, between nodes in 1 of 1 groups: weights, in every pass",
+    ]
     many = nodes_of(*[8] * 8).map(1, "nothing", 1, "cpu")
     assert many[15:17] == ["group 15: rank 15 on gpu1", "and 48 more groups, all on one node each"]
     assert "(GLOO_SOCKET_IFNAME=not set)" in many[17]
 
 
 def test_sizes_read_well():
-    assert [size_of(n) for n in (0, 999, 1000, 614_400, 4e9, 4e13)] == ["0 bytes", "999 bytes", "1 kB", "614 kB", "4 GB", "4e+04 GB"]
+    assert [size_of(n) for n in (0, 999, 1000, 614_400, 4e9, 4e13)] == [
+        "0 bytes",
+        "999 bytes",
+        "1 kB",
+        "614 kB",
+        "4 GB",
+        "4e+04 GB",
+    ]
 
 
 def test_groups_chosen_automatically_stay_inside_nodes():
