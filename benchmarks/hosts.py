@@ -1,6 +1,7 @@
 """What does the link between two hosts cost? An outer step of two hosts with two ranks each, against bandwidth and delay.
 
     python -m benchmarks.hosts --json benchmarks/results/hosts.json --plot docs/hosts.svg
+    python -m benchmarks.hosts --unplug --json benchmarks/results/unplugged.json
 
 The hosts are network namespaces (namespaces.py) joined by a cable, a group of two ranks on each (ZeRO 2), started by `torchrun`
 with c10d rendezvous or by `deepspeed --no_ssh` (--launcher). Over the cable goes one reduction of each rank's shard per outer
@@ -9,7 +10,8 @@ step. One launch serves all settings: the cable is set anew while the run goes o
     predicted = seconds without shaping + bytes that the cable then carried in a step / bandwidth
     predicted = seconds without delay + trips x delay; trips: from the longest delay, the only one that calibrates
 
-Delays need the kernel's netem; without it a process between the hosts makes them (relay.py), without delay too.
+Delays need the kernel's netem; without it a process between the hosts makes them (relay.py), without delay too. --unplug pulls
+the cable during a run instead, under both launchers, and measures how long each host takes to end.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -38,9 +41,9 @@ FLAGS = {
 class Bench:
     """One launch over both hosts, and the seconds of its outer steps as they come."""
 
-    def __init__(self, hosts: Hosts, folder: Path, launcher: str, steps: int) -> None:
+    def __init__(self, hosts: Hosts, folder: Path, launcher: str, steps: int, **flags: Any) -> None:
         self.hosts, self.run, port = hosts, folder / "run", 29000 + os.getpid() % 1000
-        words = [f"--{key}={value}" for key, value in {**FLAGS, "outer_steps": steps, "output_dir": self.run}.items()]
+        words = [f"--{key}={value}" for key, value in {**FLAGS, **flags, "outer_steps": steps, "output_dir": self.run}.items()]
         (folder / "hostfile").write_text("".join(f"{name} slots=2\n" for name in NAMES))
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
@@ -72,13 +75,18 @@ class Bench:
         return found
 
     def measure(self, count: int) -> dict[str, Any]:
-        """Median seconds of `count` steps after the next two, and the bytes that each host put on the cable in one."""
+        """Seconds of the fastest of `count` steps after the next two, and the bytes that each host put on the cable in one.
+
+        The fastest, because other work on the cores can only add to it.
+        """
         begun = len(self.wait(len(self.steps()) + 2))
         before = self.hosts.sent()
         done = self.wait(begun + count)
         sent = [(now - then) / (len(done) - begun) for now, then in zip(self.hosts.sent(), before, strict=True)]
         seconds = [line["seconds"] for line in done[begun : begun + count]]
-        return {"seconds": statistics.median(seconds), "all": seconds, "bytes": max(sent), "comm_bytes": done[-1]["comm_bytes"]}
+        middle = statistics.median(seconds)
+        shards = 2 * done[-1]["comm_bytes"]  # of the two ranks of a host
+        return {"seconds": min(seconds), "median": middle, "all": seconds, "bytes": max(sent), "shards": shards}
 
     def end(self) -> None:
         for process in self.processes:
@@ -106,6 +114,25 @@ def measured(
             hosts.delay(0.0)
         bench.end()
     return rows, missing
+
+
+def unplugged(launcher: str, step_timeout: float) -> dict[str, Any]:
+    """Pull the cable during an outer step; when does the launcher of each host end, with which code, and what was said?"""
+    with tempfile.TemporaryDirectory() as folder, Hosts() as hosts:
+        bench = Bench(hosts, Path(folder), launcher, 10**6, step_timeout=step_timeout, save_steps=2)
+        bench.wait(6)
+        hosts.unplug()
+        pulled, ended = time.monotonic(), dict[int, float]()
+        while len(ended) < 2 and time.monotonic() < pulled + 400:
+            for host, process in enumerate(bench.processes):
+                if host not in ended and process.poll() is not None:
+                    ended[host] = time.monotonic() - pulled
+            time.sleep(0.05)
+        lines = [line for log in bench.logs for line in log.read_text().splitlines() if "watchdog" in line]
+        codes = [process.poll() for process in bench.processes]
+        saved = max(int(path.name.split("-")[1]) for path in bench.run.glob("checkpoint-*"))
+        return {"launcher": launcher, "step_timeout": step_timeout, "seconds": [ended.get(host) for host in (0, 1)],
+                "codes": codes, "steps": len(bench.steps()), "saved": saved, "said": lines}  # fmt: skip
 
 
 def predict_bandwidth(rows: list[dict[str, Any]]) -> None:
@@ -145,11 +172,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launcher", choices=("torchrun", "deepspeed"), default="torchrun")
     parser.add_argument("--count", type=int, default=5, help="outer steps that are measured for each setting")
-    parser.add_argument("--mbits", type=float, nargs="*", default=[1000, 200, 100, 50, 20, 10, 5])
+    parser.add_argument("--mbits", type=float, nargs="*", default=[100, 50, 20, 10, 5, 2, 1])
     parser.add_argument("--delays", type=float, nargs="*", default=[5, 20, 50], help="ms, one way")
+    parser.add_argument("--unplug", action="store_true")
     parser.add_argument("--json", default=None)
     parser.add_argument("--plot", default=None)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *of: sys.exit(143))  # the hosts are removed on the way out
+    if args.unplug:
+        ends = [unplugged(launcher, 8.0) for launcher in ("deepspeed", "torchrun")]
+        print(json.dumps(ends, indent=1))
+        write_json(args.json, {"runs": ends})
+        return
     rows, missing = measured(args.launcher, args.count, [(None, 0.0), *((mbit, 0.0) for mbit in args.mbits)], False)
     predict_bandwidth(rows)
     show(rows)
@@ -169,12 +203,10 @@ def main() -> None:
 def draw(axes: Any, rows: list[dict[str, Any]]) -> None:
     shaped = [row for row in rows if row["mbit"]]
     first = rows[0]
-    curve = [10 ** (exponent / 50) for exponent in range(30, 155)]
+    curve = [10 ** (exponent / 50) for exponent in range(-5, 105)]
     axes.plot(curve, [first["seconds"] + 8 * first["bytes"] / (1e6 * mbit) for mbit in curve], color="#1f6f8b",
               label=f"predicted: {first['seconds']:.2f} s + {first['bytes'] / 1e6:.2f} MB / bandwidth")  # fmt: skip
-    axes.plot(
-        [row["mbit"] for row in shaped], [row["seconds"] for row in shaped], "o", color="#c0504d", label="measured (median)"
-    )
+    axes.plot([row["mbit"] for row in shaped], [row["seconds"] for row in shaped], "o", color="#c0504d", label="measured")
     axes.axhline(first["seconds"], color="#777", linestyle="--", label="cable not shaped")
     axes.set_xscale("log")
     axes.set_yscale("log")

@@ -116,7 +116,7 @@ def srun(*words: str) -> int:
 def scontrol(verb: str, *words: str) -> int:
     if verb == "show":
         assert words[0] == "hostnames"
-        print("\n".join(words[1].split(",")))
+        sys.stdout.write("\n".join([*words[1].split(","), ""]))  # at once: `head -n 1` may not wait for more
     else:
         assert (verb, *words) == ("requeue", "4711")
         Path(os.environ["STAND_IN_FOLDER"], "requeued").touch()
