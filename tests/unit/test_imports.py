@@ -32,6 +32,8 @@ ORDER = [
     {"start", "watchdog", "doctor"},
     {"guard"},
     {"fewshot"},
+    {"state"},
+    {"journal"},
     {"train"},
     {"cli"},
     {"__main__"},
