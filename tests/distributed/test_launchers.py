@@ -112,7 +112,7 @@ def test_submitit_queues_a_run_again_after_its_save(flags, straight, tmp_path):
     started = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert started.stdout is not None
     job = int(started.stdout.readline().split()[1].rstrip(";"))  # the controller's process
-    until(lambda: steps_of(tmp_path / "run") >= 3, 150)
+    until(lambda: steps_of(tmp_path / "run") >= 3, 300)
     tasks = [pid for children in Path(f"/proc/{job}/task").glob("*/children") for pid in children.read_text().split()]
     assert len(tasks) == 2
     for pid in tasks:
@@ -130,7 +130,7 @@ def test_submitit_queues_a_run_again_after_its_save(flags, straight, tmp_path):
 def test_submitit_is_not_asked_with_bad_flags(tmp_path):
     words = ["--cluster=local", "--folder", str(tmp_path / "jobs"), "--inner_stepz=3"]
     ended = subprocess.run([sys.executable, "launch/submitit_train.py", *words], cwd=ROOT, env=environment(), capture_output=True,
-                           text=True, timeout=60, check=False)  # fmt: skip
+                           text=True, timeout=200, check=False)  # fmt: skip
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "fmmeta: error: --inner_stepz is not a flag; did you mean --inner_steps?; --help lists them\n"
     assert not (tmp_path / "jobs").exists()
