@@ -233,6 +233,7 @@ class ParallelConfig:
     )
     bf16: bool = setting(False, "bf16 weights and activations over fp32 shards (where the DeepSpeed file says auto or nothing)")
     offload_outer: bool = setting(False, "Keep theta, meta-gradient and outer moments in host memory during the inner loop")
+    group_layout: bool = setting(False, "Show at the start on which node each rank of each group is, and which links carry what")
     local_rank: int = setting(-1, "Passed by launchers; leave it alone")
 
 
@@ -318,7 +319,7 @@ REMEMBERED = (
 FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
     "eval_episodes", "group_size", "pipeline_stages", "tensor_parallel_size", "micro_batch_size", "engine", "deepspeed",
-    "pipeline_balance", "max_bad_steps", "attn_implementation", "report_to",
+    "pipeline_balance", "group_layout", "max_bad_steps", "attn_implementation", "report_to",
     "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
     "save_async", "max_failed_saves", "accept_changed_settings", "step_timeout", "check_replicas_steps", "max_file_gib",
     "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",

@@ -26,9 +26,11 @@ import torch
 import torch.distributed as dist
 
 from fmmeta.config import UsageError
+from fmmeta.parallel import network
 from fmmeta.parallel.home import CHUNK
 from fmmeta.parallel.layout import Launch, Layout
 from fmmeta.parallel.meeting import meet
+from fmmeta.parallel.nodes import Nodes
 from fmmeta.safety import disk_trouble
 
 TIMEOUT = timedelta(minutes=30)
@@ -170,6 +172,7 @@ class World:
         os.environ["FMMETA_GLOBAL_RANK"] = str(launch.global_rank)  # RANK will be the group's
         os.environ.setdefault("DS_ACCELERATOR", device.type)
         backend = None
+        self.said: list[str] = []  # of the network, for rank 0 to say
         self.store: dist.Store | None = dist.HashStore()
         if launch.world_size > 1:
             os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port),
@@ -184,10 +187,12 @@ class World:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 met = meet(cast(Any, self.store), launch.global_rank, launch.world_size, TIMEOUT.total_seconds())
                 self.store = dist.PrefixStore(met, self.store)
+            self.said = network.settle(cast(Any, self.store), launch, device.type == "cuda")
             store = dist.PrefixStore("world", self.store)
             backend = dist.ProcessGroupGloo(store, launch.global_rank, launch.world_size, TIMEOUT)
         self.comm = Communicator(backend, launch.global_rank, launch.world_size, torch.device("cpu"))
         self.made, self.prepared = [self.comm], 0
+        self.nodes = Nodes.of(self.comm, launch)
 
     def first_on_node(self, doing: str, work: Callable[[], T], timeout_s: float, say: Callable[[str], None] | None = None) -> T:
         """Run `work` on the first rank of every node, and when it is done there on the others, which find it prepared.
@@ -197,17 +202,17 @@ class World:
         """
         assert self.store is not None, "before close"
         launch, say = self.launch, say or (lambda text: print(f"fmmeta: {text}", file=sys.stderr, flush=True))
-        first = launch.global_rank - launch.local_rank
+        first = self.nodes.first(launch.global_rank)
         self.prepared += 1
         key, done, result = f"first_on_node/{self.prepared}/{first}", "failed", None
-        prepared = launch.local_rank == 0 or self._wait(key, doing, first, timeout_s, say)
+        prepared = launch.global_rank == first or self._wait(key, doing, first, timeout_s, say)
         with self.comm.together(doing):
             try:
                 if prepared:  # if not, that rank's error is everybody's
                     result = work()
                     done = "done"
             finally:
-                if launch.local_rank == 0:
+                if launch.global_rank == first:
                     self.store.set(key, done)
         return cast("T", result)
 
@@ -215,7 +220,7 @@ class World:
         """Whether the rank `first` has done it."""
         assert self.store is not None
         began, told, mine = time.monotonic(), 0.0, self.launch.global_rank
-        speaks, whom = self.launch.local_rank == 1, f"rank {first} on {platform.node()} ({doing})"
+        speaks, whom = self.nodes.second(mine), f"rank {first} on {platform.node()} ({doing})"
         while not self.store.check([key]):
             waited = time.monotonic() - began
             if waited > timeout_s:
