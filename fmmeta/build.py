@@ -166,7 +166,7 @@ def sizes_of(config: Config, plan: Plan, device: torch.device) -> memory.Sizes:
     sizes = memory.Sizes.of(plan.description.hf_config, params, frozen, min(config.micro_batch_size, rows), config.max_length,
                             config.task_type == "causal_lm", config.gradient_checkpointing,
                             config.offload_outer and device.type != "cpu")  # fmt: skip
-    return replace(sizes, layers=-(-sizes.layers // depth), in_flight=depth)
+    return replace(sizes, layers=-(-sizes.layers // depth), in_flight=depth, outer_delay=config.outer_delay)
 
 
 def counts(learner: Learner) -> tuple[int, int]:

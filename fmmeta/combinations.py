@@ -44,6 +44,7 @@ def problems(c: Any) -> Iterator[str]:
     yield from _of_the_algorithm(c)
     yield from _of_inner_settings(c)
     yield from _of_the_outer_optimizer(c)
+    yield from _of_the_delay(c)
 
 
 def _without_effect(c: Any) -> Iterator[str]:
@@ -164,6 +165,20 @@ def _of_the_outer_optimizer(c: Any) -> Iterator[str]:
                f"shards; use {' or '.join(OUTER_OPTIMIZERS)}")  # fmt: skip
     if name not in OUTER_OPTIMIZERS:
         yield f"outer_optimizer={name} is unknown; use {', '.join(OUTER_OPTIMIZERS[:-1])} or {OUTER_OPTIMIZERS[-1]}"
+
+
+def _of_the_delay(c: Any) -> Iterator[str]:
+    if c.outer_delay > 1:
+        yield f"outer_delay={c.outer_delay} is above 1: one reduction hides behind one outer step; use 0 or 1"
+    if c.outer_delay and c.offload_outer:
+        yield (f"outer_delay={c.outer_delay} with offload_outer=True: a sum in host memory is reduced piece by piece, and none "
+               "of it would overlap; leave one out")  # fmt: skip
+    if c.outer_delay and c.inner_state == "kept":
+        yield (f"outer_delay={c.outer_delay} with inner_state=kept: the moments that an inner loop begins with would be those of "
+               "two outer steps before; use reset, or no delay")  # fmt: skip
+    for name, unset in {"outer_delay": 0, "reduce_dtype": "fp32"}.items():
+        if getattr(c, name) != unset and c.algorithm in UNTRAINED:
+            yield f"{name}={getattr(c, name)} means nothing for algorithm={c.algorithm}, which trains nothing; leave it out"
 
 
 def is_number(text: str) -> bool:

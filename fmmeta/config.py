@@ -21,6 +21,7 @@ INNER_SCHEDULES = ("constant", "linear", "cosine")
 INNER_STATES = ("reset", "kept")
 LEARNED_RATES = ("no", "layer", "element")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
+REDUCE_DTYPES = ("fp32", "bf16")
 BALANCES = ("parameters", "time")
 ENGINES = ("auto", "deepspeed", "plain")
 SHARDINGS = ("global", "node")
@@ -205,6 +206,10 @@ class MetaConfig:
     adam_epsilon: float = setting(
         None, "Epsilon of AdamW; it holds down rounding noise (default: 1e-3 for the built-in model, 1e-6 for a checkpoint)"
     )
+    outer_delay: int = setting(
+        0, "1: reduce across groups behind the inner loops of the next outer step, and move theta after them; see docs/delay.md"
+    )
+    reduce_dtype: str = setting("fp32", "What travels across groups; bf16 halves the bytes, shards stay fp32", REDUCE_DTYPES)
     outer_steps: int = setting(150, "Outer steps of the run")
     warmup_steps: int = setting(0, "Outer steps of linear warm-up")
     lr_scheduler_type: str = setting("cosine", "Schedule of the outer learning rate, as transformers names it", SCHEDULES)

@@ -25,8 +25,9 @@ from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.guard import Guard, Spikes
 from fmmeta.meta.algorithms import NUMBERS, RULES, imaml
 from fmmeta.meta.check import Checked, check
-from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
+from fmmeta.meta.outer import Outer, OuterState, OuterStep
 from fmmeta.meta.tally import Tally
+from fmmeta.meta.updates import Updates
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
@@ -115,6 +116,7 @@ class Run:
         self.trains = config.algorithm in RULES
         self.rule_at = partial(RULES[config.algorithm], parts.setup) if self.trains else None
         self.outer = Outer(self.theta, self.worker, config, parts.setup.inner)
+        self.updates = Updates(self.outer, ranks.cross, config)
         self.held_out = HeldOut(config, self.worker, self.theta, parts.setup.learning, parts.load, ranks, progress)
         self.schedule = build.training_schedule(config, plan, ranks.layout)
         self.guard = guard or Guard(config, ranks, parts.worker)
@@ -147,6 +149,7 @@ class Run:
                 self.theta.copy_(vectors.pop("theta"))
                 if self.best is not None:
                     self.best.load_state(vectors, tables, state["best"])
+                self.updates.load_state(vectors, tables, state.get("pending"))
                 self.outer.load_state(OuterState(vectors, tables, state["numbers"]))
                 self.outer_step, self.bad_steps, self.tasks = state["outer_step"], state["bad_steps"], state["tasks"]
                 self.spikes = Spikes(state.get("losses"))
@@ -171,7 +174,7 @@ class Run:
         self.feed = Feed(self.schedule, load, self.outer_step, self.tasks, self.ranks, config, self.progress.notice)
         if config.check_meta_gradient:
             self._check(load)
-        meta, first = MetaGradient(self.theta, self.outer.extras), self.outer_step
+        first = self.outer_step
         self.progress.start("outer step")
         began = time.monotonic()
         try:
@@ -182,7 +185,7 @@ class Run:
                     if self.guard.leaves():
                         break
                     direction = self.guard.fit(rule.direction(self.worker, self.theta, episode))
-                    meta.add(direction)
+                    self.updates.meta.add(direction)
                     tally.add(direction, sum(episode.tokens) if self.worker.voice else 0)
                     del direction  # its shard would lie beside the next one's
                 self.guard.watch.enter("waiting for the other groups")
@@ -190,10 +193,10 @@ class Run:
                 if self.guard.agree(self.saver):
                     break
                 self._judge(tally)
-                moved = self.outer.step(meta.reduce(self.ranks.cross, weight), self.outer_step, meta.extra)
-                if moved.applied:
+                unread, last = self._unread(tally), self.outer_step + 1 == config.outer_steps
+                moved = self.updates.move(weight, self.outer_step, unread, last)
+                if moved is not None and moved.applied:
                     self.worker.write(self.theta)
-                meta.clear()
                 self.outer_step += 1
                 self.guard.settled(self.outer_step, self.theta)
                 self._after_step(moved, tally, first)
@@ -235,10 +238,15 @@ class Run:
         for _, episode in found:
             self.progress.notice(check(cast(Checked, rule), self.worker, self.theta, episode, precision).text)
 
-    def _after_step(self, moved: OuterStep, tally: Tally, first: int) -> None:
+    def _unread(self, tally: Tally) -> bool:
+        return len(tally.values.get("bad_tasks", ())) == self.schedule.tasks_per_step
+
+    def _after_step(self, moved: OuterStep | None, tally: Tally, first: int) -> None:
         config, step = self.config, self.outer_step
-        unread = len(tally.values.get("bad_tasks", ())) == self.schedule.tasks_per_step
-        self.bad_steps = 0 if moved.applied else self.bad_steps + (not unread)
+        if moved is None:  # nothing was due
+            moved = OuterStep(math.nan, math.nan, False)
+        else:
+            self.bad_steps = 0 if moved.applied else self.bad_steps + (not moved.unread)
         values = {
             "step": step,
             "epoch": self.schedule.position(step)[0],
@@ -270,7 +278,7 @@ class Run:
         if config.eval_steps and step % config.eval_steps == 0 and self.plan.sources.valid is not None:
             self._validate(self.plan.sources.valid)
         if config.save_steps and not last:  # validated already: a checkpoint knows the best weights so far
-            self.saver.warm({"theta": self.theta, **self.outer.state().vectors})
+            self.saver.warm({"theta": self.theta, **self.outer.state().vectors, **self.updates.shape()})
             if step % config.save_steps == 0:
                 self.save()
 
@@ -293,11 +301,13 @@ class Run:
         if self.outer_step == 0 or folder in (self.saver.folder, self.saver.last):
             return
         self.guard.check_replicas(self.outer_step, self.theta)
-        outer = self.outer.state()
+        outer, (pending, known) = self.outer.state(), self.updates.state()
         best = BestState() if self.best is None else self.best.state()
-        vectors, tables = {"theta": self.theta, **outer.vectors, **best.vectors}, {**outer.tables, **best.tables}
+        vectors = {"theta": self.theta, **outer.vectors, **pending.vectors, **best.vectors}
+        tables = {**outer.tables, **pending.tables, **best.tables}
         state = {"outer_step": self.outer_step, "numbers": outer.numbers, "bad_steps": self.bad_steps,
-                 "tasks": self.tasks, "losses": self.spikes.state, "best": best.numbers, "vectors": list(vectors),
+                 "tasks": self.tasks, "losses": self.spikes.state, "best": best.numbers, "pending": known,
+                 "vectors": list(vectors),
                  "layout": str(self.ranks.layout),
                  "settings": record.settings_of(self.config, self.plan.sources.fingerprint)}  # fmt: skip
         self.saver.save(folder, vectors, state, tables, last)

@@ -47,16 +47,39 @@ class Communicator:
         self.backend, self.rank, self.size, self.device = backend, rank, size, device
         self.bytes_sent = 0  # payload handed to the reductions since it was last set to 0
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace `tensor` by its sum over the ranks; from another device it goes in pieces. Collective: this communicator."""
-        if self.size > 1:
-            for part in [tensor] if tensor.device == self.device else tensor.view(-1).split(CHUNK):
-                staged = part.to(self.device)
-                self.backend.allreduce([staged]).wait()
+    def sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> torch.Tensor:
+        """Replace `tensor` by its sum over the ranks; from another device it goes in pieces. `wire`: what travels and is added
+        (default: the tensor's own dtype). Collective: this communicator.
+        """
+        return self.begin_sum_(tensor, wire)()
+
+    def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Callable[[], torch.Tensor]:
+        """Begin `sum_`; what is returned waits for its end and must be called before `tensor` is looked at. Meanwhile other
+        communicators may be used. From another device nothing is left to wait for. Collective: this communicator.
+        """
+        if self.size == 1:
+            return lambda: tensor
+        wire = wire or tensor.dtype
+        away = tensor.device != self.device
+        under_way: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
+        for part in tensor.view(-1).split(CHUNK) if away or wire != tensor.dtype else [tensor]:
+            staged = part.to(self.device, wire)
+            work = self.backend.allreduce([staged])
+            if away:
+                work.wait()
+                part.copy_(staged)
+            else:
+                under_way.append((part, staged, work))
+        self.bytes_sent += tensor.numel() * wire.itemsize
+
+        def end() -> torch.Tensor:
+            for part, staged, work in under_way:
+                work.wait()
                 if staged is not part:
                     part.copy_(staged)
-            self.bytes_sent += tensor.numel() * tensor.element_size()
-        return tensor
+            return tensor
+
+        return end
 
     def broadcast_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace `tensor` by rank 0's. Collective: this communicator."""
