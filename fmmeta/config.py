@@ -230,6 +230,11 @@ class ParallelConfig:
     )
     tensor_parallel_size: int = setting(1, "Cut the weight matrices of each layer over this many ranks of each group")
     micro_batch_size: int = setting(32, "Most examples of one forward pass on one rank")
+    elastic: bool = setting(
+        False, "This launch is one group of a run whose groups come and go (`fmmeta elastic` starts them; docs/elastic.md)"
+    )
+    lighthouse: str | None = setting(None, "elastic: http://HOST:PORT of `fmmeta lighthouse` (default: TORCHFT_LIGHTHOUSE)")
+    group_name: str | None = setting(None, "elastic: what the others call this group (default: host and process)")
     engine: str = setting(
         "auto",
         "What runs the model inside a group; auto: DeepSpeed wherever a group "
@@ -326,6 +331,7 @@ FREE_ON_RESUME = {
     "pipeline_balance", "max_bad_steps", "attn_implementation", "report_to",
     "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
     "save_async", "max_failed_saves", "accept_changed_settings", "step_timeout", "check_replicas_steps", "max_file_gib",
+    "elastic", "lighthouse", "group_name",
     "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",
 }  # fmt: skip
 

@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from fmmeta import build, checkpoint, record
+from torch import Tensor
+
+from fmmeta import attendance, build, checkpoint, record
 from fmmeta.best import Best, BestState
 from fmmeta.checkpoint.saver import Saver
 from fmmeta.config import Config, UsageError
@@ -62,7 +64,7 @@ class MetaTrainer:
         """
         launch = Launch.from_env(os.environ)
         self.progress = Progress(speaks=launch.global_rank == 0)
-        world, self.lock = World(launch, pick_device(launch)), None
+        world, self.lock = World(launch, pick_device(launch)), None  # with --elastic the launch is one group of many
         try:
             return self._train(world)
         finally:
@@ -76,6 +78,7 @@ class MetaTrainer:
             if world.comm.rank == 0:
                 check_installed(config)
         plan = build.plan(config, world, notice)
+        crew = attendance.join(config, world.comm)
         start = open_run(config, plan.sources.fingerprint, world.comm)
         self.lock = start.lock
         for text in start.said:
@@ -85,10 +88,11 @@ class MetaTrainer:
             return Result(start.folder, config.outer_steps)
         ranks = build.form_groups(config, plan, world, notice)
         parts = build.build(config, plan, ranks)
+        ranks = attendance.with_crew(ranks, crew, config, plan.sources.fingerprint, parts.worker, plan.precision)
         notice(f"output_dir {start.folder}")
         with nullcontext(self.signals) if self.signals else Signals() as signals:
             guard = Guard(config, ranks, parts.worker, signals, world.board())
-            run = Run(config, plan, ranks, parts, start, self.progress, guard)
+            run = Run(config, plan, ranks, parts, start, self.progress, guard, crew)
             run.resume()
             signals.run()
             with guard.watching(), run.told():
@@ -105,7 +109,7 @@ class Run:
     """The state of one run and the steps of its life: resume, loop, finish."""
 
     def __init__(self, config: Config, plan: build.Plan, ranks: Ranks, parts: build.Parts, start: Start,
-                 progress: Progress, guard: Guard | None = None) -> None:  # fmt: skip
+                 progress: Progress, guard: Guard | None = None, crew: attendance.Crew | None = None) -> None:  # fmt: skip
         self.config, self.plan, self.ranks, self.parts = config, plan, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
         self.worker, self.theta = parts.worker, parts.theta
@@ -125,16 +129,18 @@ class Run:
         self.outer_step, self.bad_steps, self.tasks, self.warned = 0, 0, {"seen": 0, "bad": 0}, False
         self.spikes = Spikes()
         self.trackers = Trackers(progress.notice)
+        self.attendance = attendance.Elastic(config, crew, ranks, progress.notice) if crew else attendance.Steady()
+        self.line: dict[str, Any] | None = None  # of metrics.jsonl, the last
         self.best = Best(started) if config.load_best_model_at_end else None
 
     @contextmanager
     def told(self) -> Iterator[None]:
         """However the run ends, its report and its trackers say how far it came."""
-        page.keep(self.folder, self.ranks.first, self.progress.notice)
+        page.keep(self.folder, self.ranks.first and self.attendance.writes, self.progress.notice)
         try:
             yield
         finally:
-            page.keep(self.folder, self.ranks.first, self.progress.notice)
+            page.keep(self.folder, self.ranks.first and self.attendance.writes, self.progress.notice)
             self.trackers.finish()  # last: it may wait for a server
 
     def resume(self) -> None:
@@ -146,22 +152,42 @@ class Run:
                 checkpoint.same_size(found, self.worker.params)
                 vectors = checkpoint.load(found, state["vectors"], self.worker.params, self.theta)
                 tables = checkpoint.load_tables(found)
-                self.theta.copy_(vectors.pop("theta"))
-                if self.best is not None:
-                    self.best.load_state(vectors, tables, state["best"])
-                self.updates.load_state(vectors, tables, state.get("pending"))
-                self.outer.load_state(OuterState(vectors, tables, state["numbers"]))
-                self.outer_step, self.bad_steps, self.tasks = state["outer_step"], state["bad_steps"], state["tasks"]
-                self.spikes = Spikes(state.get("losses"))
+                self.load_state(vectors, tables, state)
                 if found.parent.resolve() == self.folder.resolve():
                     self.saver.last = self.folder / found.name
-            self.metrics = record.Metrics(self.folder, self.outer_step, self.ranks.first, self.trackers.log)
-            if self.ranks.first:
-                self._write_run(finished=False)
-                self.trackers.start(self.config, self.folder, self.outer_step)
+            self.metrics = record.Metrics(self.folder, self.outer_step, False)
+            if self.attendance.writes:
+                self.begin_writing()
         if found is not None:
             self.worker.write(self.theta)
             self.progress.notice(f"resumed from {found}, outer step {self.outer_step}")
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+        """All that a continuation needs: vectors [S], tables (equal on every rank), and what is JSON. Collective: cross."""
+        outer, (pending, known) = self.outer.state(), self.updates.state()
+        best = BestState() if self.best is None else self.best.state()
+        vectors = {"theta": self.theta, **outer.vectors, **pending.vectors, **best.vectors}
+        tables = {**outer.tables, **pending.tables, **best.tables}
+        state = {"outer_step": self.outer_step, "numbers": outer.numbers, "bad_steps": self.bad_steps, "tasks": self.tasks,
+                 "losses": self.spikes.state, "best": best.numbers, "pending": known, "vectors": list(vectors)}  # fmt: skip
+        return vectors, tables, state
+
+    def load_state(self, vectors: dict[str, Tensor], tables: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Go on from what `state` returned; the worker still has to be written."""
+        self.theta.copy_(vectors.pop("theta"))
+        if self.best is not None:
+            self.best.load_state(vectors, tables, state["best"])
+        self.updates.load_state(vectors, tables, state.get("pending"))
+        self.outer.load_state(OuterState(vectors, tables, state["numbers"]))
+        self.outer_step, self.bad_steps, self.tasks = state["outer_step"], state["bad_steps"], state["tasks"]
+        self.spikes = Spikes(state.get("losses"))
+
+    def begin_writing(self) -> None:
+        """From here on this group writes the files of the run."""
+        self.metrics = record.Metrics(self.folder, self.outer_step, self.ranks.first, self.trackers.log)
+        if self.ranks.first:
+            self._write_run(finished=False)
+            self.trackers.start(self.config, self.folder, self.outer_step)
 
     def loop(self) -> None:
         """Outer steps until the last one. Collective: world."""
@@ -179,31 +205,39 @@ class Run:
         began = time.monotonic()
         try:
             while self.outer_step < config.outer_steps and not self.guard.stop:
-                tally, rule = Tally(NUMBERS.get(config.algorithm, ())), self.rule_at(self.outer_step)
-                self.guard.begin(self.outer_step)
-                for episode in self.feed.episodes(self.outer_step, tally):
-                    if self.guard.leaves():
+                with self.attendance.of_step(self):
+                    if self.outer_step == config.outer_steps:
+                        break  # this group has missed the end
+                    tally, rule = Tally(NUMBERS.get(config.algorithm, ())), self.rule_at(self.outer_step)
+                    self.guard.begin(self.outer_step)
+                    for episode in self.feed.episodes(self.outer_step, tally):
+                        if self.guard.leaves():
+                            break
+                        direction = self.guard.fit(rule.direction(self.worker, self.theta, episode))
+                        self.updates.meta.add(direction)
+                        tally.add(direction, sum(episode.tokens) if self.worker.voice else 0)
+                        del direction  # its shard would lie beside the next one's
+                    if self.attendance.goes(self.guard):
                         break
-                    direction = self.guard.fit(rule.direction(self.worker, self.theta, episode))
-                    self.updates.meta.add(direction)
-                    tally.add(direction, sum(episode.tokens) if self.worker.voice else 0)
-                    del direction  # its shard would lie beside the next one's
-                self.guard.watch.enter("waiting for the other groups")
-                weight = tally.agree(self.ranks)
-                if self.guard.agree(self.saver):
-                    break
-                self._judge(tally)
-                unread, last = self._unread(tally), self.outer_step + 1 == config.outer_steps
-                moved = self.updates.move(weight, self.outer_step, unread, last)
-                if moved is not None and moved.applied:
-                    self.worker.write(self.theta)
-                self.outer_step += 1
-                self.guard.settled(self.outer_step, self.theta)
-                self._after_step(moved, tally, first)
-                self.feed.settle(time.monotonic() - began)
+                    self.guard.watch.enter("waiting for the other groups")
+                    weight = tally.agree(self.ranks)
+                    self.attendance.count(tally.tasks, self.schedule.tasks_per_step)
+                    if self.guard.agree(self.saver):
+                        break
+                    self._judge(tally)
+                    unread, last = self._unread(tally), self.outer_step + 1 == config.outer_steps
+                    moved = self.updates.move(weight, self.outer_step, unread, last)
+                    if moved is not None and moved.applied:
+                        self.worker.write(self.theta)
+                    self.outer_step += 1
+                    self.guard.settled(self.outer_step, self.theta)
+                    self._after_step(moved, tally, first)
+                    self.feed.settle(time.monotonic() - began)
+            self.attendance.end(self)
         finally:
             self.feed.loader.close()
             self.saver.close()
+            self.attendance.leave()
         self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
@@ -255,6 +289,7 @@ class Run:
             "grad_norm": moved.grad_norm,
             "lr": moved.lr,
             "comm_bytes": self.ranks.cross.bytes_sent,
+            **self.attendance.facts(),
         }
         if self.guard.exploded:
             values["exploded_tasks"] = self.guard.exploded
@@ -262,8 +297,10 @@ class Run:
             values["loss_spike"] = spike
         self.ranks.cross.bytes_sent = 0
         last = step == config.outer_steps
-        if step % config.logging_steps == 0 or last or step == 1 or tally.values["skipped_tasks"] or spike:
-            self.metrics.write({key: None if isinstance(v, float) and math.isnan(v) else v for key, v in values.items()})
+        told = tally.values["skipped_tasks"] or spike or values.get("retries")
+        if step % config.logging_steps == 0 or last or step == 1 or told:
+            self.line = {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in values.items()}
+            self.metrics.write(self.line)
         text = f"loss {values['query_loss']:.4f}  accuracy {100 * values['accuracy']:.1f} %"
         skipped = f"  skipped {values['skipped_tasks']}" if values["skipped_tasks"] else ""
         self.progress.line("outer step", step, config.outer_steps, text + skipped, first)
@@ -294,26 +331,25 @@ class Run:
 
     def save(self, last: bool = False) -> None:
         """Begin to write checkpoint-N, unless it is there; with `last` wait until it is whole. Collective: world."""
+        if not self.attendance.writes:
+            return
         folder = self.folder / f"checkpoint-{self.outer_step}"
         self.guard.begin_stage(f"saving after outer step {self.outer_step}")
         if last:
             self.saver.wait()
         if self.outer_step == 0 or folder in (self.saver.folder, self.saver.last):
             return
-        self.guard.check_replicas(self.outer_step, self.theta)
-        outer, (pending, known) = self.outer.state(), self.updates.state()
-        best = BestState() if self.best is None else self.best.state()
-        vectors = {"theta": self.theta, **outer.vectors, **pending.vectors, **best.vectors}
-        tables = {**outer.tables, **pending.tables, **best.tables}
-        state = {"outer_step": self.outer_step, "numbers": outer.numbers, "bad_steps": self.bad_steps,
-                 "tasks": self.tasks, "losses": self.spikes.state, "best": best.numbers, "pending": known,
-                 "vectors": list(vectors),
-                 "layout": str(self.ranks.layout),
-                 "settings": record.settings_of(self.config, self.plan.sources.fingerprint)}  # fmt: skip
-        self.saver.save(folder, vectors, state, tables, last)
+        if self.ranks.crew is None:  # other groups do not save; they compare when they meet
+            self.guard.check_replicas(self.outer_step, self.theta)
+        vectors, tables, state = self.state()
+        settings = record.settings_of(self.config, self.plan.sources.fingerprint)
+        self.saver.save(folder, vectors, {**state, "layout": str(self.ranks.layout), "settings": settings}, tables, last)
 
     def finish(self) -> Result:
         """Export, evaluate on held-out tasks, show the table, close run.json. Collective: world."""
+        if not self.attendance.writes:
+            self.progress.notice("another group writes the model")
+            return Result(self.folder, self.outer_step)
         if self.config.save_steps and self.trains:
             self.save(last=True)
         if self.best is not None:

@@ -32,7 +32,9 @@ ORDER = [
     {"start", "watchdog", "doctor"},
     {"guard"},
     {"fewshot"},
+    {"attendance"},
     {"train"},
+    {"supervisor"},
     {"cli"},
     {"__main__"},
 ]
