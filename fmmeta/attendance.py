@@ -34,7 +34,7 @@ from fmmeta.parallel.communicator import Communicator, Ranks
 from fmmeta.parallel.crew import Crew, Everyone, Lost, Roll
 from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.worker import Worker
-from fmmeta.record import settings_of
+from fmmeta.record import read_run, settings_of
 from fmmeta.signals import Fault
 from fmmeta.start import hold
 
@@ -90,7 +90,7 @@ class Elastic:
         self.config, self.crew, self.ranks, self.notice = config, crew, ranks, notice
         self.roll: Roll | None = None
         self.lock: Any = None
-        self.writes = False
+        self.writes = self.over = False
         self.called: int | None = None  # the outer step of the last roll call
         self.began: float | None = None  # the first attempt at this outer step
         self.retries, self.lost_s, self.tasks = 0, 0.0, 0
@@ -129,10 +129,12 @@ class Elastic:
 
     def end(self, run: Running) -> None:
         """All outer steps are done: find out who writes. Collective: everyone."""
-        while run.outer_step == self.config.outer_steps and self.called != run.outer_step:
+        while run.outer_step == self.config.outer_steps and self.called != run.outer_step and not self.over:
             with self.of_step(run):
                 pass
-        if self.roll is not None and self.roll.writer == self.roll.here and not self.writes and not run.guard.stop:
+        if self.over:
+            self.notice("the run is finished; nothing is left to do")
+        elif self.roll is not None and self.roll.writer == self.roll.here and not self.writes and not run.guard.stop:
             self._write_from_here(run, 120.0)
 
     def leave(self) -> None:
@@ -207,8 +209,14 @@ class Elastic:
         with self.ranks.world.together("beginning to write"):
             if first:
                 checkpoint.put_back(run.folder)
+                self.over = bool((read_run(run.folder) or {}).get("finished"))
+        if any(self.ranks.world.gather_bytes(b"over" if self.over else b"")):  # by groups that have left before this one came
+            run.outer_step, self.over = self.config.outer_steps, True
+            return
+        with self.ranks.world.together("beginning to write"):
             run.begin_writing()
         self.writes = self.crew.writes = True
+        self.notice(f"this group writes the files of the run, from outer step {run.outer_step + 1} on")
         self._catch_up(run)
 
     def _catch_up(self, run: Running) -> None:

@@ -129,11 +129,15 @@ class Supervisor:
     def run(self) -> int:
         """Until all groups have ended for good; the exit code: that of the first that was not done, 0 if all were."""
         self.begin()
-        while any(group.ended is None for group in self.groups):
-            for group in self.groups:
-                self.look(group)
-            time.sleep(PAUSE_S)
-        os.unlink(self.file)
+        try:
+            while any(group.ended is None for group in self.groups):
+                for group in self.groups:
+                    self.look(group)
+                time.sleep(PAUSE_S)
+        finally:
+            os.unlink(self.file)
+            if self.server is not None:
+                self.server.shutdown()  # its threads would keep the process
         codes = [group.ended for group in self.groups]
         return 0 if 0 in codes and not self.asked else next((code for code in codes if code), 0)
 
@@ -227,7 +231,7 @@ def run(config: ElasticConfig) -> None:
         signal.signal(number, lambda number, frame: supervisor.stop(number))
     code = supervisor.run()
     sys.stdout.flush()
-    os._exit(code if code >= 0 else 128 - code)  # the lighthouse's threads would keep the process
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def free_port() -> int:

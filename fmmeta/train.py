@@ -348,7 +348,7 @@ class Run:
     def finish(self) -> Result:
         """Export, evaluate on held-out tasks, show the table, close run.json. Collective: world."""
         if not self.attendance.writes:
-            self.progress.notice("another group writes the model")
+            self.progress.notice("another group writes the model, or has written it")
             return Result(self.folder, self.outer_step)
         if self.config.save_steps and self.trains:
             self.save(last=True)
