@@ -22,14 +22,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from fmmeta import checkpoint
 from fmmeta.config import Config, UsageError, changed_settings
+from fmmeta.feed import Feed
 from fmmeta.guard import Guard
+from fmmeta.journal import Journal
 from fmmeta.parallel.communicator import Communicator, Ranks
 from fmmeta.parallel.crew import Crew, Everyone, Lost, Roll
 from fmmeta.parallel.ds_config import Precision
@@ -37,6 +39,7 @@ from fmmeta.parallel.worker import Worker
 from fmmeta.record import read_run, settings_of
 from fmmeta.signals import Fault
 from fmmeta.start import hold
+from fmmeta.state import State
 
 LIGHTHOUSE_S = 120.0  # that a silent lighthouse is put up with
 LOCK_S = 2.0  # that a group which is to write waits for the lock at an outer step; it asks again at the next
@@ -45,19 +48,13 @@ LOCK_S = 2.0  # that a group which is to write waits for the lock at an outer st
 class Running(Protocol):
     """What is looked at and moved of a run (train.py)."""
 
-    outer_step: int
+    folder: Path
     guard: Guard
-    feed: Any
-    tasks: dict[str, int]
+    feed: Feed
     worker: Worker
-    theta: Tensor
-    updates: Any
-    metrics: Any
-    line: dict[str, Any] | None
-    folder: Any
+    state: State
+    journal: Journal
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]: ...
-    def load_state(self, vectors: dict[str, Tensor], tables: dict[str, Tensor], state: dict[str, Any]) -> None: ...
     def begin_writing(self) -> None: ...
 
 
@@ -98,16 +95,16 @@ class Elastic:
     @contextmanager
     def of_step(self, run: Running) -> Iterator[None]:
         """An attempt at an outer step; a group that is lost meanwhile costs it. Collective: everyone."""
-        counts = dict(run.tasks)
+        counts = dict(run.state.tasks)
         try:
             self._call(run)
-            counts = dict(run.tasks)
+            counts = dict(run.state.tasks)
             yield
         except Lost as lost:
             self.retries += 1
-            self.notice(f"outer step {run.outer_step + 1} is begun anew: a group is lost ({lost})")
-            run.updates.meta.clear()
-            run.tasks = counts
+            self.notice(f"outer step {run.state.outer_step + 1} is begun anew: a group is lost ({lost})")
+            run.state.updates.meta.clear()
+            run.state.tasks = counts
             run.feed.redeal(counts)
 
     def goes(self, guard: Guard) -> bool:
@@ -129,7 +126,7 @@ class Elastic:
 
     def end(self, run: Running) -> None:
         """All outer steps are done: find out who writes. Collective: everyone."""
-        while run.outer_step == self.config.outer_steps and self.called != run.outer_step and not self.over:
+        while run.state.outer_step == self.config.outer_steps and self.called != run.state.outer_step and not self.over:
             with self.of_step(run):
                 pass
         if self.over:
@@ -146,7 +143,7 @@ class Elastic:
         self.began = self.began or time.monotonic()
         self.crew.writes = self.writes
         before = None if self.roll is None else [member.name for member in self.roll.members]
-        self.roll = roll = self.crew.form(run.outer_step, LIGHTHOUSE_S)
+        self.roll = roll = self.crew.form(run.state.outer_step, LIGHTHOUSE_S)
         names = [member.name for member in roll.members]
         root, mine = roll.members[roll.root], roll.members[roll.here]
         if mine.mark != root.mark:
@@ -155,43 +152,45 @@ class Elastic:
         changed = names != before
         if any(roll.heals(number) for number in range(len(names))):
             self._heal(run, roll)
-        self.crew.fresh, self.called = False, run.outer_step
+        self.crew.fresh, self.called = False, run.state.outer_step
         if changed or self.retries:
-            run.feed.redeal(run.tasks)
+            run.feed.redeal(run.state.tasks)
             self.lost_s = time.monotonic() - self.began
         every = self.config.check_replicas_steps
-        if changed or (every and run.outer_step % every == 0):
-            run.guard.check_replicas(run.outer_step, run.theta)
+        if changed or (every and run.state.outer_step % every == 0):
+            run.guard.check_replicas(run.state.outer_step, run.state.theta)
         if roll.writer == roll.here and not self.writes:
             self._write_from_here(run, LOCK_S)
         if changed:
-            self.notice(f"outer step {run.outer_step + 1}: {len(names)} {'group' if len(names) == 1 else 'groups'} "
+            self.notice(f"outer step {run.state.outer_step + 1}: {len(names)} {'group' if len(names) == 1 else 'groups'} "
                         f"({', '.join(name.rpartition(':')[0] for name in names)})")  # fmt: skip
 
     def _heal(self, run: Running, roll: Roll) -> None:
         """Those behind take over the root's state; nothing of it is used before all of it is there. Collective: everyone."""
         cross, here, root = self.crew, roll.here == roll.root, roll.root
-        vectors, tables, state = run.state() if here else ({}, {}, {})
+        vectors, tables, state = run.state.give() if here else ({}, {}, {})
         head = {
             "state": state,
-            "line": run.line,
+            "line": run.journal.line,
             "vectors": list(vectors),
             "tables": {n: list(t.shape) for n, t in tables.items()},
         }
         head = json.loads(broadcast_bytes(cross, json.dumps(head).encode() if here else b"", root))
         for name in head["vectors"]:
-            vectors[name] = cross.broadcast_(vectors[name] if here else torch.empty(run.theta.shape), root)
+            vectors[name] = cross.broadcast_(vectors[name] if here else torch.empty(run.state.theta.shape), root)
         for name, shape in head["tables"].items():
             tables[name] = cross.broadcast_(tables[name] if here else torch.empty(shape), root)
         if not roll.heals(roll.here):
             return
-        before = run.outer_step
-        run.load_state(vectors, tables, head["state"])
-        run.worker.write(run.theta)
-        run.line = head["line"]
-        self.notice(f"healed from group {roll.members[root].name.rpartition(':')[0]}: outer step {before} -> {run.outer_step}")
+        before = run.state.outer_step
+        run.state.take(vectors, tables, head["state"])
+        run.worker.write(run.state.theta)
+        run.journal.line = head["line"]
+        self.notice(
+            f"healed from group {roll.members[root].name.rpartition(':')[0]}: outer step {before} -> {run.state.outer_step}"
+        )
         if self.writes:
-            self._catch_up(run)
+            run.journal.catch_up()
 
     def _write_from_here(self, run: Running, patience_s: float) -> None:
         """Take the folder's lock and write what the run writes; at the next step, if somebody still has it. Collective: group."""
@@ -211,18 +210,13 @@ class Elastic:
                 checkpoint.put_back(run.folder)
                 self.over = bool((read_run(run.folder) or {}).get("finished"))
         if any(self.ranks.world.gather_bytes(b"over" if self.over else b"")):  # by groups that have left before this one came
-            run.outer_step, self.over = self.config.outer_steps, True
+            run.state.outer_step, self.over = self.config.outer_steps, True
             return
         with self.ranks.world.together("beginning to write"):
             run.begin_writing()
         self.writes = self.crew.writes = True
-        self.notice(f"this group writes the files of the run, from outer step {run.outer_step + 1} on")
-        self._catch_up(run)
-
-    def _catch_up(self, run: Running) -> None:
-        """A line of metrics.jsonl that its writer has not lived to write."""
-        if run.line is not None and run.metrics.last < run.line["step"] <= run.outer_step:
-            run.metrics.write(run.line)
+        self.notice(f"this group writes the files of the run, from outer step {run.state.outer_step + 1} on")
+        run.journal.catch_up()
 
 
 def broadcast_bytes(comm: Communicator, payload: bytes, root: int) -> bytes:

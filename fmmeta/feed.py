@@ -105,7 +105,8 @@ class Reader:
             self.notice(f"left out: task {error['task']}: {error['error']}")
         if self.bad > self.config.max_bad_share * max(self.seen, LEAST_SEEN):
             raise UsageError(
-                f"max_bad_share={self.config.max_bad_share}: {self.bad} of {self.seen} tasks could not be had, the last: {first}"
+                f"max_bad_share={self.config.max_bad_share}: {self.bad} of {self.seen} tasks could not be had, the last: "
+                f"task {found[-1]['task']}: {found[-1]['error']}"
             )
         return [{"task": error["task"], "error": error["error"]} for error in found]
 

@@ -106,10 +106,15 @@ class Guard:
         self.signals.asked = told[0] if told else ""
         return self.stop
 
+    @property
+    def trusts(self) -> bool:
+        """Whether every direction that is finite counts, whatever its size."""
+        return self.config.max_task_loss is None and self.config.max_task_norm is None
+
     def fit(self, direction: Direction) -> Direction:
         """The direction, not finite if the task's loss or the direction's norm is beyond its bound. Collective: group."""
         most_loss, most_norm = self.config.max_task_loss, self.config.max_task_norm
-        if not direction.finite or (most_loss is None and most_norm is None):
+        if not direction.finite or self.trusts:
             return direction
         exploded = most_loss is not None and max(direction.support.loss, direction.query.loss) > most_loss
         if most_norm is not None:

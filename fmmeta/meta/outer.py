@@ -34,9 +34,12 @@ class MetaGradient:
         self.extra = {name: torch.zeros_like(like) for name, like in (extra or {}).items()}
 
     def add(self, direction: Direction) -> None:
-        """Add a task, unless it is not finite: then neither its direction nor its weight counts."""
+        """Count a task, and add what it has not added itself, unless it is not finite: then neither its direction nor its
+        weight counts.
+        """
         if direction.finite:
-            self.sum.add_(direction.shards.to(self.sum.device), alpha=direction.weight)
+            if direction.vector is not None:
+                self.sum.add_(direction.shards.to(self.sum.device), alpha=direction.weight)
             for name, total in self.extra.items():
                 total.add_(direction.extra[name], alpha=direction.weight)
             self.weight += direction.weight

@@ -60,8 +60,13 @@ class PlainWorker(WholeWorker):
             for param in self.working:
                 param.grad = None
 
-    def apply(self, update: Update) -> Tensor:
+    def held(self) -> list[tuple[Tensor, slice]]:
+        return [(self.theta, slice(0, self.theta.numel()))]
+
+    def apply(self, update: Update, agreed: bool) -> Tensor:
         bad = ~torch.isfinite(self.grad.sum())
+        if agreed:
+            self.grad.masked_fill_(bad, 0.0)
         update(self.theta, self.grad, slice(0, self.theta.numel()))
         self.grad.zero_()
         self.refresh()

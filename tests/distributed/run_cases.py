@@ -81,8 +81,8 @@ def main(cases_file: str, out: str) -> None:
             save_file(theta, folder.with_suffix(".safetensors"))
             adapters = [p.shape[0] for n, p in skeleton.named_parameters() if ".lora_A." in n]
             effects = {"gradient_checkpointing": bool(layers), "packing": parts.dealer.pack is not None,
-                       "offload_outer": run.outer.home.offload, "outer_delay": run.updates.delay,
-                       "reduce_dtype": {torch.float32: "", torch.bfloat16: "bf16"}[run.updates.wire],
+                       "offload_outer": run.state.outer.home.offload, "outer_delay": run.state.updates.delay,
+                       "reduce_dtype": {torch.float32: "", torch.bfloat16: "bf16"}[run.state.updates.wire],
                        "lora_r": max(adapters, default=0)}  # fmt: skip
             facts = {"effects": {name: value for name, value in effects.items() if value},
                      "engine": type(parts.worker).__name__, "groups": list(parts.worker.params.groups),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,22 +14,12 @@ from fmmeta.fewshot import predict
 from fmmeta.fewshot.adaptation import leave_out, table_of
 from fmmeta.fewshot.settings import PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
-from tests.launch import ROOT, environment
-from tests.models import WORDS, save_bert, save_llama
+from tests.launch import python
+from tests.models import WORDS
 from tests.unit.helpers import refusal, write_rows
 
 PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
 ASKED = [f"{word} {WORDS[10]}" for word in WORDS[:3]]
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return save_bert(tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("llama"))
 
 
 def batch(texts):
@@ -146,8 +134,7 @@ def test_the_commands(bert, tmp_path):
     query = write_rows(tmp_path / "query.csv", [{"text": f"{word} harbor", "label": f"class {word}"} for word in WORDS[:3]])
 
     def command(*words, stdin=""):
-        return subprocess.run([sys.executable, "-m", "fmmeta", *words], cwd=ROOT, env=environment(), capture_output=True,
-                              text=True, input=stdin, timeout=120, check=False)  # fmt: skip
+        return python(["-m", "fmmeta", *words], tmp_path, stdin=stdin)
 
     out = str(tmp_path / "out")
     ended = command("adapt", "--model_name_or_path", str(bert), "--support", str(support), "--query", str(query),

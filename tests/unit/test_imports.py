@@ -32,6 +32,8 @@ ORDER = [
     {"start", "watchdog", "doctor"},
     {"guard"},
     {"fewshot"},
+    {"state"},
+    {"journal"},
     {"attendance"},
     {"train"},
     {"supervisor"},
