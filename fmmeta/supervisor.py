@@ -16,9 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from typing import IO, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -90,18 +91,24 @@ def open_lighthouse(config: LighthouseConfig) -> Any:
         raise UsageError(f"port={config.port}: the lighthouse cannot be lit ({first_line(error)})") from None
 
 
+class Process(Protocol):
+    """A rank, as subprocess has it; it leads a session of its own."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+
+
 @dataclass
 class Group:
     """A launch: how often it was started, its processes, and how it ended for good (None: it has not)."""
 
     name: str
     starts: int = 0
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
     ended: int | None = None
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self.processes]
 
     def ask(self) -> None:
         """Ask every rank that is left to stop; their loader processes are theirs to end."""
@@ -113,7 +120,8 @@ class Group:
         """End every rank that is left, and what it has started."""
         for process in self.processes:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 class Supervisor:
@@ -193,11 +201,15 @@ class Supervisor:
             env = {**os.environ, **self.devices(number), "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
                    "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
             command = [sys.executable, "-m", "fmmeta", "train", "--config", self.file, "--group_name", group.name]
-            process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                       start_new_session=True)  # fmt: skip
-            assert process.stdout is not None
-            threading.Thread(target=self.pass_on, args=(group.name, process.stdout), daemon=True).start()
-            group.processes.append(process)
+            group.processes.append(self.spawn(group.name, command, env))
+
+    def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Process:
+        """A rank whose output is passed on."""
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                   start_new_session=True)  # fmt: skip
+        assert process.stdout is not None
+        threading.Thread(target=self.pass_on, args=(name, process.stdout), daemon=True).start()
+        return process
 
     def devices(self, number: int) -> dict[str, str]:
         """The GPUs of a group, out of those of this node."""
@@ -207,7 +219,7 @@ class Supervisor:
         listed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(found)))).split(",")
         return {"CUDA_VISIBLE_DEVICES": ",".join(listed[number * size : (number + 1) * size])}
 
-    def pass_on(self, name: str, output: IO[str]) -> None:
+    def pass_on(self, name: str, output: Iterable[str]) -> None:
         for line in output:
             self.say(f"[{name}] {line.rstrip()}")
 

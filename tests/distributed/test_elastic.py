@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 
 import pytest
 
 from benchmarks.elastic import Trial, lines_of, parity, theta_of, undisturbed
-from tests.launch import ROOT, environment
+from fmmeta.supervisor import Group
+from tests.nursery import ROOT, Rank, environment, shared
 
 os.environ.setdefault("RUST_LOG", "warn")
 pytest.importorskip("torchft", reason="elastic groups need torchft")
@@ -24,14 +27,56 @@ SETTINGS = {"outer_steps": 60, "eval_episodes": 0, "logging_steps": 1, "save_ste
 PATIENCE_S = 450
 
 
+class Born:
+    """A rank from the nursery, as subprocess would have it."""
+
+    lock = threading.Lock()  # of the nursery
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.pid = rank, rank.pid
+
+    def poll(self) -> int | None:
+        with self.lock:
+            shared().poll()
+        return self.rank.code
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        os.kill(self.pid, sig)
+
+    def lines(self):
+        """What it prints, line by line, until it has ended."""
+        with self.rank.log.open() as log:
+            text, over = "", False
+            while not over:
+                over = self.rank.code is not None
+                text += log.read()
+                *whole, text = text.split("\n")
+                yield from whole
+                time.sleep(0.05)
+
+
 @pytest.fixture
 def trial(tmp_path):
     made: list[Trial] = []
+    count = itertools.count()
+
+    def spawn(name, command, env):
+        supervisor = made[-1].supervisor
+        with Born.lock:
+            born = Born(shared().start(command[1:], tmp_path / f"{name}-{next(count)}.log", env, before="os:setsid"))
+        threading.Thread(target=supervisor.pass_on, args=(name, born.lines()), daemon=True).start()
+        return born
 
     def make(**settings):
         made.append(
             Trial({**SETTINGS, "save_steps": SETTINGS["outer_steps"], "output_dir": str(tmp_path / "run"), **settings}, 2.0)
         )
+        made[-1].supervisor.spawn = spawn
         return made[-1]
 
     yield make
@@ -89,8 +134,6 @@ def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, tmp_pat
     run = trial(groups=1, ranks_per_group=2, deepspeed=str(ROOT / "ds_configs/zero2.json"))
     run.start()
     run.wait_for(1, PATIENCE_S)
-    from fmmeta.supervisor import Group
-
     late = Group("late0")
     run.supervisor.groups.append(late)
     run.wait_for(2, PATIENCE_S)

@@ -87,7 +87,7 @@ def test_what_is_refused(settings, said):
     assert refusal(lambda: Config(**settings)) == said
 
 
-@pytest.mark.parametrize("address", ["host:1", "http://host", "https://127.0.0.1:5", "http://no.such.host.invalid:1", ""])
+@pytest.mark.parametrize("address", ["host:1", "http://host", "https://127.0.0.1:5", ""])
 def test_no_address_of_a_lighthouse(address):
     said = refusal(lambda: reachable_as(address))
     assert said.startswith(f"lighthouse={address} is no address (")
