@@ -2,23 +2,28 @@
 
     python -m benchmarks.delay --seeds 3 --outer_steps 100 --json benchmarks/results/delay.json
 
-Two groups of one rank on this machine. Per seed and way: training loss (query, mean of the last 20 outer steps), accuracy and
-loss of held-out episodes after adaptation. Differences to the plain way are paired by seed: same tasks, same episodes.
+Per seed and way: training loss (query, mean of the last 20 outer steps), accuracy and loss of held-out episodes after adaptation.
+Differences to the plain way at the same rate are paired by seed: same tasks, same episodes. A delay is the same function of the
+data on any layout, so those runs take this process alone; bf16 on the wire needs a wire: two groups, started by torchrun.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import table, write_json
+from fmmeta import MetaTrainer
+from fmmeta.cli import parse
 
 WAYS: dict[str, list[str]] = {
     "plain": [],
@@ -34,10 +39,15 @@ def measure(way: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
     """One run: training loss at its end, held-out accuracy and loss."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--group_size", "1", "--seed", str(seed), "--outer_steps", str(args.outer_steps), "--eval_episodes",
-                 str(args.episodes), "--logging_steps", "1", "--save_steps", "0", "--output_dir", folder, *WAYS[way]]  # fmt: skip
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "launch/train.py"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, *flags], check=True, stdout=subprocess.DEVNULL, env=env)
+                 str(args.episodes), "--logging_steps", "1", "--save_steps", "0", "--num_workers", "0", "--output_dir", folder,
+                 *WAYS[way]]  # fmt: skip
+        with redirect_stdout(io.StringIO()):
+            if "wire" in way:
+                command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+                env = {**os.environ, "OMP_NUM_THREADS": "1"}
+                subprocess.run([*command, "launch/train.py", *flags], check=True, stdout=subprocess.DEVNULL, env=env)
+            else:
+                MetaTrainer(parse(flags)).train()
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
         held = json.loads((Path(folder) / "run.json").read_text())["held_out"]["after adaptation, meta-trained"]
     losses = [line["query_loss"] for line in lines if "query_loss" in line][-LAST:]
