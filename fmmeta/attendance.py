@@ -42,6 +42,7 @@ from fmmeta.start import hold
 from fmmeta.state import State
 
 LIGHTHOUSE_S = 120.0  # that a silent lighthouse is put up with
+MOST = 100  # attempts at one outer step
 LOCK_S = 2.0  # that a group which is to write waits for the lock at an outer step; it asks again at the next
 
 
@@ -102,6 +103,9 @@ class Elastic:
             yield
         except Lost as lost:
             self.retries += 1
+            if self.retries > MOST:
+                where = f"outer step {run.state.outer_step + 1} was begun {MOST} times in vain"
+                raise Fault(f"{where} ({lost}); look at the network between the groups") from None
             self.notice(f"outer step {run.state.outer_step + 1} is begun anew: a group is lost ({lost})")
             run.state.updates.meta.clear()
             run.state.tasks = counts
@@ -143,7 +147,7 @@ class Elastic:
         self.began = self.began or time.monotonic()
         self.crew.writes = self.writes
         before = None if self.roll is None else [member.name for member in self.roll.members]
-        self.roll = roll = self.crew.form(run.state.outer_step, LIGHTHOUSE_S)
+        roll = self.crew.form(run.state.outer_step, LIGHTHOUSE_S)
         names = [member.name for member in roll.members]
         root, mine = roll.members[roll.root], roll.members[roll.here]
         if mine.mark != root.mark:
@@ -161,6 +165,7 @@ class Elastic:
             run.guard.check_replicas(run.state.outer_step, run.state.theta)
         if roll.writer == roll.here and not self.writes:
             self._write_from_here(run, LOCK_S)
+        self.roll = roll
         if changed:
             self.notice(f"outer step {run.state.outer_step + 1}: {len(names)} {'group' if len(names) == 1 else 'groups'} "
                         f"({', '.join(name.rpartition(':')[0] for name in names)})")  # fmt: skip
@@ -169,12 +174,8 @@ class Elastic:
         """Those behind take over the root's state; nothing of it is used before all of it is there. Collective: everyone."""
         cross, here, root = self.crew, roll.here == roll.root, roll.root
         vectors, tables, state = run.state.give() if here else ({}, {}, {})
-        head = {
-            "state": state,
-            "line": run.journal.line,
-            "vectors": list(vectors),
-            "tables": {n: list(t.shape) for n, t in tables.items()},
-        }
+        shapes = {name: list(table.shape) for name, table in tables.items()}
+        head = {"state": state, "line": run.journal.line, "vectors": list(vectors), "tables": shapes}
         head = json.loads(broadcast_bytes(cross, json.dumps(head).encode() if here else b"", root))
         for name in head["vectors"]:
             vectors[name] = cross.broadcast_(vectors[name] if here else torch.empty(run.state.theta.shape), root)
@@ -186,9 +187,8 @@ class Elastic:
         run.state.take(vectors, tables, head["state"])
         run.worker.write(run.state.theta)
         run.journal.line = head["line"]
-        self.notice(
-            f"healed from group {roll.members[root].name.rpartition(':')[0]}: outer step {before} -> {run.state.outer_step}"
-        )
+        whom = roll.members[root].name.rpartition(":")[0]
+        self.notice(f"healed from group {whom}: outer step {before} -> {run.state.outer_step}")
         if self.writes:
             run.journal.catch_up()
 

@@ -2,7 +2,8 @@
 `fmmeta lighthouse`: the one process that tells them who is there.
 
 A group is the processes of one launch; if one of them ends badly, all of them are ended and the group begins anew. Nothing is
-kept here: a supervisor that dies takes nothing with it, and its groups go on.
+kept here. If it dies itself, groups of one go on (and need another lighthouse, if it was here), larger ones stop after a save, as
+under any launcher that is gone.
 """
 
 from __future__ import annotations
