@@ -2,8 +2,8 @@
 
     python -m benchmarks.elastic --kills 10 --json benchmarks/results/elastic.json
 
-Every kill is a SIGKILL for all processes of a group, at a random moment of a random group; one that takes part is always left
-alive. The run has to finish; every outer step has to have used the whole meta-batch; theta has to be where a run of one process
+Every kill is a SIGKILL for all processes of a group, at a random moment of a random one of those that take part; one is always
+left. The run has to finish; every outer step has to have used the whole meta-batch; theta has to be where a run of one process
 without groups, lighthouse and kills ends (parity: |theta - its| / |its - theta_0|).
 
 Reported per kill: the seconds between the first attempt at a step and the one that succeeded (what was computed in vain, and
@@ -90,7 +90,7 @@ class Trial:
             time.sleep(0.05)
 
     def kill(self, group: Group) -> None:
-        self.kills.append({"group": group.name, "at": time.monotonic(), "took_part": group.name in self.taking_part})
+        self.kills.append({"group": group.name, "at": time.monotonic(), "left": len(self.taking_part) - 1})
         group.kill()
 
     def hurry(self) -> None:
@@ -107,15 +107,13 @@ class Trial:
 
 
 def at_random(trial: Trial, kills: int, mean_s: float, rng: random.Random) -> None:
-    """Kill any group at any time, but not the last one that takes part."""
-    groups = trial.supervisor.groups
+    """Kill any group that takes part at any time, but not the last one."""
+    by_name = {group.name: group for group in trial.supervisor.groups}
     while len(trial.kills) < kills:
+        trial.wait_for(2, 600)
         time.sleep(rng.expovariate(1 / mean_s))
-        trial.wait_for(1, 600)
-        alive = [group for group in groups if group.processes and all(one.poll() is None for one in group.processes)]
-        chosen = rng.choice(alive)
-        if trial.taking_part - {chosen.name}:
-            trial.kill(chosen)
+        if len(trial.taking_part) > 1:
+            trial.kill(by_name[rng.choice(sorted(trial.taking_part))])
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -174,6 +172,7 @@ def main() -> None:
         trial = Trial(settings, args.task_seconds)
         trial.start()
         trial.wait_for(args.groups, 300)
+        time.sleep(5 * args.task_seconds)  # a few steps for comparison
         began, before = time.monotonic(), len(lines_of(folder / "killed"))
         at_random(trial, args.kills, args.every, random.Random(args.seed))
         trial.wait_for(args.groups, 300)
@@ -182,8 +181,9 @@ def main() -> None:
         trial.end(args.timeout)
         config = undisturbed(settings, folder / "plain")
         lines = lines_of(folder / "killed")
-        lost = [line["lost_seconds"] for line in lines if line["lost_seconds"] and line["step"] > before]
-        quiet = [line["seconds"] for line in lines[before:after] if line["groups"] == args.groups and not line["lost_seconds"]]
+        lost = [line["lost_seconds"] for line in lines[before:after] if line["retries"]]
+        joined = [line["lost_seconds"] for line in lines[before:after] if line["lost_seconds"] and not line["retries"]]
+        quiet = [line["seconds"] for line in lines[:after] if line["groups"] == args.groups and not line["lost_seconds"]]
         step = statistics.median(quiet) if quiet else float("nan")
         results = {
             **vars(args), "exit_code": trial.code,
@@ -194,7 +194,8 @@ def main() -> None:
             "restarts": {group.name: group.starts - 1 for group in trial.supervisor.groups},
             "heals": sum("healed from" in line for line in trial.log),
             "parity": parity(config, folder / "killed", folder / "plain"),
-            "seconds_of_a_step": step, "lost_seconds_of_a_change": spread(lost) if lost else None,
+            "seconds_of_a_step": step, "lost_seconds_of_a_kill": spread(lost) if lost else None,
+            "seconds_of_a_join": spread(joined) if joined else None,
             "longer_per_kill": (took - step * (after - before)) / args.kills,
         }  # fmt: skip
     print(json.dumps(results, indent=1))

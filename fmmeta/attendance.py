@@ -145,7 +145,7 @@ class Elastic:
         """Who is there; then be like the others. Collective: everyone."""
         run.guard.begin_stage("waiting for the other groups")
         self.began = self.began or time.monotonic()
-        self.crew.writes = self.writes
+        self.crew.writes, self.crew.bytes_sent = self.writes, 0  # what an attempt in vain has sent is not the step's
         before = None if self.roll is None else [member.name for member in self.roll.members]
         roll = self.crew.form(run.state.outer_step, LIGHTHOUSE_S)
         names = [member.name for member in roll.members]
