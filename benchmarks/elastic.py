@@ -37,6 +37,7 @@ from fmmeta.supervisor import Group, Supervisor
 from fmmeta.tasks.transforms import TextEpisode
 
 SLEEP = "FMMETA_TASK_SECONDS"  # a file with a number; none: do not sleep
+TASKS = 3  # of a meta-batch
 ROLL = re.compile(r"outer step (\d+): \d+ groups? \((.*)\)")
 
 
@@ -161,46 +162,59 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=3000)
     parser.add_argument("--json", default=None)
+    parser.add_argument("--folder", default=None, help="keep the runs there")
+    parser.add_argument("--compare", action="store_true", help="the run with kills is in --folder already")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+        folder = Path(args.folder or place)
         settings = {"groups": args.groups, "output_dir": str(folder / "killed"), "outer_steps": args.outer_steps,
-                    "eval_episodes": 0, "logging_steps": 1, "save_steps": 50, "meta_batch_size": 6, "k_shot": 1, "num_query": 2,
-                    "inner_steps": 2,
-                    "num_workers": "0", "episode_transforms": ["benchmarks.elastic:slowly"],
+                    "eval_episodes": 0, "logging_steps": 1, "save_steps": 50, "meta_batch_size": TASKS, "k_shot": 1, "num_query": 2,
+                    "inner_steps": 1, "num_workers": "0", "episode_transforms": ["benchmarks.elastic:slowly"],
                     "heartbeat_timeout": args.heartbeat_timeout, "max_restarts": 10 * args.kills}  # fmt: skip
-        trial = Trial(settings, args.task_seconds)
-        trial.start()
-        trial.wait_for(args.groups, 300)
-        time.sleep(5 * args.task_seconds)  # a few steps for comparison
-        began, before = time.monotonic(), len(lines_of(folder / "killed"))
-        at_random(trial, args.kills, args.every, random.Random(args.seed))
-        trial.wait_for(args.groups, 300)
-        took, after = time.monotonic() - began, len(lines_of(folder / "killed"))
-        trial.hurry()
-        trial.end(args.timeout)
+        if not args.compare:
+            (folder / "facts.json").write_text(json.dumps(measure(settings, args), indent=1))
+        facts = json.loads((folder / "facts.json").read_text())
         config = undisturbed(settings, folder / "plain")
         lines = lines_of(folder / "killed")
-        lost = [line["lost_seconds"] for line in lines[before:after] if line["retries"]]
-        joined = [line["lost_seconds"] for line in lines[before:after] if line["lost_seconds"] and not line["retries"]]
-        quiet = [line["seconds"] for line in lines[:after] if line["groups"] == args.groups and not line["lost_seconds"]]
-        step = statistics.median(quiet) if quiet else float("nan")
         results = {
-            **vars(args), "exit_code": trial.code,
-            "killed": [{**kill, "at": round(kill["at"] - began, 2)} for kill in trial.kills],
+            **vars(args), **facts,
             "steps_logged_once_each": [line["step"] for line in lines] == list(range(1, args.outer_steps + 1)),
-            "whole_meta_batch_in_every_step": all(line["tasks"] == 6 for line in lines),
+            "whole_meta_batch_in_every_step": all(line["tasks"] == TASKS for line in lines),
             "groups_seen": sorted({line["groups"] for line in lines}), "retried_attempts": sum(line["retries"] for line in lines),
-            "restarts": {group.name: group.starts - 1 for group in trial.supervisor.groups},
-            "heals": sum("healed from" in line for line in trial.log),
             "parity": parity(config, folder / "killed", folder / "plain"),
-            "seconds_of_a_step": step, "lost_seconds_of_a_kill": spread(lost) if lost else None,
-            "seconds_of_a_join": spread(joined) if joined else None,
-            "longer_per_kill": (took - step * (after - before)) / args.kills,
         }  # fmt: skip
     print(json.dumps(results, indent=1))
     write_json(args.json, results)
-    sys.exit(0 if results["whole_meta_batch_in_every_step"] and results["steps_logged_once_each"] and not trial.code else 1)
+    sys.exit(
+        0 if results["whole_meta_batch_in_every_step"] and results["steps_logged_once_each"] and not facts["exit_code"] else 1
+    )
+
+
+def measure(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The run with kills: how it ended, and what each kill cost."""
+    trial = Trial(settings, args.task_seconds)
+    trial.start()
+    trial.wait_for(args.groups, 300)
+    time.sleep(5 * args.task_seconds)  # a few steps for comparison
+    began, before = time.monotonic(), len(lines_of(trial.folder))
+    at_random(trial, args.kills, args.every, random.Random(args.seed))
+    trial.wait_for(args.groups, 300)
+    took, after = time.monotonic() - began, len(lines_of(trial.folder))
+    trial.hurry()
+    trial.end(args.timeout)
+    lines = lines_of(trial.folder)
+    lost = [line["lost_seconds"] for line in lines[before:after] if line["retries"]]
+    joined = [line["lost_seconds"] for line in lines[before:after] if line["lost_seconds"] and not line["retries"]]
+    quiet = [line["seconds"] for line in lines[:after] if line["groups"] == args.groups and not line["lost_seconds"]]
+    step = statistics.median(quiet) if quiet else float("nan")
+    return {
+        "exit_code": trial.code, "killed": [{**kill, "at": round(kill["at"] - began, 2)} for kill in trial.kills],
+        "restarts": {group.name: group.starts - 1 for group in trial.supervisor.groups},
+        "heals": sum("healed from" in line for line in trial.log), "seconds_of_a_step": step,
+        "lost_seconds_of_a_kill": spread(lost) if lost else None, "seconds_of_a_join": spread(joined) if joined else None,
+        "seconds_with_kills": took, "steps_meanwhile": after - before,
+        "longer_per_kill": (took - step * (after - before)) / args.kills,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
