@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -40,7 +41,7 @@ def measure(way: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--group_size", "1", "--seed", str(seed), "--outer_steps", str(args.outer_steps), "--eval_episodes",
                  str(args.episodes), "--logging_steps", "1", "--save_steps", "0", "--num_workers", "0", "--output_dir", folder,
-                 *WAYS[way]]  # fmt: skip
+                 *WAYS[way], *args.flags.split()]  # fmt: skip
         with redirect_stdout(io.StringIO()):
             if "wire" in way:
                 command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -49,9 +50,10 @@ def measure(way: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
             else:
                 MetaTrainer(parse(flags)).train()
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        held = json.loads((Path(folder) / "run.json").read_text())["held_out"]["after adaptation, meta-trained"]
+        held = json.loads((Path(folder) / "run.json").read_text())["held_out"] if args.episodes else {}
     losses = [line["query_loss"] for line in lines if "query_loss" in line][-LAST:]
-    return {"train_loss": statistics.mean(losses), "accuracy": held["accuracy"][0], "loss": held["loss"][0],
+    scored = held.get("after adaptation, meta-trained", {"accuracy": [math.nan], "loss": [math.nan]})
+    return {"train_loss": statistics.mean(losses), "accuracy": scored["accuracy"][0], "loss": scored["loss"][0],
             "comm_bytes": lines[0]["comm_bytes"]}  # fmt: skip
 
 
@@ -61,6 +63,7 @@ def main() -> None:
     parser.add_argument("--outer_steps", type=int, default=100)
     parser.add_argument("--episodes", type=int, default=60)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--flags", default="", help="more flags for every run, in one string")
     parser.add_argument("--json", default=None)
     args = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
@@ -73,11 +76,11 @@ def main() -> None:
     for way, one in summary(found).items():
         beside = f"{one['beside']:+.4f} ± {one['beside_sd']:.4f}" if "beside" in one else ""
         rows.append([way, f"{one['train_loss']:.4f}", f"{100 * one['accuracy']:.1f}", f"{one['loss']:.4f}", beside])
-    print(table(["way", "train loss", "held-out %", "held-out loss", "loss minus its plain way's"], rows))
+    print(table(["way", "train loss", "held-out %", "held-out loss", "train loss minus its plain way's"], rows))
 
 
 def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Means over seeds, and held-out loss minus that of the plain way at the same rate, paired by seed."""
+    """Means over seeds, and training loss minus that of the plain way at the same rate, paired by seed."""
     told: dict[str, Any] = {}
     for way, runs in found.items():
         if not runs:
@@ -85,7 +88,7 @@ def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         told[way] = {key: statistics.mean(run[key] for run in runs) for key in runs[0]}
         plain = found.get("plain, 3 x rate" if "3 x" in way else "plain", [])
         if not way.startswith("plain") and len(plain) == len(runs):
-            off = [run["loss"] - other["loss"] for run, other in zip(runs, plain, strict=True)]
+            off = [run["train_loss"] - other["train_loss"] for run, other in zip(runs, plain, strict=True)]
             told[way] |= {"beside": statistics.mean(off), "beside_sd": statistics.stdev(off) if len(off) > 1 else 0.0}
     return told
 

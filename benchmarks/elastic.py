@@ -168,8 +168,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(args.folder or place)
         settings = {"groups": args.groups, "output_dir": str(folder / "killed"), "outer_steps": args.outer_steps,
-                    "eval_episodes": 0, "logging_steps": 1, "save_steps": 50, "meta_batch_size": TASKS, "k_shot": 1, "num_query": 2,
-                    "inner_steps": 1, "num_workers": "0", "episode_transforms": ["benchmarks.elastic:slowly"],
+                    "eval_episodes": 0, "logging_steps": 1, "save_steps": 50, "meta_batch_size": TASKS, "k_shot": 1,
+                    "num_query": 2, "inner_steps": 1, "num_workers": "0", "episode_transforms": ["benchmarks.elastic:slowly"],
                     "heartbeat_timeout": args.heartbeat_timeout, "max_restarts": 10 * args.kills}  # fmt: skip
         if not args.compare:
             (folder / "facts.json").write_text(json.dumps(measure(settings, args), indent=1))
