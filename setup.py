@@ -38,6 +38,7 @@ setup(
             "tensorboard>=2.18",
             "optuna>=4",
             "matplotlib>=3.8",
+            "torchft>=0.2.0; platform_system == 'Linux' and platform_machine == 'x86_64'",  # where it has wheels
         ],
         "bench": ["matplotlib>=3.8"],
         "lora": ["peft>=0.18"],
