@@ -72,8 +72,8 @@ class MetaTrainer:
         with world.comm.together("looking for trackers"):
             if world.comm.rank == 0:
                 check_installed(config)
-        plan = build.plan(config, world, notice)
         crew = attendance.join(config, world.comm)
+        plan = build.plan(config, world, notice)
         start = open_run(config, plan.sources.fingerprint, world.comm)
         self.lock = start.lock
         for text in start.said:
