@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.elastic import Trial, lines_of, parity, theta_of, undisturbed
 from fmmeta.supervisor import Group
+from tests.launch import run_ranks
 from tests.nursery import ROOT, Rank, environment, shared
 
 os.environ.setdefault("RUST_LOG", "warn")
@@ -157,35 +158,36 @@ def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, tmp_pat
     assert len(theta_of(run.folder / "checkpoint-60")) > 3
 
 
-def fmmeta(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "fmmeta", *flags], capture_output=True, text=True, timeout=120, cwd=ROOT,
-                          env=environment(**env))  # fmt: skip
+def without_torchft() -> None:
+    """In a rank: as if it were not installed."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchft"]:
+        del sys.modules[name]
+    sys.modules["torchft"] = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(
-    ("flags", "env", "said"),
-    [
-        (["train", "--elastic", "--output_dir", "OUT", "--lighthouse", "http://127.0.0.1:1"], {}, "does not answer"),
-        (["train", "--elastic", "--output_dir", "OUT"], {}, "elastic=True needs a lighthouse; start `fmmeta lighthouse`"),
-        (["train", "--elastic", "--output_dir", "OUT", "--lighthouse", "nowhere"], {}, "lighthouse=nowhere is no address"),
-        (["train", "--elastic", "--output_dir", "OUT", "--lighthouse", "http://127.0.0.1:1"], {"PYTHONPATH": "NOTHING"},
-         "elastic groups need torchft (no torchft here); pip install 'fmmeta[elastic]'"),
-        (["elastic", "--output_dir", "OUT"], {"PYTHONPATH": "NOTHING"}, "pip install 'fmmeta[elastic]'"),
-        (["lighthouse"], {"PYTHONPATH": "NOTHING"}, "pip install 'fmmeta[elastic]'"),
-        (["lighthouse", "--port", "70000"], {}, "port=70000, min_groups=1"),
-    ],
-)  # fmt: skip
-def test_what_is_missing_is_one_line(flags, env, said, tmp_path):
-    broken = tmp_path / "nothing/torchft"
-    broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text("raise ImportError('no torchft here')\n")
-    env = {name: f"{broken.parent}:{ROOT}" if value == "NOTHING" else value for name, value in env.items()}
-    ended = fmmeta(*[str(tmp_path / "run") if flag == "OUT" else flag for flag in flags], TORCHFT_LIGHTHOUSE="", **env)
-    lines = ended.stderr.strip().splitlines()
-    assert ended.returncode == 2, ended.stderr
-    assert lines[-1].startswith("fmmeta: error: ")
-    assert said in lines[-1]
-    assert "Traceback" not in ended.stderr
+NOWHERE = ("--lighthouse", "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(("command", "flags", "torchft", "said"), [
+    ("train", ("--elastic", "--output_dir", "OUT", *NOWHERE), True, "lighthouse=http://127.0.0.1:1 does not answer ("),
+    ("train", ("--elastic", "--output_dir", "OUT"), True, "elastic=True needs a lighthouse; start `fmmeta lighthouse`"),
+    ("train", ("--elastic", "--output_dir", "OUT", "--lighthouse", "nowhere"), True, "lighthouse=nowhere is no address"),
+    ("train", ("--elastic", "--output_dir", "OUT", *NOWHERE), False, "elastic groups need torchft ("),
+    ("elastic", ("--output_dir", "OUT"), False, "elastic groups need torchft ("),
+    ("elastic", ("--output_dir", "OUT", "--groups", "0"), True, "groups=0 is below 1; use 1 or more"),
+    ("elastic", (), True, "elastic=True needs output_dir"),
+    ("lighthouse", (), False, "elastic groups need torchft ("),
+    ("lighthouse", ("--port", "70000"), True, "port=70000, min_groups=1"),
+])  # fmt: skip
+def test_what_is_missing_is_one_line(command, flags, torchft, said, tmp_path):
+    words = ["-m", "fmmeta", command, *(str(tmp_path / "run") if flag == "OUT" else flag for flag in flags)]
+    ended = run_ranks(words, 1, before=None if torchft else without_torchft, per_rank={0: {"TORCHFT_LIGHTHOUSE": ""}})
+    line = ended.output[0].strip().splitlines()[-1]
+    assert ended.codes == [2], ended.output[0]
+    assert line.startswith("fmmeta: error: ")
+    assert said in line
+    assert torchft or line.endswith("; pip install 'fmmeta[elastic]'")
+    assert "Traceback" not in ended.output[0]
 
 
 def test_a_lighthouse_shines_until_it_is_asked_to_stop():
