@@ -118,7 +118,13 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
         if config.group_size != "auto":
             place_of(config, Layout(world.launch, int(config.group_size)))
     model_ranks = config.pipeline_stages * config.tensor_parallel_size
-    if config.group_size == "auto":
+    if config.elastic:
+        group_size = world.launch.world_size
+        if config.group_size not in ("auto", str(group_size)):
+            raise UsageError(f"group_size={config.group_size} with elastic=True: a launch is one group, and this one has "
+                             f"{group_size} ranks; leave group_size out")  # fmt: skip
+        memory.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
+    elif config.group_size == "auto":
         group_size, why = memory.choose_group_size(world, sizes, plan.precision, model_ranks)
         notice(why)
     else:
@@ -186,7 +192,7 @@ def sizes_of(config: Config, plan: Plan, device: torch.device) -> memory.Sizes:
     sizes = memory.Sizes.of(plan.description.hf_config, params, frozen, min(config.micro_batch_size, rows), config.max_length,
                             config.task_type == "causal_lm", config.gradient_checkpointing,
                             config.offload_outer and device.type != "cpu")  # fmt: skip
-    return replace(sizes, layers=-(-sizes.layers // depth), in_flight=depth)
+    return replace(sizes, layers=-(-sizes.layers // depth), in_flight=depth, outer_delay=config.outer_delay)
 
 
 def counts(learner: Learner) -> tuple[int, int]:

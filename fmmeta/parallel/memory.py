@@ -8,7 +8,8 @@ w bytes per working weight (docs/memory.md):
     gradients    P 4        / M at ZeRO 2 and 3; twice at ZeRO 3, and at ZeRO 0 where M > 1: flattened for step or reduction
     master       P 4        / M at ZeRO 1 to 3; none in fp32 at ZeRO 0, where the weights are the masters
     meta         5 P 4      / M at ZeRO 1 to 3: theta, meta-gradient, one captured direction, two Adam moments; with
-                            --offload_outer the direction stays and 4 P 4 lie in host memory
+                            --offload_outer the direction stays and 4 P 4 lie in host memory; with --outer_delay 1 a
+                            second meta-gradient
     activations  B T L (34 H + 5 A T) w / 2     Korthikanti et al. 2022 (arXiv 2205.05198), equation 2; with checkpointed layers
                  B T (L H + 17 H + 5/2 A T) w   the inputs of all layers and one layer at work (section 5)
     logits       3 B T V 4  (causal_lm)
@@ -46,6 +47,7 @@ class Sizes:
     frozen: int = 0  # parameters that are not trained
     checkpointing: bool = False  # layers keep their inputs only
     offload_outer: bool = False  # to another memory than the device's
+    outer_delay: int = 0  # meta-gradients on their way across groups
     in_flight: int = 1  # micro-batches whose activations a rank keeps
 
     @classmethod
@@ -95,7 +97,7 @@ def estimate(sizes: Sizes, precision: Precision, sharers: int) -> Estimate:
         gathered=min(sizes.params + sizes.frozen, precision.live) * width if share[0] > 1 else 0,
         gradients=fp32 // share[1] * (2 if stage == 3 or (stage == 0 and sharers > 1) else 1),
         master=0 if stage == 0 and not precision.bf16 else fp32 // share[2],
-        meta=(1 if sizes.offload_outer else 5) * fp32 // share[2],
+        meta=(1 if sizes.offload_outer else 5 + sizes.outer_delay) * fp32 // share[2],
         activations=sizes.in_flight * sizes.rows * sizes.tokens * per_token * width // 2,
         logits=12 * sizes.rows * sizes.tokens * sizes.vocab,
         host=4 * fp32 // share[2] if sizes.offload_outer else 0,

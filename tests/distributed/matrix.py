@@ -63,10 +63,18 @@ ALSO: dict[str, dict[str, Any]] = {
     "offload_outer": {"offload_outer": True},
     "packing": {"packing": True},
     "both": {"lora_r": 4, "gradient_checkpointing": True},
+    "delay": {"outer_delay": 1},  # test_delay.py has its cases
+    "wire": {"reduce_dtype": "bf16"},
+    "delay-wire": {"outer_delay": 1, "reduce_dtype": "bf16"},
     "lora-first": {"lora_r": 4, "lora_target_modules": ["layers.0.self_attn.q_proj"]},  # the last stage of two trains nothing
     "lora-last": {"lora_r": 4, "lora_target_modules": ["layers.2.self_attn.v_proj"]},  # the first stage trains nothing
 }
-EQUAL = {"gradient_checkpointing", "offload_outer", "packing"}  # the oracle knows nothing of what must not change theta
+EQUAL = {
+    "gradient_checkpointing",
+    "offload_outer",
+    "packing",
+    "reduce_dtype",
+}  # the oracle knows nothing of what must not change theta
 VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, where they are more than the name
     "fomaml-rates": {"algorithm": "fomaml", "inner_lr_learned": "layer", "inner_optimizer": "momentum", "inner_momentum": 0.5,
                      "multi_step_loss_steps": 4, "rates_lr": 0.01},

@@ -34,7 +34,9 @@ ORDER = [
     {"fewshot"},
     {"state"},
     {"journal"},
+    {"attendance"},
     {"train"},
+    {"supervisor"},
     {"cli"},
     {"__main__"},
 ]
