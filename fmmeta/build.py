@@ -29,7 +29,7 @@ from fmmeta.parallel.home import Home
 from fmmeta.parallel.layout import Layout, Place
 from fmmeta.parallel.tensor import tensor_parallel_block
 from fmmeta.parallel.worker import Worker
-from fmmeta.planning.sizes import counts, part_sizes, stage_rows
+from fmmeta.planning.sizes import counts, held, part_sizes, stage_rows
 from fmmeta.tasks.batch import Dealer
 from fmmeta.tasks.load import Sources, load_sources, stratum_weights
 from fmmeta.tasks.loader import Load, Prompted
@@ -148,7 +148,8 @@ def balance_of(config: Config, plan: Plan) -> str:
 def sizes_of(config: Config, plan: Plan, device: torch.device) -> memory.Sizes:
     """The largest rank's part of the model and its micro-batches. Raises `UsageError` for what cannot be cut."""
     learner = empty_learner(config, plan.description)
-    return part_sizes(config, learner, plan.description.hf_config, lazy=device.type == "cpu", costs=plan.costs)
+    hf_config = plan.description.hf_config
+    return part_sizes(config, hf_config, held(config, learner, hf_config, plan.costs), lazy=device.type == "cpu")
 
 
 def engine_of(config: Config, plan: Plan, group_size: int, device: torch.device) -> str:

@@ -40,6 +40,8 @@ COMMANDS = {
                      "fmmeta.fewshot.settings:AdaptConfig", "fmmeta.fewshot.adaptation:run"),
     "predict": Command("answers of an adapted model to a file or to standard input",
                        "fmmeta.fewshot.settings:PredictConfig", "fmmeta.fewshot.predict:run"),
+    "plan": Command("layouts of a model on given GPUs: memory, bytes on the wire, time, and the command that runs the best",
+                    "fmmeta.planning.settings:PlanConfig", "fmmeta.planning.command:run"),
     "doctor": Command("check this machine: accelerator, versions, disk, memory, stale locks",
                       "fmmeta.doctor:DoctorConfig", "fmmeta.doctor:run"),
     "report": Command("write report.html of a run anew, also while it goes on",

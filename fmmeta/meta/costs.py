@@ -16,7 +16,7 @@ UNROLLED = ("maml", "boil", "proto_maml", "meta_sgd")
 
 
 class Passes(NamedTuple):
-    """Of one task: forward and backward over the support or query set, forwards alone, and whole vectors written to the worker."""
+    """Of one task: forward and backward over a set, forwards alone, and whole vectors written to the worker."""
 
     support: int
     query: int

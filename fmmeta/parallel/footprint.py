@@ -1,7 +1,7 @@
 """How many bytes a rank needs, by kind, from numbers alone: the formula behind `--group_size auto` and `fmmeta plan`.
 
-P trained and F frozen parameters of the rank's part of the model, shared by M data ranks; w bytes per working weight; b parameters
-of a reduction bucket. A kind is divided by M from the stage in brackets on (docs/memory.md has the table with the reasons):
+P trained and F frozen parameters of the rank's part of the model, shared by M data ranks; w bytes per working weight. A kind is
+divided by M from the stage in brackets on (docs/memory.md has the table with the reasons):
 
     weights (P + F) w  [3]     master 4 P  [1]      gradients 4 P [3]   theta, meta-gradient, direction 4 P each [1]
     moments 4 P per moment of the outer optimizer  [1]      kept 4 P per shard that the algorithm or inner optimizer keeps  [1]

@@ -24,11 +24,12 @@ class Profile:
     matmul_bf16, matmul_fp32: through the layers of a model. memory: read and written by vector arithmetic on the device;
     host_memory: the same by a rank's share of the host. group_link: to another rank of the node; cross_link: to another node;
     host_link: between device and host. latency: of a collective; step_overhead: of a pass with an update, beside its work.
-    hidden: share of ZeRO 3's gathers that computing hides. scatter: what a reduce-scatter sends, 1 as a part of an all-reduce of
-    2 (gloo makes it out of an all-reduce: 2).
+    hidden: share of ZeRO 3's gathers that computing hides. device: cuda, or cpu, where memory that is not touched costs nothing
+    and gloo makes a reduce-scatter out of an all-reduce.
     """
 
     name: str
+    device: str
     matmul_bf16: float
     matmul_fp32: float
     memory: float
@@ -39,7 +40,6 @@ class Profile:
     latency: float
     step_overhead: float
     hidden: float
-    scatter: float
     source: str
 
     def matmul(self, bf16: bool) -> float:
@@ -52,9 +52,9 @@ class Profile:
 
 
 def stated(name: str, bf16: float, fp32: float, memory: float, node: float, network: float, pcie: float) -> Profile:
-    """From a data sheet: peak flop/s, bytes/s of memory, of the node's links, of a GPU's share of the network, of PCIe, each way."""
-    return Profile(name, MFU_BF16 * bf16, MFU_FP32 * fp32, ATTAINED * memory, ATTAINED * node, ATTAINED * network,
-                   ATTAINED * pcie, 20e9, 30e-6, 5e-3, 0.5, 1.0, "from data sheets")  # fmt: skip
+    """From a data sheet: peak flop/s; bytes/s of memory, and each way of the node's links, a GPU's share of the network, PCIe."""
+    return Profile(name, "cuda", MFU_BF16 * bf16, MFU_FP32 * fp32, ATTAINED * memory, ATTAINED * node, ATTAINED * network,
+                   ATTAINED * pcie, 20e9, 30e-6, 5e-3, 0.5, "from data sheets")  # fmt: skip
 
 
 PROFILES = {
@@ -62,7 +62,9 @@ PROFILES = {
     "h100": stated("h100", 989e12, 67e12, 3.35e12, 450e9, 50e9, 64e9),  # SXM; NDR InfiniBand, one port per GPU
     "h200": stated("h200", 989e12, 67e12, 4.8e12, 450e9, 50e9, 64e9),
 }
-POSITIVE = [item.name for item in fields(Profile) if item.name not in ("name", "source", "hidden", "step_overhead", "latency")]
+POSITIVE = [
+    item.name for item in fields(Profile) if item.name not in ("name", "device", "source", "hidden", "step_overhead", "latency")
+]
 
 
 def find(name: str) -> Profile:
@@ -87,12 +89,14 @@ def from_values(name: str, values: Any) -> Profile:
     if wrong:
         raise UsageError(f"profile={name} {'lacks' if wrong[0] in known else 'sets'} {wrong[0]}; it holds {', '.join(known)}")
     for key in known:
-        if key not in ("name", "source"):
+        if key not in ("name", "device", "source"):
             number = isinstance(values[key], (int, float)) and not isinstance(values[key], bool)
             least = 0 if key in POSITIVE else -math.ulp(0)
             if not (number and least < values[key] < math.inf) or (key == "hidden" and values[key] > 1):
                 raise UsageError(f"profile={name} sets {key}={json.dumps(values[key])}, which is no rate; give a positive number"
                                  f"{' up to 1' if key == 'hidden' else ''}")  # fmt: skip
+    if values["device"] not in ("cuda", "cpu"):
+        raise UsageError(f"profile={name} sets device={json.dumps(values['device'])}; use cuda or cpu")
     return Profile(**{**values, "name": str(values["name"]), "source": str(values["source"])})
 
 

@@ -20,7 +20,7 @@ from fmmeta.planning.work import Task, Wire
 # Bytes that are read and written per element of a shard, or of the gradients, in fp32:
 UPDATE = 24  # theta -= rate g: 12; is g finite: 4; zeros: 4; a low-precision copy: 4
 CAPTURED = 28  # a direction: zeros, copy, restore, into the sum
-REDUCED = {0: 24, 1: 24, 2: 24, 3: 24}  # flattened, divided, copied back
+REDUCED = 24  # of all gradients: flattened, divided, copied back
 PLACED = {0: 0, 1: 16, 2: 16, 3: 24}  # of the shard: into the partition, flattened, into the weights
 WRITTEN = 8
 OUTER = 140  # mean, norm in fp64, AdamW's dozen reads and writes, write, zeros
@@ -66,7 +66,7 @@ def task_seconds(task: Task, sizes: Sizes, precision: Precision, room: Room, pro
     moved = task.updates * UPDATE * shard + CAPTURED * shard + task.writes * WRITTEN * shard
     if engine:
         stage = precision.zero_stage
-        moved += task.updates * ((REDUCED[stage] * sizes.params if room.data > 1 else 0) + PLACED[stage] * shard)
+        moved += task.updates * ((REDUCED * sizes.params if room.data > 1 else 0) + PLACED[stage] * shard)
     rate = profile.host_memory if precision.offload and not sizes.lazy else profile.memory
     away = offloaded(task, sizes, precision, shard) / profile.host_link
     return Seconds(compute, group, moved / rate + away, 0.0)
@@ -86,11 +86,11 @@ def step_seconds(one: Seconds, tasks: float, sizes: Sizes, precision: Precision,
 
 
 def wire_seconds(wire: Wire, stage: int, room: Room, profile: Profile) -> float:
-    """Of a rank, one collective after the other. DeepSpeed reduces by all-reduce but at ZeRO 3, where it scatters; tensor ranks are
-    neighbours inside a node.
+    """Of a rank, one collective after the other. DeepSpeed reduces by all-reduce, but at ZeRO 3 it scatters (gloo makes that out
+    of an all-reduce); tensor ranks are neighbours inside a node.
     """
     link = profile.group_link if room.group_in_node else profile.cross_link
-    sums = profile.scatter if stage == 3 else 2
+    sums = 1 if stage == 3 and profile.device != "cpu" else 2
     across = ring(room.data) * (wire.gather + sums * wire.reduce) + wire.send
     inside = 2 * ring(room.size // room.data) * wire.tensor
     return across / link + inside / profile.group_link + wire.collectives * profile.latency
@@ -112,4 +112,3 @@ def offloaded(task: Task, sizes: Sizes, precision: Precision, shard: int) -> flo
     if precision.offload:
         return task.updates * (4 + (2 if precision.bf16 else 4)) * shard
     return 8.0 * shard if sizes.offload_outer else 0.0
-

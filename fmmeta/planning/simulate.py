@@ -44,7 +44,7 @@ class World:
 
 @dataclass(frozen=True)
 class Outcome:
-    """efficiency = useful / total; waiting, failing, fixed: shares of the total that went otherwise. step: mean, without failures."""
+    """efficiency: useful / total; waiting, failing, fixed: shares of the rest; step: mean without failures."""
 
     efficiency: float
     waiting: float

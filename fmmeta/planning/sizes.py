@@ -14,12 +14,10 @@ from fmmeta.parallel.footprint import GIB, Sizes
 from fmmeta.parallel.tensor import cut_patterns
 
 
-def part_sizes(config: Config, learner: Learner, hf_config: Any, lazy: bool, costs: Sequence[float] | None = None,
-               data: int = 1) -> Sizes:  # fmt: skip
-    """The largest rank's part of the model and its micro-batches. Raises `UsageError` for what cannot be cut.
+def held(config: Config, learner: Learner, hf_config: Any, costs: Sequence[float] | None = None) -> tuple[int, int]:
+    """Trained and frozen parameters of the largest rank's part. Raises `UsageError` for what cannot be cut.
 
-    lazy: on CPUs, where untouched memory costs nothing. costs: of each layer, where stages are balanced by time. data: ranks that
-    share the rows of a set.
+    costs: of each layer, where stages are balanced by time.
     """
     depth = config.pipeline_stages
     params, frozen = counts(learner)
@@ -29,6 +27,16 @@ def part_sizes(config: Config, learner: Learner, hf_config: Any, lazy: bool, cos
         frozen = max(size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True))
     elif config.tensor_parallel_size > 1:
         params -= uncut(learner, hf_config, config.tensor_parallel_size)
+    return params, frozen
+
+
+def part_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: bool, data: int = 1) -> Sizes:
+    """The largest rank's part of the model, as `held` counted it, and its micro-batches.
+
+    lazy: on CPUs, where untouched memory costs nothing. data: ranks that share the rows of a set.
+    """
+    params, frozen = counted
+    depth = config.pipeline_stages
     sizes = Sizes.of(hf_config, params, frozen, most_rows(config, data), config.max_length, config.task_type == "causal_lm",
                      config.gradient_checkpointing, config.offload_outer and not lazy)  # fmt: skip
     kept = of_rules.shards(config)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from fmmeta.config import Config
@@ -51,7 +52,8 @@ def products(learner: Learner, config: Config) -> Products:
     text = learner.hf.config.get_text_config()
     heads = getattr(text, "num_attention_heads", 12)
     width = getattr(text, "num_hidden_layers", 12) * heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-    weights = [(name, module.weight) for name, module in learner.named_modules() if is_product(module)]
+    found = ((name, weight_of(module)) for name, module in learner.named_modules())
+    weights = [(name, weight) for name, weight in found if weight is not None]
     whole, trained = (sum(w.numel() for _, w in weights if w.requires_grad or every) for every in (True, False))
     if config.tensor_parallel_size > 1:
         ranks, is_cut = config.tensor_parallel_size, cut_patterns(learner.hf.config)
@@ -66,8 +68,9 @@ def products(learner: Learner, config: Config) -> Products:
     return Products(whole, trained, max(parts) / whole, width)
 
 
-def is_product(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+def weight_of(module: nn.Module) -> torch.Tensor | None:
+    """The matrix of a linear layer (GPT-2's are transposed)."""
+    return getattr(module, "weight", None) if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" else None
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,9 @@ class Task:
         return sum(times * one.flops for times, one in self.passes)
 
 
-def task_work(config: Config, precision: Precision, sizes: Sizes, asked: Products, data: int, row_tokens: int, params: int) -> Task:
+def task_work(
+    config: Config, precision: Precision, sizes: Sizes, asked: Products, data: int, row_tokens: int, params: int
+) -> Task:
     """One task of a run. data: data-parallel ranks of the group; params: tensors that are gathered one by one."""
     many = passes(config)
     support, query = rows_of(config)
@@ -129,6 +134,15 @@ def task_work(config: Config, precision: Precision, sizes: Sizes, asked: Product
              for times, rows, back in kinds if times]  # fmt: skip
     wire = sum((one.wire * times for times, one in found), Wire()) + refresh(precision, sizes, data) * many.writes
     return Task(found, wire, many.training, many.writes)
+
+
+def needed_flops(config: Config, asked: Products, tokens: int) -> float:
+    """Of one task on one rank that keeps all activations: what no layout can do without."""
+    many = passes(config)
+    support, query = rows_of(config)
+    trained = many.support * support + many.query * query
+    looked_at = many.support_forwards * support + many.query_forwards * query
+    return tokens * (asked.flops(tokens, True, False) * trained + asked.flops(tokens, False, False) * looked_at)
 
 
 def one_pass(config: Config, precision: Precision, sizes: Sizes, asked: Products, data: int, rows: int, tokens: int,
