@@ -48,18 +48,10 @@ def write_pairs(path: Path) -> None:
 
 def libraries(engine: bool) -> None:
     """Import what a run imports sooner or later: libraries are no part of a model's memory, and take 0.1 GB."""
-    import safetensors.torch
-    import torch._dynamo  # by torch's optimizers, at their first step
-    import transformers.models.llama.modeling_llama
-    import transformers.optimization
 
     import fmmeta.train  # noqa: F401
 
     if engine:
-        import deepspeed.pipe
-        import deepspeed.runtime.zero.stage3
-        import deepspeed.runtime.zero.stage_1_and_2
-
         from fmmeta.parallel.engine import import_deepspeed
 
         import_deepspeed()
