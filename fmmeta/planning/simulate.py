@@ -12,6 +12,7 @@ Steps are arrays: S steps, G groups, N tasks per step. Nothing here is random bu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -55,10 +56,17 @@ class Outcome:
 
 def simulate(world: World, steps: int = 200, seed: int = 0) -> Outcome:
     """Run `steps` outer steps."""
-    rng = np.random.default_rng(seed)
-    sizes = lognormal(rng, world.spread, (steps, world.tasks))
-    taken = sizes * lognormal(rng, world.noise, sizes.shape)
-    return outcome(world, group_times(sizes, taken, world.groups), taken, rng)
+    times, taken = dealt(world.groups, world.tasks, world.spread, world.noise, steps, seed)
+    return outcome(world, times, taken, np.random.default_rng((seed, 1)))
+
+
+@lru_cache(maxsize=16)
+def dealt(groups: int, tasks: int, spread: float, noise: float, steps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Times of groups [S, G] and of tasks [S, N]; kept, since layouts of as many groups differ in the rest only."""
+    rng = np.random.default_rng((seed, 0))
+    sizes = lognormal(rng, spread, (steps, tasks))
+    taken = sizes * lognormal(rng, noise, sizes.shape)
+    return group_times(sizes, taken, groups), taken
 
 
 def group_times(sizes: np.ndarray, taken: np.ndarray, groups: int) -> np.ndarray:

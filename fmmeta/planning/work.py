@@ -14,6 +14,7 @@ benchmarks/plan.py counts the same in real engines (tests/distributed/test_plan.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ class Products:
 
     whole: int
     trained: int  # of them, those whose gradients are taken
+    inside: int = 0  # of the whole, those in the layers: a head is not computed again
     fullest: float = 1.0  # share of the fullest stage
     width: int = 0  # layers x attention width: 4 T flops per token for each
 
@@ -44,7 +46,8 @@ class Products:
         forward = 2 * self.whole + 4 * self.width * tokens
         if not backward:
             return forward
-        return (3 if again else 2) * forward + 2 * self.trained + 4 * self.width * tokens
+        layers = 2 * self.inside + 4 * self.width * tokens if again else 0
+        return 2 * forward + layers + 2 * self.trained + 4 * self.width * tokens
 
 
 def products(learner: Learner, config: Config) -> Products:
@@ -55,17 +58,18 @@ def products(learner: Learner, config: Config) -> Products:
     found = ((name, weight_of(module)) for name, module in learner.named_modules())
     weights = [(name, weight) for name, weight in found if weight is not None]
     whole, trained = (sum(w.numel() for _, w in weights if w.requires_grad or every) for every in (True, False))
+    inside = sum(w.numel() for name, w in weights if re.search(r"\.\d+\.", name))
     if config.tensor_parallel_size > 1:
         ranks, is_cut = config.tensor_parallel_size, cut_patterns(learner.hf.config)
         away = sum(w.numel() - w.numel() // ranks for name, w in weights if is_cut(f"{name}.weight"))
-        return Products(whole - away, trained - away, 1.0, width // ranks)
+        return Products(whole - away, trained - away, inside - away, 1.0, width // ranks)
     if config.pipeline_stages == 1:
-        return Products(whole, trained, 1.0, width)
+        return Products(whole, trained, inside, 1.0, width)
     cut = plan_cut(learner, config.pipeline_stages)
     parts = [0] * config.pipeline_stages
     for name, weight in weights:
         parts[cut.owner.get(f"{name}.weight", config.pipeline_stages - 1)] += weight.numel()
-    return Products(whole, trained, max(parts) / whole, width)
+    return Products(whole, trained, inside, max(parts) / whole, width)
 
 
 def weight_of(module: nn.Module) -> torch.Tensor | None:
