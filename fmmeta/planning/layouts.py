@@ -81,9 +81,8 @@ class Planner:
         ranks = min(plan.gpus, plan.gpus_per_node)
         lacking = max(0.0, needed.total - self.room, needed.host * ranks - self.host_room)
         room = Room(way.data, way.group_size, plan.gpus // way.group_size, way.group_size <= ranks, plan.gpus <= ranks)
-        tensors = sum(1 for param in self.learner(way.lora_r).parameters() if param.dim() > 1)
         asked, tokens = self.products(way.lora_r, way.stages, way.tensor), plan.row_tokens or plan.max_length
-        task = task_work(config, precision, sizes, asked, way.data, tokens, tensors)
+        task = task_work(config, precision, sizes, asked, way.data, tokens)
         one = task_seconds(task, sizes, precision, room, self.profile)
         most = -(-plan.tasks // room.groups)
         step = step_seconds(one, most, sizes, precision, room, self.profile)

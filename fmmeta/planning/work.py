@@ -40,6 +40,7 @@ class Products:
     inside: int = 0  # of the whole, those in the layers: a head is not computed again
     fullest: float = 1.0  # share of the fullest stage
     width: int = 0  # layers x attention width: 4 T flops per token for each
+    matrices: int = 1  # that are gathered one by one
 
     def flops(self, tokens: int, backward: bool, again: bool) -> float:
         """Of one token in a row of `tokens`. again: layers are computed once more for the backward pass."""
@@ -62,14 +63,14 @@ def products(learner: Learner, config: Config) -> Products:
     if config.tensor_parallel_size > 1:
         ranks, is_cut = config.tensor_parallel_size, cut_patterns(learner.hf.config)
         away = sum(w.numel() - w.numel() // ranks for name, w in weights if is_cut(f"{name}.weight"))
-        return Products(whole - away, trained - away, inside - away, 1.0, width // ranks)
+        return Products(whole - away, trained - away, inside - away, 1.0, width // ranks, len(weights))
     if config.pipeline_stages == 1:
-        return Products(whole, trained, inside, 1.0, width)
+        return Products(whole, trained, inside, 1.0, width, len(weights))
     cut = plan_cut(learner, config.pipeline_stages)
     parts = [0] * config.pipeline_stages
     for name, weight in weights:
         parts[cut.owner.get(f"{name}.weight", config.pipeline_stages - 1)] += weight.numel()
-    return Products(whole, trained, inside, max(parts) / whole, width)
+    return Products(whole, trained, inside, max(parts) / whole, width, len(weights))
 
 
 def weight_of(module: nn.Module) -> torch.Tensor | None:
@@ -126,15 +127,13 @@ class Task:
         return sum(times * one.flops for times, one in self.passes)
 
 
-def task_work(
-    config: Config, precision: Precision, sizes: Sizes, asked: Products, data: int, row_tokens: int, params: int
-) -> Task:
-    """One task of a run. data: data-parallel ranks of the group; params: tensors that are gathered one by one."""
+def task_work(config: Config, precision: Precision, sizes: Sizes, asked: Products, data: int, row_tokens: int) -> Task:
+    """One task of a run. data: data-parallel ranks of the group."""
     many = passes(config)
     support, query = rows_of(config)
     kinds = [(many.support, support, True), (many.query, query, True), (many.support_forwards, support, False),
              (many.query_forwards, query, False)]  # fmt: skip
-    found = [(times, one_pass(config, precision, sizes, asked, data, rows, row_tokens, back, params))
+    found = [(times, one_pass(config, precision, sizes, asked, data, rows, row_tokens, back))
              for times, rows, back in kinds if times]  # fmt: skip
     wire = sum((one.wire * times for times, one in found), Wire()) + refresh(precision, sizes, data) * many.writes
     return Task(found, wire, many.training, many.writes)
@@ -150,7 +149,7 @@ def needed_flops(config: Config, asked: Products, tokens: int) -> float:
 
 
 def one_pass(config: Config, precision: Precision, sizes: Sizes, asked: Products, data: int, rows: int, tokens: int,
-             backward: bool, params: int) -> Pass:  # fmt: skip
+             backward: bool) -> Pass:  # fmt: skip
     stages, width = config.pipeline_stages, 2 if precision.bf16 else 4
     most = stage_rows(config, data) if stages > 1 else config.micro_batch_size
     rounds, each = micro_batches(rows, data, most)
@@ -169,7 +168,7 @@ def one_pass(config: Config, precision: Precision, sizes: Sizes, asked: Products
     if stage == 3:
         kept = held <= precision.live  # gathered parameters stay from the forward to the backward pass
         gathers = rounds * (2 if backward and not kept else 1) if not kept else 1
-        wire += Wire(gather=gathers * held * width, collectives=gathers * params)
+        wire += Wire(gather=gathers * held * width, collectives=gathers * asked.matrices)
     if backward and data > 1:
         each_time = rounds if stage > 1 else 1
         buckets = max(1, -(-sizes.params // (precision.bucket or sizes.hidden**2)))

@@ -84,7 +84,7 @@ def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any
     hf_config, data_ranks = learner.hf.config, parts.place.data
     sizes = part_sizes(config, hf_config, held(config, learner, hf_config), True, data_ranks)
     planned = one_pass(config, plan.precision, sizes, products(learner, config), data_ranks, 4,
-                       batches.support[0].input_ids.shape[1], True, 1)  # fmt: skip
+                       batches.support[0].input_ids.shape[1], True)  # fmt: skip
     return {"case": name, "counted": dict(COUNTED), "planned": asdict(planned.wire), "params": sizes.params,
             "shapes": [list(batch.input_ids.shape) for batch in batches.support]}  # fmt: skip
 

@@ -167,7 +167,7 @@ def seconds_of(config: Config, stage: int, group_size: int, groups: int = 1, pro
     hf_config = learner.hf.config
     sizes = part_sizes(config, hf_config, held(config, learner, hf_config), False, group_size)
     precision, room = Precision(stage, False, False), Room(group_size, group_size, groups, True, groups == 1)
-    task = task_work(config, precision, sizes, products(learner, config), group_size, 16, 5)
+    task = task_work(config, precision, sizes, products(learner, config), group_size, 16)
     one = task_seconds(task, sizes, precision, room, profile)
     return sizes, one, step_seconds(one, tasks, sizes, precision, room, profile)
 
@@ -205,7 +205,7 @@ def test_micro_batches_are_reduced_one_by_one_at_zero_2(folders):
     for stage, times in ((0, 1), (1, 1), (2, 4), (3, 4)):
         learner = empty_learner(many, describe(many))
         sizes = part_sizes(many, learner.hf.config, held(many, learner, learner.hf.config), False, 2)
-        task = task_work(many, Precision(stage, False, False), sizes, Products(1, 1), 2, 16, 5)
+        task = task_work(many, Precision(stage, False, False), sizes, Products(1, 1), 2, 16)
         assert task.wire.reduce == 6 * times * 4 * sizes.params, stage
 
 

@@ -78,16 +78,16 @@ def even(world: World, steps: int, seed: int) -> Outcome:
 def test_a_static_failure_costs_a_restart_and_half_an_interval():
     """Renewal: of 1 unit of work, G lambda fail, each costs away + interval / 2."""
     world = World(32, 32, failure_rate=1e-4, away=20, interval=50)
-    found = even(world, 200_000, 3)
+    found = even(world, 4_000, 3)
     assert found.efficiency == pytest.approx(1 / (1 + 32e-4 * (20 + 25)), rel=0.01)
 
 
 def test_an_elastic_failure_costs_a_step_and_a_smaller_world():
     """In a step of length 1 some group fails with G lambda, costs the step, and G / (G - 1) for the steps away."""
     world = World(32, 32, failure_rate=1e-5, elastic=True, away=20)
-    found = even(world, 400_000, 4)
+    found = even(world, 20_000, 4)
     assert found.failing / (1 - found.failing) == pytest.approx(32e-5 * (1 + 21 / 31), rel=0.1)
-    stops = even(World(32, 32, failure_rate=1e-5, away=20, interval=50), 400_000, 4)
+    stops = even(World(32, 32, failure_rate=1e-5, away=20, interval=50), 20_000, 4)
     assert found.efficiency > stops.efficiency
 
 
