@@ -107,7 +107,7 @@ def memory(folder: str, out: str | None, only: str | None) -> None:
     print(f"{max(ratios):.3f} {min(ratios):.3f}")
 
 
-TIMED = {"max_length": 64, "k_shot": 16, "num_query": 16, "inner_steps": 2, "meta_batch_size": 2}
+TIMED = {"max_length": 64, "k_shot": 8, "num_query": 8, "inner_steps": 2, "meta_batch_size": 1}
 CLOCKS = {"clock": time.perf_counter, "cpu": time.process_time}
 
 
@@ -175,7 +175,7 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
         timing.time, calibrate.time = ordinary
 
 
-def train(run: Any, steps: int = 4) -> dict[str, list[float]]:
+def train(run: Any, steps: int = 3) -> dict[str, list[float]]:
     """Seconds of some outer steps, the first of them left out."""
     marks: list[dict[str, float]] = []
     after = run._after_step

@@ -2,8 +2,8 @@
 
     python -m benchmarks.scaling --json benchmarks/results/scaling.json --plot docs/scaling.svg
 
-Simulated (fmmeta/planning/simulate.py), not run: tasks are dealt by the dealer of a run. A task takes 20 s on a group; a group of 8 GPUs,
-each failing once in 2 years; a restart takes 10 minutes, checkpoints are 30 minutes apart. The last line is the efficiency of 1,024
+Simulated (fmmeta/planning/simulate.py), not run: tasks are dealt by the dealer of a run. A task takes 20 s on a group of 8 GPUs,
+each of which fails once in 2 years; a restart takes 10 minutes, checkpoints are 30 minutes apart. The last line is the efficiency of 1,024
 groups, tasks of differing sizes alone, and with slow groups and failures, static and elastic.
 """
 
@@ -52,7 +52,8 @@ def main() -> None:
         axes.grid(alpha=0.3)
 
     plot(given.plot, draw)
-    print(" ".join(f"{100 * found[name][-1]:.1f}" for name in ("sizes differ, known", "and failures, static", "and failures, elastic")))
+    ends = ("sizes differ, known", "and failures, static", "and failures, elastic")
+    print(" ".join(f"{100 * found[name][-1]:.1f}" for name in ends))
 
 
 if __name__ == "__main__":

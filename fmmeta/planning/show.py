@@ -67,7 +67,7 @@ def text(planner: Planner, layouts: Sequence[Layout]) -> str:
 
 def table(shown: Sequence[Layout]) -> list[str]:
     head = ["group", "groups", "layout", "rows", "GiB", "host GiB", "step s", "efficiency", "GB in group", "GB across"]
-    cells = [[str(one.way.group_size), str(one.groups), str(one.way), str(one.way.micro_batch_size),
+    cells = [[str(one.way.group_size), str(one.groups), str(one.way), str(one.rows),
               f"{one.memory.total / GIB:.1f}", f"{one.host_bytes / GIB:.0f}", number(one.step_seconds),
               f"{100 * one.efficiency:.0f} %", number(one.wire.total / 1e9), number(one.cross_bytes / 1e9)]
              for one in shown]  # fmt: skip
@@ -129,7 +129,8 @@ def facts(planner: Planner, one: Layout) -> dict[str, Any]:
     way = one.way
     named = {**way.settings(planner.plan.bf16_planned), "group_size": way.group_size}
     wire = {kind: size for kind, size in asdict(one.wire).items() if kind != "collectives"}
-    return {"fits": not one.lacking, **named, "num_groups": one.groups, "zero_stage": way.zero_stage, "offload": way.offload,
+    return {"fits": not one.lacking, **named, "num_groups": one.groups, "rows": one.rows, "zero_stage": way.zero_stage,
+            "offload": way.offload,
             "bytes_per_rank": {**asdict(one.memory), "total": one.memory.total}, "lacking_bytes": round(one.lacking),
             "host_bytes_per_node": one.host_bytes, "bytes_per_outer_step": {**wire, "cross": one.cross_bytes},
             "step_seconds": one.step_seconds, "seconds": asdict(one.step), "efficiency": one.efficiency,
