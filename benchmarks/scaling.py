@@ -3,8 +3,8 @@
     python -m benchmarks.scaling --json benchmarks/results/scaling.json --plot docs/scaling.svg
 
 Simulated (fmmeta/planning/simulate.py), not run: tasks are dealt by the dealer of a run. A task takes 20 s on a group of 8 GPUs,
-each of which fails once in 2 years; a restart takes 10 minutes, checkpoints are 30 minutes apart. The last line is the efficiency of 1,024
-groups, tasks of differing sizes alone, and with slow groups and failures, static and elastic.
+each of which fails once in 2 years; a restart takes 10 minutes, checkpoints are 30 minutes apart. The last line is the efficiency
+of 1,024 groups: tasks of differing sizes alone, and with slow groups and failures, static and elastic.
 """
 
 from __future__ import annotations

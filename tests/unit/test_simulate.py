@@ -84,10 +84,10 @@ def test_a_static_failure_costs_a_restart_and_half_an_interval():
 
 def test_an_elastic_failure_costs_a_step_and_a_smaller_world():
     """In a step of length 1 some group fails with G lambda, costs the step, and G / (G - 1) for the steps away."""
-    world = World(32, 32, failure_rate=1e-5, elastic=True, away=20)
+    world = World(32, 32, failure_rate=1e-4, elastic=True, away=20)
     found = even(world, 20_000, 4)
-    assert found.failing / (1 - found.failing) == pytest.approx(32e-5 * (1 + 21 / 31), rel=0.1)
-    stops = even(World(32, 32, failure_rate=1e-5, away=20, interval=50), 20_000, 4)
+    assert found.failing / (1 - found.failing) == pytest.approx(32e-4 * (1 + 21 / 31), rel=0.1)
+    stops = even(World(32, 32, failure_rate=1e-4, away=20, interval=50), 20_000, 4)
     assert found.efficiency > stops.efficiency
 
 
