@@ -113,13 +113,23 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
         if config.group_size != "auto":
             place_of(config, Layout(world.launch, int(config.group_size)))
     model_ranks = config.pipeline_stages * config.tensor_parallel_size
-    if config.group_size == "auto":
+    if config.elastic:
+        group_size = world.launch.world_size
+        if config.group_size not in ("auto", str(group_size)):
+            raise UsageError(f"group_size={config.group_size} with elastic=True: a launch is one group, and this one has "
+                             f"{group_size} ranks; leave group_size out")  # fmt: skip
+        memory.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
+    elif config.group_size == "auto":
         group_size, why = memory.choose_group_size(world, sizes, plan.precision, model_ranks)
         notice(why)
     else:
         group_size = int(config.group_size)
         memory.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
     engine = engine_of(config, plan, group_size, world.device)
+    warned = world.nodes.check(group_size)
+    if config.task_sharding == "node" and len(set(world.nodes.sizes)) > 1:
+        raise UsageError(f"task_sharding=node needs as many ranks on every node, and here are "
+                         f"{', '.join(map(str, world.nodes.sizes))}; use global")  # fmt: skip
     ranks = world.split(group_size, default_group=engine == "deepspeed")
     if config.pipeline_stages > 1:
         notice(balance_of(config, plan))
@@ -127,12 +137,28 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     stage += f", {config.pipeline_stages} pipeline stages" if config.pipeline_stages > 1 else ""
     stage += f", {config.tensor_parallel_size} tensor ranks" if config.tensor_parallel_size > 1 else ""
     notice(f"{ranks.layout} on {world.device.type}; {stage}; {'bf16' if plan.precision.bf16 else 'fp32'}")
+    for text in (*world.said, *([warned] if warned else [])):
+        notice(text)
+    if config.group_layout:
+        shown = show_layout(config, plan, sizes, world, group_size, engine)
+        notice("\n".join([f"group_layout: {ranks.layout} on {len(world.nodes.hosts)} nodes", *shown]))
     if config.offload_outer and world.device.type == "cpu":
         notice("offload_outer changes nothing on CPUs: the ranks' memory is the host's already")
     if config.lora_r:
         trained, frozen = counts(empty_learner(config, plan.description))
         notice(f"LoRA of rank {config.lora_r}: {trained:,} of {trained + frozen:,} parameters are trained")
     return ranks
+
+
+def show_layout(config: Config, plan: Plan, sizes: memory.Sizes, world: World, group_size: int, engine: str) -> list[str]:
+    """Who is where, and what travels on which link."""
+    stage, stages, tensor = plan.precision.zero_stage, config.pipeline_stages, config.tensor_parallel_size
+    kinds = ["gradients" if stage < 3 else "weights and gradients"] if group_size > stages * tensor else []
+    kinds += ["updated weights"] if 0 < stage < 3 and kinds else []
+    kinds += ["hidden states between stages"] if stages > 1 else []
+    kinds += ["activations of every layer"] if tensor > 1 else []
+    sharers = group_size // (stages * tensor) if engine == "deepspeed" and stage else 1
+    return world.nodes.map(group_size, ", ".join(kinds) or "nothing", 4 * sizes.params / sharers, world.device.type)
 
 
 def balance_of(config: Config, plan: Plan) -> str:

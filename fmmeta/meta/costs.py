@@ -53,10 +53,18 @@ def passes(config: Config) -> Passes:
 
 
 class Shards(NamedTuple):
-    """Vectors as long as theta that a rank keeps beside theta, the sum of directions and one direction."""
+    """Vectors as long as theta that a rank keeps beside theta, the sum of directions, and one direction where it is apart."""
 
     work: int
     trajectory: int  # steps of the inner loop, which --trajectory_gib may send to host memory
+
+
+def adds_directly(config: Config) -> bool:
+    """Whether a task's direction needs no vector of its own (Rule.direction; tensor ranks do not agree on what is finite)."""
+    plain = config.inner_lr_learned == "no" and not config.multi_step_loss_steps and not config.prototype_gradient
+    unbounded = config.max_task_loss is None and config.max_task_norm is None
+    fomaml = config.algorithm == "fomaml" and plain and config.tensor_parallel_size == 1
+    return unbounded and (fomaml or config.algorithm in ("reptile", "none"))
 
 
 def shards(config: Config) -> Shards:

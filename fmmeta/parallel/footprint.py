@@ -3,7 +3,8 @@
 P trained and F frozen parameters of the rank's part of the model, shared by M data ranks; w bytes per working weight. A kind is
 divided by M from the stage in brackets on (docs/memory.md has the table with the reasons):
 
-    weights (P + F) w  [3]     master 4 P  [1]      gradients 4 P [3]   theta, meta-gradient, direction 4 P each [1]
+    weights (P + F) w  [3]     master 4 P  [1]      gradients 4 P [3]   theta, meta-gradient 4 P each [1]
+    direction 4 P [1], where the rule or the engine cannot add it to the meta-gradient right away (meta/costs.py)
     moments 4 P per moment of the outer optimizer  [1]      kept 4 P per shard that the algorithm or inner optimizer keeps  [1]
 
     gathered: whole parameters that ZeRO 3 holds at once
@@ -42,6 +43,8 @@ class Sizes:
     offload_outer: bool = False  # to another memory than the device's
     in_flight: int = 1  # micro-batches whose activations a rank keeps
     moments: int = 2  # shards of the outer optimizer
+    sums: int = 1  # of directions: one more that is on its way with --outer_delay
+    directions: int = 0  # of a task, beside the sum: 0 where it is added right away
     kept: int = 0  # shards that algorithm and inner optimizer keep while a task runs
     trajectory: int = 0  # those that may wait in host memory
     budget: int | None = None  # bytes of the trajectory on the device; None: all
@@ -150,14 +153,16 @@ def estimate(sizes: Sizes, precision: Precision, sharers: int) -> Estimate:
     near = sizes.trajectory if sizes.budget is None else min(sizes.trajectory, sizes.budget // max(1, shard))
     away = 0 if sizes.lazy or not precision.offload else 1  # the shards lie in host memory, and so does all work on them
     outer = away or int(sizes.offload_outer)
+    agreeing = not (sizes.in_flight > 1 and stage == 1 and not precision.bf16)  # parallel/shards.py: Agreement
+    directions = sizes.directions if agreeing else 1
     kinds = {
         "weights": (held * width // share[0], away and precision.offload_param),
         "gathered": (min(held, precision.live) * width if share[0] > 1 or precision.offload_param else 0, False),
         "gradients": (grads.gradients, away),
         "master": (0 if stage == 0 and not precision.bf16 else shard, away),
         "theta": (shard, outer),
-        "meta_gradient": (shard, outer),
-        "direction": (shard, away),
+        "meta_gradient": (sizes.sums * shard, outer),
+        "direction": (directions * shard, away),
         "moments": (sizes.moments * shard, outer),
         "kept": ((sizes.kept + near) * shard, away),
         "activations": (sizes.in_flight * sizes.rows * sizes.tokens * per_token * width // 2, False),

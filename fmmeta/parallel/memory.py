@@ -55,14 +55,14 @@ def least_free(world: World) -> tuple[int, int]:
 
 
 def choose_group_size(world: World, sizes: Sizes, precision: Precision, model_ranks: int = 1) -> tuple[int, str]:
-    """Smallest divisor of the local ranks, and multiple of `model_ranks` (stages x tensor ranks), at which the estimate fits,
-    and the arithmetic. Collective: world.
+    """Smallest number of ranks whose groups stay inside a node, and multiple of `model_ranks` (stages x tensor ranks), at which
+    the estimate fits, and the arithmetic. Collective: world.
 
     Raises `UsageError` on every rank if none does.
     """
-    local, (free, host) = world.launch.local_world_size, least_free(world)
-    for size in divisors(local):
-        if world.launch.world_size % size == 0 and size % model_ranks == 0:
+    local, (free, host) = min(world.nodes.sizes), least_free(world)
+    for size in divisors(world.launch.world_size):
+        if size <= local and world.nodes.keeps(size) and size % model_ranks == 0:
             needed = estimate(sizes, at_size(precision, size), size // model_ranks)
             if needed.total <= HEADROOM * free and needed.host <= HEADROOM * host:
                 return size, f"group_size {size} (auto): {needed}, of {free / GIB:.3g} GiB free per rank"

@@ -33,7 +33,11 @@ ORDER = [
     {"start", "watchdog", "doctor"},
     {"guard"},
     {"fewshot"},
+    {"state"},
+    {"journal"},
+    {"attendance"},
     {"train"},
+    {"supervisor"},
     {"cli"},
     {"__main__"},
 ]

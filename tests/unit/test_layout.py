@@ -14,6 +14,7 @@ from fmmeta.parallel.communicator import World
 from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.layout import Launch, Layout, Place, first_host
 from fmmeta.parallel.memory import Sizes, check_group_size, choose_group_size, estimate
+from fmmeta.parallel.nodes import Nodes
 from tests.unit.helpers import refusal
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
@@ -153,6 +154,7 @@ def world_of(monkeypatch, world_size: int, local_world_size: int, free: int) -> 
     """A world of one process that believes in more ranks, `free` bytes on each."""
     world = World(Launch(), torch.device("cpu"))
     world.launch = Launch(0, world_size, 0, local_world_size)
+    world.nodes = Nodes(tuple(rank // local_world_size for rank in range(world_size)), ("n",) * (world_size // local_world_size))
     monkeypatch.setattr(memory, "free_bytes", lambda device, local: free)
     return world
 
