@@ -76,12 +76,14 @@ def step_seconds(one: Seconds, tasks: float, sizes: Sizes, precision: Precision,
     """Of an outer step in which the fullest group runs `tasks` tasks."""
     shard = shard_of(sizes, precision, room)
     link = profile.group_link if room.all_in_node else profile.cross_link
-    cross = 2 * ring(room.groups) * 4 * shard / link + (profile.latency if room.groups > 1 else 0.0)
+    cross = 2 * ring(room.groups) * sizes.crossing * shard / link + (profile.latency if room.groups > 1 else 0.0)
     if (precision.offload or sizes.offload_outer) and not sizes.lazy:
         cross += 8 * shard / profile.host_link if room.groups > 1 else 0.0
     outer = OUTER * shard / (profile.host_memory if precision.offload and not sizes.lazy else profile.memory)
     if sizes.offload_outer:
         outer += 2 * 4 * (2 + sizes.moments) * shard / profile.host_link
+    if sizes.sums > 1:  # --outer_delay: behind the inner loops of the next outer step
+        cross = max(0.0, cross - tasks * one.compute)
     return Seconds(tasks * one.compute, tasks * one.group, tasks * one.shards + outer, cross)
 
 

@@ -197,6 +197,11 @@ def test_bytes_on_the_wire_take_their_time(folders):
     assert hidden.group == pytest.approx(0.5 * one.group)
     sizes, _, step = seconds_of(config, 2, 4, groups=8)
     assert step.cross == pytest.approx(2 * 7 / 8 * 4 * (sizes.params // 4) / 5e8)  # once, between nodes
+    half = seconds_of(replace(config, reduce_dtype="bf16"), 2, 4, groups=8)[2]
+    assert half.cross == pytest.approx(step.cross / 2)
+    late, one, behind = seconds_of(replace(config, outer_delay=1), 2, 4, groups=8)
+    assert behind.cross == pytest.approx(max(0.0, step.cross - one.compute))
+    assert late.sums == 2
 
 
 def test_micro_batches_are_reduced_one_by_one_at_zero_2(folders):
@@ -344,6 +349,8 @@ def test_bars_add_up(planned):
      "save_profile=p.json keeps what --calibrate measures; add it, or leave this out"),
     (["--gpus", "8", "--gpu_memory_gib", "80", "--algorithm", "none"],
      "algorithm=none trains nothing, so that there is no outer step to plan; use fomaml"),
+    (["--gpus", "8", "--gpu_memory_gib", "80", "--elastic"],
+     "elastic=True is a setting of a launch; use --on_failure elastic to plan for groups that come and go"),
     (["--gpus", "8", "--gpu_memory_gib", "80", "--n_way", "1"], "n_way=1 is below 2; use 2 or more"),
     (["--gpus", "8", "--gpu_memory_gib", "80", "--group_size", "3"], "group_size=3 does not divide gpus=8; use 1, 2, 4, 8"),
     (["--gpus", "8", "--gpu_memory_gib", "80", "--model_name_or_path", "./none"],
