@@ -1,7 +1,7 @@
 """From work and a machine to seconds of an outer step.
 
     step = tasks of the fullest group x task + outer step + cross
-    task = sum over passes (flops / matmul + wire / link + shard arithmetic / memory)
+    task = sum over passes (flops / matmul + wire / link + offloaded weights / PCIe + shard arithmetic / memory)
 
 A ring all-reduce of n bytes over M ranks sends 2 (M - 1) / M n per rank, gather and scatter half of it. In-group communication of
 ZeRO 3 is hidden behind computing as far as the profile says; nothing else is. What is left out: Python, kernels of few flops,
@@ -57,7 +57,9 @@ def task_seconds(task: Task, sizes: Sizes, precision: Precision, room: Room, pro
     for times, one in task.passes:
         took = one.flops / profile.matmul(precision.bf16)
         wire = wire_seconds(one.wire, precision.zero_stage, room, profile)
-        if precision.zero_stage == 3 and room.data > 1:
+        if not sizes.lazy:
+            wire += one.fetched / profile.host_link
+        if precision.zero_stage == 3:
             wire -= profile.hidden * min(wire, took)
         compute += times * (took + (profile.step_overhead if one.update else 0.0))
         group += times * wire

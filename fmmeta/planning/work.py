@@ -111,6 +111,7 @@ class Pass:
     flops: float
     wire: Wire
     update: bool
+    fetched: int = 0  # bytes of weights from host memory (offload_param)
 
 
 @dataclass(frozen=True)
@@ -165,15 +166,15 @@ def one_pass(config: Config, precision: Precision, sizes: Sizes, asked: Products
         sums = sizes.layers * ((6 if config.gradient_checkpointing else 4) if backward else 2)
         wire += Wire(tensor=rounds * sums * hidden, collectives=rounds * sums)
     held, stage = sizes.params + sizes.frozen, precision.zero_stage if data > 1 else 0
+    kept = held <= precision.live  # gathered parameters stay from the forward to the backward pass
+    gathers = 1 if kept else rounds * (2 if backward else 1)
     if stage == 3:
-        kept = held <= precision.live  # gathered parameters stay from the forward to the backward pass
-        gathers = rounds * (2 if backward and not kept else 1) if not kept else 1
         wire += Wire(gather=gathers * held * width, collectives=gathers * asked.matrices)
     if backward and data > 1:
         each_time = rounds if stage > 1 else 1
         buckets = max(1, -(-sizes.params // (precision.bucket or sizes.hidden**2)))
         wire += Wire(reduce=each_time * 4 * sizes.params, collectives=each_time * buckets) + refresh(precision, sizes, data)
-    return Pass(flops, wire, backward)
+    return Pass(flops, wire, backward, gathers * held * width // data if precision.offload_param else 0)
 
 
 def refresh(precision: Precision, sizes: Sizes, data: int) -> Wire:

@@ -204,6 +204,19 @@ def test_bytes_on_the_wire_take_their_time(folders):
     assert late.sums == 2
 
 
+def test_offloaded_weights_come_for_every_micro_batch(folders):
+    config = Config(model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=8, micro_batch_size=2)
+    learner = empty_learner(config, describe(config))
+    sizes = part_sizes(config, learner.hf.config, held(config, learner, learner.hf.config), False)
+    room = Room(1, 1, 1, True, True)
+    for live, times in ((1000, 2 * 4), (10**9, 1)):
+        precision = Precision(3, False, True, live, offload_param=True)
+        task = task_work(config, precision, sizes, products(learner, config), 1, 16)
+        assert [one.fetched for _, one in task.passes] == [times * 4 * sizes.params] * 2
+        found = task_seconds(task, sizes, precision, room, RATES)
+        assert found.group == pytest.approx(6 * times * 4 * sizes.params / 1e8)
+
+
 def test_micro_batches_are_reduced_one_by_one_at_zero_2(folders):
     given = {"model_name_or_path": folders["llama"], "task_type": "causal_lm", "k_shot": 8, "num_query": 8}
     many = Config(**given, micro_batch_size=1)
