@@ -42,7 +42,8 @@ def part_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
     kept = of_rules.shards(config)
     budget = None if config.trajectory_gib is None or lazy else int(config.trajectory_gib * GIB)
     return replace(sizes, layers=-(-sizes.layers // depth), in_flight=depth, lazy=lazy, kept=kept.work,
-                   sums=1 + config.outer_delay, directions=int(not of_rules.adds_directly(config)),
+                   sums=1 + config.outer_delay, crossing=2 if config.reduce_dtype == "bf16" else 4,
+                   directions=int(not of_rules.adds_directly(config)),
                    trajectory=kept.trajectory, budget=budget,
                    moments=of_rules.MOMENTS[config.outer_optimizer])  # fmt: skip
 
