@@ -36,7 +36,7 @@ def relay(one: socket.socket, other: socket.socket) -> None:
         ready = select.select([one, other, sys.stdin], [], [], patience)[0]
         now = time.monotonic()
         for end in ready:
-            if end is sys.stdin:
+            if not isinstance(end, socket.socket):
                 line = sys.stdin.readline()
                 if not line:
                     return

@@ -44,6 +44,8 @@ COMMANDS = {
                        "fmmeta.supervisor:ElasticConfig", "fmmeta.supervisor:run"),
     "lighthouse": Command("tell the groups of an elastic run who is there",
                           "fmmeta.supervisor:LighthouseConfig", "fmmeta.supervisor:lighthouse"),
+    "plan": Command("layouts of a model on given GPUs: memory, bytes on the wire, time, and the command that runs the best",
+                    "fmmeta.planning.settings:PlanConfig", "fmmeta.planning.command:run"),
     "doctor": Command("check this machine: accelerator, versions, disk, memory, stale locks",
                       "fmmeta.doctor:DoctorConfig", "fmmeta.doctor:run"),
     "report": Command("write report.html of a run anew, also while it goes on",

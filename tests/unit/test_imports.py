@@ -27,6 +27,7 @@ ORDER = [
     {"trackers"},
     {"report"},
     {"checkpoint", "export"},
+    {"planning"},
     {"workers"},
     {"record", "build"},
     {"start", "watchdog", "doctor"},
