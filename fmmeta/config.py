@@ -261,6 +261,7 @@ class RunConfig:
     )
     eval_episodes: int = setting(100, "Episodes of each evaluation; 0: evaluate nothing")
     logging_steps: int = setting(10, "Outer steps between lines of metrics.jsonl")
+    profile: bool = setting(False, "Look at one outer step: a trace per rank in output_dir, and a table of where its time went")
     report_to: list[str] = setting(["none"], "One or more trackers that get the lines of metrics.jsonl as well", TRACKERS)
 
 
@@ -322,6 +323,7 @@ FREE_ON_RESUME = {
     "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
     "save_async", "max_failed_saves", "accept_changed_settings", "step_timeout", "check_replicas_steps", "max_file_gib",
     "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",
+    "profile",
 }  # fmt: skip
 
 

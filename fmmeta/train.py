@@ -29,6 +29,7 @@ from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
 from fmmeta.meta.tally import Tally
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
+from fmmeta.profiler import Profiler
 from fmmeta.progress import Progress
 from fmmeta.report import page
 from fmmeta.signals import Signals, Stopped
@@ -124,6 +125,7 @@ class Run:
         self.spikes = Spikes()
         self.trackers = Trackers(progress.notice)
         self.best = Best(started) if config.load_best_model_at_end else None
+        self.profiler: Profiler | None = None
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -172,12 +174,16 @@ class Run:
         if config.check_meta_gradient:
             self._check(load)
         meta, first = MetaGradient(self.theta, self.outer.extras), self.outer_step
+        if config.profile:
+            self.profiler = Profiler(self.folder, self.ranks, first, config.outer_steps)
         self.progress.start("outer step")
         began = time.monotonic()
         try:
             while self.outer_step < config.outer_steps and not self.guard.stop:
                 tally, rule = Tally(NUMBERS.get(config.algorithm, ())), self.rule_at(self.outer_step)
                 self.guard.begin(self.outer_step)
+                if self.profiler:
+                    self.profiler.begin(self.outer_step, self)
                 for episode in self.feed.episodes(self.outer_step, tally):
                     if self.guard.leaves():
                         break
@@ -196,9 +202,13 @@ class Run:
                 meta.clear()
                 self.outer_step += 1
                 self.guard.settled(self.outer_step, self.theta)
+                if self.profiler:
+                    self.profiler.end(self.outer_step - 1)
                 self._after_step(moved, tally, first)
                 self.feed.settle(time.monotonic() - began)
         finally:
+            if self.profiler:
+                self.profiler.close()
             self.feed.loader.close()
             self.saver.close()
         self._stop_if_asked()
@@ -317,9 +327,10 @@ class Run:
             self.progress.notice("no held-out tasks: nothing to compare")
         elif self.initial is not None:
             held_out = self._compare(self.plan.sources.test, result)
+        profile = self.profiler.told(self.progress.table) if self.profiler else {}
         with self.ranks.world.together("closing the run"):
             if self.ranks.first:
-                self._write_run(finished=True, held_out=held_out)
+                self._write_run(finished=True, held_out=held_out, **profile)
         self.progress.notice(f"model {self.folder / 'model'}")
         return result
 

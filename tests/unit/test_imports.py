@@ -30,7 +30,7 @@ ORDER = [
     {"workers"},
     {"record", "build"},
     {"start", "watchdog", "doctor"},
-    {"guard"},
+    {"guard", "profiler"},
     {"fewshot"},
     {"train"},
     {"cli"},
