@@ -163,7 +163,8 @@ def sizes_of(config: Config, plan: Plan, device: torch.device) -> memory.Sizes:
         size = config.tensor_parallel_size
         is_cut = cut_patterns(plan.description.hf_config)
         params -= sum(p.numel() - p.numel() // size for name, p in learner.named_parameters() if is_cut(name))
-    sizes = memory.Sizes.of(plan.description.hf_config, params, frozen, min(config.micro_batch_size, rows), config.max_length,
+    at_once = min(config.micro_batch_size, rows) * (1 if config.task_batch == "auto" else int(config.task_batch))
+    sizes = memory.Sizes.of(plan.description.hf_config, params, frozen, at_once, config.max_length,
                             config.task_type == "causal_lm", config.gradient_checkpointing,
                             config.offload_outer and device.type != "cpu")  # fmt: skip
     return replace(sizes, layers=-(-sizes.layers // depth), in_flight=depth)

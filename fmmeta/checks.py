@@ -79,6 +79,8 @@ def _of_numbers(c: Any) -> Iterator[str]:
         yield f"group_size={c.group_size} is neither a positive number nor auto; use auto, 1, 2, 4, ..."
     if c.num_workers != "auto" and not c.num_workers.isdigit():
         yield f"num_workers={c.num_workers} is neither a number nor auto; use auto, 0, 1, 2, ..."
+    if c.task_batch != "auto" and not (c.task_batch.isdigit() and int(c.task_batch) > 0):
+        yield f"task_batch={c.task_batch} is neither a positive number nor auto; use auto, 1, 8, ..."
     if c.load_best_model_at_end and not (c.eval_steps and c.eval_episodes):
         yield "load_best_model_at_end=True needs validation scores; give --eval_steps and --eval_episodes"
     if not c.feature_norm < math.inf:

@@ -225,6 +225,11 @@ class ParallelConfig:
     )
     tensor_parallel_size: int = setting(1, "Cut the weight matrices of each layer over this many ranks of each group")
     micro_batch_size: int = setting(32, "Most examples of one forward pass on one rank")
+    task_batch: str = setting(
+        "1",
+        "With --lora_r: tasks of a group whose rows go through the frozen base together, each with adapters of its own; auto: as "
+        "many as fit into micro_batch_size rows",
+    )
     engine: str = setting(
         "auto",
         "What runs the model inside a group; auto: DeepSpeed wherever a group "
@@ -275,7 +280,7 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
             self.dataset = [self.dataset]
         if isinstance(self.report_to, str):
             self.report_to = [self.report_to]
-        self.group_size, self.num_workers = str(self.group_size), str(self.num_workers)
+        self.group_size, self.num_workers, self.task_batch = str(self.group_size), str(self.num_workers), str(self.task_batch)
         for problem in checks.of_choices(self, fields(self)):
             raise UsageError(problem)
         for name, value in checks.resolved(self).items():
@@ -323,7 +328,7 @@ FREE_ON_RESUME = {
     "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
     "save_async", "max_failed_saves", "accept_changed_settings", "step_timeout", "check_replicas_steps", "max_file_gib",
     "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",
-    "profile",
+    "profile", "task_batch",
 }  # fmt: skip
 
 

@@ -112,6 +112,7 @@ class Profiler:
 
     def _wrap(self, run: Any) -> None:
         worker, model = run.worker, getattr(run.worker, "model", None) or run.worker.stage
+        model = getattr(model, "module", model)
         parts = {
             "data": [(run.feed, "episodes")],
             "forward": [(model, "forward"), (worker, "_loss")],

@@ -25,15 +25,19 @@ from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.guard import Guard, Spikes
 from fmmeta.meta.algorithms import NUMBERS, RULES, imaml
 from fmmeta.meta.check import Checked, check
+from fmmeta.meta.direction import Direction, Rule
 from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
 from fmmeta.meta.tally import Tally
+from fmmeta.meta.together import together
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.worker import WholeWorker
 from fmmeta.profiler import Profiler
 from fmmeta.progress import Progress
 from fmmeta.report import page
 from fmmeta.signals import Signals, Stopped
 from fmmeta.start import Start, open_run
+from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.source import TaskSource
 from fmmeta.trackers import Trackers, check_installed
@@ -115,6 +119,9 @@ class Run:
         self.initial = {name: value.to("cpu", copy=True) for name, value in started.items()} if config.eval_episodes else None
         self.trains = config.algorithm in RULES
         self.rule_at = partial(RULES[config.algorithm], parts.setup) if self.trains else None
+        with ranks.world.together("making room for several tasks"):
+            rows = min(config.micro_batch_size, config.most_shots * (config.most_classes or 1))
+            self.together = together(config, self.worker, parts.setup.inner, rows)
         self.outer = Outer(self.theta, self.worker, config, parts.setup.inner)
         self.held_out = HeldOut(config, self.worker, self.theta, parts.setup.learning, parts.load, ranks, progress)
         self.schedule = build.training_schedule(config, plan, ranks.layout)
@@ -184,12 +191,10 @@ class Run:
                 self.guard.begin(self.outer_step)
                 if self.profiler:
                     self.profiler.begin(self.outer_step, self)
-                for episode in self.feed.episodes(self.outer_step, tally):
-                    if self.guard.leaves():
-                        break
-                    direction = self.guard.fit(rule.direction(self.worker, self.theta, episode))
+                for direction, tokens in self._directions(rule, self.feed.episodes(self.outer_step, tally)):
+                    direction = self.guard.fit(direction)
                     meta.add(direction)
-                    tally.add(direction, sum(episode.tokens) if self.worker.voice else 0)
+                    tally.add(direction, tokens if self.worker.voice else 0)
                     del direction  # its shard would lie beside the next one's
                 self.guard.watch.enter("waiting for the other groups")
                 weight = tally.agree(self.ranks)
@@ -212,6 +217,18 @@ class Run:
             self.feed.loader.close()
             self.saver.close()
         self._stop_if_asked()
+
+    def _directions(self, rule: Rule, episodes: list[Batches]) -> Iterator[tuple[Direction, int]]:
+        """What each of this group's tasks says, and its tokens, until the group is to leave. Collective: group."""
+        most = self.together.most if self.together else 1
+        for begin in range(0, len(episodes), most):
+            if self.guard.leaves():
+                return
+            some = episodes[begin : begin + most]
+            found = (self.together.directions(cast(WholeWorker, self.worker), self.theta, some) if self.together
+                     else [rule.direction(self.worker, self.theta, some[0])])  # fmt: skip
+            for episode in some:
+                yield found.pop(0), sum(episode.tokens)  # held nowhere else
 
     def _stop_if_asked(self) -> None:
         """End the run if a signal has asked for it. Raises `Stopped` on all ranks. Collective: world."""

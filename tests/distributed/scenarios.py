@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,10 @@ from fmmeta.models.load import load_learner
 from fmmeta.parallel import communicator
 from fmmeta.parallel.communicator import PeerError, World, pick_device
 from fmmeta.parallel.layout import Launch
+from fmmeta.progress import Progress
 from fmmeta.signals import Fault
+from fmmeta.start import Start
+from fmmeta.train import Run
 from fmmeta.workers import check_equal, fingerprint_of
 
 
@@ -98,6 +102,54 @@ def graph_of(node: Any) -> set[str]:
                 seen.add(below)
                 todo.append(below)
     return {each.name() for each in seen}
+
+
+def gathers(world: World, model: str, data: str, at_once: str) -> None:
+    """One outer step of 8 tasks under ZeRO 3 on 2 ranks: how often parameters are gathered, by DeepSpeed's own verbs."""
+    config = Config(model_name_or_path=model, dataset=[data], task_type="causal_lm", lora_r=2, num_query=2, k_shot=2,
+                    group_size="2", deepspeed="ds_configs/zero3.json", meta_batch_size=8, task_batch=at_once, outer_steps=2,
+                    inner_steps=2, eval_episodes=0, save_steps=0, num_workers="0")  # fmt: skip
+    plan = build.plan(config, world, lambda text: None)
+    plan.deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # nothing stays gathered
+    ranks = world.split(2)
+    parts = build.build(config, plan, ranks)
+    folder = Path(tempfile.mkdtemp())
+    run = Run(config, plan, ranks, parts, Start(folder, None, False), Progress(speaks=False))
+    run.resume()
+    counts: list[int] = []
+    after = run._after_step
+
+    def counted(*arguments: Any) -> None:
+        counts.append(trace.count())
+        after(*arguments)
+
+    run._after_step = counted  # type: ignore[method-assign]
+    with Gathers() as trace:
+        run.loop()
+    print(f"gathers {counts[1] - counts[0]} finite {bool(torch.isfinite(run.theta).all())}")
+
+
+class Gathers:
+    """Counts the all-gathers that torch is asked for."""
+
+    def __enter__(self) -> Gathers:
+        self.asked, group = 0, torch._C._distributed_c10d.ProcessGroup
+        self.kept = {name: getattr(group, name) for name in ("_allgather_base", "allgather", "allgather_into_tensor_coalesced")}
+        for name, original in self.kept.items():
+
+            def counting(*arguments: Any, original: Any = original, **named: Any) -> Any:
+                self.asked += 1
+                return original(*arguments, **named)
+
+            setattr(group, name, counting)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, original in self.kept.items():
+            setattr(torch._C._distributed_c10d.ProcessGroup, name, original)
+
+    def count(self) -> int:
+        return self.asked
 
 
 def odd_replicas(world: World) -> None:
