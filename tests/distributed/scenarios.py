@@ -134,7 +134,8 @@ class Gathers:
 
     def __enter__(self) -> Gathers:
         self.asked, group = 0, torch._C._distributed_c10d.ProcessGroup
-        self.kept = {name: getattr(group, name) for name in ("_allgather_base", "allgather", "allgather_into_tensor_coalesced")}
+        verbs = [name for name in dir(group) if name.replace("_", "").startswith("allgather")]  # torch renames them
+        self.kept = {name: getattr(group, name) for name in verbs}
         for name, original in self.kept.items():
 
             def counting(*arguments: Any, original: Any = original, **named: Any) -> Any:

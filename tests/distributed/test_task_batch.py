@@ -1,4 +1,4 @@
-"""Several tasks in one pass, over the ranks of a group and several groups: the oracle's theta, and ZeRO 3 gathers the base once."""
+"""Several tasks in one pass, over ranks of a group and groups: the oracle's theta, and ZeRO 3 gathers the base once."""
 
 from __future__ import annotations
 
