@@ -225,6 +225,10 @@ class ParallelConfig:
     )
     tensor_parallel_size: int = setting(1, "Cut the weight matrices of each layer over this many ranks of each group")
     micro_batch_size: int = setting(32, "Most examples of one forward pass on one rank")
+    max_tokens_per_micro_batch: int = setting(
+        0,
+        "Most tokens of one forward pass on one rank, padding included: rows of like length share it, more of short ones; 0: any",
+    )
     task_batch: str = setting(
         "1",
         "With --lora_r: tasks of a group whose rows go through the frozen base together, each with adapters of its own; auto: as "
@@ -328,7 +332,7 @@ FREE_ON_RESUME = {
     "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
     "save_async", "max_failed_saves", "accept_changed_settings", "step_timeout", "check_replicas_steps", "max_file_gib",
     "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",
-    "profile", "task_batch",
+    "profile", "task_batch", "max_tokens_per_micro_batch",
 }  # fmt: skip
 
 

@@ -133,7 +133,7 @@ class Profiler:
 @contextlib.contextmanager
 def wrapped(owner: Any, name: str, clock: Clock, kind: str) -> Iterator[None]:
     """`owner.name` in a region of its own. What waits inside a region of the cross-group communication belongs to that."""
-    own = name in vars(owner)
+    own = vars(owner).get(name)  # as it is stored: what getattr gives of a compiled class is bound to nothing when it is put back
     original = getattr(owner, name)
 
     def timed(*arguments: Any, **named: Any) -> Any:
@@ -144,7 +144,7 @@ def wrapped(owner: Any, name: str, clock: Clock, kind: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if own:
-            setattr(owner, name, original)
-        else:
+        if own is None:
             delattr(owner, name)
+        else:
+            setattr(owner, name, own)

@@ -104,53 +104,58 @@ def graph_of(node: Any) -> set[str]:
     return {each.name() for each in seen}
 
 
-def gathers(world: World, model: str, data: str, at_once: str) -> None:
-    """One outer step of 8 tasks under ZeRO 3 on 2 ranks: how often parameters are gathered, by DeepSpeed's own verbs."""
-    config = Config(model_name_or_path=model, dataset=[data], task_type="causal_lm", lora_r=2, num_query=2, k_shot=2,
-                    group_size="2", deepspeed="ds_configs/zero3.json", meta_batch_size=8, task_batch=at_once, outer_steps=2,
-                    inner_steps=2, eval_episodes=0, save_steps=0, num_workers="0")  # fmt: skip
-    plan = build.plan(config, world, lambda text: None)
-    plan.deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # nothing stays gathered
-    ranks = world.split(2)
-    parts = build.build(config, plan, ranks)
-    folder = Path(tempfile.mkdtemp())
-    run = Run(config, plan, ranks, parts, Start(folder, None, False), Progress(speaks=False))
-    run.resume()
-    counts: list[int] = []
-    after = run._after_step
+def gathers(world: World, model: str, data: str) -> None:
+    """An outer step of 8 tasks under ZeRO 3 on 2 ranks, one by one and all in one pass: how often anything is gathered, and where
+    theta ends.
+    """
+    ends, ranks = {}, world.split(2)
+    for at_once in ("1", "8"):
+        config = Config(model_name_or_path=model, dataset=[data], task_type="causal_lm", lora_r=2, num_query=2, k_shot=2,
+                        group_size="2", deepspeed="ds_configs/zero3.json", meta_batch_size=8, task_batch=at_once, outer_steps=2,
+                        inner_steps=2, inner_lr=0.3, outer_optimizer="sgd", outer_lr=0.5, eval_episodes=0, save_steps=0,
+                        num_workers="0")  # fmt: skip
+        plan = build.plan(config, world, lambda text: None)
+        plan.deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # nothing stays gathered
+        parts = build.build(config, plan, ranks)
+        began = parts.theta.clone()
+        run = Run(config, plan, ranks, parts, Start(Path(tempfile.mkdtemp()), None, False), Progress(speaks=False))
+        run.resume()
+        ends[at_once] = run.theta, began, counted_steps(run)
+    (alone, began, counts), (together, _, fewer) = ends.values()
+    square = ranks.group.sum_(torch.stack([(alone - together).double().square().sum(), (alone - began).double().square().sum()]))
+    print(f"gathers {counts[1]} {fewer[1]} apart {float((square[0] / square[1]).sqrt()):.2e}")
 
-    def counted(*arguments: Any) -> None:
-        counts.append(trace.count())
+
+def counted_steps(run: Run) -> list[int]:
+    """All-gathers that torch was asked for in each outer step of a run."""
+    group = torch._C._distributed_c10d.ProcessGroup
+    verbs = [name for name in vars(group) if name.replace("_", "").startswith("allgather")]  # torch renames them
+    kept = {name: vars(group)[name] for name in verbs}
+    asked, counts, after = [0], list[int](), run._after_step
+
+    def counting(name: str) -> Any:
+        original = getattr(group, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            asked[0] += 1
+            return original(*arguments, **named)
+
+        return call
+
+    def step(*arguments: Any) -> None:
+        counts.append(asked[0])
+        asked[0] = 0
         after(*arguments)
 
-    run._after_step = counted  # type: ignore[method-assign]
-    with Gathers() as trace:
+    run._after_step = step  # type: ignore[method-assign]
+    for name in kept:
+        setattr(group, name, counting(name))
+    try:
         run.loop()
-    print(f"gathers {counts[1] - counts[0]} finite {bool(torch.isfinite(run.theta).all())}")
-
-
-class Gathers:
-    """Counts the all-gathers that torch is asked for."""
-
-    def __enter__(self) -> Gathers:
-        self.asked, group = 0, torch._C._distributed_c10d.ProcessGroup
-        verbs = [name for name in dir(group) if name.replace("_", "").startswith("allgather")]  # torch renames them
-        self.kept = {name: getattr(group, name) for name in verbs}
-        for name, original in self.kept.items():
-
-            def counting(*arguments: Any, original: Any = original, **named: Any) -> Any:
-                self.asked += 1
-                return original(*arguments, **named)
-
-            setattr(group, name, counting)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, original in self.kept.items():
-            setattr(torch._C._distributed_c10d.ProcessGroup, name, original)
-
-    def count(self) -> int:
-        return self.asked
+    finally:
+        for name, verb in kept.items():
+            setattr(group, name, verb)
+    return counts
 
 
 def odd_replicas(world: World) -> None:

@@ -59,10 +59,22 @@ def test_waiting_inside_the_cross_group_reduction_is_part_of_it_and_an_error_unw
     assert vars(thing) == {}
 
 
+def test_a_compiled_verb_works_when_it_is_unwrapped():
+    """torch's Work is compiled: put back carelessly, its `wait` would no longer know whose it is."""
+    before = vars(pending_type())["wait"]
+    with wrapped(pending_type(), "wait", Clock(Hands()), "group communication"):
+        assert vars(pending_type())["wait"] is not before
+    assert vars(pending_type())["wait"] is before
+
+
 def test_one_step_is_profiled_and_everything_is_as_before(tmp_path, capsys):
-    before = torch.autograd.backward, MetaGradient.add, MetaGradient.reduce, pending_type().wait
+    def stored():
+        places = [(torch.autograd, "backward"), (MetaGradient, "add"), (MetaGradient, "reduce"), (pending_type(), "wait")]
+        return [vars(owner)[name] for owner, name in places]
+
+    before = stored()
     MetaTrainer(Config(**SHORT, logging_steps=1, profile=True, output_dir=str(tmp_path))).train()
-    assert before == (torch.autograd.backward, MetaGradient.add, MetaGradient.reduce, pending_type().wait)
+    assert before == stored()
     profile = json.loads((tmp_path / "run.json").read_text())["profile"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert profile["outer_step"] == 3
