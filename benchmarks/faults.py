@@ -4,23 +4,27 @@
 
 The floor is the run that nothing happens to: every run that was harmed and started again, with the same command, has to end
 with its theta, bit for bit. Stops after --minutes; the next call goes on from the counts in the JSON file. Ranks are forked from
-a process that has imported everything (nursery.py), and they are killed for real.
+a process that has imported everything (tests/nursery.py), and they are killed for real.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import table, write_json
-from benchmarks.nursery import Nursery, Rank
+from tests.nursery import Nursery, Rank
 
 WORDS = ["river", "stone", "lantern", "quiet", "maple", "thunder", "copper", "ribbon", "silver", "meadow", "harbor", "candle"]
 FLAGS = {
@@ -45,8 +49,8 @@ class Bench:
         self.counts: Counter[str] = Counter()
         self.slowest = 0.0
 
-    def start(self, run: Path, **env: str) -> list[Rank]:
-        return self.nursery.run([*self.flags, f"--output_dir={run}"], 2, run.with_name(f"{run.name}-logs"), **env)
+    def start(self, run: Path, before: str = "", **env: str) -> list[Rank]:
+        return self.nursery.train([*self.flags, f"--output_dir={run}"], 2, run.with_name(f"{run.name}-logs"), before, **env)
 
     def end(self, run: Path) -> bytes:
         """Run to the end and return the model."""
@@ -99,7 +103,7 @@ class Bench:
     def boundary(self, number: int) -> bool:
         """Kill rank 0 just before its NUMBERth operation on files after two saves; False if there are not so many."""
         run = self.folder / f"boundary-{number}"
-        ranks = self.start(run, FAULTS_KILL_AT=str(number))
+        ranks = self.start(run, "benchmarks.faults:arm", FAULTS_KILL_AT=str(number))
         codes = self.nursery.wait(ranks, 60)
         if codes == [0, 0]:
             return False
@@ -133,6 +137,27 @@ class Bench:
             self.counts["signals, other exit codes"] += 1
             print(codes, ranks[0].text, ranks[1].text)
         self.check(run)
+
+
+def arm() -> None:
+    """In a rank: count the file operations of the thread that writes checkpoints, from its third save on; die before one."""
+    at, seen, saves = int(os.environ["FAULTS_KILL_AT"]), [0], [0]
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name == "saver":
+                saves[0] += real.__name__ == "mkdir"
+                if saves[0] >= 3:
+                    seen[0] += 1
+                    if seen[0] == at:
+                        os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return call
+
+    if os.environ["RANK"] == "0":
+        for owner, name in ((os, "fsync"), (os, "rename"), (Path, "mkdir"), (Path, "open"), (shutil, "rmtree")):
+            setattr(owner, name, counted(getattr(owner, name)))
 
 
 def main() -> None:

@@ -41,13 +41,13 @@ def outer_step(prepared: Prepared, sizes: dict[str, int], number: int) -> None:
     draw = torch.Generator().manual_seed(number)
     vocabulary = prepared.plan.description.hf_config.vocab_size
     setup = replace(parts.setup, inner=replace(parts.setup.inner, steps=sizes["inner_steps"]))
-    rule, meta = RULES["fomaml"](setup, 0), prepared.meta
+    rule, updates = RULES["fomaml"](setup, 0), run.state.updates
     for _ in range(sizes["tasks"]):
         sets = [random_set(sizes["rows"], sizes["length"], vocabulary, draw) for _ in range(2)]
-        meta.add(rule.direction(run.worker, run.theta, Batches(*sets)))
-    if run.outer.step(meta.reduce(run.ranks.cross, meta.weight), number).applied:
+        updates.meta.add(rule.direction(run.worker, run.theta, Batches(*sets), updates.meta.sum))
+    moved = updates.move(updates.meta.weight, 0, False, True)
+    if moved is not None and moved.applied:
         run.worker.write(run.theta)
-    meta.clear()
 
 
 def line(sizes: tuple[int, ...], seconds: list[float]) -> tuple[float, float, float]:

@@ -3,12 +3,13 @@
     python benchmarks/memory.py model FOLDER                                             # writes the checkpoint
     torchrun --nproc_per_node 2 benchmarks/memory.py run FOLDER --group_size 2 [flags]   # a JSON line per rank
     torchrun --nproc_per_node 2 benchmarks/memory.py deepspeed FOLDER [DEEPSPEED.json [fused]]   # ordinary training
+    torchrun --nproc_per_node 2 benchmarks/memory.py pipeline FOLDER                     # the same in stages, one per rank
     python benchmarks/memory.py collect LINES OUT.json                                   # `# title` and JSON lines to a file
 
 The peak is VmHWM less the resident set before the weights are read (interpreter, libraries, process groups). `deepspeed` is
 training as DeepSpeed's documentation has it, without fmmeta but for the completed JSON: transformers loads the model (cut at
 birth at stage 3), deepspeed.initialize gets torch's AdamW, four rows are shared out over the ranks. AdamW as it comes makes
-temporary copies of its shard; `fused` does not.
+temporary copies of its shard; `fused` does not. `pipeline` is DeepSpeed's pipeline engine with fused AdamW over the same stages.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}  # glibc keeps freed blocks below 32 MB otherwise
+
+
+RUN = {"task_type": "causal_lm", "k_shot": 4, "num_query": 4, "meta_batch_size": 1, "inner_steps": 1, "outer_steps": 2,
+       "max_length": 24, "eval_episodes": 0, "save_steps": 0, "outer_lr": 1e-4}  # fmt: skip
 
 
 def make_model(folder: Path) -> None:
@@ -46,6 +51,17 @@ def write_pairs(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def libraries(engine: bool) -> None:
+    """Import what a run imports sooner or later: libraries are no part of a model's memory, and take 0.1 GB."""
+
+    import fmmeta.train  # noqa: F401
+
+    if engine:
+        from fmmeta.parallel.engine import import_deepspeed
+
+        import_deepspeed()
+
+
 def run(folder: str, flags: list[str]) -> None:
     from fmmeta import build
     from fmmeta.cli import parse
@@ -59,17 +75,12 @@ def run(folder: str, flags: list[str]) -> None:
     launch = Launch.from_env(os.environ)
     work = Path(tempfile.mkdtemp())
     write_pairs(work / "pairs.jsonl")
-    given = {"task_type": "causal_lm", "dataset": work / "pairs.jsonl", "k_shot": 4, "num_query": 4, "meta_batch_size": 1,
-             "inner_steps": 1, "outer_steps": 2, "max_length": 24, "eval_episodes": 0, "save_steps": 0,
-             "outer_lr": 1e-4}  # fmt: skip
-    config = parse([*(f"--{key}={value}" for key, value in given.items()), f"--model_name_or_path={folder}", *flags])
+    given = {**RUN, "dataset": work / "pairs.jsonl", "model_name_or_path": folder}
+    config = parse([*(f"--{key}={value}" for key, value in given.items()), *flags])
     world = World(launch, pick_device(launch))
     plan = build.plan(config, world, lambda text: None)
     ranks = build.form_groups(config, plan, world, lambda text: None)
-    if ranks.layout.group_size > 1 or config.engine == "deepspeed":
-        from fmmeta.parallel.engine import import_deepspeed
-
-        import_deepspeed()
+    libraries(engine=ranks.layout.group_size > 1 or config.engine == "deepspeed")
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
     parts = build.build(config, plan, ranks)
@@ -132,6 +143,53 @@ def ordinary(folder: str, deepspeed_json: str | None = None, fused: str = "") ->
     world.close()
 
 
+def staged(folder: str) -> None:
+    """Ordinary training in a pipeline: fmmeta's stages and batches, torch's optimizer in the engine, none of fmmeta's vectors."""
+    import torch
+
+    from fmmeta import build
+    from fmmeta.cli import parse
+    from fmmeta.parallel import pipeline
+    from fmmeta.parallel.communicator import World, pick_device
+    from fmmeta.parallel.engine import import_deepspeed
+    from fmmeta.parallel.layout import Launch
+    from fmmeta.tasks.loader import Load
+    from fmmeta.workers import start_worker
+
+    class Fused(torch.optim.AdamW):
+        def __init__(self, groups: Any) -> None:
+            super().__init__(groups, lr=1e-4, fused=True)
+
+    class Trainer(pipeline.PipelineWorker):
+        def attach(self, engine: Any, *of: Any, **more: Any) -> None:
+            self.engine = engine
+
+    pipeline.ShardTap, pipeline.PipelineWorker = Fused, Trainer  # type: ignore[assignment,misc]
+    launch = Launch.from_env(os.environ)
+    work = Path(tempfile.mkdtemp())
+    write_pairs(work / "pairs.jsonl")
+    config = parse([f"--{key}={value}" for key, value in {**RUN, "dataset": work / "pairs.jsonl", "group_size": launch.world_size,
+                    "pipeline_stages": launch.world_size, "model_name_or_path": folder}.items()])  # fmt: skip
+    world = World(launch, pick_device(launch))
+    plan = build.plan(config, world, lambda text: None)
+    ranks = build.form_groups(config, plan, world, lambda text: None)
+    import_deepspeed()
+    before = resident("VmRSS")
+    started = start_worker(config, plan.description, plan.deepspeed, plan.precision, "deepspeed", ranks)
+    worker: Any = started.worker
+    Path("/proc/self/clear_refs").write_text("5")
+    task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
+    batches = Load(plan.sources.train, build.dealer_of(config, plan, started.place), None, 0).batches(task).support
+    for _ in range(4):
+        worker._begin(len(batches))
+        worker.engine.train_batch(worker._feed(batches))
+    line = {"rank": launch.global_rank, "train_gb": (resident("VmHWM") - before) / 1e9, "stages": launch.world_size}
+    for text in world.comm.gather_bytes(json.dumps(line).encode()):
+        if launch.global_rank == 0:
+            print(text.decode(), flush=True)
+    world.close()
+
+
 def collect(lines: str, out: str) -> None:
     from benchmarks.common import write_json
 
@@ -151,6 +209,8 @@ if __name__ == "__main__":
         make_model(Path(sys.argv[2]))
     elif sys.argv[1] == "collect":
         collect(*sys.argv[2:])
+    elif sys.argv[1] == "pipeline":
+        staged(sys.argv[2])
     elif sys.argv[1] == "deepspeed":
         ordinary(*sys.argv[2:])
     else:

@@ -19,7 +19,6 @@ import torch
 
 from fmmeta import build
 from fmmeta.config import Config
-from fmmeta.meta.outer import MetaGradient
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
@@ -67,9 +66,6 @@ class Prepared:
     config: Config
     plan: build.Plan
 
-    def __post_init__(self) -> None:
-        self.meta = MetaGradient(self.run.theta)
-
     def stepped(self, between: Between, first: int = 1) -> list[Cost]:
         """Run the loop to its end; what each outer step cost, without the `first` ones. `between` runs after every one."""
         run, costs, used, marks = self.run, [], [], []
@@ -80,9 +76,9 @@ class Prepared:
             def __init__(self, rule: Any) -> None:
                 self.rule = rule
 
-            def direction(self, worker: Any, theta: Any, episode: Batches) -> Any:
+            def direction(self, worker: Any, theta: Any, episode: Batches, total: Any = None) -> Any:
                 used.append(episode)
-                return self.rule.direction(worker, theta, episode)
+                return self.rule.direction(worker, theta, episode, total)
 
         def stop(*arguments: Any) -> None:
             after(*arguments)

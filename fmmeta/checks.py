@@ -17,6 +17,7 @@ LEAST = {
     "lora_r": 0, "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
     "inner_steps": 0, "inner_weight_decay": 0, "cg_steps": 1, "cg_damping": 0, "first_order_steps": 0, "multi_step_loss_steps": 0,
     "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
+    "outer_delay": 0,
     "micro_batch_size": 1, "max_tokens_per_micro_batch": 0, "pipeline_stages": 1, "tensor_parallel_size": 1,
     "feature_norm": 0, "save_steps": 0, "save_total_limit": 1, "max_failed_saves": 1, "check_replicas_steps": 0,
     "eval_steps": 0, "eval_episodes": 0,

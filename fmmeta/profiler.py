@@ -118,12 +118,12 @@ class Profiler:
             "forward": [(model, "forward"), (worker, "_loss")],
             "backward": [(torch.autograd, "backward"), (worker, "backward")],
             "role switch": [(worker, name) for name in ("apply", "read", "write", "gradient", "travelled")],
-            "outer step": [(run.outer, "step"), (MetaGradient, "add"), (MetaGradient, "reduce")],
+            "outer step": [(run.state.outer, "step"), (MetaGradient, "add")],
         }
         if worker.group.size > 1:  # verbs of a communicator of one rank return at once
             parts["group communication"] = [(worker.group, "sum_"), (pending_type(), "wait")]
         if self.ranks.world.size > 1:
-            parts["cross-group"] = [(self.ranks.cross, "sum_"), (self.ranks.world, "sum_"), (self.ranks.world, "gather_bytes")]
+            parts["cross-group"] = [(run.state.updates, "move"), (self.ranks.world, "sum_"), (self.ranks.world, "gather_bytes")]
         for kind, places in parts.items():
             for owner, name in places:
                 if hasattr(owner, name):  # a pipeline's worker has neither _loss nor backward: its engine runs both
@@ -137,7 +137,7 @@ def wrapped(owner: Any, name: str, clock: Clock, kind: str) -> Iterator[None]:
     original = getattr(owner, name)
 
     def timed(*arguments: Any, **named: Any) -> Any:
-        with clock.region("cross-group" if "cross-group" in clock.open and kind == "group communication" else kind):
+        with clock.region("cross-group" if clock.open[-1] == "cross-group" and kind == "group communication" else kind):
             return original(*arguments, **named)
 
     setattr(owner, name, timed)

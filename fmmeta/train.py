@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -12,21 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from fmmeta import build, checkpoint, record
-from fmmeta.best import Best, BestState
-from fmmeta.checkpoint.saver import Saver
+from fmmeta import attendance, build, record
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.feed import Feed, Reader
-from fmmeta.fewshot.confusion import confusion
-from fmmeta.fewshot.gains import compare, show
-from fmmeta.fewshot.heldout import TEST, VALID, HeldOut
+from fmmeta.fewshot.gains import against_start, show
+from fmmeta.fewshot.heldout import VALID, HeldOut
 from fmmeta.fewshot.scores import mean_ci95
-from fmmeta.guard import Guard, Spikes
-from fmmeta.meta.algorithms import NUMBERS, RULES, imaml
+from fmmeta.guard import Guard
+from fmmeta.journal import Journal
+from fmmeta.meta.algorithms import NUMBERS, RULES
 from fmmeta.meta.check import Checked, check
 from fmmeta.meta.direction import Direction, Rule
-from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
+from fmmeta.meta.outer import OuterStep
 from fmmeta.meta.tally import Tally
 from fmmeta.meta.together import together
 from fmmeta.parallel.communicator import Ranks, World, pick_device
@@ -37,6 +34,7 @@ from fmmeta.progress import Progress
 from fmmeta.report import page
 from fmmeta.signals import Signals, Stopped
 from fmmeta.start import Start, open_run
+from fmmeta.state import State
 from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.source import TaskSource
@@ -79,6 +77,7 @@ class MetaTrainer:
         with world.comm.together("looking for trackers"):
             if world.comm.rank == 0:
                 check_installed(config)
+        crew = attendance.join(config, world.comm)
         plan = build.plan(config, world, notice)
         start = open_run(config, plan.sources.fingerprint, world.comm)
         self.lock = start.lock
@@ -89,10 +88,11 @@ class MetaTrainer:
             return Result(start.folder, config.outer_steps)
         ranks = build.form_groups(config, plan, world, notice)
         parts = build.build(config, plan, ranks)
+        ranks = attendance.with_crew(ranks, crew, config, plan.sources.fingerprint, parts.worker, plan.precision)
         notice(f"output_dir {start.folder}")
         with nullcontext(self.signals) if self.signals else Signals() as signals:
             guard = Guard(config, ranks, parts.worker, signals, world.board())
-            run = Run(config, plan, ranks, parts, start, self.progress, guard)
+            run = Run(config, plan, ranks, parts, start, self.progress, guard, crew)
             run.resume()
             signals.run()
             with guard.watching(), run.told():
@@ -109,113 +109,108 @@ class Run:
     """The state of one run and the steps of its life: resume, loop, finish."""
 
     def __init__(self, config: Config, plan: build.Plan, ranks: Ranks, parts: build.Parts, start: Start,
-                 progress: Progress, guard: Guard | None = None) -> None:  # fmt: skip
+                 progress: Progress, guard: Guard | None = None, crew: attendance.Crew | None = None) -> None:  # fmt: skip
         self.config, self.plan, self.ranks, self.parts = config, plan, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
         self.worker, self.theta = parts.worker, parts.theta
-        self.rates = parts.setup.inner.rates.meta_parameter
-        started = {"theta": self.theta} | ({} if self.rates is None else {"rates": self.rates})
-        # for the table at the end; in host memory
-        self.initial = {name: value.to("cpu", copy=True) for name, value in started.items()} if config.eval_episodes else None
+        self.state = State(config, plan, ranks, parts, start.folder, progress.notice)
         self.trains = config.algorithm in RULES
         self.rule_at = partial(RULES[config.algorithm], parts.setup) if self.trains else None
         with ranks.world.together("making room for several tasks"):
             rows = min(config.micro_batch_size, config.most_shots * (config.most_classes or 1))
             self.together = together(config, self.worker, parts.setup.inner, rows)
-        self.outer = Outer(self.theta, self.worker, config, parts.setup.inner)
         self.held_out = HeldOut(config, self.worker, self.theta, parts.setup.learning, parts.load, ranks, progress)
         self.schedule = build.training_schedule(config, plan, ranks.layout)
         self.guard = guard or Guard(config, ranks, parts.worker)
         self.held_out.leaves = self.guard.rests
-        self.saver = Saver(self.worker.params, config, ranks, progress.notice)
-        self.outer_step, self.bad_steps, self.tasks, self.warned = 0, 0, {"seen": 0, "bad": 0}, False
-        self.spikes = Spikes()
         self.trackers = Trackers(progress.notice)
-        self.best = Best(started) if config.load_best_model_at_end else None
+        self.attendance = attendance.Elastic(config, crew, ranks, progress.notice) if crew else attendance.Steady()
         self.profiler: Profiler | None = None
 
     @contextmanager
     def told(self) -> Iterator[None]:
         """However the run ends, its report and its trackers say how far it came."""
-        page.keep(self.folder, self.ranks.first, self.progress.notice)
+        page.keep(self.folder, self.ranks.first and self.attendance.writes, self.progress.notice)
         try:
             yield
         finally:
-            page.keep(self.folder, self.ranks.first, self.progress.notice)
+            page.keep(self.folder, self.ranks.first and self.attendance.writes, self.progress.notice)
             self.trackers.finish()  # last: it may wait for a server
 
     def resume(self) -> None:
-        """Take theta, the optimizer and the position from a checkpoint, if there is one. Collective: world."""
+        """Go on from a checkpoint, if there is one. Collective: world."""
         found = self.start.checkpoint
         with self.ranks.world.together("reading the checkpoint"):
             if found is not None:
-                state = checkpoint.read_state(found)
-                checkpoint.same_size(found, self.worker.params)
-                vectors = checkpoint.load(found, state["vectors"], self.worker.params, self.theta)
-                tables = checkpoint.load_tables(found)
-                self.theta.copy_(vectors.pop("theta"))
-                if self.best is not None:
-                    self.best.load_state(vectors, tables, state["best"])
-                self.outer.load_state(OuterState(vectors, tables, state["numbers"]))
-                self.outer_step, self.bad_steps, self.tasks = state["outer_step"], state["bad_steps"], state["tasks"]
-                self.spikes = Spikes(state.get("losses"))
-                if found.parent.resolve() == self.folder.resolve():
-                    self.saver.last = self.folder / found.name
-            self.metrics = record.Metrics(self.folder, self.outer_step, self.ranks.first, self.trackers.log)
-            if self.ranks.first:
-                self._write_run(finished=False)
-                self.trackers.start(self.config, self.folder, self.outer_step)
+                self.state.load(found)
+            self.journal = Journal(self.config, self.state, self.folder, self.ranks, self.trackers, self.progress)
+            if self.attendance.writes:
+                self.begin_writing()
         if found is not None:
             self.worker.write(self.theta)
-            self.progress.notice(f"resumed from {found}, outer step {self.outer_step}")
+            self.progress.notice(f"resumed from {found}, outer step {self.state.outer_step}")
+
+    def begin_writing(self) -> None:
+        """From here on the files of the run are this group's to write. Local."""
+        self.journal.open()
+        if self.ranks.first:
+            self.write_run(finished=False)
+            self.trackers.start(self.config, self.folder, self.state.outer_step)
 
     def loop(self) -> None:
         """Outer steps until the last one. Collective: world."""
-        config = self.config
+        config, state = self.config, self.state
         if self.rule_at is None:
             self.progress.notice(f"algorithm={config.algorithm} trains nothing: the weights are evaluated as they are")
-            self.outer_step = config.outer_steps
+            state.outer_step = config.outer_steps
             return
         load = self.parts.load(self.plan.sources.train, self.plan.transforms)
-        self.feed = Feed(self.schedule, load, self.outer_step, self.tasks, self.ranks, config, self.progress.notice)
+        self.feed = Feed(self.schedule, load, state.outer_step, state.tasks, self.ranks, config, self.progress.notice)
         if config.check_meta_gradient:
             self._check(load)
-        meta, first = MetaGradient(self.theta, self.outer.extras), self.outer_step
         if config.profile:
-            self.profiler = Profiler(self.folder, self.ranks, first, config.outer_steps)
+            self.profiler = Profiler(self.folder, self.ranks, state.outer_step, config.outer_steps)
         self.progress.start("outer step")
         began = time.monotonic()
         try:
-            while self.outer_step < config.outer_steps and not self.guard.stop:
-                tally, rule = Tally(NUMBERS.get(config.algorithm, ())), self.rule_at(self.outer_step)
-                self.guard.begin(self.outer_step)
-                if self.profiler:
-                    self.profiler.begin(self.outer_step, self)
-                for direction, tokens in self._directions(rule, self.feed.episodes(self.outer_step, tally)):
-                    direction = self.guard.fit(direction)
-                    meta.add(direction)
-                    tally.add(direction, tokens if self.worker.voice else 0)
-                    del direction  # its shard would lie beside the next one's
-                self.guard.watch.enter("waiting for the other groups")
-                weight = tally.agree(self.ranks)
-                if self.guard.agree(self.saver):
-                    break
-                self._judge(tally)
-                moved = self.outer.step(meta.reduce(self.ranks.cross, weight), self.outer_step, meta.extra)
-                if moved.applied:
-                    self.worker.write(self.theta)
-                meta.clear()
-                self.outer_step += 1
-                self.guard.settled(self.outer_step, self.theta)
-                if self.profiler:
-                    self.profiler.end(self.outer_step - 1)
-                self._after_step(moved, tally, first)
-                self.feed.settle(time.monotonic() - began)
+            while state.outer_step < config.outer_steps and not self.guard.stop:
+                with self.attendance.of_step(self):
+                    if state.outer_step == config.outer_steps:
+                        break  # this group has missed the end
+                    tally, rule = Tally(NUMBERS.get(config.algorithm, ())), self.rule_at(state.outer_step)
+                    self.guard.begin(state.outer_step)
+                    if self.profiler:
+                        self.profiler.begin(state.outer_step, self)
+                    for direction, tokens in self._directions(rule, self.feed.episodes(state.outer_step, tally)):
+                        direction = self.guard.fit(direction)
+                        state.updates.meta.add(direction)
+                        tally.add(direction, tokens if self.worker.voice else 0)
+                        del direction  # its shard would lie beside the next one's
+                    if self.attendance.goes(self.guard):
+                        break
+                    self.guard.watch.enter("waiting for the other groups")
+                    weight = tally.agree(self.ranks)
+                    self.attendance.count(tally.tasks, self.schedule.tasks_per_step)
+                    if self.guard.agree(state.saver):
+                        break
+                    self._judge(tally)
+                    unread, last = self._unread(tally), state.outer_step + 1 == config.outer_steps
+                    moved = state.updates.move(weight, state.outer_step, unread, last)
+                    if moved is not None and moved.applied:
+                        self.worker.write(self.theta)
+                    state.outer_step += 1
+                    self.guard.settled(state.outer_step, self.theta)
+                    if self.profiler:
+                        self.profiler.end(state.outer_step - 1)
+                    self._after_step(moved, tally)
+                    self.feed.settle(time.monotonic() - began)
+            self.attendance.end(self)
         finally:
             if self.profiler:
                 self.profiler.close()
             self.feed.loader.close()
-            self.saver.close()
+            state.saver.close()
+            self.attendance.leave()
         self._stop_if_asked()
 
     def _directions(self, rule: Rule, episodes: list[Batches]) -> Iterator[tuple[Direction, int]]:
@@ -224,9 +219,9 @@ class Run:
         for begin in range(0, len(episodes), most):
             if self.guard.leaves():
                 return
-            some = episodes[begin : begin + most]
+            some, total = episodes[begin : begin + most], self.state.updates.meta.sum if self.guard.trusts else None
             found = (self.together.directions(cast(WholeWorker, self.worker), self.theta, some) if self.together
-                     else [rule.direction(self.worker, self.theta, some[0])])  # fmt: skip
+                     else [rule.direction(self.worker, self.theta, some[0], total)])  # fmt: skip
             for episode in some:
                 yield found.pop(0), sum(episode.tokens)  # held nowhere else
 
@@ -237,9 +232,10 @@ class Run:
         if self.trains:
             self.save(last=True)
         self.guard.signals.end()
-        kept = f"saved in {self.saver.last}" if self.saver.last else "nothing was learned yet"
+        state = self.state
+        kept = f"saved in {state.saver.last}" if state.saver.last else "nothing was learned yet"
         why = self.guard.signals.asked
-        raise Stopped(f"stopped by {why} after outer step {self.outer_step}, {kept}; the same command goes on from there")
+        raise Stopped(f"stopped by {why} after outer step {state.outer_step}, {kept}; the same command goes on from there")
 
     def _judge(self, tally: Tally) -> None:
         """Go on without the tasks that could not be had, or stop, the work so far saved. Collective: world."""
@@ -251,54 +247,37 @@ class Run:
             raise
         if left_out:
             tally.values["bad_tasks"] = left_out
-        self.tasks = self.feed.counts
+        self.state.tasks = self.feed.counts
 
     def _check(self, load: Load) -> None:
         """Say how exact the meta-gradient is; every group looks at the same task. Collective: world."""
-        task = self.schedule.meta_batch(self.outer_step)[0]
+        task = self.schedule.meta_batch(self.state.outer_step)[0]
         found = Reader.of(load, self.ranks, self.config, self.progress.notice).alike(task)
         precision = "bf16" if self.plan.precision.bf16 else "fp32"
         rule = RULES[self.config.algorithm](self.parts.setup, self.config.outer_steps)  # after any steps of first order
         for _, episode in found:
             self.progress.notice(check(cast(Checked, rule), self.worker, self.theta, episode, precision).text)
 
-    def _after_step(self, moved: OuterStep, tally: Tally, first: int) -> None:
-        config, step = self.config, self.outer_step
-        unread = len(tally.values.get("bad_tasks", ())) == self.schedule.tasks_per_step
-        self.bad_steps = 0 if moved.applied else self.bad_steps + (not unread)
-        values = {
-            "step": step,
-            "epoch": self.schedule.position(step)[0],
-            "seconds": time.monotonic() - tally.began,  # the reduction and the outer step are part of it
-            **tally.values,
-            "grad_norm": moved.grad_norm,
-            "lr": moved.lr,
-            "comm_bytes": self.ranks.cross.bytes_sent,
-        }
-        if self.guard.exploded:
-            values["exploded_tasks"] = self.guard.exploded
-        if spike := self.spikes.mark(values["query_loss"]):
-            values["loss_spike"] = spike
-        self.ranks.cross.bytes_sent = 0
-        last = step == config.outer_steps
-        if step % config.logging_steps == 0 or last or step == 1 or tally.values["skipped_tasks"] or spike:
-            self.metrics.write({key: None if isinstance(v, float) and math.isnan(v) else v for key, v in values.items()})
-        text = f"loss {values['query_loss']:.4f}  accuracy {100 * values['accuracy']:.1f} %"
-        skipped = f"  skipped {values['skipped_tasks']}" if values["skipped_tasks"] else ""
-        self.progress.line("outer step", step, config.outer_steps, text + skipped, first)
-        if config.algorithm == "imaml" and not self.warned:
-            text = imaml.warning(config.proximal_weight, values)
-            self.warned = text is not None
-            if text is not None:
-                self.progress.notice(text)
-        if self.bad_steps >= config.max_bad_steps:
-            raise UsageError(f"inner_lr={config.inner_lr}: no task was finite in {self.bad_steps} outer steps in a row (the last "
-                             f"is {step}); lower --inner_lr or --outer_lr, and continue from the last checkpoint")  # fmt: skip
-        if config.eval_steps and step % config.eval_steps == 0 and self.plan.sources.valid is not None:
+    def _unread(self, tally: Tally) -> bool:
+        """Whether no task of the outer step could be had."""
+        return len(tally.values.get("bad_tasks", ())) == self.schedule.tasks_per_step
+
+    def _after_step(self, moved: OuterStep | None, tally: Tally) -> None:
+        """Count, tell, validate, save. Raises `UsageError` where nothing is learned any more. Collective: world."""
+        config, state = self.config, self.state
+        if moved is not None:
+            state.bad_steps = 0 if moved.applied else state.bad_steps + (not moved.unread)
+        epoch = self.schedule.position(state.outer_step)[0]
+        self.journal.step(moved, tally, epoch, self.guard.exploded, self.attendance.facts())
+        if state.bad_steps >= config.max_bad_steps:
+            steps = f"{state.bad_steps} outer steps in a row (the last is {state.outer_step})"
+            raise UsageError(f"inner_lr={config.inner_lr}: no task was finite in {steps}; lower --inner_lr or --outer_lr, and "
+                             "continue from the last checkpoint")  # fmt: skip
+        if config.eval_steps and state.outer_step % config.eval_steps == 0 and self.plan.sources.valid is not None:
             self._validate(self.plan.sources.valid)
-        if config.save_steps and not last:  # validated already: a checkpoint knows the best weights so far
-            self.saver.warm({"theta": self.theta, **self.outer.state().vectors})
-            if step % config.save_steps == 0:
+        if config.save_steps and state.outer_step < config.outer_steps:  # validated already: a checkpoint knows the best weights
+            state.warm()
+            if state.outer_step % config.save_steps == 0:
                 self.save()
 
     def _validate(self, source: TaskSource) -> None:
@@ -307,68 +286,51 @@ class Run:
         if self.guard.stops():
             return  # they are not all
         accuracy, loss = mean_ci95([s.accuracy_after for s in scores])[0], mean_ci95([s.loss_after for s in scores])[0]
-        self.metrics.write({"step": self.outer_step, "valid_accuracy": accuracy, "valid_loss": loss})
-        if self.best is not None:
-            self.best.meet(self.outer_step, accuracy, loss)
+        self.journal.validated(accuracy, loss)
+        if self.state.best is not None:
+            self.state.best.meet(self.state.outer_step, accuracy, loss)
 
     def save(self, last: bool = False) -> None:
         """Begin to write checkpoint-N, unless it is there; with `last` wait until it is whole. Collective: world."""
-        folder = self.folder / f"checkpoint-{self.outer_step}"
-        self.guard.begin_stage(f"saving after outer step {self.outer_step}")
-        if last:
-            self.saver.wait()
-        if self.outer_step == 0 or folder in (self.saver.folder, self.saver.last):
+        state = self.state
+        if not self.attendance.writes:
             return
-        self.guard.check_replicas(self.outer_step, self.theta)
-        outer = self.outer.state()
-        best = BestState() if self.best is None else self.best.state()
-        vectors, tables = {"theta": self.theta, **outer.vectors, **best.vectors}, {**outer.tables, **best.tables}
-        state = {"outer_step": self.outer_step, "numbers": outer.numbers, "bad_steps": self.bad_steps,
-                 "tasks": self.tasks, "losses": self.spikes.state, "best": best.numbers, "vectors": list(vectors),
-                 "layout": str(self.ranks.layout),
-                 "settings": record.settings_of(self.config, self.plan.sources.fingerprint)}  # fmt: skip
-        self.saver.save(folder, vectors, state, tables, last)
+        self.guard.begin_stage(f"saving after outer step {state.outer_step}")
+        if last:
+            state.saver.wait()
+        if not state.is_saved():
+            if self.ranks.crew is None:  # other groups do not save; a crew compares when it meets
+                self.guard.check_replicas(state.outer_step, self.theta)
+            state.save(last)
 
     def finish(self) -> Result:
         """Export, evaluate on held-out tasks, show the table, close run.json. Collective: world."""
-        if self.config.save_steps and self.trains:
+        config, state, test = self.config, self.state, self.plan.sources.test
+        if not self.attendance.writes:
+            self.progress.notice("another group writes the model, or has written it")
+            return Result(self.folder, state.outer_step)
+        if config.save_steps and self.trains:
             self.save(last=True)
-        if self.best is not None:
-            self.progress.notice(self.best.take())
+        if state.best is not None:
+            self.progress.notice(state.best.take())
         self.guard.begin_stage("exporting the model")
-        export(self.folder / "model", self.theta, self.worker, self.parts.frozen, self.config, self.plan.description,
+        export(self.folder / "model", self.theta, self.worker, self.parts.frozen, config, self.plan.description,
                self.plan.tokenizer, self.ranks, self.parts.setup.inner.rates)  # fmt: skip
-        result = Result(self.folder, self.outer_step)
-        held_out: dict[str, Any] = {}
-        if self.plan.sources.test is None:
+        result, facts = Result(self.folder, state.outer_step), dict[str, Any]()
+        if test is None:
             self.progress.notice("no held-out tasks: nothing to compare")
-        elif self.initial is not None:
-            held_out = self._compare(self.plan.sources.test, result)
+        elif state.initial is not None:
+            gains, facts = against_start(self.held_out, test, state.begin_anew if self.trains else None, self._stop_if_asked)
+            show(gains, config, self.progress.table)
+            result.before, result.after, result.after_from_start = gains.accuracies
+            self.trackers.log({"step": state.outer_step, "held_out_accuracy": gains.accuracies._asdict()})
         profile = self.profiler.told(self.progress.table) if self.profiler else {}
         with self.ranks.world.together("closing the run"):
             if self.ranks.first:
-                self._write_run(finished=True, held_out=held_out, **profile)
+                self.write_run(finished=True, held_out=facts, **profile)
         self.progress.notice(f"model {self.folder / 'model'}")
         return result
 
-    def _compare(self, source: TaskSource, result: Result) -> dict[str, Any]:
-        """The same episodes from theta and from the weights at the start. Collective: world."""
-        trained = self.held_out.scores(source, TEST, "held-out tasks")
-        self._stop_if_asked()
-        confused = confusion(self.held_out, source)
-        self.theta.copy_(self.initial["theta"])  # type: ignore[index]
-        if self.rates is not None:
-            self.rates.copy_(self.initial["rates"])  # type: ignore[index]
-        started = trained
-        if self.trains:
-            started = self.held_out.scores(source, TEST, "held-out tasks, weights at the start")
-            self._stop_if_asked()
-        compared = compare(trained, started)
-        show(compared, self.config, self.progress.table)
-        result.before, result.after, result.after_from_start = compared.accuracies
-        accuracies = {"before": result.before, "after": result.after, "after_from_start": result.after_from_start}
-        self.trackers.log({"step": self.outer_step, "held_out_accuracy": accuracies})
-        return {**compared.facts(), "confusion": confused}
-
-    def _write_run(self, **facts: Any) -> None:
+    def write_run(self, **facts: Any) -> None:
+        """Write run.json. Local: the first rank's."""
         record.write_run(self.folder, self.config, self.plan.sources.fingerprint, str(self.ranks.layout), **facts)

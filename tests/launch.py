@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-ROOT = Path(__file__).parent.parent
+from tests.nursery import ROOT, Nursery, environment, free_port, places, shared
+
+ON_GPU = Path("/dev/nvidiactl").exists()  # what has been looked for on a GPU cannot be forked
+WAITS = re.compile(r"fmmeta: rank \d+ waits for rank \d+ on ")
+READ_BY_IMPORTS = ("HF_", "TRANSFORMERS_", "OMP_", "MKL_", "MALLOC_", "DS_", "CUDA_", "PYTHON", "LD_", "HOME", "XDG_")
 
 
 @dataclass
@@ -27,54 +31,110 @@ class Ended:
         assert not any(self.codes), f"exit codes {self.codes}\n" + "\n".join(text[-4000:] for text in self.output)
         return self
 
-
-def environment(**extra: str) -> dict[str, str]:
-    """The parent's environment without a launcher's variables."""
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FMMETA_GLOBAL_RANK")
-    kept = {key: value for key, value in os.environ.items() if key not in dropped}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    @property
+    def others(self) -> str:
+        """What ranks beside the first have said, but that they wait for it, as happens on a busy machine."""
+        lines = "".join(self.output[1:]).splitlines()
+        return "\n".join(line for line in lines if line.strip() and not WAITS.match(line))
 
 
 def run_ranks(arguments: Sequence[str], ranks: int, timeout_s: float = 300, per_rank: dict[int, dict[str, str]] | None = None,
-              cwd: Path = ROOT, before: Callable[[], None] | None = None) -> Ended:  # fmt: skip
+              cwd: Path = ROOT, before: Callable[[], None] | None = None, fresh: bool = False) -> Ended:  # fmt: skip
     """Run `python ARGUMENTS` once per rank with torchrun's variables. After `timeout_s` all are killed and the test fails.
 
-    before: called in each process before Python starts.
+    before: a function of a module that is called in each process first. fresh: the start of Python is a part of what is tried;
+    so it is where a variable differs that libraries read when they are imported. Otherwise processes are forked (nursery.py).
     """
-    port = str(free_port())
-    processes, files = [], []
-    for rank in range(ranks):
-        env = environment(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **(per_rank or {}).get(rank, {}))  # fmt: skip
+    return start_ranks(arguments, ranks, per_rank, cwd, before, fresh).end(timeout_s)
+
+
+def start_ranks(arguments: Sequence[str], ranks: int, per_rank: dict[int, dict[str, str]] | None = None, cwd: Path = ROOT,
+                before: Callable[[], None] | None = None, fresh: bool = False) -> Forked | Fresh:  # fmt: skip
+    """Begin what `run_ranks` does; `end(timeout_s)` waits for it."""
+    envs = [environment(**place, **(per_rank or {}).get(rank, {})) for rank, place in enumerate(places(ranks))]
+    fresh = fresh or ON_GPU or any(imported(env) != imported(shared().env) for env in envs)
+    return (Fresh if fresh else Forked)(arguments, envs, cwd, before)
+
+
+def imported(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are read by imports."""
+    return {key: value for key, value in env.items() if key.startswith(READ_BY_IMPORTS)}
+
+
+class Forked:
+    """Ranks from the nursery."""
+
+    def __init__(self, arguments: Sequence[str], envs: Sequence[dict[str, str]], cwd: Path, before: Callable | None) -> None:
+        name = f"{before.__module__}:{before.__qualname__}" if before else ""
+        self.folder = tempfile.TemporaryDirectory()
+        logs = [Path(self.folder.name) / f"rank-{rank}.log" for rank in range(len(envs))]
+        self.ranks = [shared().start(arguments, log, env, cwd, name) for log, env in zip(logs, envs, strict=True)]
+
+    def end(self, timeout_s: float) -> Ended:
+        with self.folder:
+            try:
+                codes = shared().wait(self.ranks, timeout_s)
+            except TimeoutError:
+                raise too_late(timeout_s, [rank.text for rank in self.ranks]) from None
+            finally:  # also when the test itself is interrupted
+                for rank in self.ranks:
+                    shared().signal(rank, signal.SIGKILL)
+            return Ended(codes, [rank.text for rank in self.ranks])
+
+
+class Fresh:
+    """Ranks that are interpreters of their own."""
+
+    def __init__(self, arguments: Sequence[str], envs: Sequence[dict[str, str]], cwd: Path, before: Callable | None) -> None:
         # a pipe that nobody reads would stop its rank, and so all of them
-        files.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115
-        processes.append(
+        self.files = [tempfile.TemporaryFile("w+") for _ in envs]  # noqa: SIM115
+        self.processes = [
             subprocess.Popen(
-                [sys.executable, *arguments], env=env, cwd=cwd, stdout=files[-1], stderr=subprocess.STDOUT, preexec_fn=before
+                [sys.executable, *arguments], env=env, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, preexec_fn=before
             )
-        )
-    deadline = time.monotonic() + timeout_s
-    late = False
-    for process in processes:
-        try:
-            process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            late = True
-    output = [read_back(file) for file in files]
-    if late:
-        raise AssertionError(f"ranks still ran after {timeout_s} s:\n" + "\n".join(text[-3000:] for text in output))
-    return Ended([process.returncode for process in processes], output)
+            for env, file in zip(envs, self.files, strict=True)
+        ]
+
+    def end(self, timeout_s: float) -> Ended:
+        deadline = time.monotonic() + timeout_s
+        late = False
+        for process in self.processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                late = True
+        output = [read_back(file) for file in self.files]
+        if late:
+            raise too_late(timeout_s, output)
+        return Ended([process.returncode for process in self.processes], output)
+
+
+def too_late(timeout_s: float, output: Sequence[str]) -> AssertionError:
+    return AssertionError(f"ranks still ran after {timeout_s} s:\n" + "\n".join(text[-3000:] for text in output))
 
 
 def read_back(file: IO[str]) -> str:
     with file:
         file.seek(0)
         return file.read()
+
+
+def python(words: Sequence[str], folder: Path, cwd: Path = ROOT, stdin: str = "", timeout_s: float = 120,
+           **env: str) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Run `python WORDS` alone, without a launcher's variables; its streams lie in `folder` while it runs."""
+    return alone(shared(), words, folder, environment(**env), cwd, stdin, timeout_s)
+
+
+def alone(nursery: Nursery, words: Sequence[str], folder: Path, env: Mapping[str, str], cwd: Path = ROOT, stdin: str = "",
+          timeout_s: float = 120) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """The same in some nursery, with all of the environment given."""
+    given, out, err = (folder / f"std{name}" for name in ("in", "out", "err"))
+    given.write_text(stdin)
+    started = nursery.start(words, out, env, cwd, errors=err, stdin=given)
+    (code,) = nursery.wait([started], timeout_s)
+    return subprocess.CompletedProcess(list(words), code, out.read_text(), err.read_text())
+
+
+__all__ = ["ROOT", "Ended", "alone", "environment", "free_port", "python", "run_ranks", "start_ranks"]

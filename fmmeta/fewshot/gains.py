@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fmmeta.config import Config
-from fmmeta.fewshot.heldout import Score, per_stratum
+from fmmeta.fewshot.confusion import confusion
+from fmmeta.fewshot.heldout import TEST, HeldOut, Score, per_stratum
 from fmmeta.fewshot.scores import Interval, mean_ci95
+from fmmeta.tasks.source import TaskSource
 
 Table = Callable[[str, Sequence[str], Sequence[Sequence[str]]], None]
 """Shows a title, a header and rows (progress.Progress.table)."""
+
+
+class Accuracies(NamedTuple):
+    """Means over the held-out episodes: before adaptation, after it, after it from the weights at the start."""
+
+    before: float
+    after: float
+    after_from_start: float
 
 
 @dataclass(frozen=True)
@@ -24,10 +34,9 @@ class Compared:
     episodes: int
 
     @property
-    def accuracies(self) -> tuple[float, float, float]:
-        """Before, after, after from the weights at the start."""
+    def accuracies(self) -> Accuracies:
         before, from_start, after = (accuracy[0] for accuracy, _ in self.rows.values())
-        return before, after, from_start
+        return Accuracies(before, after, from_start)
 
     def facts(self) -> dict[str, Any]:
         """For run.json."""
@@ -35,6 +44,24 @@ class Compared:
         gain = {"accuracy": self.gain[0], "loss": self.gain[1]}
         started, trained = ({name: pair[i] for name, pair in self.strata.items()} for i in (0, 1))
         return {**rows, "gain": gain, "per_stratum": trained, "per_stratum_at_start": started, "episodes": self.episodes}
+
+
+def against_start(held_out: HeldOut, source: TaskSource, begin_anew: Callable[[], None] | None,
+                  between: Callable[[], None]) -> tuple[Compared, dict[str, Any]]:  # fmt: skip
+    """Score the held-out episodes from theta, then from what `begin_anew` puts in its place (None: nothing was trained).
+
+    `between` is called after each pass; it may raise. Returns the table, and the facts for run.json. Collective: world.
+    """
+    trained = held_out.scores(source, TEST, "held-out tasks")
+    between()
+    confused = confusion(held_out, source)
+    started = trained
+    if begin_anew is not None:
+        begin_anew()
+        started = held_out.scores(source, TEST, "held-out tasks, weights at the start")
+        between()
+    compared = compare(trained, started)
+    return compared, {**compared.facts(), "confusion": confused}
 
 
 def compare(trained: Sequence[Score], started: Sequence[Score]) -> Compared:

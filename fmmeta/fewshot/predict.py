@@ -88,7 +88,7 @@ def answer(single: Single, texts: Sequence[str], max_new_tokens: int) -> list[An
 
 def read_texts(lines: Iterable[str], settings: PredictConfig) -> Iterator[str]:
     """The texts of plain lines, or of JSON objects. Raises `UsageError` naming the line."""
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(decoded(lines), 1):
         line = line.rstrip("\n")
         if not line.strip():
             continue
@@ -97,13 +97,26 @@ def read_texts(lines: Iterable[str], settings: PredictConfig) -> Iterator[str]:
             continue
         try:
             values = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"input line {number} is no JSON object ({error}); mend it") from None
         keys = [settings.text_column] if settings.text_column else KEYS
         found = next((key for key in keys if isinstance(values.get(key), str)), None)
         if found is None:
             raise UsageError(f"input line {number} has no text under {', '.join(keys)}; name the key with --text_column")
         yield values[found]
+
+
+def decoded(lines: Iterable[str]) -> Iterator[str]:
+    """The lines themselves. Raises `UsageError` for one that is no UTF-8."""
+    numbered, number = iter(lines), 0
+    while True:
+        number += 1
+        try:
+            yield next(numbered)
+        except StopIteration:
+            return
+        except UnicodeDecodeError as error:
+            raise UsageError(f"input is not UTF-8 at line {number} or soon after it ({error.reason}); convert it") from None
 
 
 def batched(texts: Iterable[str], size: int) -> Iterator[list[str]]:

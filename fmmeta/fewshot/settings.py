@@ -10,7 +10,9 @@ import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
 
 from fmmeta.config import (
     REMEMBERED,
@@ -157,7 +159,9 @@ class AdaptConfig(FewShotConfig):
     output_dir: str = setting("", "Folder of the adapted model")
     early_stopping: bool = setting(True, "Choose the inner steps (up to twice inner_steps) by leaving out an example of each "
                                          "class in turn, where each class has two or more")  # fmt: skip
-    micro_batch_size: int = setting(32, "Most examples of one forward pass")
+    micro_batch_size: int = setting(
+        None, "Most examples of one forward pass (default: 8 on CPUs, which pay for padding to the longest one; 32 on GPUs)"
+    )
     bf16: bool = setting(False, "bf16 weights and activations over fp32 master weights")
     max_new_tokens: int = setting(64, "causal_lm: longest generated answer to a query")
 
@@ -166,6 +170,8 @@ class AdaptConfig(FewShotConfig):
             path = getattr(self, name)
             if path and not Path(path).is_file():
                 raise UsageError(f"{name}={path} is not a file; give a .jsonl, .csv or .parquet file")
+        if self.micro_batch_size is None:
+            self.micro_batch_size = 32 if torch.cuda.is_available() else 8
         for name in ("micro_batch_size", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
@@ -207,8 +213,24 @@ def remembered(model_name_or_path: str) -> dict[str, Any]:
         facts = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(facts, dict):
             raise ValueError("it holds no settings")
-    except (OSError, ValueError) as error:
+        for name, value in facts.items():
+            if value is not None and (wanted := misfit(name, value)):
+                raise ValueError(f"{name} is {json.dumps(value)[:40]}, and should be {wanted}")
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"model_name_or_path={model_name_or_path}: fmmeta.json cannot be read ({error}); mend or remove it"
         ) from None
-    return {name: value for name, value in facts.items() if not (isinstance(value, float) and math.isnan(value))}
+    return {name: value for name, value in facts.items() if value is not None and value == value}  # NaN is not
+
+
+def misfit(name: str, value: Any) -> str | None:
+    """What the value of a setting in fmmeta.json should be, if it is not. Other facts are read where they count."""
+    types = {**get_type_hints(Config), "labels": list[str]}
+    if name not in (*REMEMBERED, "n_way", "labels"):
+        return None
+    listed = get_origin(types[name]) is list
+    kind = get_args(types[name])[0] if listed else types[name]
+    values = value if listed and isinstance(value, list) else [value]
+    allowed = (int, float) if kind is float else kind
+    right = all(isinstance(one, allowed) and not isinstance(one, bool) for one in values) and isinstance(value, list) == listed
+    return None if right else f"{'a list of ' if listed else ''}{kind.__name__}"

@@ -16,17 +16,23 @@ from fmmeta.tasks.batch import Batches
 class Direction:
     """What one task says of theta: a descent direction's negative (a gradient), fp32 [S], and how much it counts.
 
+    vector: None where it was added to the sum that the rule was given, as far as it is finite; else `shards` is it.
     finite: every pass was, on every rank of the group; a direction that is not must not be used.
     extra: the same for what is not theta (learned rates, kept moments), by name; numbers: for metrics.jsonl, means over tasks.
     """
 
-    shards: Tensor
+    vector: Tensor | None
     weight: float
     finite: bool
     support: Pass  # first inner step: theta on the support set
     query: Pass
     extra: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def shards(self) -> Tensor:
+        assert self.vector is not None, "the rule was given a sum to add it to"
+        return self.vector
 
 
 class Rule(Protocol):
@@ -37,6 +43,6 @@ class Rule(Protocol):
         """How a task is learned: in evaluation as in training."""
         ...
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction:
-        """Meta-gradient of one task. Collective: group."""
+    def direction(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None = None) -> Direction:
+        """Meta-gradient of one task; a rule that needs no vector for it may add it to `total` itself. Collective: group."""
         ...

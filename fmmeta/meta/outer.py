@@ -34,24 +34,36 @@ class MetaGradient:
         self.extra = {name: torch.zeros_like(like) for name, like in (extra or {}).items()}
 
     def add(self, direction: Direction) -> None:
-        """Add a task, unless it is not finite: then neither its direction nor its weight counts."""
+        """Count a task, and add what it has not added itself, unless it is not finite: then neither its direction nor its
+        weight counts.
+        """
         if direction.finite:
-            self.sum.add_(direction.shards.to(self.sum.device), alpha=direction.weight)
+            if direction.vector is not None:
+                self.sum.add_(direction.shards.to(self.sum.device), alpha=direction.weight)
             for name, total in self.extra.items():
                 total.add_(direction.extra[name], alpha=direction.weight)
             self.weight += direction.weight
 
-    def reduce(self, cross: Communicator, weight: float) -> Tensor | None:
+    def reduce(self, cross: Communicator, weight: float, wire: torch.dtype | None = None) -> Tensor | None:
         """Mean over the tasks of all groups, or None if none was finite; `extra` then holds means as well. `weight`: summed
-        over all groups.
+        over all groups; `wire`: dtype of what travels.
 
         One reduction of the rank's shard, whatever the number of tasks and inner steps. Collective: cross.
         """
+        return self.begin(cross, weight, wire)()
+
+    def begin(self, cross: Communicator, weight: float, wire: torch.dtype | None = None) -> Callable[[], Tensor | None]:
+        """Begin `reduce`; what is returned waits for it, once. Until then nothing may be added. Collective: cross."""
         if weight == 0:
-            return None
-        for total in self.extra.values():
-            cross.sum_(total).div_(weight)
-        return cross.sum_(self.sum).div_(weight)
+            return lambda: None
+        ends = [cross.begin_sum_(total, wire) for total in (*self.extra.values(), self.sum)]
+
+        def end() -> Tensor:
+            for ended in ends:
+                ended().div_(weight)
+            return self.sum
+
+        return end
 
     def clear(self) -> None:
         for total in (self.sum, *self.extra.values()):
@@ -61,11 +73,14 @@ class MetaGradient:
 
 @dataclass(frozen=True)
 class OuterStep:
-    """What an outer step did: norm of the meta-gradient before clipping, learning rate, whether theta moved."""
+    """What an outer step did: norm of the meta-gradient before clipping, learning rate, whether theta moved. `unread`: that
+    no task could be had is why it did not.
+    """
 
     grad_norm: float
     lr: float
     applied: bool
+    unread: bool = False
 
 
 class Outer:

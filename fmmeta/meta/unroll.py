@@ -50,11 +50,11 @@ class Unrolled:
         """The same with finite differences taken at another step."""
         return replace(self, curvature=replace(self.curvature, scale=scale))
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction:
-        """Meta-gradient of one task. Collective: group."""
+    def direction(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None = None) -> Direction:
+        """Meta-gradient of one task; see Rule. Collective: group."""
         keeps = self.order > 1 or any(self.counts[:-1]) or self.inner.rates.learned != "no"
         if not keeps:
-            return self._short(worker, theta, episode)
+            return self._short(worker, theta, episode, None if self.inner.head.through else total)
         phi0, means = self.inner.head.start(worker, theta, episode.support)
         path = Trajectory(phi0, self.budget_bytes, self.inner.rates.learned != "no")
         adapted = self.inner.run(worker, phi0, means, episode.support, path)
@@ -67,14 +67,19 @@ class Unrolled:
         finite = all([step.finite for step in [*adapted.passes, query, *passes, *more]])
         return Direction(v, 1.0, finite, adapted.passes[0], query, extra)
 
-    def _short(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction:
+    def _short(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None) -> Direction:
         """Order 1 and nothing else: the query gradient at phi_K; restoring theta costs no pass of its own."""
         adapted: Adapted = self.inner.adapt(worker, theta, episode.support)
-        v, query = worker.gradient(episode.query, restore=theta)
-        v, more = self.inner.head.back(worker, v, theta, episode.support, adapted.means)
-        support = adapted.passes[0] if adapted.passes else worker.forward(episode.support)
-        finite = all([step.finite for step in [support, *adapted.passes, query, *more]])
-        return Direction(v, 1.0, finite, support, query)
+        passes = adapted.passes or [worker.forward(episode.support)]
+        v, more = None, []
+        if total is not None:
+            counts = 1.0 if all([step.finite for step in passes]) else 0.0
+            query = worker.add_gradient(total, counts, episode.query, theta)
+        else:
+            v, query = worker.gradient(episode.query, restore=theta)
+            v, more = self.inner.head.back(worker, v, theta, episode.support, adapted.means)
+        finite = all([step.finite for step in [*passes, query, *more]])
+        return Direction(v, 1.0, finite, passes[0], query)
 
     def _backward(
         self, worker: Worker, episode: Batches, path: Trajectory, v: Tensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,18 +20,22 @@ from fmmeta.parallel import shards
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.layout import Place
 from fmmeta.parallel.tensor import Cut, cut_of
-from fmmeta.parallel.worker import Update, WholeWorker, Worker
+from fmmeta.parallel.worker import Pass, Update, WholeWorker, Worker
+from fmmeta.tasks.batch import MicroBatch
 
 Names = Mapping[int, tuple[str, tuple[int, ...]]]
 """Id of a parameter -> its name and whole shape."""
 
 
 class ShardTap(torch.optim.Optimizer):
-    """Applies `self.update` to whatever fp32 tensors DeepSpeed presents; see `Update`."""
+    """Applies `self.update` to whatever fp32 tensors DeepSpeed presents; see `Update`. `veto`: a refused gradient is shown as
+    zeros; whether it is refused, the ranks find out by it.
+    """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {"lr": 0.0})
         self.update: Update | None = None
+        self.veto: Callable[[Tensor], Tensor] | None = None
         self.where: dict[int, slice] = {}  # address of a shard -> its place in the vector
         self.bad: Tensor | None = None
 
@@ -43,13 +47,16 @@ class ShardTap(torch.optim.Optimizer):
         """
         if self.update is None:
             return
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    grad = param.grad.reshape(-1).float()
-                    bad = ~torch.isfinite(grad.sum())
-                    self.bad = bad if self.bad is None else self.bad | bad
-                    self.update(param.data.view(-1), grad, self.where[param.data_ptr()])
+        shown = [(param, param.grad.reshape(-1).float()) for group in self.param_groups for param in group["params"]
+                 if param.grad is not None]  # fmt: skip
+        for _, grad in shown:
+            bad = ~torch.isfinite(grad.sum())
+            self.bad = bad if self.bad is None else self.bad | bad
+        refused = None if self.veto is None else self.veto(torch.zeros((), dtype=torch.bool) if self.bad is None else self.bad)
+        for param, grad in shown:
+            if refused is not None:
+                grad.masked_fill_(refused.to(grad.device), 0.0)
+            self.update(param.data.view(-1), grad, self.where[param.data_ptr()])
 
 
 class EngineWorker(Worker):
@@ -57,6 +64,7 @@ class EngineWorker(Worker):
 
     engine: Any
     tap: ShardTap
+    place: Place
 
     def attach(self, engine: Any, shard_rank: int, names: Names, copies: Collection[str] = (),
                replicated: bool | None = None, cuts: Mapping[str, Cut] | None = None) -> None:  # fmt: skip
@@ -84,6 +92,23 @@ class EngineWorker(Worker):
     def write(self, vector: Tensor) -> None:
         torch._foreach_copy_(self.shards.tensors, [vector[place] for place in self.places])
         self.shards.refresh()
+
+    def held(self) -> list[tuple[Tensor, slice]]:
+        return list(zip(self.shards.tensors, self.places, strict=True))
+
+    def prepare(self, update: Update | None, agreed: bool = False) -> None:
+        """Say what the next step of the engine is to do. Where DeepSpeed does not agree on what is finite, the tap does."""
+        self.tap.update, self.tap.bad, self.tap.veto = update, None, None
+        if agreed and self.shards.agreement == "tap":
+            self.tap.veto = lambda bad: self.group.sum_(bad.to(self.device, torch.float32)) > 0
+
+    def add_gradient(self, total: Tensor, weight: float, batches: Sequence[MicroBatch], restore: Tensor) -> Pass:
+        if self.shards.agreement != "none" and self.place.tensor == 1:
+            return super().add_gradient(total, weight, batches, restore)
+        captured, result = self.gradient(batches, restore)  # it takes a vector: only now do the ranks know
+        if result.finite:
+            total.add_(captured.to(total.device), alpha=weight)
+        return result
 
     def refused(self) -> Tensor:
         """Whether the last step was skipped or met a non-finite gradient on this rank."""
@@ -127,8 +152,8 @@ class DeepSpeedWorker(EngineWorker, WholeWorker):
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * self.place.data, scale_wrt_gas=False)  # DeepSpeed averages over data ranks; we sum
 
-    def apply(self, update: Update) -> Tensor:
-        self.tap.update, self.tap.bad = update, None
+    def apply(self, update: Update, agreed: bool) -> Tensor:
+        self.prepare(update, agreed)
         self.engine.step()
         self.tap.update = None
         return self.refused()

@@ -26,7 +26,7 @@ from fmmeta.models.stream import Stream
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.engine import EngineWorker, Names, ShardTap, import_deepspeed
 from fmmeta.parallel.layout import Place
-from fmmeta.parallel.worker import Pass, Update, pulling
+from fmmeta.parallel.worker import Pass, Update, pulling, without_slope
 from fmmeta.tasks.batch import MicroBatch
 
 Fed = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # what the first and the last stage load of a micro-batch
@@ -92,8 +92,8 @@ class PipelineWorker(EngineWorker):
             self.params.put(vector, self.cut.tied, self.params.whole(vector, self.cut.tied, self.tied_shape, self.ends.sum_))
         super().write(vector)
 
-    def step(self, batches: Sequence[MicroBatch], update: Update) -> Pass:
-        return self._train(self._feed(batches), len(batches), update)
+    def step(self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False) -> Pass:
+        return self._train(self._feed(batches), len(batches), update, agreed)
 
     def forward(self, batches: Sequence[MicroBatch]) -> Pass:
         self._evaluate(batches)
@@ -120,9 +120,9 @@ class PipelineWorker(EngineWorker):
         finally:
             self.stage.want = "logits"
 
-    def _train(self, fed: Iterable[Fed], count: int, update: Update) -> Pass:
+    def _train(self, fed: Iterable[Fed], count: int, update: Update, agreed: bool = False) -> Pass:
         self._begin(count)
-        self.tap.update, self.tap.bad = update, None
+        self.prepare(update, agreed)
         self.engine.train_batch(fed)
         self.tap.update = None
         self.stats[3] = self.refused()
@@ -155,11 +155,11 @@ class PipelineWorker(EngineWorker):
         if self.stage.want == "both":
             loss = pulling(*outputs, *loaded)
             self.stats[0] += loss.detach()
-            return loss * self.scale
+            return without_slope(loss) * self.scale
         *tensors, classes = loaded
         loss, right, rows = objective(outputs, MicroBatch(*tensors, classes=int(classes)))
         self.stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
-        return loss * self.scale
+        return without_slope(loss) * self.scale
 
 
 def hold_stage(stream: Stream, cut: Cut, place: Place) -> Names:

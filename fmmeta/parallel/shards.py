@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,10 @@ def param_groups(model: nn.Module, head: Iterable[str], weight_decay: bool) -> l
     return [{"params": params, "name": name} for name, params in sorted_into.items() if params]
 
 
+Agreement = Literal["engine", "tap", "none"]
+"""Who sees to it that a step is taken by every rank of a group or, as soon as one gradient is not finite, by none: the engine;
+the tap, which is called once for the whole model; nobody."""
+
 Piece = tuple[nn.Parameter, int, int, int]  # parameter, offset in its shard, offset in the parameter, elements
 
 
@@ -127,6 +131,7 @@ class Shards:
     group_names: list[str]  # of each tensor
     refresh: Callable[[], None]
     replicated: bool
+    agreement: Agreement = "engine"
 
     def param_map(self, names: Mapping[int, tuple[str, tuple[int, ...]]], copies: Collection[str] = (),
                   replicated: bool | None = None,
@@ -166,7 +171,7 @@ def _unsharded(tap: Any, group_rank: int) -> Shards:
     """ZeRO 0, fp32: the parameters are the shards."""
     params = [(p, group["name"]) for group in tap.param_groups for p in group["params"]]
     return Shards([p.data.view(-1) for p, _ in params], [[(p, 0, 0, p.numel())] for p, _ in params],
-                  [name for _, name in params], lambda: None, replicated=True)  # fmt: skip
+                  [name for _, name in params], lambda: None, replicated=True, agreement="tap")  # fmt: skip
 
 
 def _unfused(wrapper: Any, group_rank: int) -> Shards:
@@ -179,7 +184,7 @@ def _unfused(wrapper: Any, group_rank: int) -> Shards:
         torch._foreach_copy_([param.data for _, param, _ in pairs], [master.data for master, _, _ in pairs])
 
     return Shards([m.data.view(-1) for m, _, _ in pairs], [[(p, 0, 0, p.numel())] for _, p, _ in pairs],
-                  [name for _, _, name in pairs], refresh, replicated=True)  # fmt: skip
+                  [name for _, _, name in pairs], refresh, replicated=True, agreement="tap")  # fmt: skip
 
 
 def _linked(params: Iterable[nn.Parameter]) -> list[Piece]:
@@ -196,7 +201,8 @@ def _linked(params: Iterable[nn.Parameter]) -> list[Piece]:
 def _zero_1_2(wrapper: Any, group_rank: int) -> Shards:
     names = [group["name"] for group in wrapper.optimizer.param_groups]
     return Shards([t.data for t in wrapper.single_partition_of_fp32_groups], [_linked(g) for g in wrapper.bit16_groups],
-                  names, wrapper.update_lp_params, replicated=False)  # fmt: skip
+                  names, wrapper.update_lp_params, replicated=False,
+                  agreement="engine" if wrapper.compute_grad_norm else "none")  # fmt: skip
 
 
 def _zero_1_bf16(wrapper: Any, group_rank: int) -> Shards:

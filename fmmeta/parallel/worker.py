@@ -4,6 +4,7 @@
     write(vector)                        put it in and refresh the working weights      restore, outer step
     step(batches, update) -> Pass        forward, backward, update the shards           inner step
     gradient(batches, restore) -> vector, Pass      the same, capturing instead         query gradient
+    add_gradient(total, w, batches, restore)        the same, adding it to a vector     the sum of meta-gradients
     forward(batches) -> Pass             loss and accuracy, no gradient                 evaluation
     features(batches) -> [[B, D]]        what the classifier head sees, no gradient     prototypes
     logits(batches) -> [[B, C]]          what the whole model says, no gradient         probabilities (WholeWorker)
@@ -76,8 +77,12 @@ class Worker(ABC):
         """Replace the shards and refresh the working weights. Collective: group."""
 
     @abstractmethod
-    def step(self, batches: Sequence[MicroBatch], update: Update) -> Pass:
-        """One optimisation step on the mean loss over `batches`. Collective: group."""
+    def step(self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False) -> Pass:
+        """One optimisation step on the mean loss over `batches`. Collective: group.
+
+        A gradient that is not finite may be kept from `update`, or be shown to it. With `agreed` it is kept from it, or shown as
+        zeros, on every rank as soon as one finds it so.
+        """
 
     @abstractmethod
     def forward(self, batches: Sequence[MicroBatch]) -> Pass:
@@ -99,6 +104,33 @@ class Worker(ABC):
     def gradient(self, batches: Sequence[MicroBatch], restore: Tensor | None = None) -> tuple[Tensor, Pass]:
         """Return the gradient of the mean loss, fp32 [S]; leave the weights alone, or put `restore` in. Collective: group."""
         return self._capture(lambda update: self.step(batches, update), restore)
+
+    def add_gradient(self, total: Tensor, weight: float, batches: Sequence[MicroBatch], restore: Tensor) -> Pass:
+        """Add `weight` times the gradient of the mean loss to `total` [S], which may lie elsewhere, and put `restore` in.
+
+        `total` stays as it is where the loss or the gradient is not finite on any rank of the group. No vector is made for it.
+        Collective: group.
+        """
+
+        def add(shard: Tensor, grad: Tensor, where: slice) -> None:
+            for part, more in zip(total[where].split(CHUNK), grad.split(CHUNK), strict=True):
+                part.add_(more.to(part.device), alpha=weight)
+            shard.copy_(restore[where])
+
+        result = self.step(batches, add, agreed=True)
+        if not result.finite:
+            self.write(restore)  # a skipped step restores nothing
+        return result
+
+    def add_travelled(self, total: Tensor, weight: float, theta: Tensor) -> None:
+        """Add `weight` times (theta minus what the worker holds) to `total` [S], piece by piece."""
+        for tensor, place in self.held():
+            for part, there, here in zip(*(vector.split(CHUNK) for vector in (total[place], theta[place], tensor)), strict=True):
+                part.add_(there.to(here.device).sub(here).to(part.device), alpha=weight)
+
+    @abstractmethod
+    def held(self) -> list[tuple[Tensor, slice]]:
+        """This rank's shards themselves, and where they lie in a vector."""
 
     def _capture(self, step: Callable[[Update], Pass], restore: Tensor | None = None) -> tuple[Tensor, Pass]:
         captured = torch.zeros(self.params.numel, device=self.home)
@@ -124,7 +156,7 @@ class Worker(ABC):
         """Inner product over the whole model. Collective: group (none if replicated)."""
         product = torch.zeros((), dtype=torch.float64, device=self.device)
         for run in self.params.counted():
-            for x, y in zip(a[run].split(2**22), b[run].split(2**22), strict=True):  # in pieces: fp64 copies are twice the size
+            for x, y in zip(a[run].split(CHUNK), b[run].split(CHUNK), strict=True):  # in pieces: fp64 copies are twice the size
                 product += torch.dot(x.to(self.device).double(), y.to(self.device).double())
         return float(product if self.params.replicated else self.group.sum_(product))
 
@@ -163,14 +195,14 @@ class WholeWorker(Worker):
         """Add the gradient of a rank's part of the loss to what this pass has gathered. Collective: group."""
 
     @abstractmethod
-    def apply(self, update: Update) -> Tensor:
-        """Hand each shard and its gradient, summed over the group, to `update`; refresh.
+    def apply(self, update: Update, agreed: bool) -> Tensor:
+        """Hand each shard and its gradient, summed over the group, to `update`; refresh. `agreed`: see `step`.
 
         Returns whether this rank met a non-finite gradient or a refused step, as a 0-d tensor. Collective: group.
         """
 
-    def step(self, batches: Sequence[MicroBatch], update: Update) -> Pass:
-        return self._step(batches, self._loss, update)
+    def step(self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False) -> Pass:
+        return self._step(batches, self._loss, update, agreed)
 
     @torch.no_grad()
     def forward(self, batches: Sequence[MicroBatch]) -> Pass:
@@ -199,12 +231,13 @@ class WholeWorker(Worker):
 
         return self._capture(lambda update: self._step(batches, loss, update))
 
-    def _step(self, batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch, Tensor], Tensor], update: Update) -> Pass:
+    def _step(self, batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch, Tensor], Tensor], update: Update,
+              agreed: bool = False) -> Pass:  # fmt: skip
         stats = torch.zeros(4, dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             loss = loss_of(batch, stats)
-            self.backward(loss, last=index == len(batches) - 1)
-        stats[3] = self.apply(update)
+            self.backward(without_slope(loss), last=index == len(batches) - 1)
+        stats[3] = self.apply(update, agreed)
         return Pass(self.group.sum_(stats))
 
     def _call(self, batch: MicroBatch, want: str = "logits") -> Any:
@@ -216,6 +249,11 @@ class WholeWorker(Worker):
         if self.voice:
             stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
         return loss
+
+
+def without_slope(loss: Tensor) -> Tensor:
+    """The loss, with a gradient that is not finite where the loss is not: log(0) has one that looks like any other."""
+    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 
 def pulling(features: Tensor, logits: Tensor, cotangent: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def main(model: str, data: str, out: str, kind: str) -> None:
     run.resume()
     run.loop()
     moved = parts.worker.dot(run.theta, run.theta)
-    print(f"trained {run.outer_step} steps, |theta|^2 {moved:.6f}")
+    print(f"trained {run.state.outer_step} steps, |theta|^2 {moved:.6f}")
     world.close()
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -24,9 +25,10 @@ from fmmeta.meta.reference import Reference, reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.load import load_sources
 from fmmeta.tasks.schedule import Schedule
-from tests.launch import run_ranks
+from tests.launch import start_ranks
 from tests.models import DECODERS, ENCODERS, save_bert, save_family, save_llama, write_classes, write_pairs
 
+Outcomes = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]  # theta and facts by case
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))  # groups, ranks of a group
 AXES: dict[str, tuple[Any, ...]] = {
     "layout": LAYOUTS,
@@ -62,6 +64,9 @@ ALSO: dict[str, dict[str, Any]] = {
     "packing": {"packing": True},
     "together": {"lora_r": 4, "task_batch": "2"},  # of 3 tasks
     "both": {"lora_r": 4, "gradient_checkpointing": True},
+    "delay": {"outer_delay": 1},  # test_delay.py has its cases
+    "wire": {"reduce_dtype": "bf16"},
+    "delay-wire": {"outer_delay": 1, "reduce_dtype": "bf16"},
     "lora-first": {"lora_r": 4, "lora_target_modules": ["layers.0.self_attn.q_proj"]},  # the last stage of two trains nothing
     "lora-last": {"lora_r": 4, "lora_target_modules": ["layers.2.self_attn.v_proj"]},  # the first stage trains nothing
 }
@@ -70,6 +75,7 @@ EQUAL = {
     "offload_outer",
     "packing",
     "task_batch",
+    "reduce_dtype",
 }  # the oracle knows nothing of what must not change theta
 VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, where they are more than the name
     "fomaml-rates": {"algorithm": "fomaml", "inner_lr_learned": "layer", "inner_optimizer": "momentum", "inner_momentum": 0.5,
@@ -303,8 +309,12 @@ class Bench:
             **case.settings,
         }  # fmt: skip
 
-    def run(self, chosen: list[Case]) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    def run(self, chosen: Sequence[Case]) -> Outcomes:
         """Run cases of one layout in one set of processes; return theta and facts by case."""
+        return self.start(chosen)()
+
+    def start(self, chosen: Sequence[Case]) -> Callable[[], Outcomes]:
+        """Begin to run cases; what comes back waits for the end."""
         num_groups, group_size = chosen[0].layout
         listed = []
         for case in chosen:
@@ -320,15 +330,20 @@ class Bench:
                       "engine": "plain" if case.stage == "plain" else "deepspeed",
                       "micro_batch_size": 1 if case.extra == "micro" else 32}  # fmt: skip
             listed.append({"id": case.id, "config": config, "export": case.export})
-        file = self.folder / f"cases-{num_groups}x{group_size}-{len(listed)}.json"
+        file = self.folder / f"cases-{chosen[0].id}.json"
         file.write_text(json.dumps(listed))
         out = self.folder / f"out-{num_groups}x{group_size}"
         out.mkdir(exist_ok=True)
-        run_ranks(["-m", "tests.distributed.run_cases", str(file), str(out)], num_groups * group_size, timeout_s=1500).ok()
-        return {
-            case.id: (load_file(out / f"{case.id}.safetensors"), json.loads((out / f"{case.id}.json").read_text()))
-            for case in chosen
-        }
+        running = start_ranks(["-m", "tests.distributed.run_cases", str(file), str(out)], num_groups * group_size)
+
+        def end() -> Outcomes:
+            running.end(timeout_s=1500).ok()
+            return {
+                case.id: (load_file(out / f"{case.id}.safetensors"), json.loads((out / f"{case.id}.json").read_text()))
+                for case in chosen
+            }
+
+        return end
 
     def error(self, case: Case, theta: dict[str, torch.Tensor]) -> float:
         """|theta - oracle| / |oracle - theta_0|, over the whole model."""
@@ -354,4 +369,41 @@ class Bench:
         return reference_run(learner, steps, config, config.bf16), began
 
 
-__all__ = ["AXES", "LAYOUTS", "TOLERANCE", "Bench", "Case", "cases", "full", "pairwise", "spread", "spread_cover", "tolerance"]
+class Launches:
+    """Outcomes of cases, which are run a launch at a time: those of one `kind`. The next launch begins before the present one is
+    waited for, so that it uses the time in which its ranks wait for each other and oracles are computed."""
+
+    def __init__(self, bench: Bench, chosen: Sequence[Case], kind: Callable[[Case], Any]) -> None:
+        self.bench, self.kind = bench, kind
+        self.kinds = list(dict.fromkeys(map(kind, chosen)))
+        self.cases = {each: [case for case in chosen if kind(case) == each] for each in self.kinds}
+        self.started: dict[Any, Callable[[], Outcomes]] = {}
+        self.ended: dict[Any, Outcomes | AssertionError] = {}
+
+    def outcome(self, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """theta and facts."""
+        kind = self.kind(case)
+        at = self.kinds.index(kind)
+        for each in self.kinds[at : at + 2]:
+            if each not in self.started:
+                self.started[each] = self.bench.start(self.cases[each])
+        if kind not in self.ended:
+            try:
+                self.ended[kind] = self.started[kind]()
+            except AssertionError as error:  # remembered, so that a broken launch is started once
+                self.ended[kind] = error
+        found = self.ended[kind]
+        if isinstance(found, AssertionError):
+            raise found
+        return found[case.id]
+
+
+def selected(request: pytest.FixtureRequest) -> list[Case]:
+    """The cases that this session will try in the module that asks, in that order."""
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    params = [getattr(getattr(item, "callspec", None), "params", {}) for item in items]
+    return [given["case"] for given in params if "case" in given]
+
+
+__all__ = ["AXES", "LAYOUTS", "TOLERANCE", "Bench", "Case", "Launches", "cases", "full", "pairwise", "selected", "spread",
+           "spread_cover", "tolerance"]  # fmt: skip

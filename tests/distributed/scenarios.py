@@ -15,6 +15,7 @@ import torch
 from fmmeta import build, workers
 from fmmeta.cli import parse
 from fmmeta.config import Config, UsageError
+from fmmeta.feed import Reader
 from fmmeta.guard import Guard
 from fmmeta.models.load import load_learner
 from fmmeta.parallel import communicator
@@ -91,6 +92,34 @@ def born_sharded(world: World, model: str, data: str, setting: str, value: str) 
         kinds = graph_of(module(ids, ids).sum().grad_fn)
         print(f"keeps gathered weights {'TBackward0' in kinds} {'LinearFunctionForZeroStage3Backward' in kinds}")
     print(f"holds {held} of the base and {len(parts.frozen)} frozen tensors for export")
+
+
+def one_stage_refuses(world: World, model: str, data: str, *files: str) -> None:
+    """A gradient that is not finite on the first of two stages alone: neither stage adds anything of it."""
+    ranks = None
+    for file in files:
+        config = Config(model_name_or_path=model, dataset=[data], task_type="causal_lm", num_query=3, group_size="2",
+                        pipeline_stages=2, deepspeed=file)  # fmt: skip
+        plan = build.plan(config, world, lambda text: None)
+        ranks = ranks or world.split(2)
+        parts = build.build(config, plan, ranks)
+        worker, theta = parts.worker, parts.theta
+        task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
+        ((_, episode),) = Reader.of(parts.load(plan.sources.train, None), ranks, config, print).alike(task)
+        begin = torch.linspace(-1, 1, worker.params.numel)
+        total = begin.clone()
+        if ranks.layout.group_rank == 0:
+            last = [param for param in cast(Any, worker).stage.parameters() if param.requires_grad][-1]
+            hook = last.register_hook(lambda grad: grad * float("nan"))
+        refused = worker.add_gradient(total, 1.0, episode.query, theta)
+        kept = torch.equal(total, begin) and torch.equal(worker.read(), theta)
+        if ranks.layout.group_rank == 0:
+            hook.remove()
+        taken = worker.add_gradient(total, 1.0, episode.query, theta)
+        moved = bool((total != begin).any()) and torch.equal(worker.read(), theta)
+        print(
+            f"{cast(Any, worker).shards.agreement}: {refused.finite} kept {kept}, then {taken.finite} moved {moved}", flush=True
+        )
 
 
 def graph_of(node: Any) -> set[str]:

@@ -35,7 +35,7 @@ def test_four_ranks_train_what_one_may_not_hold(files, kind):
     arguments = ["-m", "tests.distributed.limited", str(model), str(data), str(folder), kind]
     # glibc would keep freed blocks below 32 MB and give every thread an arena, all of which counts as data
     tight = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "1"}
-    outputs = run_ranks(arguments, 4, timeout_s=400, per_rank=dict.fromkeys(range(4), tight)).ok().output
+    outputs = run_ranks(arguments, 4, timeout_s=400, per_rank=dict.fromkeys(range(4), tight), fresh=True).ok().output
     for text in outputs:
         refused = re.search(
             r"group_size=1 needs (.*) = ([\d.]+) GiB per rank at ZeRO 0, and ([\d.]+) GiB are free; use (.*)", text

@@ -70,6 +70,19 @@ def test_theta_is_what_the_other_tasks_make_it(files, groups, group_size, spread
         assert [line["skipped_tasks"] for line in metrics] == skipped, case["id"]
 
 
+def test_no_stage_adds_what_another_one_refuses(files):
+    """ZeRO 0 and 1 in fp32, and 1 in bf16: DeepSpeed agrees on what is finite in the last alone."""
+    folder, model, data = files
+    configs = []
+    for name, stage, bf16 in (("a", 0, False), ("b", 1, False), ("c", 1, True)):
+        configs.append(folder / f"{name}.json")
+        configs[-1].write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}}))
+    arguments = ["-m", "tests.distributed.scenarios", "one_stage_refuses", str(model), str(data), *map(str, configs)]
+    for text in run_ranks(arguments, 2).ok().output:
+        said = [line for line in text.splitlines() if " moved " in line]
+        assert said == [f"{way}: False kept True, then True moved True" for way in ("tap", "none", "engine")]
+
+
 @pytest.mark.timeout(300)
 def test_exploding_tasks_are_dropped_and_counted(files):
     """Two groups; losses a thousand times as large are finite and beyond --max_task_loss, on the support or the query set."""
@@ -114,5 +127,5 @@ def test_a_run_without_finite_tasks_ends_and_says_so(files, tmp_path):
     ended = run_ranks(["launch/train.py", *(f"--{key}={value}" for key, value in flags.items())], 2)
     assert ended.codes == [2, 2]
     assert "no task was finite in 4 outer steps in a row (the last is 4); lower --inner_lr" in ended.output[0]
-    assert not ended.output[1].strip()
+    assert not ended.others
     assert "Traceback" not in ended.output[0]

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.distributed.matrix import AXES, LAYOUTS, Bench, Case, cases, full, pairs, pairwise, tolerance
+from tests.distributed.matrix import AXES, LAYOUTS, Bench, Case, Launches, cases, full, pairs, pairwise, selected, tolerance
 
 CHOSEN = full() if os.environ.get("FMMETA_PARITY") == "full" else pairwise()
 WRAPPERS = {
@@ -20,15 +20,13 @@ WRAPPERS = {
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """theta and facts of every chosen case, each layout run once for all its cases."""
+def outcomes(request, tmp_path_factory):
+    """Error and facts of every chosen case, each layout run once for all its cases."""
     bench = Bench(tmp_path_factory.mktemp("parity"))
-    done: dict[tuple[int, int], dict] = {}
+    launches = Launches(bench, selected(request), lambda case: case.layout)
 
     def outcome(case: Case):
-        if case.layout not in done:
-            done[case.layout] = bench.run([c for c in CHOSEN if c.layout == case.layout])
-        theta, facts = done[case.layout][case.id]
+        theta, facts = launches.outcome(case)
         return bench.error(case, theta), facts
 
     return outcome

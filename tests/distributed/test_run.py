@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,15 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launch import ROOT, environment, free_port, run_ranks
+from tests.launch import Ended, run_ranks
 from tests.models import save, save_llama, write_classes, write_pairs
+from tests.nursery import shared
 
-QUICK = {"outer_steps": 6, "eval_episodes": 0, "save_steps": 0, "logging_steps": 1}
+QUICK = {"outer_steps": 4, "inner_steps": 2, "eval_episodes": 0, "save_steps": 0, "logging_steps": 1}
 
 
-def train(folder: Path, ranks: int, timeout_s: float = 200, **flags):
-    given = {**QUICK, "output_dir": folder, **flags}
-    return run_ranks(["launch/train.py", *(f"--{key}={value}" for key, value in given.items())], ranks, timeout_s)
+def words(folder: Path, **flags) -> list[str]:
+    return [f"--{key}={value}" for key, value in {**QUICK, "output_dir": folder, **flags}.items()]
+
+
+def train(folder: Path, ranks: int, timeout_s: float = 200, fresh: bool = False, **flags):
+    return run_ranks(["launch/train.py", *words(folder, **flags)], ranks, timeout_s, fresh=fresh)
 
 
 def model_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -50,7 +51,8 @@ def test_the_same_flags_on_other_layouts_give_the_same_model(tmp_path):
     assert "1 group of 1 rank" in one.output[0]
     assert "2 groups of 1 rank" in two.output[0]
     assert "2 groups of 2 ranks on cpu; DeepSpeed ZeRO 2" in four.output[0]
-    assert all(not text.strip() for text in (*two.output[1:], *four.output[1:]))  # one rank speaks
+    assert not two.others  # one rank speaks
+    assert not four.others
     assert relative_difference(model_of(tmp_path / "1"), model_of(tmp_path / "2")) < 1e-6
     assert relative_difference(model_of(tmp_path / "1"), model_of(tmp_path / "4")) < 1e-6
     assert [line["accuracy"] for line in metrics_of(tmp_path / "1")] == pytest.approx(
@@ -73,9 +75,10 @@ def test_adapters_are_the_same_on_other_layouts_and_after_a_resumption(tmp_path)
     one = train(tmp_path / "one", 1, **flags).ok()
     sharded = {**flags, "deepspeed": "ds_configs/zero3.json", "group_size": 2}
     two = train(tmp_path / "two", 2, **sharded, lora_merge=True).ok()
-    resumed = train(tmp_path / "again", 2, **sharded, resume_from_checkpoint=tmp_path / "one" / "checkpoint-4").ok()
+    resumed = train(tmp_path / "again", 2, **sharded, resume_from_checkpoint=tmp_path / "one" / "checkpoint-2").ok()
     assert "LoRA of rank 4: 3,712 of 27,520 parameters are trained" in one.output[0]
-    assert all(not text.strip() for text in (two.output[1], resumed.output[1]))
+    assert not two.others
+    assert not resumed.others
     adapters = [load_file(tmp_path / run / "model" / "adapter_model.safetensors") for run in ("one", "two", "again")]
     assert relative_difference(adapters[0], adapters[1]) < 1e-6
     assert relative_difference(adapters[0], adapters[2]) < 1e-6
@@ -85,8 +88,8 @@ def test_adapters_are_the_same_on_other_layouts_and_after_a_resumption(tmp_path)
     staged = {**few, "group_size": 2, "pipeline_stages": 2, "deepspeed": "ds_configs/zero1.json"}
     stages = train(tmp_path / "stages", 2, **staged).ok()
     assert "LoRA of rank 4: 192 of 24,000 parameters are trained" in stages.output[0]
-    train(tmp_path / "stages-again", 2, **staged, resume_from_checkpoint=tmp_path / "stages" / "checkpoint-4").ok()
-    train(tmp_path / "few-again", 1, **few, resume_from_checkpoint=tmp_path / "stages" / "checkpoint-4").ok()
+    train(tmp_path / "stages-again", 2, **staged, resume_from_checkpoint=tmp_path / "stages" / "checkpoint-2").ok()
+    train(tmp_path / "few-again", 1, **few, resume_from_checkpoint=tmp_path / "stages" / "checkpoint-2").ok()
     wanted = load_file(tmp_path / "few" / "model" / "adapter_model.safetensors")
     for run in ("stages", "stages-again", "few-again"):
         assert relative_difference(wanted, load_file(tmp_path / run / "model" / "adapter_model.safetensors")) < 1e-6
@@ -114,7 +117,7 @@ def test_cross_group_traffic_is_one_reduction_of_the_shard(tmp_path):
 
 
 def test_metrics_and_run_json_hold_what_is_promised(tmp_path):
-    train(tmp_path / "run", 1, outer_steps=2).ok()
+    train(tmp_path / "run", 1, outer_steps=2, fresh=True).ok()
     keys = {"step", "epoch", "seconds", "tokens", "support_loss", "query_loss", "accuracy", "grad_norm", "lr", "skipped_tasks",
             "comm_bytes", "data_seconds", "wait_seconds", "wait_seconds_by_group", "imbalance"}  # fmt: skip
     assert all(keys == set(line) for line in metrics_of(tmp_path / "run"))
@@ -127,21 +130,15 @@ def test_metrics_and_run_json_hold_what_is_promised(tmp_path):
 
 @pytest.mark.timeout(600)
 def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
-    settings = {"outer_steps": 12, "save_steps": 4}
+    settings = {"outer_steps": 6, "save_steps": 2, "episode_transforms": "tests.distributed.test_trust:dawdle"}
     train(tmp_path / "whole", 2, **settings).ok()
-    flags = {**QUICK, **settings, "output_dir": tmp_path / "killed"}
-    port, processes = str(free_port()), []
-    for rank in range(2):
-        env = environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT=port)  # fmt: skip
-        arguments = [sys.executable, "launch/train.py", *(f"--{k}={v}" for k, v in flags.items())]
-        processes.append(subprocess.Popen(arguments, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    ranks = shared().train(words(tmp_path / "killed", **settings), 2, tmp_path / "logs", DAWDLE_S="0.5")
     deadline = time.monotonic() + 100
-    while not (tmp_path / "killed" / "checkpoint-4").exists() and time.monotonic() < deadline:
+    while not (tmp_path / "killed" / "checkpoint-2").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    for process in processes:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+    for rank in ranks:
+        shared().signal(rank, signal.SIGKILL)
+    assert shared().wait(ranks, 10) == [-9, -9], ranks[0].text
     assert not (tmp_path / "killed" / "model").exists()
     again = train(tmp_path / "killed", 2, **settings).ok()
     assert "resumed from" in again.output[0]
@@ -149,12 +146,12 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
     losses = [[(line["step"], line["query_loss"]) for line in metrics_of(tmp_path / name)] for name in ("whole", "killed")]
     assert losses[0] == losses[1]
-    assert sorted(p.name for p in (tmp_path / "killed").glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-8"]
+    assert sorted(p.name for p in (tmp_path / "killed").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
     finished = train(tmp_path / "killed", 2, **settings).ok()
     assert "holds this run, finished" in finished.output[0]
 
     # another layout: ZeRO 3 in one group of two goes on from the same checkpoint
-    shutil.copytree(tmp_path / "killed" / "checkpoint-8", tmp_path / "from")
+    shutil.copytree(tmp_path / "killed" / "checkpoint-4", tmp_path / "from")
     moved = {**settings, "resume_from_checkpoint": tmp_path / "from", "group_size": 2, "deepspeed": "ds_configs/zero3.json"}
     train(tmp_path / "moved", 2, **moved).ok()
     assert relative_difference(whole, model_of(tmp_path / "moved")) < 1e-6
@@ -170,7 +167,7 @@ def test_a_run_moves_between_all_ways_to_spread_a_model(tmp_path):
     spread = {**settings, "group_size": 2}
     first = train(tmp_path / "stages", 2, pipeline_stages=2, deepspeed="ds_configs/zero1.json", **spread).ok()
     assert "1 group of 2 ranks on cpu; DeepSpeed ZeRO 1, 2 pipeline stages; fp32" in first.output[0]
-    assert not first.output[1].strip()
+    assert not first.others
     begun = tmp_path / "stages" / "checkpoint-1"
     second = train(tmp_path / "tensor", 2, tensor_parallel_size=2, resume_from_checkpoint=begun, **spread).ok()
     assert "DeepSpeed ZeRO 0, 2 tensor ranks" in second.output[0]
@@ -256,22 +253,23 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
     }
 
 
-FROM_OUTSIDE = ("unknown flag", "group size", "line", "moe")  # whole launches; a launch costs seconds
+FROM_OUTSIDE = ("unknown flag", "group size", "line", "moe")  # whole launches
 
 
 @pytest.mark.timeout(600)
 def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
     inputs = bad_inputs(tmp_path)
-    for name in FROM_OUTSIDE:
-        flags, text = inputs[name]
-        ended = train(tmp_path / "run", 2, timeout_s=60, **flags)
+    started = {name: shared().train(words(tmp_path / name, **inputs[name][0]), 2, tmp_path / f"{name} logs")
+               for name in FROM_OUTSIDE}  # fmt: skip
+    for name, ranks in started.items():
+        ended = Ended(shared().wait(ranks, 100), [rank.text for rank in ranks])
         assert ended.codes == [2, 2], (name, ended.output)
         errors = [line for line in ended.output[0].splitlines() if "error" in line]
         assert len(errors) == 1, (name, ended.output[0])
-        assert text in errors[0], name
+        assert inputs[name][1] in errors[0], name
         assert "Traceback" not in ended.output[0] + ended.output[1], name
-        assert not ended.output[1].strip(), name
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+        assert not ended.others, name
+        assert not (tmp_path / name / "metrics.jsonl").exists()
 
 
 def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
@@ -316,7 +314,9 @@ def test_no_rank_raises_alone():
 
 def test_initial_weights_are_made_equal_and_checked():
     first, second = scenario("equal_start", 2)
-    assert first.split()[1] == second.split()[1]
+    hashes = [re.findall(r"^hash (\S+) ", text, re.MULTILINE) for text in (first, second)]
+    assert len(hashes[0]) == 1
+    assert hashes[0] == hashes[1]
     assert "moved False" in first
     assert "moved True" in second
     for text in (first, second):

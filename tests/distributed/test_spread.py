@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from functools import cache
 
 import pytest
 import torch
 
 from fmmeta.config import Config
 from fmmeta.models.load import describe, load_learner
-from tests.distributed.matrix import Bench, Case, spread, spread_cover, tolerance
+from tests.distributed.matrix import Bench, Case, Launches, selected, spread, spread_cover, tolerance
 from tests.models import ENCODERS
 
 CHOSEN = spread() if os.environ.get("FMMETA_PARITY") == "full" else spread_cover()
@@ -26,23 +25,9 @@ def bench(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def outcomes(bench):
+def outcomes(request, bench):
     """theta and facts by case; the cases of a layout and kind run in one launch (DeepSpeed keeps the first kind's groups)."""
-
-    @cache
-    def outcome(kind):
-        try:
-            return bench.run([case for case in CHOSEN if kind_of(case) == kind])
-        except AssertionError as error:  # remembered, so that a broken launch is started once
-            return error
-
-    def of(case):
-        found = outcome(kind_of(case))
-        if isinstance(found, AssertionError):
-            raise found
-        return found[case.id]
-
-    return of
+    return Launches(bench, selected(request), kind_of).outcome
 
 
 @pytest.mark.timeout(1800)

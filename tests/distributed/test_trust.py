@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.nursery import Nursery
 from tests.launch import ROOT, environment, free_port, run_ranks
 from tests.models import write_classes
+from tests.nursery import shared
 
 QUICK = {
     "n_way": 2, "k_shot": 1, "num_query": 1, "meta_batch_size": 4, "inner_steps": 1, "max_length": 16, "num_workers": 0,
@@ -36,9 +36,7 @@ def dawdle(episode, rng):
 
 @pytest.fixture(scope="module")
 def nursery():
-    one = Nursery(["deepspeed"])
-    yield one
-    one.close()
+    return shared()
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +82,7 @@ LONG = {"outer_steps": 12, "save_steps": 5, "episode_transforms": SLOW}
 def straight(nursery, flags, tmp_path_factory):
     """The run that nothing happens to."""
     folder = tmp_path_factory.mktemp("straight")
-    ranks = nursery.run(flags(folder / "run", **LONG), 2, folder, DAWDLE_S="0")
+    ranks = nursery.train(flags(folder / "run", **LONG), 2, folder, DAWDLE_S="0")
     assert nursery.wait(ranks, 100) == [0, 0], ranks[0].text
     return folder / "run"
 
@@ -93,7 +91,7 @@ def straight(nursery, flags, tmp_path_factory):
 def test_a_signal_saves_and_ends_every_rank_with_75(nursery, flags, straight, tmp_path, number, whom):
     """To all ranks, to one twice as Ctrl-C does, to one alone; the same command then goes on to the same bits."""
     run = tmp_path / "run"
-    ranks = nursery.run(flags(run, **LONG), 2, tmp_path)
+    ranks = nursery.train(flags(run, **LONG), 2, tmp_path)
     until(lambda: steps_of(run) >= 2)
     time.sleep(random.random() * 0.3)
     for rank in whom:
@@ -105,7 +103,7 @@ def test_a_signal_saves_and_ends_every_rank_with_75(nursery, flags, straight, tm
     said = rf"fmmeta: stopped by {number.name} after outer step {folder.name.removeprefix('checkpoint-')}, saved in {folder}; "
     assert said in ranks[0].text
     assert "Traceback" not in ranks[0].text + ranks[1].text
-    again = nursery.run(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
+    again = nursery.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
     assert nursery.wait(again, 100) == [0, 0], again[0].text
     assert f"resumed from {folder}" in again[0].text
     assert same(run, straight)
@@ -114,20 +112,20 @@ def test_a_signal_saves_and_ends_every_rank_with_75(nursery, flags, straight, tm
 def test_a_step_is_abandoned_between_two_tasks(nursery, flags, straight, tmp_path):
     """A group runs its tasks when it has all of them; the one that learns of a signal meanwhile does not begin."""
     run = tmp_path / "run"
-    ranks = nursery.run(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0.5")
+    ranks = nursery.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0.5")
     until(lambda: steps_of(run) >= 2)
     time.sleep(0.2)  # step 3 is being loaded, for a second
     os.kill(ranks[1].pid, signal.SIGTERM)
     assert nursery.wait(ranks, 30) == [75, 75], ranks[0].text
     assert steps_of(run) == 2
     assert "after outer step 2, saved in" in ranks[0].text
-    again = nursery.run(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
+    again = nursery.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
     assert nursery.wait(again, 100) == [0, 0]
     assert same(run, straight)
 
 
 def test_a_signal_before_anything_is_learned_ends_at_once(nursery, flags, tmp_path):
-    ranks = nursery.run(flags(tmp_path / "run", **LONG), 2, tmp_path)
+    ranks = nursery.train(flags(tmp_path / "run", **LONG), 2, tmp_path)
     time.sleep(0.3)
     for rank in ranks:
         os.kill(rank.pid, signal.SIGTERM)
@@ -137,7 +135,7 @@ def test_a_signal_before_anything_is_learned_ends_at_once(nursery, flags, tmp_pa
 def test_a_later_second_signal_leaves_at_once(nursery, flags, tmp_path):
     """Rank 0 waits in a collective for rank 1, which is stopped, so that the first signal cannot be followed."""
     run = tmp_path / "run"
-    ranks = nursery.run(flags(run, **LONG), 2, tmp_path)
+    ranks = nursery.train(flags(run, **LONG), 2, tmp_path)
     until(lambda: (run / "checkpoint-5").is_dir())
     os.kill(ranks[1].pid, signal.SIGSTOP)
     time.sleep(1)
@@ -156,7 +154,7 @@ def test_a_later_second_signal_leaves_at_once(nursery, flags, tmp_path):
 def test_a_frozen_rank_is_named_and_the_job_ends(nursery, flags, straight, tmp_path, frozen):
     """Rank 0 keeps the board, so that nobody can be asked when it is the frozen one."""
     run = tmp_path / "run"
-    ranks = nursery.run(flags(run, step_timeout=3, **LONG), 2, tmp_path)
+    ranks = nursery.train(flags(run, step_timeout=3, **LONG), 2, tmp_path)
     until(lambda: (run / "checkpoint-5").is_dir())
     os.kill(ranks[frozen].pid, signal.SIGSTOP)
     codes = nursery.wait(ranks, 60)
@@ -170,13 +168,13 @@ def test_a_frozen_rank_is_named_and_the_job_ends(nursery, flags, straight, tmp_p
         assert re.search(r"is silent \(stopped, frozen or cut off\), last heard in outer step \d+, ", text)
     own = rf"fmmeta: watchdog: rank {1 - frozen} \(process {ranks[1 - frozen].pid} on .*\): in outer step \d+, .*; stack: .*loop"
     assert re.search(own, text), text
-    again = nursery.run(flags(run, step_timeout=100, **LONG), 2, tmp_path, DAWDLE_S="0")
+    again = nursery.train(flags(run, step_timeout=100, **LONG), 2, tmp_path, DAWDLE_S="0")
     assert nursery.wait(again, 100) == [0, 0], again[0].text
     assert same(run, straight)
 
 
 def test_a_run_alone_is_watched_too(nursery, flags, tmp_path):
-    ranks = nursery.run(flags(tmp_path / "run", step_timeout=1.5, **{**LONG, "outer_steps": 3}), 1, tmp_path, DAWDLE_S="60")
+    ranks = nursery.train(flags(tmp_path / "run", step_timeout=1.5, **{**LONG, "outer_steps": 3}), 1, tmp_path, DAWDLE_S="60")
     assert nursery.wait(ranks, 30) == [70]
     assert re.search(
         r"watchdog: rank 0 \(.*\): in outer step 2, waiting for its tasks; stack: test_trust.py:\d+ dawdle", ranks[0].text
@@ -245,21 +243,30 @@ MOVES = [
 ]  # fmt: skip
 
 
+MOVED = {"outer_steps": 6, "save_steps": 2, "save_total_limit": 9, "meta_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def whole(nursery, flags, tmp_path_factory):
+    """One process without a stop."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert nursery.wait(nursery.train(flags(folder / "run", **MOVED), 1, folder), 100) == [0]
+    return folder / "run"
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("places", [places for _, places in MOVES], ids=[name for name, _ in MOVES])
-def test_a_run_goes_on_on_another_layout_at_parity(nursery, flags, tmp_path, places):
+def test_a_run_goes_on_on_another_layout_at_parity(nursery, flags, whole, tmp_path, places):
     """Each place goes on from the checkpoint two steps into the one before, and ends where one process without a stop ends."""
-    settings = {"outer_steps": 6, "save_steps": 2, "save_total_limit": 9, "meta_batch_size": 4}
-    assert nursery.wait(nursery.run(flags(tmp_path / "whole", **settings), 1, tmp_path), 100) == [0]
-    begin, wanted = (load_file(tmp_path / "whole" / f"checkpoint-{n}" / "shard-00000.safetensors") for n in (2, 6))
+    begin, wanted = (load_file(whole / f"checkpoint-{n}" / "shard-00000.safetensors") for n in (2, 6))
     resumed = {}
     for number, (ranks, place) in enumerate(places):
         run = tmp_path / str(number)
-        started = nursery.run(flags(run, **settings, **place, **resumed), ranks, tmp_path)
+        started = nursery.train(flags(run, **MOVED, **place, **resumed), ranks, tmp_path)
         assert nursery.wait(started, 200) == [0] * ranks, started[0].text
         assert not number or f"resumed from {resumed['resume_from_checkpoint']}" in started[0].text
         resumed = {"resume_from_checkpoint": run / f"checkpoint-{2 * number + 2}"}
-        assert off(theta_of(run) if ranks == 1 else model_of(run), tmp_path / "whole", begin, wanted) < 1e-4
+        assert off(theta_of(run) if ranks == 1 else model_of(run), whole, begin, wanted) < 1e-4
 
 
 def model_of(run: Path) -> dict[str, torch.Tensor]:
@@ -287,7 +294,7 @@ def test_a_failed_save_is_told_and_training_goes_on(nursery, flags, straight, tm
     run = tmp_path / "run"
     run.mkdir()
     (run / "tmp-checkpoint-5").write_text("in the way")
-    ranks = nursery.run(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
+    ranks = nursery.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
     assert nursery.wait(ranks, 100) == [0, 0], ranks[0].text
     assert same(run, straight)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -12,18 +12,44 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, environment, free_port
+from tests.launch import ROOT, environment, free_port, python, run_ranks
 
 README = (ROOT / "README.md").read_text()
 DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data"))
 SHORT = "--outer_steps 2 --eval_episodes 2 --meta_batch_size 2 --save_steps 0"
-LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "fmmeta")
+LAUNCHERS = {"deepspeed": "--num_gpus", "torchrun": "--nproc_per_node", "accelerate": "--num_processes", "fmmeta": ""}
+SAY_NOTHING = ("--num_machines 1", "--mixed_precision no", "--dynamo_backend no")  # what the ranks are without these words
 
 
 def commands() -> list[str]:
     """Lines of the bash blocks that start a run, with their assignments of MODEL and DATA filled in by the environment."""
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
-    return [line.split("#")[0].strip() for line in blocks.splitlines() if line.startswith(LAUNCHERS)]
+    return [line.split("#")[0].strip() for line in blocks.splitlines() if line.startswith(tuple(LAUNCHERS))]
+
+
+def without_launcher(command: str) -> tuple[int, list[str]] | None:
+    """How many ranks a command starts, and the words after `python` of each; None if its launcher is told more than that."""
+    launcher, *words = shlex.split(command)
+    if launcher == "fmmeta":
+        return 1, ["-m", "fmmeta", *words]
+    ranks = 0
+    if launcher == "accelerate":
+        assert words.pop(0) == "launch"
+    while words[0].startswith("--"):
+        name, value, *words = words
+        if name == LAUNCHERS[launcher] and value.isdigit():
+            ranks = int(value)
+        elif f"{name} {value}" not in SAY_NOTHING:
+            return None
+    return (ranks, words) if ranks else None
+
+
+def launched() -> set[str]:
+    """Commands that go through their launcher: the last of each that needs no data (for deepspeed, a group of two ranks), and
+    those that say more to it than how many ranks there are. Of the others the ranks are started by this test."""
+    listed = commands()
+    chosen = {[one for one in listed if one.startswith(name) and "$" not in one][-1] for name in LAUNCHERS}
+    return chosen | {one for one in listed if without_launcher(one) is None}
 
 
 def minilm() -> str:
@@ -36,7 +62,11 @@ def minilm() -> str:
 
 def run(command: str, *extra: str, cwd: Path = ROOT) -> str:
     """What a command prints; it must end well."""
-    words = [*shlex.split(command.replace("$MODEL", minilm()).replace("$DATA", str(DATA))), *extra]
+    filled = command.replace("$MODEL", minilm()).replace("$DATA", str(DATA))
+    known = without_launcher(filled)
+    if known and command not in launched():
+        return "".join(run_ranks([*known[1], *extra], known[0], timeout_s=280, cwd=cwd).ok().output)
+    words = [*shlex.split(filled), *extra]
     if words[0] == "deepspeed":
         words[1:1] = ["--master_port", str(free_port())]
     if words[0] == "torchrun":
@@ -75,12 +105,23 @@ def test_command_evaluates(command, tmp_path):
     assert (tmp_path / "results.json").is_file() == ("--output" in command)
 
 
+def test_each_launcher_is_tried_and_few_commands_say_more_to_it():
+    chosen = launched()
+    assert {command.split()[0] for command in chosen} == set(LAUNCHERS)
+    assert any("--group_size 2" in command for command in chosen)
+    assert len(chosen) <= 6
+    assert without_launcher("deepspeed --num_gpus 4 launch/train.py --deepspeed x.json") == (
+        4, ["launch/train.py", "--deepspeed", "x.json"])  # fmt: skip
+    assert without_launcher("torchrun --nproc_per_node 2 -m fmmeta evaluate") == (2, ["-m", "fmmeta", "evaluate"])
+    assert without_launcher("torchrun --nproc_per_node 2 --max-restarts 3 launch/train.py") is None
+    assert without_launcher("accelerate launch --num_processes 2 --mixed_precision bf16 launch/train.py") is None
+    assert without_launcher("deepspeed launch/train.py") is None
+
+
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
 def test_python_runs(code, tmp_path):
     code = code.replace("outer_steps=20, eval_episodes=20", "outer_steps=2, eval_episodes=2")
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
-    )
+    ended = python(["-c", code], tmp_path, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert " -> " in ended.stdout or ended.stdout.split()[-1] in ("arrival", "lost")
 
@@ -117,8 +158,6 @@ def test_slurm_variables_start_ranks_alike(tmp_path):
 @pytest.mark.timeout(300)
 def test_every_shipped_config_runs_in_a_group_of_two(tmp_path):
     """All of them in one launch; the commands above start some of them from outside."""
-    from tests.launch import run_ranks
-
     wrappers = {"zero0": "ShardTap", "zero1": "DeepSpeedZeroOptimizer", "zero2": "DeepSpeedZeroOptimizer",
                 "zero3": "DeepSpeedZeroOptimizer_Stage3", "zero3_offload": "DeepSpeedZeroOptimizer_Stage3"}  # fmt: skip
     files = sorted((ROOT / "ds_configs").glob("*.json"))

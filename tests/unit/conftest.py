@@ -1,4 +1,4 @@
-"""Every unit test leaves the environment as it found it, and hypothesis draws the same examples every time."""
+"""Every unit test leaves the environment as it found it, hypothesis draws the same examples every time, and models are shared."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from fmmeta.signals import STOPPING
+from tests.models import save_bert, save_llama, write_classes
 
 settings.register_profile("fmmeta", deadline=None, derandomize=True, max_examples=40, database=None)
 settings.load_profile("fmmeta")
@@ -23,3 +24,20 @@ def same_environment():
         signal.signal(number, handler)
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory):
+    """A folder with a BERT that tells words apart; a test that writes into it takes a copy. So for the next two."""
+    return save_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def classes(tmp_path_factory):
+    """Rows of 15 classes, 8 each."""
+    return write_classes(tmp_path_factory.mktemp("classes") / "rows.jsonl", classes=15, rows=8)

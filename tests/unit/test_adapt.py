@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,24 +12,14 @@ import torch.nn.functional as F
 import fmmeta
 from fmmeta.fewshot import predict
 from fmmeta.fewshot.adaptation import leave_out, table_of
-from fmmeta.fewshot.settings import PredictConfig
+from fmmeta.fewshot.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
-from tests.launch import ROOT, environment
-from tests.models import WORDS, save_bert, save_llama
+from tests.launch import python
+from tests.models import WORDS
 from tests.unit.helpers import refusal, write_rows
 
 PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
 ASKED = [f"{word} {WORDS[10]}" for word in WORDS[:3]]
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return save_bert(tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("llama"))
 
 
 def batch(texts):
@@ -116,6 +104,15 @@ def test_steps_are_chosen_by_leaving_examples_out(bert):
     assert adapted.left_out == pytest.approx(float(right[adapted.inner_steps]))
 
 
+def test_cpus_take_few_rows_at_a_time(monkeypatch):
+    """On CPUs rows pay for padding to the longest of their micro-batch; on GPUs they do not."""
+    assert AdaptConfig(micro_batch_size=5).micro_batch_size == 5
+    for gpu, rows in ((False, 8), (True, 32)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert AdaptConfig().run_config().micro_batch_size == rows
+    assert refusal(AdaptConfig, micro_batch_size=0) == "micro_batch_size=0 is below 1; use 1 or more"
+
+
 def test_one_example_of_a_class_leaves_none_to_leave_out():
     assert leave_out(table_of([("a", "x"), ("b", "x"), ("c", "y")]), ["x", "y"]) == []
     assert leave_out(table_of([("a", "x"), ("b", "y"), ("c", "x"), ("d", "y"), ("e", "y")]), ["x", "y"]) == [[0, 1], [2, 3]]
@@ -146,8 +143,7 @@ def test_the_commands(bert, tmp_path):
     query = write_rows(tmp_path / "query.csv", [{"text": f"{word} harbor", "label": f"class {word}"} for word in WORDS[:3]])
 
     def command(*words, stdin=""):
-        return subprocess.run([sys.executable, "-m", "fmmeta", *words], cwd=ROOT, env=environment(), capture_output=True,
-                              text=True, input=stdin, timeout=120, check=False)  # fmt: skip
+        return python(["-m", "fmmeta", *words], tmp_path, stdin=stdin)
 
     out = str(tmp_path / "out")
     ended = command("adapt", "--model_name_or_path", str(bert), "--support", str(support), "--query", str(query),

@@ -19,23 +19,8 @@ from fmmeta.fewshot.scores import EpisodeScore, calibration_error, counted, pair
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
-from tests.models import save_bert, save_llama, write_classes, write_pairs
+from tests.models import write_pairs
 from tests.unit.helpers import refusal
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return save_bert(tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def classes(tmp_path_factory):
-    return write_classes(tmp_path_factory.mktemp("classes") / "rows.jsonl", classes=15, rows=8)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Whatever is given, the answer is one line or a run: no traceback, no hang, no file outside. 400 inputs, by hypothesis."""
+"""Whatever is given, the answer is one line or a run: no traceback, no hang, no file outside. 720 inputs, by hypothesis."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fmmeta import checkpoint
-from fmmeta.cli import parse
+from fmmeta.cli import COMMANDS, find, parse
 from fmmeta.config import Config, UsageError
+from fmmeta.fewshot.adaptation import leave_out, read_task
+from fmmeta.fewshot.predict import opened, read_texts
+from fmmeta.fewshot.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.parallel import ds_config
 from fmmeta.record import write_run
@@ -99,6 +102,60 @@ def test_flags(pairs, apart):
     with one_line_at_most():
         parse(argv)
     assert not files_in(apart)
+
+
+OTHERS = ("evaluate", "tune", "adapt", "predict", "report", "doctor")
+
+
+@FEW
+@given(command=st.sampled_from(OTHERS), data=st.data())
+def test_flags_of_other_commands(command, data, apart):
+    names = [item.name for item in fields(find(COMMANDS[command].settings))]
+    pair = st.tuples(st.sampled_from([*names, "config", "x" * 9]), TEXTS, st.booleans())
+    pairs = data.draw(st.lists(pair, max_size=4))
+    argv = [word for name, value, joined in pairs for word in ([f"--{name}={value}"] if joined else [f"--{name}", value])]
+    with one_line_at_most():
+        parse(argv, command)
+    assert not files_in(apart)
+
+
+@FEW
+@given(rows=st.data(), raw=st.binary(max_size=60), name=st.sampled_from(["s.jsonl", "s.csv", "s.jsonl.gz", "none.jsonl"]),
+       task_type=st.sampled_from(["classification", "causal_lm"]))  # fmt: skip
+def test_support_files(rows, raw, name, task_type, apart):
+    content = "".join(json.dumps(row) + "\n" for row in rows.draw(ROWS)).encode() + raw
+    file = apart / name
+    if name != "none.jsonl":
+        file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with one_line_at_most():
+        config = AdaptConfig(support=str(file), task_type=task_type, model_name_or_path="tiny").run_config(n_way=2)
+        table = read_task(str(file), config, lambda text: None)
+        assert len(table.left) == len(table.right)
+        leave_out(table, sorted(set(table.right)))
+    file.unlink(missing_ok=True)
+    assert not files_in(apart)
+
+
+@FEW
+@given(content=st.one_of(st.binary(max_size=60), JSON.map(lambda value: json.dumps({"text": value, "x": value}).encode()),
+                         st.just(b'{"text": ' + b"[" * 50000)), column=st.sampled_from([None, "x", ""]))  # fmt: skip
+def test_lines_to_predict(content, column, apart):
+    file = apart / "lines"
+    file.write_bytes(content)
+    with one_line_at_most(), opened(str(file), "r", "input") as source:
+        assert all(isinstance(text, str) and text for text in read_texts(source, PredictConfig(text_column=column)))
+    assert files_in(apart) == {file}
+
+
+@FEW
+@given(content=st.one_of(JSON.map(json.dumps), st.text(max_size=20), st.just(DEEP), st.dictionaries(
+    st.sampled_from(["task_type", "n_way", "inner_lr", "labels", "head_init", "inner_optimizer", "max_length", "feature_norm"]),
+    JSON, max_size=4).map(json.dumps)))  # fmt: skip
+def test_what_a_model_remembers(content, apart):
+    (apart / "fmmeta.json").write_text(deep(content), encoding="utf-8", errors="replace")
+    with one_line_at_most():
+        AdaptConfig(model_name_or_path=str(apart)).run_config(n_way=2)
+    assert files_in(apart) == {apart / "fmmeta.json"}
 
 
 KNOWN = ["enabled", "zero_optimization", "optimizer", "scheduler", "gradient_clipping", "train_batch_size", "fp16", "bf16",

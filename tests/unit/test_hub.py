@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch import environment
+from tests.launch import alone
 from tests.models import save_bert, write_classes
+from tests.nursery import Nursery, environment
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -37,15 +37,23 @@ def caches(tmp_path_factory) -> Path:
     return home
 
 
-def offline(caches: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def offline(caches):
+    """Starts a run where the libraries were imported with these caches and without a network."""
     env = environment(HF_HUB_OFFLINE="1", HF_HOME=str(caches), HF_DATASETS_CACHE=str(caches / "datasets"))
-    words = [sys.executable, "launch/train.py", "--output_dir", str(tmp_path / "run"), "--outer_steps", "1", "--k_shot", "1",
-             "--num_query", "1", "--eval_episodes", "2", *flags]  # fmt: skip
-    return subprocess.run(words, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    nursery = Nursery(env, mothers=1)
+
+    def run(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+        words = ["launch/train.py", "--output_dir", str(tmp_path / "run"), "--outer_steps", "1", "--k_shot", "1",
+                 "--num_query", "1", "--eval_episodes", "2", *flags]  # fmt: skip
+        return alone(nursery, words, tmp_path, env)
+
+    yield run
+    nursery.close()
 
 
-def test_model_and_data_set_by_id(caches, tmp_path):
-    ended = offline(caches, tmp_path, "--model_name_or_path", "acme/tiny-bert", "--dataset", "acme/intents")
+def test_model_and_data_set_by_id(offline, tmp_path):
+    ended = offline(tmp_path, "--model_name_or_path", "acme/tiny-bert", "--dataset", "acme/intents")
     assert ended.returncode == 0, ended.stderr
     assert "acme/intents: 90 rows, 3 strata; classes: 5 train, 5 valid, 5 test" in ended.stdout
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
@@ -55,8 +63,8 @@ def test_model_and_data_set_by_id(caches, tmp_path):
     (["--dataset", "acme/absent"], "dataset=acme/absent is neither a path nor a readable hub data set"),
     (["--model_name_or_path", "acme/absent"], "model_name_or_path=acme/absent cannot be read"),
 ])  # fmt: skip
-def test_an_id_that_is_not_there_is_one_line(caches, tmp_path, flags, text):
-    ended = offline(caches, tmp_path, *flags)
+def test_an_id_that_is_not_there_is_one_line(offline, tmp_path, flags, text):
+    ended = offline(tmp_path, *flags)
     assert ended.returncode == 2
     assert len(ended.stderr.strip().splitlines()) == 1
     assert text in ended.stderr

@@ -22,14 +22,18 @@ from fmmeta.meta.direction import Direction, Rule
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.meta.outer import MetaGradient, Outer
 from fmmeta.models.learner import NativeClassifier, PooledClassifier
+from fmmeta.models.losses import objective
 from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.engine import ShardTap
 from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
-from fmmeta.parallel.worker import Pass
+from fmmeta.parallel.worker import Pass, without_slope
 from fmmeta.tasks.batch import Batches, Dealer, Example
 from fmmeta.tasks.loader import Loaded
 from fmmeta.tasks.schedule import Task
 from tests.unit.helpers import one_rank
+from tests.unit.learners import batches_of, bert, config_of, episode_of, llama
+from tests.unit.learners import worker_of as learners_worker
 
 CPU = torch.device("cpu")
 LR, STEPS, CLASSES = 0.1, 3, 3
@@ -203,6 +207,81 @@ def test_theta_is_restored_bitwise(rule, bf16, poison):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     again = rule_of(rule, worker, "prototype").direction(worker, theta, episode)
     assert again.finite  # nothing of the bad task is left, in gradients neither
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_gather_the_rows_that_were_met(tied):
+    """Sparse gradients of embeddings add up to the dense ones in the flat buffer, over micro-batches, tied to the head or not."""
+    learner = llama() if tied else bert()
+    dense = copy.deepcopy(learner)
+    episode = episode_of(learner)
+    worker = learners_worker(learner, config_of(learner))
+    embeddings = [module for module in worker.model.modules() if isinstance(module, nn.Embedding)]
+    assert embeddings
+    assert all(module.sparse for module in embeddings)
+    found, _ = worker.gradient(batches_of(episode, 2).support)
+    worker.write(worker.read())
+    again, _ = worker.gradient(batches_of(episode, 2).support)
+    assert torch.equal(found, again)
+    if not tied:
+        for name in dense.head_names:
+            dense.get_parameter(name).data.zero_()
+    loss = torch.zeros(())
+    for batch in Dealer(0, 100).deal(episode.support):
+        loss = loss + objective(dense(batch.input_ids, batch.attention_mask), batch)[0]
+    loss.backward()
+    trained = {name: param.grad for name, param in dense.named_parameters() if param.grad is not None}
+    assert_same(by_name(worker, found), trained)
+
+
+@pytest.mark.parametrize("rule", ["fomaml", "reptile"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_direction_added_to_a_sum_is_the_same_direction(rule, bf16):
+    worker, other = worker_of(encoder("mean"), "prototype", bf16), worker_of(encoder("mean"), "prototype", bf16)
+    start = torch.linspace(-1, 1, worker.params.numel)
+    total = start.clone()
+    added = rule_of(rule, worker, "prototype").direction(worker, worker.read(), batches(), total)
+    apart = rule_of(rule, other, "prototype").direction(other, other.read(), batches())
+    assert added.vector is None
+    assert added.finite
+    assert (added.query.loss, added.support.loss) == (apart.query.loss, apart.support.loss)
+    assert torch.equal(total, start + apart.shards)
+
+
+@pytest.mark.parametrize("rule", ["fomaml", "reptile"])
+@pytest.mark.parametrize("where", ["support", "query", "steps"])
+def test_nothing_of_a_task_that_is_not_finite_is_added(rule, where):
+    worker, episode = worker_of(encoder("mean"), "prototype"), batches()
+    theta, total = worker.read(), torch.linspace(-1, 1, worker.params.numel)
+    for batch in getattr(episode, where, []):
+        batch.weights *= math.inf
+    direction = rule_of(rule, worker, "prototype", 1e38 if where == "steps" else LR).direction(worker, theta, episode, total)
+    assert not direction.finite
+    assert torch.equal(total, torch.linspace(-1, 1, worker.params.numel))
+    assert torch.equal(worker.read(), theta)
+
+
+def test_a_loss_that_is_not_finite_has_no_finite_gradient():
+    x = torch.tensor(3.0, requires_grad=True)
+    for loss, slope in ((2 * x, 2.0), (2 * x + math.inf, math.nan), (2 * x * math.nan, math.nan)):
+        (found,) = torch.autograd.grad(without_slope(loss), x)
+        assert found.item() == pytest.approx(slope, nan_ok=True)
+
+
+def test_the_tap_shows_zeros_where_the_ranks_refuse():
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    tap, shown = ShardTap([{"params": params}]), []
+    tap.where = {p.data_ptr(): slice(2 * i, 2 * i + 2) for i, p in enumerate(params)}
+    tap.update = lambda shard, grad, where: shown.append((where, grad.tolist()))
+    for grads, said, wanted in (([1.0, math.nan], True, 0.0), ([1.0, 1.0], False, 1.0), ([1.0, 1.0], True, 0.0)):
+        for param, value in zip(params, grads, strict=True):
+            param.grad = torch.full((2,), value)
+        heard = []
+        tap.bad, tap.veto = None, lambda bad, say=said, heard=heard: heard.append(bool(bad)) or torch.tensor(say)
+        tap.step()
+        assert heard == [any(map(math.isnan, grads))]
+        assert shown == [(slice(0, 2), [wanted] * 2), (slice(2, 4), [wanted] * 2)]
+        shown.clear()
 
 
 def test_untrained_parameters_are_left_out():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fmmeta.config import Config, UsageError
 from fmmeta.models.tiny import byte_tokenizer
@@ -52,6 +53,12 @@ def made(tmp_path_factory):
     source = load_sources(config, TOKENIZER, lambda text: None).train
     schedule = Schedule(source.items, 3, 1)
     return source, schedule, [task for step in range(4) for task in schedule.meta_batch(step)], Transforms.of(config, TOKENIZER)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Look every 0.1 s, not every 5 s, whether a loader process is still there."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
 
 
 def upcoming(schedule: Schedule):
@@ -134,7 +141,7 @@ def test_what_cannot_be_had_leaves_the_others_where_they_were(made, tmp_path, wh
     assert same([one for one in loaded if one.task.item != bad], loader_of(made).fetch(rest))
 
 
-def test_a_killed_process_is_replaced(made, tmp_path):
+def test_a_killed_process_is_replaced(made, tmp_path, impatient):
     tasks = made[2][:9]
     loader = loader_of(made, "1", Trouble(made[0], {tasks[4].item: ("kill", 1)}, tmp_path))
     try:
@@ -147,7 +154,7 @@ def test_a_killed_process_is_replaced(made, tmp_path):
         loader.close()
 
 
-def test_a_task_that_kills_every_process_is_given_up(made, tmp_path):
+def test_a_task_that_kills_every_process_is_given_up(made, tmp_path, impatient):
     tasks = made[2][:6]
     loader = loader_of(made, "1", Trouble(made[0], {tasks[2].item: ("kill", 99)}, tmp_path))
     try:

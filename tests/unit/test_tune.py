@@ -12,20 +12,10 @@ import fmmeta
 from fmmeta.fewshot.settings import TuneConfig
 from fmmeta.fewshot.tune import tune
 from fmmeta.progress import Progress
-from tests.models import save_bert, write_classes, write_pairs
+from tests.models import write_pairs
 from tests.unit.helpers import refusal
 
 FLAGS: dict[str, Any] = {"n_way": "3", "k_shot": [2], "num_query": 3, "episodes": 4, "max_steps": 3}
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return save_bert(tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture(scope="module")
-def classes(tmp_path_factory):
-    return write_classes(tmp_path_factory.mktemp("classes") / "rows.jsonl", classes=15, rows=8)
 
 
 def test_the_choice_is_the_best_of_all_evaluations(bert, classes, tmp_path):

@@ -43,7 +43,7 @@ class Anil:
     inner: InnerLoop  # with rates of zero on the body; evaluation runs it as it is
     order: int
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction:
+    def direction(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None = None) -> Direction:
         head = self.inner.head
         rows = gather(worker, episode.support)
         rows.features.requires_grad_()

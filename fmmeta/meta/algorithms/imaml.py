@@ -51,7 +51,7 @@ class Imaml:
         """The same with finite differences taken at another step."""
         return replace(self, curvature=replace(self.curvature, scale=scale))
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction:
+    def direction(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None = None) -> Direction:
         adapted = self.inner.adapt(worker, theta, episode.support)
         phi = worker.read()
         b, query = worker.gradient(episode.query)

@@ -25,7 +25,7 @@ from fmmeta.tasks.batch import Batches
 class Joint:
     inner: InnerLoop
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction:
+    def direction(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None = None) -> Direction:
         of_support, support = worker.gradient(episode.support)
         of_query, query = worker.gradient(episode.query, restore=theta)
         finite = support.finite and query.finite

@@ -27,12 +27,14 @@ from fmmeta.tasks.batch import Batches
 class Reptile:
     inner: InnerLoop
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction:
+    def direction(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None = None) -> Direction:
         adapted = self.inner.adapt(worker, theta, episode.support)
         query = worker.forward(episode.query)
-        towards = worker.travelled(theta)
-        worker.write(theta)
         finite = all([step.finite for step in [*adapted.passes, query]])
+        towards = None if total is not None else worker.travelled(theta)
+        if total is not None and finite:
+            worker.add_travelled(total, 1.0, theta)
+        worker.write(theta)
         kept = adapted.state.vectors if self.inner.rule.kept is not None else {}
         return Direction(towards, 1.0, finite, adapted.passes[0], query, dict(kept))
 

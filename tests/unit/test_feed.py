@@ -1,0 +1,72 @@
+"""What all ranks do about tasks that cannot be had: go on without them, stop where they are too many, or where none is left."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fmmeta.config import Config
+from fmmeta.feed import Reader
+from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.tasks.batch import Dealer
+from fmmeta.tasks.load import load_sources
+from fmmeta.tasks.loader import Load
+from fmmeta.tasks.schedule import Schedule
+from tests.models import WORDS
+from tests.unit.helpers import one_rank, refusal
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Four files that are tasks of two classes."""
+    names = [f"s/t{number}" for number in range(4)]
+    (tmp_path / "tasks" / "s").mkdir(parents=True)
+    for name in names:
+        rows = [{"text": f"{name} {WORDS[i]}", "label": "ab"[i % 2]} for i in range(8)]
+        (tmp_path / "tasks" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tasks" / "task_splits.json").write_text(json.dumps({"train": names}))
+    return tmp_path / "tasks"
+
+
+def reader_of(folder, **settings):
+    """A reader, three tasks of different files, and what is told."""
+    config = Config(dataset=[str(folder)], n_way=2, k_shot=1, num_query=1, **settings)
+    source, told = load_sources(config, byte_tokenizer(), lambda text: None).train, []
+    tasks = Schedule(source.items, 3, config.seed).meta_batch(0)
+    assert len({task.name for task in tasks}) == 3
+    load = Load(source, Dealer(0), sleep=lambda seconds: None)
+    return Reader.of(load, one_rank(), config, told.append), tasks, told
+
+
+def test_what_is_left_is_dealt_and_the_others_are_named(folder):
+    reader, tasks, told = reader_of(folder, on_bad_task="skip", max_bad_share=1.0)
+    for task in tasks[::2]:
+        (folder / f"{task.name}.jsonl").write_text("{")
+    assert [task for task, _ in reader.dealt(tasks)] == [tasks[1]]
+    assert [text.split(":")[1].strip() for text in told] == [f"task {task.name}" for task in tasks[::2]]
+    assert (reader.seen, reader.bad) == (3, 2)
+
+
+def test_none_that_can_be_had_is_an_error_whatever_may_be_skipped(folder):
+    reader, tasks, told = reader_of(folder, on_bad_task="skip", max_bad_share=1.0)
+    for task in tasks:
+        (folder / f"{task.name}.jsonl").write_text("{")
+    said = refusal(reader.dealt, tasks)
+    assert said.startswith(f"none of 3 tasks could be had, the last: task {tasks[-1].name}: ")
+    assert said.endswith(told[-1].removeprefix(f"left out: task {tasks[-1].name}: "))
+    assert f"{tasks[-1].name}.jsonl" in told[-1]
+    assert len(told) == 3
+    assert reader.alike(tasks[0]) == []  # of one that every group looks at, its absence is no error
+
+
+def test_too_many_are_an_error_and_so_is_the_first_where_none_may_be_skipped(folder):
+    reader, tasks, _ = reader_of(folder, on_bad_task="skip", max_bad_share=0.01)
+    strict, _, _ = reader_of(folder)
+    for task in tasks[:2]:
+        (folder / f"{task.name}.jsonl").write_text("{")
+    said = refusal(reader.dealt, tasks)
+    assert said.startswith(f"max_bad_share=0.01: 2 of 3 tasks could not be had, the last: task {tasks[1].name}: ")
+    said = refusal(strict.dealt, tasks)
+    assert said.startswith(f"task {tasks[0].name}: ")
+    assert said.endswith("; mend it, or go on without such tasks by --on_bad_task skip")

@@ -1,0 +1,85 @@
+"""What the nursery starts behaves as what an interpreter starts: arguments, environment, streams, exit codes, exit handlers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import Ended, environment, imported, python, run_ranks
+from tests.mother import PRELOADED
+from tests.nursery import shared
+
+SHOW = "import os, sys; print(sys.argv, os.getcwd(), os.environ.get('X'), os.environ.get('RANK'), sys.stdin.read()); "
+ENDS = {
+    "nothing": "",
+    "a number": "sys.exit(75)",
+    "a text": "sys.exit('why')",
+    "None": "sys.exit(None)",
+    "an error": "1 / 0",
+    "at exit": "import atexit; atexit.register(print, 'late')",
+    "a thread": "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('later'))).start()",
+    "at once": "os._exit(3)",
+    "a signal": "import signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "stderr": "print('aside', file=sys.stderr)",
+}
+
+
+@pytest.mark.parametrize("code", ENDS.values(), ids=ENDS)
+def test_a_process_ends_as_one_of_an_interpreter(code, tmp_path):
+    words, env = ["-c", SHOW + code, "--flag", "x"], environment(X="1")
+    wanted = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=env, input="given", capture_output=True, text=True, check=False
+    )
+    found = python(words, tmp_path, cwd=tmp_path, stdin="given", X="1")
+    assert (found.returncode, found.stdout) == (wanted.returncode, wanted.stdout)
+    assert found.stderr.splitlines()[-1:] == wanted.stderr.splitlines()[-1:]
+
+
+def test_modules_and_files_are_main(tmp_path):
+    (tmp_path / "beside.py").write_text("VALUE = 3")
+    (tmp_path / "script.py").write_text("import sys, beside; print(__name__, sys.argv[1:], beside.VALUE)")
+    for words in (["script.py", "a"], ["-m", "script", "a"]):
+        assert python(words, tmp_path, cwd=tmp_path).stdout == "__main__ ['a'] 3\n"
+
+
+def test_ranks_have_places_and_hashes_of_their_own():
+    code = "import os, random, numpy; print(os.environ['RANK'], hash('x'), random.random(), numpy.random.rand())"
+    ended = run_ranks(["-c", code], 2, per_rank={1: {"OTHER": "1"}}).ok()
+    first, second = (text.split() for text in ended.output)
+    assert (first[0], second[0]) == ("0", "1")
+    assert all(one != other for one, other in zip(first, second, strict=True))
+
+
+def test_a_function_comes_first():
+    assert run_ranks(["-c", "import os; print(os.environ['BEFORE'])"], 1, before=before).ok().output == ["yes\n"]
+
+
+def before() -> None:
+    os.environ["BEFORE"] = "yes"
+
+
+def test_what_never_ends_is_killed_and_shown():
+    with pytest.raises(AssertionError, match=r"ranks still ran after 1 s:\n(?s:.*)here(?s:.*)here"):
+        run_ranks(["-c", "import time; print('here', flush=True); time.sleep(100)"], 2, timeout_s=1)
+
+
+def test_failures_are_shown():
+    ended = run_ranks(["-c", "import os; assert os.environ['RANK'] == '0', 'broken'"], 2)
+    assert ended.codes == [0, 1]
+    with pytest.raises(AssertionError, match=r"exit codes \[0, 1\]\n(?s:.*)AssertionError: broken"):
+        ended.ok()
+    waits = "fmmeta: rank 1 waits for rank 0 on here (reading): 10 s so far, 60 s at most\n"
+    assert (Ended([0, 0], ["a", waits]).others, Ended([0, 0], ["a", f"{waits}b\n"]).others) == ("", "b")
+
+
+def test_what_imports_read_starts_an_interpreter():
+    """Forked, a process has the libraries from the beginning; with another cache for them it imports them itself."""
+    code = f"import sys; print({PRELOADED[0]!r} in sys.modules)"
+    assert run_ranks(["-c", code], 1).ok().output == ["True\n"]
+    assert run_ranks(["-c", code], 1, per_rank={0: {"HF_HOME": "/nowhere"}}).ok().output == ["False\n"]
+    assert run_ranks(["-c", code], 1, fresh=True).ok().output == ["False\n"]
+    assert "HF_HOME" in imported(environment(HF_HOME="/nowhere"))
+    assert len(shared().mothers) == 2
