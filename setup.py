@@ -39,6 +39,7 @@ setup(
             "optuna>=4",
             "matplotlib>=3.8",
             "submitit>=1.5",
+            "torchft>=0.2.0; platform_system == 'Linux' and platform_machine == 'x86_64'",  # where it has wheels
         ],
         "bench": ["matplotlib>=3.8"],
         "lora": ["peft>=0.18"],

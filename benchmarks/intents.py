@@ -2,10 +2,12 @@
 
     python -m benchmarks.intents --data ../shared/data --model PATH-OF-all-MiniLM-L6-v2 [--rows ...] [--minutes M]
 
-Five class-disjoint splits, 5-way, 5 queries per class, 600 test episodes; the checkpoint is the one best on validation classes.
-A cell is a row on one split of a data set, at 1 and 5 shots. Finished cells lie in benchmarks/results/intents.json; what is
-there is not computed again, so that it can be stopped at any time. The last lines are the table: mean over the splits and its
-95 % interval (1.96 standard errors over splits), gain over frozen prototypes, paired by split, and processor minutes per cell.
+Five class-disjoint splits, 5-way, 5 queries per class; 600 test episodes where classifiers look at frozen features, the first
+40 of them where an inner loop runs in each. Every row is meta-trained on BUDGET rows of text through forward and backward passes,
+at one example per class, and the checkpoint is the one best on validation classes. A cell is a row on one split of a data set, at
+1 and 5 shots. Finished cells lie in benchmarks/results/intents.json; what is there is not computed again, so that it can be
+stopped at any time. The last lines are the table: mean over the splits, gain over frozen prototypes in the same episodes, 95 %
+intervals (1.96 standard errors, over splits where a row has three or more, else over episodes), and processor minutes per cell.
 """
 
 from __future__ import annotations
@@ -26,29 +28,42 @@ RESULTS = Path(__file__).parent / "results" / "intents.json"
 SPLITS = ("01", "02", "03", "04", "05")
 SETS = ("banking77", "clinc150")
 SHOTS = (1, 5)
+WAYS, QUERIES, EPISODES = 5, 5, 600  # of the test
+FINETUNED = 40  # episodes where an inner loop runs in each: the first of the others
 COSINE = 10**0.5  # feature length at which prototypes have the temperature 0.05
 
-COMMON: dict[str, Any] = {"num_query": 5, "max_length": 64, "save_steps": 0, "eval_steps": 50, "eval_episodes": 40,
-                          "load_best_model_at_end": True, "lr_scheduler_type": "linear", "warmup_steps": 20,
-                          "micro_batch_size": 64}  # fmt: skip
-METRIC: dict[str, Any] = {"feature_norm": COSINE, "outer_lr": 2e-5}
-ADAPTED: dict[str, Any] = {"n_way": 5, "k_shot": 1, "inner_steps": 5, "inner_lr": 0.1, "outer_steps": 100, "meta_batch_size": 4,
-                           "outer_lr": 5e-5}  # fmt: skip
+BUDGET = 4000  # rows of text that go forward and backward in the meta-training of a cell
+
+COMMON: dict[str, Any] = {"num_query": 1, "k_shot": 1, "max_length": 64, "save_steps": 0, "load_best_model_at_end": True,
+                          "lr_scheduler_type": "linear", "warmup_steps": 10, "micro_batch_size": 8}  # fmt: skip
+METRIC: dict[str, Any] = {"feature_norm": COSINE, "algorithm": "protonet", "n_way": 20, "meta_batch_size": 1, "eval_episodes": 20}
+TASKS: dict[str, Any] = {"n_way": 5, "meta_batch_size": 4, "eval_episodes": 20}
+INNER: dict[str, Any] = {**TASKS, "inner_steps": 5, "inner_lr": 0.1, "outer_lr": 5e-5}
 ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-training, method of the test
     "none+prototype": (None, "prototype"),
     "none+linear": (None, "linear"),
     "none+finetune": (None, "finetune"),
-    "protonet": (
-        {**METRIC, "algorithm": "protonet", "n_way": 20, "k_shot": 1, "meta_batch_size": 1, "outer_steps": 200},
-        "prototype",
+    "joint": ({**TASKS, "algorithm": "joint", "feature_norm": COSINE, "head_init": "prototype", "outer_lr": 5e-5}, "prototype"),
+    "protonet": ({**METRIC, "feature_norm": 0.0, "outer_lr": 5e-5}, "prototype"),
+    "fomaml": ({**INNER, "algorithm": "fomaml"}, "finetune"),
+    "proto_maml": (
+        {**INNER, "algorithm": "proto_maml", "first_order_steps": 10**6, "feature_norm": COSINE, "inner_lr": 0.01},
+        "finetune",
     ),
-    "joint": ({**METRIC, "algorithm": "joint", "n_way": 5, "k_shot": 1, "meta_batch_size": 4, "outer_steps": 100}, "prototype"),
-    "fomaml": ({**ADAPTED, "algorithm": "fomaml"}, "finetune"),
-    "proto_maml": ({**ADAPTED, **METRIC, "algorithm": "proto_maml", "inner_lr": 0.01}, "finetune"),
-    "reptile": ({**ADAPTED, "algorithm": "reptile", "outer_lr": 1e-4}, "finetune"),
-    "anil": ({**ADAPTED, "algorithm": "anil"}, "finetune"),
+    "reptile": ({**INNER, "algorithm": "reptile"}, "finetune"),
+    "anil": ({**INNER, "algorithm": "anil"}, "finetune"),
+    "best": ({**METRIC, "outer_lr": 5e-5}, "prototype"),
 }
 FREE = ("none+prototype", "none+linear")  # one pass over the rows serves both
+
+
+def rows_per_step(settings: dict[str, Any]) -> int:
+    """Rows of text that an outer step sends forward and backward."""
+    support, query = settings["n_way"] * COMMON["k_shot"], settings["n_way"] * COMMON["num_query"]
+    name = settings["algorithm"]
+    passes = {"joint": support + query, "protonet": support + query, "anil": support + query}
+    steps = settings.get("inner_steps", 0)
+    return settings["meta_batch_size"] * passes.get(name, steps * support + (0 if name == "reptile" else query))
 
 
 def main() -> None:
@@ -58,24 +73,23 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
     parser.add_argument("--splits", nargs="+", default=list(SPLITS), choices=SPLITS)
-    parser.add_argument("--episodes", type=int, default=600)
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further cell after this long")
     parser.add_argument("--json", default=str(RESULTS))
     asked = parser.parse_args()
     file, began = Path(asked.json), time.monotonic()
     known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"cells": {}}
     for split in asked.splits:
-        for name in asked.sets:
-            for row in asked.rows:
-                key = f"{row} {name} {split} {asked.episodes}"
-                if key in known["cells"] or time.monotonic() - began > 60 * asked.minutes:
+        for row in asked.rows:
+            for name in asked.sets:
+                done = "right" in known["cells"].get(f"{row} {name} {split}", {})  # else means only, of an earlier version
+                if done or time.monotonic() - began > 60 * asked.minutes:
                     continue
-                for done, cell in run(row, name, split, asked).items():
-                    known["cells"][f"{done} {name} {split} {asked.episodes}"] = cell
+                for one, cell in run(row, name, split, asked).items():
+                    known["cells"][f"{one} {name} {split}"] = cell
                 known["machine"] = machine()
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    print(show(known["cells"], asked.episodes))
+    print(show(known["cells"]))
 
 
 def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -85,54 +99,79 @@ def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         model, facts = asked.model, {}
         if settings is not None:
-            config = Config(
-                model_name_or_path=asked.model, dataset=[data], split=split, output_dir=folder, **{**COMMON, **settings}
-            )
+            steps = BUDGET // rows_per_step(settings)
+            config = Config(model_name_or_path=asked.model, dataset=[data], split=split, output_dir=folder, outer_steps=steps,
+                            eval_steps=steps // 3, **{**COMMON, **settings})  # fmt: skip
             MetaTrainer(config).train()
             model = f"{folder}/model"
             lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
             facts["validation"] = {line["step"]: line["valid_accuracy"] for line in lines if "valid_accuracy" in line}
         methods = [ROWS[one][1] for one in FREE] if row in FREE else [method]
-        found = evaluate(model, data, split=split, method=methods, k_shot=list(SHOTS), n_way="5", num_query=5,
-                         episodes=asked.episodes, micro_batch_size=64, max_length=64)  # fmt: skip
-    minutes = (time.process_time() - began) / 60
+        episodes, size = (FINETUNED, 8) if method == "finetune" else (EPISODES, 64)
+        found = evaluate(model, data, split=split, method=methods, k_shot=list(SHOTS), n_way="5", num_query=QUERIES,
+                         episodes=episodes, micro_batch_size=size, max_length=64)  # fmt: skip
     rows = FREE if row in FREE else (row,)
-    return {one: {**facts, "cpu_minutes": round(minutes / len(rows), 2),
-                  "shots": {str(cell["k_shot"]): {"accuracy": cell["accuracy"], "ci95": cell["ci95"]}
-                            for cell in found["cells"] if cell["method"] == ROWS[one][1]}} for one in rows}  # fmt: skip
+    facts["cpu_minutes"] = round((time.process_time() - began) / 60 / len(rows), 2)
+    return {one: {**facts, **numbers([cell for cell in found["cells"] if cell["method"] == ROWS[one][1]])} for one in rows}
 
 
-def show(cells: dict[str, Any], episodes: int) -> str:
+def numbers(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is kept of a method's results, by shots: mean, and how many queries of each episode are right."""
+    by_shots = {str(cell["k_shot"]): cell for cell in cells}
+    shots = {shot: {"accuracy": cell["accuracy"], "ci95": cell["ci95"]} for shot, cell in by_shots.items()}
+    return {"shots": shots, "right": {shot: letters(cell["scores"]) for shot, cell in by_shots.items()}}
+
+
+def letters(scores: list[dict[str, Any]]) -> str:
+    """A letter per episode: how many of its 25 queries are right, a for none."""
+    return "".join(chr(ord("a") + round(score["accuracy"] * WAYS * QUERIES)) for score in scores)
+
+
+def accuracies(cell: dict[str, Any], shot: str) -> list[float]:
+    """Percent per episode, or their mean where no more is known."""
+    right = cell.get("right", {}).get(shot)
+    if right is None:
+        return [100 * cell["shots"][shot]["accuracy"]]
+    return [100 * (ord(letter) - ord("a")) / (WAYS * QUERIES) for letter in right]
+
+
+def gains(ours: dict[str, Any], frozen: dict[str, Any], shot: str) -> list[list[float]]:
+    """Of each split that both rows have: paired by episode, of which a row may have met the first ones only, or by means."""
+    alike = [split for split in ours if split in frozen and ("right" in ours[split]) == ("right" in frozen[split])]
+    return [[a - b for a, b in zip(accuracies(ours[split], shot), accuracies(frozen[split], shot), strict=False)]
+            for split in alike]  # fmt: skip
+
+
+def show(cells: dict[str, Any]) -> str:
     """The table: a row per recipe and data set; accuracies in percent."""
     found: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
     for key, cell in cells.items():
-        row, name, split, count = key.split()
-        if int(count) == episodes:
-            found[name, row][split] = cell
+        row, name, split = key.split()
+        found[name, row][split] = cell
     lines = []
     for name in SETS:
         for row in ROWS:
-            by_split = found.get((name, row))
+            by_split = found.get((name, row), {})
             if not by_split:
                 continue
             frozen, line = found.get((name, "none+prototype"), {}), [name, row, str(len(by_split))]
             for shot in map(str, SHOTS):
-                line.append(interval([cell["shots"][shot]["accuracy"] for cell in by_split.values()]))
-                common = [split for split in by_split if split in frozen and row != "none+prototype"]
-                gains = [
-                    by_split[split]["shots"][shot]["accuracy"] - frozen[split]["shots"][shot]["accuracy"] for split in common
-                ]
-                line.append(interval(gains, "+") if gains and row != "none+prototype" else "")
+                line.append(interval([accuracies(cell, shot) for cell in by_split.values()]))
+                found_gains = gains(by_split, frozen, shot) if row != "none+prototype" else []
+                line.append(interval(found_gains, "+") if found_gains else "")
             lines.append([*line, f"{sum(cell['cpu_minutes'] for cell in by_split.values()) / len(by_split):.1f}"])
     return table(["data set", "row", "splits", "1 shot", "gain", "5 shots", "gain", "CPU min"], lines)
 
 
-def interval(values: list[float], sign: str = "") -> str:
-    mean = sum(values) / len(values)
-    if len(values) < 2:
-        return f"{100 * mean:{sign}.2f}"
-    spread = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
-    return f"{100 * mean:{sign}.2f} ± {196 * spread:.2f}"
+def interval(splits: list[list[float]], sign: str = "") -> str:
+    """Mean of what episodes of splits have, 95 % interval: over three splits or more, else over episodes."""
+    means = [sum(values) / len(values) for values in splits]
+    over = means if len(splits) > 2 else [value for values in splits for value in values]
+    if len(over) < 2:
+        return f"{means[0]:{sign}.2f}"
+    middle = sum(over) / len(over)
+    spread = math.sqrt(sum((value - middle) ** 2 for value in over) / (len(over) - 1) / len(over))
+    return f"{sum(means) / len(means):{sign}.2f} ± {1.96 * spread:.2f}"
 
 
 if __name__ == "__main__":

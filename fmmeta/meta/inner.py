@@ -58,7 +58,7 @@ class InnerLoop:
         phi0, means = self.head.start(worker, theta, episode.support)
         before = worker.forward(episode.query)
         self.run(worker, phi0, means, episode.support)
-        return before, worker.forward(episode.query)
+        return before, worker.forward(episode.query) if self.steps else before
 
     def run(self, worker: Worker, phi0: Tensor, means: Means | None, support: Sequence[MicroBatch],
             path: Trajectory | None = None) -> Adapted:  # fmt: skip

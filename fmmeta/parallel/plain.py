@@ -40,6 +40,8 @@ class PlainWorker(WholeWorker):
                 self.working.append(param)
             else:
                 param.data, param.grad = theta, grad
+        if device.type == "cpu" and not bf16:
+            _add_met_rows_only(model)
 
     def read(self) -> Tensor:
         return self.theta.clone()
@@ -76,6 +78,16 @@ class PlainWorker(WholeWorker):
     def _views(flat: Tensor, params: list[nn.Parameter]) -> list[Tensor]:
         parts = flat.split([param.numel() for param in params])
         return [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+
+
+def _add_met_rows_only(model: nn.Module) -> None:
+    """Let a backward pass add to the gradient of an embedding where rows were met, and not the whole vocabulary's zeros too.
+
+    The sums are the same. On GPUs sparse sums have no fixed order.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.sparse = True
 
 
 def _param_map(model: nn.Module, groups: list[dict[str, Any]]) -> ParamMap:

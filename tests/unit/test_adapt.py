@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import fmmeta
 from fmmeta.fewshot import predict
 from fmmeta.fewshot.adaptation import leave_out, table_of
-from fmmeta.fewshot.settings import PredictConfig
+from fmmeta.fewshot.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from tests.launch import python
 from tests.models import WORDS
@@ -102,6 +102,15 @@ def test_steps_are_chosen_by_leaving_examples_out(bert):
             right[step] += accuracy / 3
     assert adapted.inner_steps == 1 + int(losses[1:].argmin())
     assert adapted.left_out == pytest.approx(float(right[adapted.inner_steps]))
+
+
+def test_cpus_take_few_rows_at_a_time(monkeypatch):
+    """On CPUs rows pay for padding to the longest of their micro-batch; on GPUs they do not."""
+    assert AdaptConfig(micro_batch_size=5).micro_batch_size == 5
+    for gpu, rows in ((False, 8), (True, 32)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert AdaptConfig().run_config().micro_batch_size == rows
+    assert refusal(AdaptConfig, micro_batch_size=0) == "micro_batch_size=0 is below 1; use 1 or more"
 
 
 def test_one_example_of_a_class_leaves_none_to_leave_out():

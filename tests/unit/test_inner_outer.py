@@ -22,6 +22,7 @@ from fmmeta.meta.direction import Direction, Rule
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.meta.outer import MetaGradient, Outer
 from fmmeta.models.learner import NativeClassifier, PooledClassifier
+from fmmeta.models.losses import objective
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.engine import ShardTap
 from fmmeta.parallel.plain import PlainWorker
@@ -31,6 +32,8 @@ from fmmeta.tasks.batch import Batches, Dealer, Example
 from fmmeta.tasks.loader import Loaded
 from fmmeta.tasks.schedule import Task
 from tests.unit.helpers import one_rank
+from tests.unit.learners import batches_of, bert, config_of, episode_of, llama
+from tests.unit.learners import worker_of as learners_worker
 
 CPU = torch.device("cpu")
 LR, STEPS, CLASSES = 0.1, 3, 3
@@ -204,6 +207,31 @@ def test_theta_is_restored_bitwise(rule, bf16, poison):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     again = rule_of(rule, worker, "prototype").direction(worker, theta, episode)
     assert again.finite  # nothing of the bad task is left, in gradients neither
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_gather_the_rows_that_were_met(tied):
+    """Sparse gradients of embeddings add up to the dense ones in the flat buffer, over micro-batches, tied to the head or not."""
+    learner = llama() if tied else bert()
+    dense = copy.deepcopy(learner)
+    episode = episode_of(learner)
+    worker = learners_worker(learner, config_of(learner))
+    embeddings = [module for module in worker.model.modules() if isinstance(module, nn.Embedding)]
+    assert embeddings
+    assert all(module.sparse for module in embeddings)
+    found, _ = worker.gradient(batches_of(episode, 2).support)
+    worker.write(worker.read())
+    again, _ = worker.gradient(batches_of(episode, 2).support)
+    assert torch.equal(found, again)
+    if not tied:
+        for name in dense.head_names:
+            dense.get_parameter(name).data.zero_()
+    loss = torch.zeros(())
+    for batch in Dealer(0, 100).deal(episode.support):
+        loss = loss + objective(dense(batch.input_ids, batch.attention_mask), batch)[0]
+    loss.backward()
+    trained = {name: param.grad for name, param in dense.named_parameters() if param.grad is not None}
+    assert_same(by_name(worker, found), trained)
 
 
 @pytest.mark.parametrize("rule", ["fomaml", "reptile"])

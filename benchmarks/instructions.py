@@ -1,0 +1,156 @@
+"""Does meta-training make a causal language model learn held-out instructions from five examples? Against joint training.
+
+    python -m benchmarks.instructions --data ../shared/data --folder runs/instructions [--rows ...]
+
+A small byte-level Llama is made from a config and pre-trained jointly on the training tasks of instruction_induction and
+function_vectors (34 of 55; held-out tasks are other tasks, not other rows). From there it is meta-trained or trained
+jointly on, each with BUDGET pairs of input and answer through forward and backward passes. Outer rate, inner rate and number of
+inner steps are chosen on the validation tasks, for every row by itself. Then every model adapts to the test tasks: five examples,
+the loss per answer token on five others. Gains are paired by task: mean over a task's episodes first, 95 % interval over tasks.
+
+Finished trainings lie in --folder, finished cells in benchmarks/results/instructions.json: it can be stopped and continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import machine, table
+from fmmeta import Config, MetaTrainer, evaluate
+from fmmeta.fewshot.scores import mean_ci95
+from fmmeta.fewshot.settings import TuneConfig
+from fmmeta.fewshot.tune import tune
+from fmmeta.progress import Progress
+
+RESULTS = Path(__file__).parent / "results" / "instructions.json"
+SHOTS = 5  # examples; as many queries
+PRETRAINED, BUDGET = 12_000, 6_000  # pairs through forward and backward passes
+OUTER_LRS = (3e-3, 1e-3)
+INNER = {"inner_lrs": [0.1, 0.3, 1.0], "max_steps": 10}
+VALID_EPISODES, TEST_EPISODES = 20, 110  # two of each of ten tasks, ten of each of eleven
+JOINT: dict[str, Any] = {"algorithm": "joint", "meta_batch_size": 4}
+PRETRAINING: dict[str, Any] = {**JOINT, "k_shot": 15, "num_query": 15}  # larger batches, of the same pairs
+ROWS: dict[str, dict[str, Any] | None] = {
+    "untrained": None,  # from the config
+    "pre-trained": None,
+    "joint": JOINT,
+    "reptile": {"algorithm": "reptile", "meta_batch_size": 4, "inner_steps": 5, "inner_lr": 0.3},
+    "fomaml": {"algorithm": "fomaml", "meta_batch_size": 4, "inner_steps": 5, "inner_lr": 0.3},
+}
+COMMON: dict[str, Any] = {
+    "task_type": "causal_lm",
+    "k_shot": SHOTS,
+    "num_query": SHOTS,
+    "max_length": 128,
+    "save_steps": 50,
+    "eval_episodes": 0,
+    "num_workers": "0",
+    "lr_scheduler_type": "linear",
+    "logging_steps": 50,
+    "adam_epsilon": 1e-6,
+}
+
+
+def pairs_per_step(settings: dict[str, Any]) -> int:
+    """Pairs that an outer step sends forward and backward."""
+    steps, shots = settings.get("inner_steps", 0), settings.get("k_shot", SHOTS)
+    per_task = {"joint": 2 * shots, "reptile": steps * shots}.get(settings["algorithm"], (steps + 1) * shots)
+    return settings["meta_batch_size"] * per_task
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--folder", required=True, help="where the models are kept")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--json", default=str(RESULTS))
+    asked = parser.parse_args()
+    file = Path(asked.json)
+    known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"cells": {}}
+    plan = [(row, rate) for rate in OUTER_LRS for row in asked.rows if ROWS[row]]
+    for row, rate in [*((row, 0.0) for row in asked.rows if not ROWS[row]), *plan]:
+        if f"{row} {rate:g}" not in known["cells"]:
+            known["cells"][f"{row} {rate:g}"] = cell(row, rate, asked)
+            known["machine"] = machine()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    print(show(known["cells"]))
+
+
+def cell(row: str, rate: float, asked: argparse.Namespace) -> dict[str, Any]:
+    """A row at an outer rate: its inner loop chosen on validation tasks, then its losses on the test tasks."""
+    began = time.process_time()
+    data = [f"{asked.data}/{name}" for name in ("instruction_induction", "function_vectors")]
+    model = made(row, rate, asked, data)
+    shared = {"k_shot": [SHOTS], "num_query": SHOTS, "max_length": COMMON["max_length"]}
+    target = Path(asked.folder) / f"{row}-{rate:g}.json"
+    best = tune(TuneConfig(model_name_or_path=model, dataset=data, task_type="causal_lm", output=str(target),
+                           episodes=VALID_EPISODES, **INNER, **shared), Progress(speaks=False))[0]  # fmt: skip
+    found = evaluate(model, data, task_type="causal_lm", method="finetune", episodes=TEST_EPISODES, inner_lr=best.inner_lr,
+                     inner_steps=best.inner_steps, **shared)["cells"][0]  # fmt: skip
+    losses: dict[str, list[float]] = defaultdict(list)
+    for score in found["scores"]:
+        losses[score["task"]].append(round(score["loss"], 5))
+    minutes = round((time.process_time() - began) / 60, 2)
+    return {"inner_lr": best.inner_lr, "inner_steps": best.inner_steps, "valid_loss": round(best.loss, 5), "cpu_minutes": minutes,
+            "exact_match": found["accuracy"], "losses": losses}  # fmt: skip
+
+
+def made(row: str, rate: float, asked: argparse.Namespace, data: list[str]) -> str:
+    """Path of a row's model, trained if it is not there yet; a run that was stopped goes on."""
+    if row == "untrained":
+        return "tiny"
+    base = f"{asked.folder}/base"
+    if not Path(base, "model").is_dir():
+        train(PRETRAINING, PRETRAINED, "tiny", base, 2e-3, data)
+    settings = ROWS[row]
+    if settings is None:
+        return f"{base}/model"
+    folder = f"{asked.folder}/{row}-{rate:g}"
+    if not Path(folder, "model").is_dir():
+        train(settings, BUDGET, f"{base}/model", folder, rate, data)
+    return f"{folder}/model"
+
+
+def train(settings: dict[str, Any], pairs: int, model: str, folder: str, rate: float, data: list[str]) -> None:
+    MetaTrainer(Config(model_name_or_path=model, dataset=data, output_dir=folder, outer_lr=rate,
+                       outer_steps=pairs // pairs_per_step(settings), **{**COMMON, **settings})).train()  # fmt: skip
+
+
+def show(cells: dict[str, Any]) -> str:
+    """The table: a row per kind of training, at the outer rate with the lowest validation loss."""
+    best: dict[str, tuple[float, dict[str, Any]]] = {}
+    for key, one in cells.items():
+        row, rate = key.split()
+        if row not in best or one["valid_loss"] < best[row][1]["valid_loss"]:
+            best[row] = float(rate), one
+    lines = []
+    for row in filter(best.__contains__, ROWS):
+        rate, one = best[row]
+        loss, half = mean_ci95(list(by_task(one).values()))
+        gains = [gain(best[other][1], one) if other in best and other != row else "" for other in ("untrained", "joint")]
+        settings = [f"{rate:g}", f"{one['inner_lr']:g} x {one['inner_steps']}"]
+        numbers = [f"{one['valid_loss']:.3f}", f"{loss:.3f} ± {half:.3f}", *gains]
+        lines.append([row, *settings, *numbers, f"{100 * one['exact_match']:.1f}", f"{one['cpu_minutes']:.1f}"])
+    header = ["row", "outer lr", "inner lr x steps", "valid loss", "test loss", "lower than untrained", "lower than joint"]
+    return table([*header, "exact match %", "CPU min"], lines)
+
+
+def by_task(cell: dict[str, Any]) -> dict[str, float]:
+    return {task: sum(values) / len(values) for task, values in cell["losses"].items()}
+
+
+def gain(other: dict[str, Any], one: dict[str, Any]) -> str:
+    """How much lower the losses of `one` are, paired by task."""
+    before, after = by_task(other), by_task(one)
+    mean, half = mean_ci95([before[task] - after[task] for task in sorted(after)])
+    return f"{mean:+.3f} ± {half:.3f}"
+
+
+if __name__ == "__main__":
+    main()
