@@ -31,7 +31,6 @@ from fmmeta.parallel.footprint import Sizes
 from fmmeta.parallel.tensor import cut_patterns
 from fmmeta.planning.sizes import micro_batches, rows_of, stage_rows
 
-
 COLUMNS = 5  # products cut by columns in a layer of parallel/tensor.py's plan: queries, keys, values, gate and up
 
 
