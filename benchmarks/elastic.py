@@ -146,7 +146,8 @@ def parity(config: Config, folder: Path, other: Path) -> float:
 def undisturbed(settings: dict[str, Any], folder: Path) -> Config:
     """The same run in this process alone: no groups, no kills."""
     own = ("groups", "ranks_per_group", "heartbeat_timeout", "max_restarts", "deepspeed")
-    config = Config(**{name: value for name, value in settings.items() if name not in own} | {"output_dir": str(folder)})
+    kept: dict[str, Any] = {name: value for name, value in settings.items() if name not in own} | {"output_dir": str(folder)}
+    config = Config(**kept)
     MetaTrainer(config).train()
     return config
 

@@ -32,7 +32,7 @@ class Hosts:
         self.middle = f"fmmeta-{os.getpid()}-middle" if relayed else ""
         self.spaces = [f"fmmeta-{os.getpid()}-{name}" for name in NAMES]
         self.cables = [f"fm{os.getpid()}{name[0]}" for name in NAMES]
-        self.running: list[subprocess.Popen[bytes]] = []
+        self.running: list[subprocess.Popen[Any]] = []
         missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if shutil.which(tool) is None]
         if os.geteuid() or missing:
             raise OSError(f"{' and '.join(missing)} not found" if missing else "network namespaces need root")

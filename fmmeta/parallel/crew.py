@@ -88,7 +88,9 @@ class Crew(Communicator):
         self.fresh, self.broken, self.writes = True, False, False
         self.patience_s = MEET_S
         self.known: tuple[Any, ...] | None = None  # the quorum that `backend` belongs to
-        self.client = self.beats = self.venue = None
+        self.client: Any = None
+        self.beats: Any = None
+        self.venue: Any = None
         with own.together("looking for the lighthouse"):
             if own.rank == 0:
                 self._reach(coordination())
