@@ -30,7 +30,7 @@ class Clock:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now, self.thread = now, threading.get_ident()
-        self.seconds = dict.fromkeys(KINDS, 0.0)
+        self.seconds: dict[str, float] = {kind: 0.0 for kind in KINDS}
         self.open, self.since = ["other"], now()
 
     @contextlib.contextmanager
