@@ -31,16 +31,18 @@ def relay(one: socket.socket, other: socket.socket) -> None:
     """Until the input ends."""
     delay, waiting = 0.0, deque[tuple[float, socket.socket, bytes]]()
     to = {one: other, other: one}
+    commands = sys.stdin
     while True:
         patience = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        ready = select.select([one, other, sys.stdin], [], [], patience)[0]
+        ready = select.select([one, other, commands], [], [], patience)[0]
         now = time.monotonic()
-        for end in ready:
-            if not isinstance(end, socket.socket):
-                line = sys.stdin.readline()
-                if not line:
-                    return
-                delay = float(line) / 1000
+        if commands in ready:
+            line = commands.readline()
+            if not line:
+                return
+            delay = float(line) / 1000
+        for end in (one, other):
+            if end not in ready:
                 continue
             try:
                 for _ in range(64):

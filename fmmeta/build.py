@@ -241,7 +241,7 @@ def dealer_of(config: Config, plan: Plan, place: Place) -> Dealer:
         most = min(most, max(1, -(-rows // (place.data * place.stages))))
     packing = partial(pack, length=config.max_length) if config.packing else None
     return Dealer(plan.description.hf_config.pad_token_id if pad is None else pad, most, place.data_rank, place.data,
-                  packing)  # fmt: skip
+                  packing, config.max_tokens_per_micro_batch)  # fmt: skip
 
 
 def hash_vector(vector: Tensor) -> int:

@@ -46,6 +46,7 @@ def problems(c: Any) -> Iterator[str]:
     yield from _of_the_outer_optimizer(c)
     yield from _of_the_delay(c)
     yield from _of_the_crew(c)
+    yield from _of_task_batches(c)
 
 
 def _without_effect(c: Any) -> Iterator[str]:
@@ -157,6 +158,28 @@ def _of_inner_settings(c: Any) -> Iterator[str]:
     if c.inner_lr_groups and name in ("anil", "boil"):
         yield (f"inner_lr_groups={' '.join(c.inner_lr_groups)} contradicts algorithm={name}, which is a choice of layers; "
                f"leave it out")  # fmt: skip
+
+
+def _of_task_batches(c: Any) -> Iterator[str]:
+    """What one pass for several tasks does not go with."""
+    if c.task_batch == "1":
+        return
+    wrong = {
+        "lora_r=0, whose tasks need a whole model each": not c.lora_r,
+        f"algorithm={c.algorithm}, which is no rule of first order": c.algorithm not in ("fomaml", "reptile"),
+        f"pipeline_stages={c.pipeline_stages}": c.pipeline_stages > 1,
+        f"n_way_max={c.n_way_max}, where tasks have heads of different sizes": c.n_way_max is not None,
+        "packing=True": c.packing,
+        f"inner_state={c.inner_state}": c.inner_state != "reset",
+        f"inner_lr_learned={c.inner_lr_learned}": c.inner_lr_learned != "no",
+        f"inner_lr_groups={' '.join(c.inner_lr_groups)}": bool(c.inner_lr_groups),
+        f"multi_step_loss_steps={c.multi_step_loss_steps}": c.multi_step_loss_steps > 0,
+        "prototype_gradient=True": c.prototype_gradient,
+        "offload_outer=True": c.offload_outer,
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            yield f"task_batch={c.task_batch} is not implemented with {what}; leave it out, or use --task_batch 1"
 
 
 def _of_the_outer_optimizer(c: Any) -> Iterator[str]:

@@ -230,6 +230,15 @@ class ParallelConfig:
     )
     tensor_parallel_size: int = setting(1, "Cut the weight matrices of each layer over this many ranks of each group")
     micro_batch_size: int = setting(32, "Most examples of one forward pass on one rank")
+    max_tokens_per_micro_batch: int = setting(
+        0,
+        "Most tokens of one forward pass on one rank, padding included: rows of like length share it, more of short ones; 0: any",
+    )
+    task_batch: str = setting(
+        "1",
+        "With --lora_r: tasks of a group whose rows go through the frozen base together, each with adapters of its own; auto: as "
+        "many as fit into micro_batch_size rows",
+    )
     elastic: bool = setting(
         False, "This launch is one group of a run whose groups come and go (`fmmeta elastic` starts them; docs/elastic.md)"
     )
@@ -272,6 +281,7 @@ class RunConfig:
     )
     eval_episodes: int = setting(100, "Episodes of each evaluation; 0: evaluate nothing")
     logging_steps: int = setting(10, "Outer steps between lines of metrics.jsonl")
+    profile: bool = setting(False, "Look at one outer step: a trace per rank in output_dir, and a table of where its time went")
     report_to: list[str] = setting(["none"], "One or more trackers that get the lines of metrics.jsonl as well", TRACKERS)
 
 
@@ -285,7 +295,7 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
             self.dataset = [self.dataset]
         if isinstance(self.report_to, str):
             self.report_to = [self.report_to]
-        self.group_size, self.num_workers = str(self.group_size), str(self.num_workers)
+        self.group_size, self.num_workers, self.task_batch = str(self.group_size), str(self.num_workers), str(self.task_batch)
         for problem in checks.of_choices(self, fields(self)):
             raise UsageError(problem)
         for name, value in checks.resolved(self).items():
@@ -334,6 +344,7 @@ FREE_ON_RESUME = {
     "save_async", "max_failed_saves", "accept_changed_settings", "step_timeout", "check_replicas_steps", "max_file_gib",
     "elastic", "lighthouse", "group_name",
     "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",
+    "profile", "task_batch", "max_tokens_per_micro_batch",
 }  # fmt: skip
 
 

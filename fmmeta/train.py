@@ -22,15 +22,20 @@ from fmmeta.guard import Guard
 from fmmeta.journal import Journal
 from fmmeta.meta.algorithms import NUMBERS, RULES
 from fmmeta.meta.check import Checked, check
+from fmmeta.meta.direction import Direction, Rule
 from fmmeta.meta.outer import OuterStep
 from fmmeta.meta.tally import Tally
+from fmmeta.meta.together import together
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.worker import WholeWorker
+from fmmeta.profiler import Profiler
 from fmmeta.progress import Progress
 from fmmeta.report import page
 from fmmeta.signals import Signals, Stopped
 from fmmeta.start import Start, open_run
 from fmmeta.state import State
+from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.source import TaskSource
 from fmmeta.trackers import Trackers, check_installed
@@ -111,12 +116,16 @@ class Run:
         self.state = State(config, plan, ranks, parts, start.folder, progress.notice)
         self.trains = config.algorithm in RULES
         self.rule_at = partial(RULES[config.algorithm], parts.setup) if self.trains else None
+        with ranks.world.together("making room for several tasks"):
+            rows = min(config.micro_batch_size, config.most_shots * (config.most_classes or 1))
+            self.together = together(config, self.worker, parts.setup.inner, rows)
         self.held_out = HeldOut(config, self.worker, self.theta, parts.setup.learning, parts.load, ranks, progress)
         self.schedule = build.training_schedule(config, plan, ranks.layout)
         self.guard = guard or Guard(config, ranks, parts.worker)
         self.held_out.leaves = self.guard.rests
         self.trackers = Trackers(progress.notice)
         self.attendance = attendance.Elastic(config, crew, ranks, progress.notice) if crew else attendance.Steady()
+        self.profiler: Profiler | None = None
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -159,6 +168,8 @@ class Run:
         self.feed = Feed(self.schedule, load, state.outer_step, state.tasks, self.ranks, config, self.progress.notice)
         if config.check_meta_gradient:
             self._check(load)
+        if config.profile:
+            self.profiler = Profiler(self.folder, self.ranks, state.outer_step, config.outer_steps)
         self.progress.start("outer step")
         began = time.monotonic()
         try:
@@ -168,13 +179,12 @@ class Run:
                         break  # this group has missed the end
                     tally, rule = Tally(NUMBERS.get(config.algorithm, ())), self.rule_at(state.outer_step)
                     self.guard.begin(state.outer_step)
-                    for episode in self.feed.episodes(state.outer_step, tally):
-                        if self.guard.leaves():
-                            break
-                        total = state.updates.meta.sum if self.guard.trusts else None
-                        direction = self.guard.fit(rule.direction(self.worker, self.theta, episode, total))
+                    if self.profiler:
+                        self.profiler.begin(state.outer_step, self)
+                    for direction, tokens in self._directions(rule, self.feed.episodes(state.outer_step, tally)):
+                        direction = self.guard.fit(direction)
                         state.updates.meta.add(direction)
-                        tally.add(direction, sum(episode.tokens) if self.worker.voice else 0)
+                        tally.add(direction, tokens if self.worker.voice else 0)
                         del direction  # its shard would lie beside the next one's
                     if self.attendance.goes(self.guard):
                         break
@@ -190,14 +200,30 @@ class Run:
                         self.worker.write(self.theta)
                     state.outer_step += 1
                     self.guard.settled(state.outer_step, self.theta)
+                    if self.profiler:
+                        self.profiler.end(state.outer_step - 1)
                     self._after_step(moved, tally)
                     self.feed.settle(time.monotonic() - began)
             self.attendance.end(self)
         finally:
+            if self.profiler:
+                self.profiler.close()
             self.feed.loader.close()
             state.saver.close()
             self.attendance.leave()
         self._stop_if_asked()
+
+    def _directions(self, rule: Rule, episodes: list[Batches]) -> Iterator[tuple[Direction, int]]:
+        """What each of this group's tasks says, and its tokens, until the group is to leave. Collective: group."""
+        most = self.together.most if self.together else 1
+        for begin in range(0, len(episodes), most):
+            if self.guard.leaves():
+                return
+            some, total = episodes[begin : begin + most], self.state.updates.meta.sum if self.guard.trusts else None
+            found = (self.together.directions(cast(WholeWorker, self.worker), self.theta, some) if self.together
+                     else [rule.direction(self.worker, self.theta, some[0], total)])  # fmt: skip
+            for episode in some:
+                yield found.pop(0), sum(episode.tokens)  # held nowhere else
 
     def _stop_if_asked(self) -> None:
         """End the run if a signal has asked for it. Raises `Stopped` on all ranks. Collective: world."""
@@ -298,9 +324,10 @@ class Run:
             show(gains, config, self.progress.table)
             result.before, result.after, result.after_from_start = gains.accuracies
             self.trackers.log({"step": state.outer_step, "held_out_accuracy": gains.accuracies._asdict()})
+        profile = self.profiler.told(self.progress.table) if self.profiler else {}
         with self.ranks.world.together("closing the run"):
             if self.ranks.first:
-                self.write_run(finished=True, held_out=facts)
+                self.write_run(finished=True, held_out=facts, **profile)
         self.progress.notice(f"model {self.folder / 'model'}")
         return result
 

@@ -336,6 +336,11 @@ def backends() -> tuple[bool, bool]:
     return dist.is_gloo_available(), dist.is_nccl_available()
 
 
+def pending_type() -> Any:
+    """What a communication under way is; whoever needs its result calls `wait` on it, DeepSpeed too."""
+    return dist.Work
+
+
 def pick_device(launch: Launch) -> torch.device:
     """The GPU of this local rank, or the CPU with its cores shared out over the ranks of the node."""
     if torch.cuda.is_available():

@@ -44,6 +44,7 @@ class Sizes:
     in_flight: int = 1  # micro-batches whose activations a rank keeps
     moments: int = 2  # shards of the outer optimizer
     sums: int = 1  # of directions: one more that is on its way with --outer_delay
+    crossing: int = 4  # bytes of an element that travels across groups
     directions: int = 0  # of a task, beside the sum: 0 where it is added right away
     kept: int = 0  # shards that algorithm and inner optimizer keep while a task runs
     trajectory: int = 0  # those that may wait in host memory

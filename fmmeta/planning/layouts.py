@@ -94,7 +94,7 @@ class Planner:
         outcome = simulate(self._world(room, one, step.total - most * one.total), plan.simulate_steps, plan.seed)
         seconds = outcome.step * one.total / (1 - outcome.failing)
         useful = plan.tasks * needed_flops(config, self.products(way.lora_r, 1, 1), tokens) / self.profile.matmul(precision.bf16)
-        cross = 4 * (sizes.params // (way.data if precision.zero_stage else 1)) if room.groups > 1 else 0
+        cross = sizes.crossing * (sizes.params // (way.data if precision.zero_stage else 1)) if room.groups > 1 else 0
         return Layout(way, room.groups, sizes.rows, needed, lacking, needed.host * ranks, task.wire * most, cross, one, step,
                       seconds, useful / (plan.gpus * seconds))  # fmt: skip
 
@@ -105,7 +105,7 @@ class Planner:
         away = 60 * plan.restart_minutes / one.total
         return World(room.groups, plan.tasks, plan.task_spread, plan.task_noise, plan.slow_share, plan.slow_by,
                      fixed_s / one.total, rate,
-                     plan.elastic, away, INTERVAL_S / one.total)  # fmt: skip
+                     plan.on_failure == "elastic", away, INTERVAL_S / one.total)  # fmt: skip
 
     @property
     def room(self) -> float:

@@ -1,7 +1,7 @@
 """From work and a machine to seconds of an outer step.
 
     step = tasks of the fullest group x task + outer step + cross
-    task = sum over passes (flops / matmul + wire / link + shard arithmetic / memory)
+    task = sum over passes (flops / matmul + wire / link + offloaded weights / PCIe + shard arithmetic / memory)
 
 A ring all-reduce of n bytes over M ranks sends 2 (M - 1) / M n per rank, gather and scatter half of it. In-group communication of
 ZeRO 3 is hidden behind computing as far as the profile says; nothing else is. What is left out: Python, kernels of few flops,
@@ -57,7 +57,9 @@ def task_seconds(task: Task, sizes: Sizes, precision: Precision, room: Room, pro
     for times, one in task.passes:
         took = one.flops / profile.matmul(precision.bf16)
         wire = wire_seconds(one.wire, precision.zero_stage, room, profile)
-        if precision.zero_stage == 3 and room.data > 1:
+        if not sizes.lazy:
+            wire += one.fetched / profile.host_link
+        if precision.zero_stage == 3:
             wire -= profile.hidden * min(wire, took)
         compute += times * (took + (profile.step_overhead if one.update else 0.0))
         group += times * wire
@@ -76,12 +78,14 @@ def step_seconds(one: Seconds, tasks: float, sizes: Sizes, precision: Precision,
     """Of an outer step in which the fullest group runs `tasks` tasks."""
     shard = shard_of(sizes, precision, room)
     link = profile.group_link if room.all_in_node else profile.cross_link
-    cross = 2 * ring(room.groups) * 4 * shard / link + (profile.latency if room.groups > 1 else 0.0)
+    cross = 2 * ring(room.groups) * sizes.crossing * shard / link + (profile.latency if room.groups > 1 else 0.0)
     if (precision.offload or sizes.offload_outer) and not sizes.lazy:
         cross += 8 * shard / profile.host_link if room.groups > 1 else 0.0
     outer = OUTER * shard / (profile.host_memory if precision.offload and not sizes.lazy else profile.memory)
     if sizes.offload_outer:
         outer += 2 * 4 * (2 + sizes.moments) * shard / profile.host_link
+    if sizes.sums > 1:  # --outer_delay: behind the inner loops of the next outer step
+        cross = max(0.0, cross - tasks * one.compute)
     return Seconds(tasks * one.compute, tasks * one.group, tasks * one.shards + outer, cross)
 
 

@@ -12,6 +12,7 @@ from fmmeta.config import Config, InnerConfig, MetaConfig, ModelConfig, Parallel
 EVERY = " (default: every one is planned)"
 LORA_R = 8  # the rank of adapters that is planned beside training all weights
 ROWS = (32, 16, 8, 4, 2, 1)  # micro-batches, of which the largest that fits is planned
+ON_FAILURE = ("restart", "elastic")
 LEAST = {"gpus": 1, "gpus_per_node": 1, "top": 1, "row_tokens": 1, "simulate_steps": 1}
 NOT_NEGATIVE = ("task_spread", "task_noise", "failures_per_gpu_year", "slow_share")
 
@@ -45,7 +46,9 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
     slow_by: float = setting(1.5, "How many times slower it is then")
     failures_per_gpu_year: float = setting(0.0, "How often a GPU, or what it needs, fails")
     restart_minutes: float = setting(10.0, "From a failure to the next outer step, checkpoints 30 minutes apart")
-    elastic: bool = setting(False, "A failure costs its group one outer step and not all of them a restart (fmmeta elastic)")
+    on_failure: str = setting(
+        "restart", "restart: all groups begin anew from a checkpoint; elastic: the others go on (fmmeta elastic)", ON_FAILURE
+    )
     simulate_steps: int = setting(50, "Outer steps to simulate for the efficiency")
     top: int = setting(10, "Layouts to show")
     json: bool = setting(False, "Print JSON: every layout, and what is lacking of those that do not fit")
@@ -83,6 +86,12 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
             raise UsageError(f"save_profile={self.save_profile} keeps what --calibrate measures; add it, or leave this out")
         if self.deepspeed is not None and (self.zero_stage or self.offload is not None):
             raise UsageError(f"deepspeed={self.deepspeed} sets the ZeRO stage and the offload; leave out zero_stage and offload")
+        if self.elastic:
+            raise UsageError(
+                "elastic=True is a setting of a launch; use --on_failure elastic to plan for groups that come and go"
+            )
+        if self.on_failure not in ON_FAILURE:
+            raise UsageError(f"on_failure={self.on_failure} is unknown; use {' or '.join(ON_FAILURE)}")
         if self.algorithm in UNTRAINED:
             raise UsageError(f"algorithm={self.algorithm} trains nothing, so that there is no outer step to plan; use fomaml")
 

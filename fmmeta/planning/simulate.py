@@ -18,7 +18,7 @@ import numpy as np
 
 TOKENS = 10_000  # an expected size of 1, as the dealer counts
 CHUNK = 2**22  # (step, group) pairs that are dealt at a time
-AGAIN = 50  # times that failures, which are rare, are drawn over the same steps
+DRAWN = 100_000  # steps over which failures, which are rare, are drawn: the same ones again and again
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,10 @@ def outcome(world: World, times: np.ndarray, taken: np.ndarray, rng: np.random.G
     useful = taken.sum(1) / world.groups
     slow = np.where(rng.random(times.shape) < world.slow_share, world.slow_by, 1.0)
     length = (times * slow).max(1) + world.fixed
-    lost = (elastic_losses if world.elastic else static_losses)(world, np.tile(length, AGAIN), rng) / AGAIN
+    lost = 0.0
+    if world.failure_rate:
+        again = max(50, DRAWN // len(length))
+        lost = (elastic_losses if world.elastic else static_losses)(world, np.tile(length, again), rng) / again
     total = float(length.sum() + lost)
     return Outcome(float(useful.sum()) / total, float((length - world.fixed - useful).sum()) / total, lost / total,
                    world.fixed * len(length) / total, float(length.mean()))  # fmt: skip

@@ -42,7 +42,8 @@ def part_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
     kept = of_rules.shards(config)
     budget = None if config.trajectory_gib is None or lazy else int(config.trajectory_gib * GIB)
     return replace(sizes, layers=-(-sizes.layers // depth), in_flight=depth, lazy=lazy, kept=kept.work,
-                   sums=1 + config.outer_delay, directions=int(not of_rules.adds_directly(config)),
+                   sums=1 + config.outer_delay, crossing=2 if config.reduce_dtype == "bf16" else 4,
+                   directions=int(not of_rules.adds_directly(config)),
                    trajectory=kept.trajectory, budget=budget,
                    moments=of_rules.MOMENTS[config.outer_optimizer])  # fmt: skip
 
@@ -71,9 +72,10 @@ def stage_rows(config: Config, data: int = 1) -> int:
 
 
 def most_rows(config: Config, data: int = 1) -> int:
-    """Most rows of a micro-batch on one of `data` ranks."""
+    """Most rows of a forward pass on one of `data` ranks: a micro-batch of each of the tasks that share it."""
     most = stage_rows(config, data) if config.pipeline_stages > 1 else config.micro_batch_size
-    return max(micro_batches(rows, data, most)[1] for rows in rows_of(config))
+    tasks = 1 if config.task_batch == "auto" else int(config.task_batch)
+    return tasks * max(micro_batches(rows, data, most)[1] for rows in rows_of(config))
 
 
 def micro_batches(rows: int, data: int, most: int) -> tuple[int, int]:

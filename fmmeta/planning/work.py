@@ -5,7 +5,8 @@ collective or sends, as `comm_bytes` in metrics.jsonl does:
 
     gather     ZeRO 3: parameters, for each forward pass and each backward pass that finds them gone; ZeRO 1 and 2: updated ones
     reduce     gradients, fp32: once a pass (ZeRO 0, 1), once a micro-batch (ZeRO 2, 3)
-    tensor     activations between tensor ranks, four times a layer and micro-batch (Shoeybi et al. 2019, section 3)
+    tensor     activations between tensor ranks: after attention and MLP (Shoeybi et al. 2019, section 3), and backward for each
+               product that is cut by columns, where Megatron has one sum for those that share their input
     send       hidden states to the next stage with ids and mask, their gradients to the one before
     cross      one reduction of the shard per outer step
 
@@ -29,6 +30,9 @@ from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.footprint import Sizes
 from fmmeta.parallel.tensor import cut_patterns
 from fmmeta.planning.sizes import micro_batches, rows_of, stage_rows
+
+
+COLUMNS = 5  # products cut by columns in a layer of parallel/tensor.py's plan: queries, keys, values, gate and up
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class Pass:
     flops: float
     wire: Wire
     update: bool
+    fetched: int = 0  # bytes of weights from host memory (offload_param)
 
 
 @dataclass(frozen=True)
@@ -162,18 +167,19 @@ def one_pass(config: Config, precision: Precision, sizes: Sizes, asked: Products
         ids = each * tokens * 16
         wire += Wire(send=rounds * (hidden + ids + (hidden if backward else 0)), collectives=rounds * (2 if backward else 1))
     if config.tensor_parallel_size > 1:
-        sums = sizes.layers * ((6 if config.gradient_checkpointing else 4) if backward else 2)
+        forward = 2 * (2 if config.gradient_checkpointing and backward else 1)
+        sums = sizes.layers * (forward + (COLUMNS if backward else 0))
         wire += Wire(tensor=rounds * sums * hidden, collectives=rounds * sums)
     held, stage = sizes.params + sizes.frozen, precision.zero_stage if data > 1 else 0
+    kept = held <= precision.live  # gathered parameters stay from the forward to the backward pass
+    gathers = 1 if kept else rounds * (2 if backward else 1)
     if stage == 3:
-        kept = held <= precision.live  # gathered parameters stay from the forward to the backward pass
-        gathers = rounds * (2 if backward and not kept else 1) if not kept else 1
         wire += Wire(gather=gathers * held * width, collectives=gathers * asked.matrices)
     if backward and data > 1:
         each_time = rounds if stage > 1 else 1
         buckets = max(1, -(-sizes.params // (precision.bucket or sizes.hidden**2)))
         wire += Wire(reduce=each_time * 4 * sizes.params, collectives=each_time * buckets) + refresh(precision, sizes, data)
-    return Pass(flops, wire, backward)
+    return Pass(flops, wire, backward, gathers * held * width // data if precision.offload_param else 0)
 
 
 def refresh(precision: Precision, sizes: Sizes, data: int) -> Wire:

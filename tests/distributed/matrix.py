@@ -62,6 +62,7 @@ ALSO: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "offload_outer": {"offload_outer": True},
     "packing": {"packing": True},
+    "together": {"lora_r": 4, "task_batch": "2"},  # of 3 tasks
     "both": {"lora_r": 4, "gradient_checkpointing": True},
     "delay": {"outer_delay": 1},  # test_delay.py has its cases
     "wire": {"reduce_dtype": "bf16"},
@@ -73,6 +74,7 @@ EQUAL = {
     "gradient_checkpointing",
     "offload_outer",
     "packing",
+    "task_batch",
     "reduce_dtype",
 }  # the oracle knows nothing of what must not change theta
 VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, where they are more than the name

@@ -37,7 +37,7 @@ def straight(flags, tmp_path_factory):
     return run
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("file", "place"), [
     ("slurm_srun.sbatch", {"STAND_IN_TASKS": "1"}),
     ("slurm_torchrun.sbatch", {"STAND_IN_GPUS": "1"}),
@@ -50,7 +50,7 @@ def test_a_job_that_is_warned_saves_and_goes_on_from_the_queue(file, place, flag
                       MASTER_PORT=str(free_port()), RDZV_PORT=str(free_port()),
                       STAND_IN_SIGNAL_AT=f"{run / 'metrics.jsonl'}:3")  # fmt: skip
     command = ["sbatch", f"launch/{file}", *flags]
-    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=380, check=False)
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=580, check=False)
     text = (tmp_path / "slurm-4711.out").read_text()
     assert ended.returncode == 0, ended.stderr + text[-6000:]
     assert "stopped by SIGUSR1 after outer step" in text
@@ -102,7 +102,7 @@ def test_scripts_read_well(file):
     subprocess.run(["bash", "-n", ROOT / "launch" / file], check=True)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_submitit_queues_a_run_again_after_its_save(flags, straight, tmp_path):
     """The local executor does with the tasks what it does before its time limit: it sends them the signal."""
     pytest.importorskip("submitit")
@@ -112,12 +112,12 @@ def test_submitit_queues_a_run_again_after_its_save(flags, straight, tmp_path):
     started = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert started.stdout is not None
     job = int(started.stdout.readline().split()[1].rstrip(";"))  # the controller's process
-    until(lambda: steps_of(tmp_path / "run") >= 3, 150)
+    until(lambda: steps_of(tmp_path / "run") >= 3, 300)
     tasks = [pid for children in Path(f"/proc/{job}/task").glob("*/children") for pid in children.read_text().split()]
     assert len(tasks) == 2
     for pid in tasks:
         os.kill(int(pid), signal.SIGUSR1)
-    text, _ = started.communicate(timeout=200)
+    text, _ = started.communicate(timeout=400)
     logs = "".join(file.read_text() for file in sorted((tmp_path / "jobs").glob("*_log.*")))
     assert started.returncode == 0, text + logs[-6000:]
     assert text == f"finished in {tmp_path / 'run'}\n"
@@ -130,7 +130,7 @@ def test_submitit_queues_a_run_again_after_its_save(flags, straight, tmp_path):
 def test_submitit_is_not_asked_with_bad_flags(tmp_path):
     words = ["--cluster=local", "--folder", str(tmp_path / "jobs"), "--inner_stepz=3"]
     ended = subprocess.run([sys.executable, "launch/submitit_train.py", *words], cwd=ROOT, env=environment(), capture_output=True,
-                           text=True, timeout=60, check=False)  # fmt: skip
+                           text=True, timeout=200, check=False)  # fmt: skip
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "fmmeta: error: --inner_stepz is not a flag; did you mean --inner_steps?; --help lists them\n"
     assert not (tmp_path / "jobs").exists()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 COUNTED = dict.fromkeys(("gather", "reduce", "sum", "send"), 0)
-SMALL = 2048  # bytes: norms, flags and the shapes that pipelines announce
+SMALL = 8  # elements of an all-reduce of norms and flags
 CASES = {
     "zero0": {"zero_stage": 0}, "zero1": {"zero_stage": 1}, "zero2": {"zero_stage": 2}, "zero3": {"zero_stage": 3},
     "zero2 in rounds": {"zero_stage": 2, "micro_batch_size": 1}, "zero3 in rounds": {"zero_stage": 3, "micro_batch_size": 1},
@@ -33,9 +33,12 @@ def counting(name: str, kind: str, which: int) -> None:
     ordinary = getattr(dist, name)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        given = args[which] if len(args) > which else next(iter(kwargs.values()))
-        total = sum(map(size, given)) if isinstance(given, (list, tuple)) else size(given)
-        COUNTED[kind] += total if total > SMALL else 0
+        given = args[which] if len(args) > which else list(kwargs.values())[which - len(args)]
+        listed = given if isinstance(given, (list, tuple)) else [given]
+        told = (name == "all_reduce" and given.numel() <= SMALL) or (
+            name == "send" and given.dtype == torch.int32
+        )  # shapes to come
+        COUNTED[kind] += 0 if told else sum(map(size, listed))
         return ordinary(*args, **kwargs)
 
     setattr(dist, name, counted)

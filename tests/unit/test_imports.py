@@ -31,7 +31,7 @@ ORDER = [
     {"workers"},
     {"record", "build"},
     {"start", "watchdog", "doctor"},
-    {"guard"},
+    {"guard", "profiler"},
     {"fewshot"},
     {"state"},
     {"journal"},

@@ -84,7 +84,7 @@ def test_layout_reads_as_words():
     assert str(Layout(Launch(0, 1), 1)) == "1 group of 1 rank"
 
 
-SIZES = Sizes(params=1000, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=10)
+SIZES = Sizes(params=1000, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=10, directions=1)
 ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
 
 

@@ -197,6 +197,24 @@ def test_bytes_on_the_wire_take_their_time(folders):
     assert hidden.group == pytest.approx(0.5 * one.group)
     sizes, _, step = seconds_of(config, 2, 4, groups=8)
     assert step.cross == pytest.approx(2 * 7 / 8 * 4 * (sizes.params // 4) / 5e8)  # once, between nodes
+    half = seconds_of(replace(config, reduce_dtype="bf16"), 2, 4, groups=8)[2]
+    assert half.cross == pytest.approx(step.cross / 2)
+    late, one, behind = seconds_of(replace(config, outer_delay=1), 2, 4, groups=8)
+    assert behind.cross == pytest.approx(max(0.0, step.cross - one.compute))
+    assert late.sums == 2
+
+
+def test_offloaded_weights_come_for_every_micro_batch(folders):
+    config = Config(model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=8, micro_batch_size=2)
+    learner = empty_learner(config, describe(config))
+    sizes = part_sizes(config, learner.hf.config, held(config, learner, learner.hf.config), False)
+    room = Room(1, 1, 1, True, True)
+    for live, times in ((1000, 2 * 4), (10**9, 1)):
+        precision = Precision(3, False, True, live, offload_param=True)
+        task = task_work(config, precision, sizes, products(learner, config), 1, 16)
+        assert [one.fetched for _, one in task.passes] == [times * 4 * sizes.params] * 2
+        found = task_seconds(task, sizes, precision, room, RATES)
+        assert found.group == pytest.approx(6 * times * 4 * sizes.params / 1e8)
 
 
 def test_micro_batches_are_reduced_one_by_one_at_zero_2(folders):
@@ -344,6 +362,8 @@ def test_bars_add_up(planned):
      "save_profile=p.json keeps what --calibrate measures; add it, or leave this out"),
     (["--gpus", "8", "--gpu_memory_gib", "80", "--algorithm", "none"],
      "algorithm=none trains nothing, so that there is no outer step to plan; use fomaml"),
+    (["--gpus", "8", "--gpu_memory_gib", "80", "--elastic"],
+     "elastic=True is a setting of a launch; use --on_failure elastic to plan for groups that come and go"),
     (["--gpus", "8", "--gpu_memory_gib", "80", "--n_way", "1"], "n_way=1 is below 2; use 2 or more"),
     (["--gpus", "8", "--gpu_memory_gib", "80", "--group_size", "3"], "group_size=3 does not divide gpus=8; use 1, 2, 4, 8"),
     (["--gpus", "8", "--gpu_memory_gib", "80", "--model_name_or_path", "./none"],

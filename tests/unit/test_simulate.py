@@ -78,7 +78,7 @@ def even(world: World, steps: int, seed: int) -> Outcome:
 def test_a_static_failure_costs_a_restart_and_half_an_interval():
     """Renewal: of 1 unit of work, G lambda fail, each costs away + interval / 2."""
     world = World(32, 32, failure_rate=1e-4, away=20, interval=50)
-    found = even(world, 4_000, 3)
+    found = even(world, 20_000, 3)
     assert found.efficiency == pytest.approx(1 / (1 + 32e-4 * (20 + 25)), rel=0.01)
 
 
