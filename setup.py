@@ -38,6 +38,8 @@ setup(
             "tensorboard>=2.18",
             "optuna>=4",
             "matplotlib>=3.8",
+            "submitit>=1.5",
+            "torchft>=0.2.0; platform_system == 'Linux' and platform_machine == 'x86_64'",  # where it has wheels
         ],
         "bench": ["matplotlib>=3.8"],
         "lora": ["peft>=0.18"],
@@ -46,6 +48,7 @@ setup(
         "wandb": ["wandb>=0.19"],
         "mlflow": ["mlflow-skinny>=3"],
         "trackio": ["trackio>=0.4"],
+        "submitit": ["submitit>=1.5"],
         "elastic": ["torchft>=0.2.0"],
     },
     entry_points={"console_scripts": ["fmmeta=fmmeta.cli:main"]},

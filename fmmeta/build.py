@@ -19,7 +19,6 @@ from fmmeta.config import Config, UsageError
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.models.forward import check_attention
-from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
 from fmmeta.models.stages import plan_cut
 from fmmeta.models.stream import open_stream
@@ -28,8 +27,9 @@ from fmmeta.parallel import ds_config, memory
 from fmmeta.parallel.communicator import Ranks, World
 from fmmeta.parallel.home import Home
 from fmmeta.parallel.layout import Layout, Place
-from fmmeta.parallel.tensor import cut_patterns, tensor_parallel_block
+from fmmeta.parallel.tensor import tensor_parallel_block
 from fmmeta.parallel.worker import Worker
+from fmmeta.planning.sizes import counts, held, part_sizes, stage_rows
 from fmmeta.tasks.batch import Dealer
 from fmmeta.tasks.load import Sources, load_sources, stratum_weights
 from fmmeta.tasks.loader import Load, Prompted
@@ -104,11 +104,6 @@ def measure(config: Config, description: Description, precision: ds_config.Preci
     return json.loads(world.comm.gather_bytes(json.dumps(seconds).encode())[0])
 
 
-def stage_rows(config: Config) -> int:
-    """Most rows of a micro-batch, so small that every stage can work on one."""
-    return min(config.micro_batch_size, -(-config.most_shots * (config.most_classes or 1) // config.pipeline_stages))
-
-
 def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ranks:
     """Choose the group size and make the groups. Collective: world."""
     sizes = None
@@ -118,13 +113,23 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
         if config.group_size != "auto":
             place_of(config, Layout(world.launch, int(config.group_size)))
     model_ranks = config.pipeline_stages * config.tensor_parallel_size
-    if config.group_size == "auto":
+    if config.elastic:
+        group_size = world.launch.world_size
+        if config.group_size not in ("auto", str(group_size)):
+            raise UsageError(f"group_size={config.group_size} with elastic=True: a launch is one group, and this one has "
+                             f"{group_size} ranks; leave group_size out")  # fmt: skip
+        memory.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
+    elif config.group_size == "auto":
         group_size, why = memory.choose_group_size(world, sizes, plan.precision, model_ranks)
         notice(why)
     else:
         group_size = int(config.group_size)
         memory.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
     engine = engine_of(config, plan, group_size, world.device)
+    warned = world.nodes.check(group_size)
+    if config.task_sharding == "node" and len(set(world.nodes.sizes)) > 1:
+        raise UsageError(f"task_sharding=node needs as many ranks on every node, and here are "
+                         f"{', '.join(map(str, world.nodes.sizes))}; use global")  # fmt: skip
     ranks = world.split(group_size, default_group=engine == "deepspeed")
     if config.pipeline_stages > 1:
         notice(balance_of(config, plan))
@@ -132,12 +137,28 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     stage += f", {config.pipeline_stages} pipeline stages" if config.pipeline_stages > 1 else ""
     stage += f", {config.tensor_parallel_size} tensor ranks" if config.tensor_parallel_size > 1 else ""
     notice(f"{ranks.layout} on {world.device.type}; {stage}; {'bf16' if plan.precision.bf16 else 'fp32'}")
+    for text in (*world.said, *([warned] if warned else [])):
+        notice(text)
+    if config.group_layout:
+        shown = show_layout(config, plan, sizes, world, group_size, engine)
+        notice("\n".join([f"group_layout: {ranks.layout} on {len(world.nodes.hosts)} nodes", *shown]))
     if config.offload_outer and world.device.type == "cpu":
         notice("offload_outer changes nothing on CPUs: the ranks' memory is the host's already")
     if config.lora_r:
         trained, frozen = counts(empty_learner(config, plan.description))
         notice(f"LoRA of rank {config.lora_r}: {trained:,} of {trained + frozen:,} parameters are trained")
     return ranks
+
+
+def show_layout(config: Config, plan: Plan, sizes: memory.Sizes, world: World, group_size: int, engine: str) -> list[str]:
+    """Who is where, and what travels on which link."""
+    stage, stages, tensor = plan.precision.zero_stage, config.pipeline_stages, config.tensor_parallel_size
+    kinds = ["gradients" if stage < 3 else "weights and gradients"] if group_size > stages * tensor else []
+    kinds += ["updated weights"] if 0 < stage < 3 and kinds else []
+    kinds += ["hidden states between stages"] if stages > 1 else []
+    kinds += ["activations of every layer"] if tensor > 1 else []
+    sharers = group_size // (stages * tensor) if engine == "deepspeed" and stage else 1
+    return world.nodes.map(group_size, ", ".join(kinds) or "nothing", 4 * sizes.params / sharers, world.device.type)
 
 
 def balance_of(config: Config, plan: Plan) -> str:
@@ -153,26 +174,8 @@ def balance_of(config: Config, plan: Plan) -> str:
 def sizes_of(config: Config, plan: Plan, device: torch.device) -> memory.Sizes:
     """The largest rank's part of the model and its micro-batches. Raises `UsageError` for what cannot be cut."""
     learner = empty_learner(config, plan.description)
-    rows, depth = config.most_shots * (config.most_classes or 1), config.pipeline_stages
-    params, frozen = counts(learner)
-    if depth > 1:  # the most that a stage trains, and the most that one holds besides
-        cut = plan_cut(learner, depth, plan.costs)
-        params, rows = max(cut.trained), stage_rows(config)
-        frozen = max(size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True))
-    elif config.tensor_parallel_size > 1:
-        size = config.tensor_parallel_size
-        is_cut = cut_patterns(plan.description.hf_config)
-        params -= sum(p.numel() - p.numel() // size for name, p in learner.named_parameters() if is_cut(name))
-    sizes = memory.Sizes.of(plan.description.hf_config, params, frozen, min(config.micro_batch_size, rows), config.max_length,
-                            config.task_type == "causal_lm", config.gradient_checkpointing,
-                            config.offload_outer and device.type != "cpu")  # fmt: skip
-    return replace(sizes, layers=-(-sizes.layers // depth), in_flight=depth)
-
-
-def counts(learner: Learner) -> tuple[int, int]:
-    """Parameters that are trained, and those that are not."""
-    trained = sum(param.numel() for param in learner.parameters() if param.requires_grad)
-    return trained, sum(param.numel() for param in learner.parameters()) - trained
+    hf_config = plan.description.hf_config
+    return part_sizes(config, hf_config, held(config, learner, hf_config, plan.costs), lazy=device.type == "cpu")
 
 
 def engine_of(config: Config, plan: Plan, group_size: int, device: torch.device) -> str:
@@ -238,7 +241,7 @@ def dealer_of(config: Config, plan: Plan, place: Place) -> Dealer:
         most = min(most, max(1, -(-rows // (place.data * place.stages))))
     packing = partial(pack, length=config.max_length) if config.packing else None
     return Dealer(plan.description.hf_config.pad_token_id if pad is None else pad, most, place.data_rank, place.data,
-                  packing)  # fmt: skip
+                  packing, config.max_tokens_per_micro_batch)  # fmt: skip
 
 
 def hash_vector(vector: Tensor) -> int:

@@ -17,7 +17,8 @@ LEAST = {
     "lora_r": 0, "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
     "inner_steps": 0, "inner_weight_decay": 0, "cg_steps": 1, "cg_damping": 0, "first_order_steps": 0, "multi_step_loss_steps": 0,
     "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
-    "micro_batch_size": 1, "pipeline_stages": 1, "tensor_parallel_size": 1,
+    "outer_delay": 0,
+    "micro_batch_size": 1, "max_tokens_per_micro_batch": 0, "pipeline_stages": 1, "tensor_parallel_size": 1,
     "feature_norm": 0, "save_steps": 0, "save_total_limit": 1, "max_failed_saves": 1, "check_replicas_steps": 0,
     "eval_steps": 0, "eval_episodes": 0,
     "logging_steps": 1, "weight_decay": 0, "prefetch_factor": 1, "prepare_timeout": 1,
@@ -79,6 +80,8 @@ def _of_numbers(c: Any) -> Iterator[str]:
         yield f"group_size={c.group_size} is neither a positive number nor auto; use auto, 1, 2, 4, ..."
     if c.num_workers != "auto" and not c.num_workers.isdigit():
         yield f"num_workers={c.num_workers} is neither a number nor auto; use auto, 0, 1, 2, ..."
+    if c.task_batch != "auto" and not (c.task_batch.isdigit() and int(c.task_batch) > 0):
+        yield f"task_batch={c.task_batch} is neither a positive number nor auto; use auto, 1, 8, ..."
     if c.load_best_model_at_end and not (c.eval_steps and c.eval_episodes):
         yield "load_best_model_at_end=True needs validation scores; give --eval_steps and --eval_episodes"
     if not c.feature_norm < math.inf:

@@ -44,6 +44,9 @@ def problems(c: Any) -> Iterator[str]:
     yield from _of_the_algorithm(c)
     yield from _of_inner_settings(c)
     yield from _of_the_outer_optimizer(c)
+    yield from _of_the_delay(c)
+    yield from _of_the_crew(c)
+    yield from _of_task_batches(c)
 
 
 def _without_effect(c: Any) -> Iterator[str]:
@@ -157,6 +160,28 @@ def _of_inner_settings(c: Any) -> Iterator[str]:
                f"leave it out")  # fmt: skip
 
 
+def _of_task_batches(c: Any) -> Iterator[str]:
+    """What one pass for several tasks does not go with."""
+    if c.task_batch == "1":
+        return
+    wrong = {
+        "lora_r=0, whose tasks need a whole model each": not c.lora_r,
+        f"algorithm={c.algorithm}, which is no rule of first order": c.algorithm not in ("fomaml", "reptile"),
+        f"pipeline_stages={c.pipeline_stages}": c.pipeline_stages > 1,
+        f"n_way_max={c.n_way_max}, where tasks have heads of different sizes": c.n_way_max is not None,
+        "packing=True": c.packing,
+        f"inner_state={c.inner_state}": c.inner_state != "reset",
+        f"inner_lr_learned={c.inner_lr_learned}": c.inner_lr_learned != "no",
+        f"inner_lr_groups={' '.join(c.inner_lr_groups)}": bool(c.inner_lr_groups),
+        f"multi_step_loss_steps={c.multi_step_loss_steps}": c.multi_step_loss_steps > 0,
+        "prototype_gradient=True": c.prototype_gradient,
+        "offload_outer=True": c.offload_outer,
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            yield f"task_batch={c.task_batch} is not implemented with {what}; leave it out, or use --task_batch 1"
+
+
 def _of_the_outer_optimizer(c: Any) -> Iterator[str]:
     name = c.outer_optimizer
     if name.lower() in WHOLE_MATRICES:
@@ -164,6 +189,46 @@ def _of_the_outer_optimizer(c: Any) -> Iterator[str]:
                f"shards; use {' or '.join(OUTER_OPTIMIZERS)}")  # fmt: skip
     if name not in OUTER_OPTIMIZERS:
         yield f"outer_optimizer={name} is unknown; use {', '.join(OUTER_OPTIMIZERS[:-1])} or {OUTER_OPTIMIZERS[-1]}"
+
+
+def _of_the_delay(c: Any) -> Iterator[str]:
+    if c.outer_delay > 1:
+        yield f"outer_delay={c.outer_delay} is above 1: one reduction hides behind one outer step; use 0 or 1"
+    if c.outer_delay and c.offload_outer:
+        yield (f"outer_delay={c.outer_delay} with offload_outer=True: a sum in host memory is reduced piece by piece, and none "
+               "of it would overlap; leave one out")  # fmt: skip
+    if c.outer_delay and c.inner_state == "kept":
+        yield (f"outer_delay={c.outer_delay} with inner_state=kept: the moments that an inner loop begins with would be those of "
+               "two outer steps before; use reset, or no delay")  # fmt: skip
+    for name, unset in {"outer_delay": 0, "reduce_dtype": "fp32"}.items():
+        if getattr(c, name) != unset and c.algorithm in UNTRAINED:
+            yield f"{name}={getattr(c, name)} means nothing for algorithm={c.algorithm}, which trains nothing; leave it out"
+
+
+def _of_the_crew(c: Any) -> Iterator[str]:
+    """What does not go with groups that come and go."""
+    for name in ("lighthouse", "group_name"):
+        if getattr(c, name) is not None and not c.elastic:
+            yield f"{name}={getattr(c, name)} means nothing without elastic; give --elastic, or leave it out"
+    if not c.elastic:
+        return
+    if c.output_dir is None:
+        yield "elastic=True needs output_dir: every group must find the same folder; give one on a disk that all of them see"
+    for name, unset, why in (
+        ("outer_delay", 0, "a lost group would take a meta-gradient on its way with it"),
+        ("task_sharding", "global", "its meta-batches depend on the number of nodes"),
+        ("pipeline_stages", 1, "stages are not tested with groups that heal"),
+        ("tensor_parallel_size", 1, "tensor ranks are not tested with groups that heal"),
+        ("load_best_model_at_end", False, "the best weights are not among what a group heals"),
+        ("accept_changed_settings", [], "groups that are alive cannot change theirs"),
+    ):
+        if getattr(c, name) != unset:
+            yield f"elastic=True with {name}={getattr(c, name)}: {why}; leave {name} out"
+    if c.resume_from_checkpoint not in ("latest",):
+        yield (f"elastic=True with resume_from_checkpoint={c.resume_from_checkpoint}: a group that comes back takes the newest "
+               "state; leave it out")  # fmt: skip
+    if c.algorithm in UNTRAINED:
+        yield f"elastic=True means nothing for algorithm={c.algorithm}, which trains nothing; leave it out"
 
 
 def is_number(text: str) -> bool:

@@ -21,6 +21,7 @@ INNER_SCHEDULES = ("constant", "linear", "cosine")
 INNER_STATES = ("reset", "kept")
 LEARNED_RATES = ("no", "layer", "element")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
+REDUCE_DTYPES = ("fp32", "bf16")
 BALANCES = ("parameters", "time")
 ENGINES = ("auto", "deepspeed", "plain")
 SHARDINGS = ("global", "node")
@@ -205,6 +206,10 @@ class MetaConfig:
     adam_epsilon: float = setting(
         None, "Epsilon of AdamW; it holds down rounding noise (default: 1e-3 for the built-in model, 1e-6 for a checkpoint)"
     )
+    outer_delay: int = setting(
+        0, "1: reduce across groups behind the inner loops of the next outer step, and move theta after them; see docs/delay.md"
+    )
+    reduce_dtype: str = setting("fp32", "What travels across groups; bf16 halves the bytes, shards stay fp32", REDUCE_DTYPES)
     outer_steps: int = setting(150, "Outer steps of the run")
     warmup_steps: int = setting(0, "Outer steps of linear warm-up")
     lr_scheduler_type: str = setting("cosine", "Schedule of the outer learning rate, as transformers names it", SCHEDULES)
@@ -225,6 +230,20 @@ class ParallelConfig:
     )
     tensor_parallel_size: int = setting(1, "Cut the weight matrices of each layer over this many ranks of each group")
     micro_batch_size: int = setting(32, "Most examples of one forward pass on one rank")
+    max_tokens_per_micro_batch: int = setting(
+        0,
+        "Most tokens of one forward pass on one rank, padding included: rows of like length share it, more of short ones; 0: any",
+    )
+    task_batch: str = setting(
+        "1",
+        "With --lora_r: tasks of a group whose rows go through the frozen base together, each with adapters of its own; auto: as "
+        "many as fit into micro_batch_size rows",
+    )
+    elastic: bool = setting(
+        False, "This launch is one group of a run whose groups come and go (`fmmeta elastic` starts them; docs/elastic.md)"
+    )
+    lighthouse: str | None = setting(None, "elastic: http://HOST:PORT of `fmmeta lighthouse` (default: TORCHFT_LIGHTHOUSE)")
+    group_name: str | None = setting(None, "elastic: what the others call this group (default: host and process)")
     engine: str = setting(
         "auto",
         "What runs the model inside a group; auto: DeepSpeed wherever a group "
@@ -233,6 +252,7 @@ class ParallelConfig:
     )
     bf16: bool = setting(False, "bf16 weights and activations over fp32 shards (where the DeepSpeed file says auto or nothing)")
     offload_outer: bool = setting(False, "Keep theta, meta-gradient and outer moments in host memory during the inner loop")
+    group_layout: bool = setting(False, "Show at the start on which node each rank of each group is, and which links carry what")
     local_rank: int = setting(-1, "Passed by launchers; leave it alone")
 
 
@@ -261,6 +281,7 @@ class RunConfig:
     )
     eval_episodes: int = setting(100, "Episodes of each evaluation; 0: evaluate nothing")
     logging_steps: int = setting(10, "Outer steps between lines of metrics.jsonl")
+    profile: bool = setting(False, "Look at one outer step: a trace per rank in output_dir, and a table of where its time went")
     report_to: list[str] = setting(["none"], "One or more trackers that get the lines of metrics.jsonl as well", TRACKERS)
 
 
@@ -274,7 +295,7 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
             self.dataset = [self.dataset]
         if isinstance(self.report_to, str):
             self.report_to = [self.report_to]
-        self.group_size, self.num_workers = str(self.group_size), str(self.num_workers)
+        self.group_size, self.num_workers, self.task_batch = str(self.group_size), str(self.num_workers), str(self.task_batch)
         for problem in checks.of_choices(self, fields(self)):
             raise UsageError(problem)
         for name, value in checks.resolved(self).items():
@@ -318,10 +339,12 @@ REMEMBERED = (
 FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
     "eval_episodes", "group_size", "pipeline_stages", "tensor_parallel_size", "micro_batch_size", "engine", "deepspeed",
-    "pipeline_balance", "max_bad_steps", "attn_implementation", "report_to",
+    "pipeline_balance", "group_layout", "max_bad_steps", "attn_implementation", "report_to",
     "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
     "save_async", "max_failed_saves", "accept_changed_settings", "step_timeout", "check_replicas_steps", "max_file_gib",
+    "elastic", "lighthouse", "group_name",
     "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",
+    "profile", "task_batch", "max_tokens_per_micro_batch",
 }  # fmt: skip
 
 

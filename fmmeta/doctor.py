@@ -205,5 +205,25 @@ def loopback() -> list[Finding]:
                     "" if good else "allow connections to 127.0.0.1")]  # fmt: skip
 
 
+def network() -> list[Finding]:
+    """Interfaces, timeouts and the flight recorder as the environment sets them; the address that other nodes would be told."""
+    import torch
+
+    from fmmeta.parallel.network import findings, interfaces, is_loopback, own_addresses
+
+    known = interfaces()
+    wrong = list(findings(os.environ, known, torch.cuda.is_available()))
+    found = [Finding("network", "problem" if one.fatal else "warning", one.text, one.fix) for one in wrong]
+    up = [one.name for one in known if one.up and one.addresses and not any(map(is_loopback, one.addresses))]
+    if not found:
+        found.append(Finding("network", "ok", f"{', '.join(up) or 'no interface but loopback'} up"))
+    if not os.environ.get("GLOO_SOCKET_IFNAME") and all(map(is_loopback, own_addresses())):
+        text = f"{platform.node()} stands for a loopback address, which other nodes cannot reach"
+        found.append(
+            Finding("host name", "warning", text, "runs on several nodes choose GLOO_SOCKET_IFNAME by MASTER_ADDR, or set it")
+        )
+    return found
+
+
 LOOPBACK = "import socket as s; a = s.create_server(('127.0.0.1', 0)); s.create_connection(a.getsockname(), 5)"
-LOOKS = (python, versions, accelerator, compilers, build_locks, disk, shared_memory, limits, memory, launchers, loopback)
+LOOKS = (python, versions, accelerator, compilers, build_locks, disk, shared_memory, limits, memory, launchers, loopback, network)

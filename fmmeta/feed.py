@@ -40,6 +40,7 @@ class Reader:
     def __init__(self, fetch: Callable[[Sequence[Task]], list[Loaded]], ranks: Ranks, config: Config,
                  notice: Callable[[str], None]) -> None:  # fmt: skip
         self.fetch, self.ranks, self.config, self.notice = fetch, ranks, config, notice
+        self.among = ranks.world  # who judges together
         self.seen = self.bad = 0
         self.errors: list[dict[str, Any]] = []  # of this rank, not judged yet
 
@@ -89,7 +90,7 @@ class Reader:
         self.seen += tasks
         if not failures:
             return []
-        told = [json.loads(part) for part in self.ranks.world.gather_bytes(json.dumps(self.errors).encode())]
+        told = [json.loads(part) for part in self.among.gather_bytes(json.dumps(self.errors).encode())]
         self.errors = []
         by_slot = {error["slot"]: error for errors in told for error in errors}
         found = [by_slot[slot] for slot in sorted(by_slot)]
@@ -120,6 +121,7 @@ class Feed(Reader):
         self.loader = EpisodeLoader(load, self.upcoming, config.num_workers, config.prefetch_factor,
                                     pin=ranks.device.type == "cuda", budget=budget)  # fmt: skip
         super().__init__(self.loader.fetch, ranks, config, notice)
+        self.among = ranks.everyone
         self.seen, self.bad = counts["seen"], counts["bad"]
         if first == 0 and config.num_workers not in ("auto", "0"):
             notice(f"num_workers={config.num_workers}: loader processes per rank")
@@ -132,16 +134,21 @@ class Feed(Reader):
     def upcoming(self, task: Task) -> Iterable[Task]:
         """The tasks of this group from `task` to the end of the run."""
         own = copy.copy(self.schedule)  # a reader of its own: it runs ahead of the loop
-        sampler = TaskSampler(own, self.layout.num_groups, self.layout.group_index, task.seed[2])
+        sampler = TaskSampler(own, self.ranks.cross.size, self.ranks.cross.rank, task.seed[2])
         running = itertools.takewhile(lambda one: one.seed[2] < self.config.outer_steps, sampler)
         return itertools.dropwhile(lambda one: one != task, running)
 
     def episodes(self, outer_step: int, tally: Missed) -> list[Batches]:
         """What this group learns from in an outer step; `tally` is told what is missing. Collective: group."""
-        waited, asked = self.loader.wait_s, self.schedule.share(outer_step, self.layout.num_groups, self.layout.group_index)
+        waited, asked = self.loader.wait_s, self.schedule.share(outer_step, self.ranks.cross.size, self.ranks.cross.rank)
         found = self.read(asked)
         tally.missed(len(asked) - len(found), len(self.errors), self.loader.wait_s - waited)
         return [batches for _, batches in found]
+
+    def redeal(self, counts: dict[str, int]) -> None:
+        """Begin anew with other shares, or another step: what was loaded ahead is dropped. `counts`: as they then are."""
+        self.loader.close()
+        self.seen, self.bad, self.errors = counts["seen"], counts["bad"], []
 
     def settle(self, step_seconds: float) -> None:
         """Let the loader decide how many processes it wants; report those that died."""

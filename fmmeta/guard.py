@@ -81,7 +81,7 @@ class Guard:
     def leaves(self) -> bool:
         """Whether the group leaves its remaining tasks. Collective: group."""
         self.count += 1
-        self.watch.enter(f"task {self.count} of group {self.ranks.layout.group_index}")
+        self.watch.enter(f"task {self.count} of group {self.ranks.cross.rank}")
         asked = torch.tensor([float(bool(self.signals.asked))])
         self.left = float(self.ranks.group.sum_(asked)) > 0
         return self.left
@@ -93,6 +93,8 @@ class Guard:
         mine = [self.left, bool(self.signals.asked), saver.folder is not None and saver.done, bool(saver.failure), exploded]
         left, asked, done, failed, exploded = self.ranks.world.sum_(torch.tensor(mine, dtype=torch.float64)).tolist()
         self.stop, self.exploded = asked > 0 or left > 0, int(exploded)
+        if self.ranks.crew is not None and (self.config.max_task_loss is not None or self.config.max_task_norm is not None):
+            self.exploded = int(self.ranks.cross.sum_(torch.tensor([exploded], dtype=torch.float64)))
         if done == self.ranks.world.size:
             saver.judge(failed > 0)
         return left > 0
@@ -125,15 +127,15 @@ class Guard:
         """After an outer step: note how long it took, compare the replicas now and then. Raises `Fault`. Collective: world."""
         self.watch.measured(time.monotonic() - self.watch.began)
         every = self.config.check_replicas_steps
-        if every and outer_step % every == 0:
+        if every and outer_step % every == 0 and self.ranks.crew is None:  # a crew compares when it meets
             self.check_replicas(outer_step, theta)
 
     def check_replicas(self, outer_step: int, theta: Tensor) -> None:
-        """Ranks with the same shard must hold the same bits. Raises `Fault` on all, naming the odd ones. Collective: world."""
+        """Ranks with the same shard must hold the same bits. Raises `Fault` on all, naming the odd ones. Collective: everyone."""
         size = self.ranks.layout.group_size
-        if self.ranks.layout.num_groups == 1:
+        if self.ranks.cross.size == 1:
             return
-        hashes = self.ranks.world.gather_bytes(str(hash_vector(theta)).encode())
+        hashes = self.ranks.everyone.gather_bytes(str(hash_vector(theta)).encode())
         odd = []
         for member in range(size):
             (most, count), *others = Counter(hashes[member::size]).most_common()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 from fmmeta import record
 from fmmeta.config import Config
@@ -18,24 +19,33 @@ from fmmeta.trackers import Trackers
 
 
 class Journal:
-    """One for a run, from the outer step that `state` is at. Files are the first rank's."""
+    """One for a run, from the outer step that `state` is at. Files are the first rank's, from `open` on."""
 
     def __init__(self, config: Config, state: State, folder: Path, ranks: Ranks, trackers: Trackers, progress: Progress) -> None:
         self.config, self.state, self.ranks, self.progress = config, state, ranks, progress
-        self.metrics = record.Metrics(folder, state.outer_step, ranks.first, trackers.log)
+        self.folder, self.trackers = folder, trackers
+        self.metrics = record.Metrics(folder, state.outer_step, False)
         self.first, self.warned = state.outer_step, False
+        self.line: dict[str, Any] | None = None  # the last of metrics.jsonl
 
-    def step(self, moved: OuterStep, tally: Tally, epoch: int, exploded: int) -> None:
-        """An outer step is done: `tally` agreed, `exploded` tasks dropped for their size. Collective: none."""
+    def open(self) -> None:
+        """Go on with the file; lines after the state's outer step are dropped."""
+        self.metrics = record.Metrics(self.folder, self.state.outer_step, self.ranks.first, self.trackers.log)
+
+    def step(self, moved: OuterStep | None, tally: Tally, epoch: int, exploded: int, facts: dict[str, Any]) -> None:
+        """An outer step is done: `tally` agreed, `exploded` tasks dropped for their size. moved: None if no update was due;
+        facts: of those who took part. Collective: none.
+        """
         config, step = self.config, self.state.outer_step
         values = {
             "step": step,
             "epoch": epoch,
             "seconds": time.monotonic() - tally.began,  # the reduction and the outer step are part of it
             **tally.values,
-            "grad_norm": moved.grad_norm,
-            "lr": moved.lr,
+            "grad_norm": moved.grad_norm if moved else math.nan,
+            "lr": moved.lr if moved else math.nan,
             "comm_bytes": self.ranks.cross.bytes_sent,
+            **facts,
         }
         self.ranks.cross.bytes_sent = 0
         if exploded:
@@ -43,8 +53,9 @@ class Journal:
         if spike := self.state.spikes.mark(values["query_loss"]):
             values["loss_spike"] = spike
         noted = step in (1, config.outer_steps) or step % config.logging_steps == 0
-        if noted or values["skipped_tasks"] or spike:
-            self.metrics.write({key: None if isinstance(v, float) and math.isnan(v) else v for key, v in values.items()})
+        if noted or values["skipped_tasks"] or spike or facts.get("retries"):
+            self.line = {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in values.items()}
+            self.metrics.write(self.line)
         text = f"loss {values['query_loss']:.4f}  accuracy {100 * values['accuracy']:.1f} %"
         skipped = f"  skipped {values['skipped_tasks']}" if values["skipped_tasks"] else ""
         self.progress.line("outer step", step, config.outer_steps, text + skipped, self.first)
@@ -53,6 +64,11 @@ class Journal:
             self.warned = warning is not None
             if warning is not None:
                 self.progress.notice(warning)
+
+    def catch_up(self) -> None:
+        """Write a line that its writer has not lived to write."""
+        if self.line is not None and self.metrics.last < self.line["step"] <= self.state.outer_step:
+            self.metrics.write(self.line)
 
     def validated(self, accuracy: float, loss: float) -> None:
         """Means over the validation tasks, at the state's outer step."""

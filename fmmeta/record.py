@@ -72,15 +72,17 @@ class Metrics:
     def __init__(self, folder: Path, outer_step: int, writes: bool, tell: Callable[[dict[str, Any]], None] | None = None) -> None:
         """`tell`: who gets the lines as well."""
         self.file = folder / "metrics.jsonl"
-        self.writes, self.lost, self.tell = writes, False, tell
+        self.writes, self.lost, self.tell, self.last = writes, False, tell, 0
         if writes and self.file.is_file():
             kept = [line for line in self.file.read_text(encoding="utf-8").splitlines() if keep_line(line, outer_step)]
             temporary = self.file.with_name("metrics.jsonl.tmp")
             temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
             temporary.replace(self.file)
+            self.last = max((json.loads(line)["step"] for line in kept), default=0)
 
     def write(self, values: dict[str, Any]) -> None:
         """Add a line; a full disk costs lines, not the run."""
+        self.last = max(self.last, values["step"])
         if self.writes:
             try:
                 with self.file.open("a", encoding="utf-8") as file:

@@ -43,8 +43,9 @@ def open_run(config: Config, fingerprint: str, comm: Communicator) -> Start:
     with comm.together("opening output_dir"):
         if comm.rank == 0:
             folder = place_of(config, fingerprint)
-            lock = hold(folder)
-            checkpoint.put_back(folder)
+            if not config.elastic:  # there whoever writes has the lock (attendance.py)
+                lock = hold(folder)
+                checkpoint.put_back(folder)
             start = find_start(config, fingerprint, folder)
             found = [str(path) for path in checkpoint.complete(folder)]
             answer = json.dumps([str(start.folder), start.checkpoint and str(start.checkpoint), start.finished, start.said,
@@ -62,7 +63,7 @@ def open_run(config: Config, fingerprint: str, comm: Communicator) -> Start:
                              "choose another output_dir")  # fmt: skip
         chosen = older[-1]
     with comm.together("setting checkpoints aside"):
-        if comm.rank == 0 and chosen is not None and not finished:
+        if comm.rank == 0 and chosen is not None and not finished and not config.elastic:
             for path in newer(chosen, [Path(path) for path in found]):
                 said.append(f"{path} was renamed to {checkpoint.set_aside(path).name}: the run goes on from an older one")
     return Start(Path(folder), chosen, finished, (*refused, *said), explicit, lock)
@@ -113,7 +114,7 @@ def unfinished(config: Config, fingerprint: str, name: str) -> Path | None:
     return None
 
 
-def hold(folder: Path, patience_s: float = 120.0) -> Any:
+def hold(folder: Path, patience_s: float = 120.0, quiet: bool = False) -> Any:
     """Take the lock of a run's folder; the kernel takes it back when this process ends, however it ends. Raises `UsageError`."""
     file, began, told = (folder / ".lock").open("a+"), time.monotonic(), False
     while True:
@@ -126,7 +127,7 @@ def hold(folder: Path, patience_s: float = 120.0) -> Any:
             if time.monotonic() - began >= patience_s:
                 file.close()
                 raise UsageError(f"output_dir={folder} is in use by {owner}; wait for it, or choose another") from None
-            if not told:
+            if not told and not quiet:
                 told = True
                 print(f"fmmeta: output_dir={folder} is in use by {owner}; waiting for {patience_s:g} s at most", flush=True)
             time.sleep(0.2)

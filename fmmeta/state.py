@@ -3,6 +3,7 @@
     theta, learned rates, the outer optimizer      what training changes
     outer step, tasks seen, steps that failed      what was counted
     the best validated weights, recent losses      what later decisions need
+    a meta-gradient on its way (--outer_delay)     what has not moved theta yet
 
 It changes only between two outer steps. Settings, seeds and data are no part of it: they are the run's own.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from fmmeta.checkpoint.saver import Saver
 from fmmeta.config import Config
 from fmmeta.guard import Spikes
 from fmmeta.meta.outer import Outer, OuterState
+from fmmeta.meta.updates import Updates
 from fmmeta.parallel.communicator import Ranks
 
 
@@ -34,6 +37,7 @@ class State:
         # for the table at the end; in host memory
         self.initial = {name: value.to("cpu", copy=True) for name, value in self.live.items()} if config.eval_episodes else None
         self.outer = Outer(self.theta, parts.worker, config, parts.setup.inner)
+        self.updates = Updates(self.outer, ranks.cross, config)
         self.best = Best(self.live) if config.load_best_model_at_end else None
         self.spikes = Spikes()
         self.outer_step, self.bad_steps, self.tasks = 0, 0, {"seen": 0, "bad": 0}
@@ -44,15 +48,28 @@ class State:
         state = checkpoint.read_state(found)
         checkpoint.same_size(found, self.params)
         vectors = checkpoint.load(found, state["vectors"], self.params, self.theta)
-        tables = checkpoint.load_tables(found)
-        self.theta.copy_(vectors.pop("theta"))
-        if self.best is not None:
-            self.best.load_state(vectors, tables, state["best"])
-        self.outer.load_state(OuterState(vectors, tables, state["numbers"]))
-        self.outer_step, self.bad_steps, self.tasks = state["outer_step"], state["bad_steps"], state["tasks"]
-        self.spikes = Spikes(state.get("losses"))
+        self.take(vectors, checkpoint.load_tables(found), state)
         if found.parent.resolve() == self.folder.resolve():
             self.saver.last = self.folder / found.name
+
+    def give(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+        """All of it, uncopied: vectors [S], tables (equal on every rank), and what is JSON. Collective: cross."""
+        outer, (pending, known) = self.outer.state(), self.updates.state()
+        best = BestState() if self.best is None else self.best.state()
+        vectors = {"theta": self.theta, **outer.vectors, **pending.vectors, **best.vectors}
+        facts = {"outer_step": self.outer_step, "numbers": outer.numbers, "bad_steps": self.bad_steps, "tasks": self.tasks,
+                 "losses": self.spikes.state, "best": best.numbers, "pending": known, "vectors": list(vectors)}  # fmt: skip
+        return vectors, {**outer.tables, **pending.tables, **best.tables}, facts
+
+    def take(self, vectors: dict[str, Tensor], tables: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Go on from what `give` gave, which is taken apart; the worker still has to be written. Local."""
+        self.theta.copy_(vectors.pop("theta"))
+        if self.best is not None:
+            self.best.load_state(vectors, tables, facts["best"])
+        self.updates.load_state(vectors, tables, facts.get("pending"))
+        self.outer.load_state(OuterState(vectors, tables, facts["numbers"]))
+        self.outer_step, self.bad_steps, self.tasks = facts["outer_step"], facts["bad_steps"], facts["tasks"]
+        self.spikes = Spikes(facts.get("losses"))
 
     def begin_anew(self) -> None:
         """Put the weights of the start in place of what was learned; `initial` must be there."""
@@ -62,7 +79,7 @@ class State:
 
     def warm(self) -> None:
         """Make room for the first save, beside training."""
-        self.saver.warm({"theta": self.theta, **self.outer.state().vectors})
+        self.saver.warm({"theta": self.theta, **self.outer.state().vectors, **self.updates.shape()})
 
     def is_saved(self) -> bool:
         """Whether there is nothing to save: no step yet, or checkpoint-N is there or being written."""
@@ -75,11 +92,6 @@ class State:
 
     def save(self, last: bool) -> None:
         """Begin to write checkpoint-N; with `last` wait until it is whole. Collective: world."""
-        outer = self.outer.state()
-        best = BestState() if self.best is None else self.best.state()
-        vectors, tables = {"theta": self.theta, **outer.vectors, **best.vectors}, {**outer.tables, **best.tables}
-        state = {"outer_step": self.outer_step, "numbers": outer.numbers, "bad_steps": self.bad_steps,
-                 "tasks": self.tasks, "losses": self.spikes.state, "best": best.numbers, "vectors": list(vectors),
-                 "layout": str(self.ranks.layout),
-                 "settings": record.settings_of(self.config, self.plan.sources.fingerprint)}  # fmt: skip
-        self.saver.save(self.place, vectors, state, tables, last)
+        vectors, tables, facts = self.give()
+        settings = record.settings_of(self.config, self.plan.sources.fingerprint)
+        self.saver.save(self.place, vectors, {**facts, "layout": str(self.ranks.layout), "settings": settings}, tables, last)

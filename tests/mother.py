@@ -21,6 +21,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "bert", "r
 PRELOADED = (
     *("fmmeta.train", "fmmeta.cli", "datasets", "pyarrow", "peft", "deepspeed", "deepspeed.runtime.zero.stage3"),
     *("deepspeed.runtime.pipe.engine", "accelerate", "tensorboard", "torch.utils.tensorboard", "sklearn.linear_model", "yaml"),
+    "torchft.coordination",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
 )
 

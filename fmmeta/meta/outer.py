@@ -44,17 +44,26 @@ class MetaGradient:
                 total.add_(direction.extra[name], alpha=direction.weight)
             self.weight += direction.weight
 
-    def reduce(self, cross: Communicator, weight: float) -> Tensor | None:
+    def reduce(self, cross: Communicator, weight: float, wire: torch.dtype | None = None) -> Tensor | None:
         """Mean over the tasks of all groups, or None if none was finite; `extra` then holds means as well. `weight`: summed
-        over all groups.
+        over all groups; `wire`: dtype of what travels.
 
         One reduction of the rank's shard, whatever the number of tasks and inner steps. Collective: cross.
         """
+        return self.begin(cross, weight, wire)()
+
+    def begin(self, cross: Communicator, weight: float, wire: torch.dtype | None = None) -> Callable[[], Tensor | None]:
+        """Begin `reduce`; what is returned waits for it, once. Until then nothing may be added. Collective: cross."""
         if weight == 0:
-            return None
-        for total in self.extra.values():
-            cross.sum_(total).div_(weight)
-        return cross.sum_(self.sum).div_(weight)
+            return lambda: None
+        ends = [cross.begin_sum_(total, wire) for total in (*self.extra.values(), self.sum)]
+
+        def end() -> Tensor:
+            for ended in ends:
+                ended().div_(weight)
+            return self.sum
+
+        return end
 
     def clear(self) -> None:
         for total in (self.sum, *self.extra.values()):
@@ -64,11 +73,14 @@ class MetaGradient:
 
 @dataclass(frozen=True)
 class OuterStep:
-    """What an outer step did: norm of the meta-gradient before clipping, learning rate, whether theta moved."""
+    """What an outer step did: norm of the meta-gradient before clipping, learning rate, whether theta moved. `unread`: that
+    no task could be had is why it did not.
+    """
 
     grad_norm: float
     lr: float
     applied: bool
+    unread: bool = False
 
 
 class Outer:

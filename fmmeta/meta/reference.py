@@ -58,31 +58,39 @@ def reference_run(learner: Any, steps: Sequence[Sequence[Episode]], config: Conf
     optimizer = outer_optimizer(meta_params, rates, config)
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.outer_steps)
     result, memory = Reference([], []), None
+    due: list[tuple[Weights, Weights]] = []  # mean meta-gradients that have not moved theta yet
     for outer_step, episodes in enumerate(steps):
         start = {name: theta[name.replace(".", "/")].detach() for name in names}
-        if not episodes:  # no task counts: theta stays, the schedule goes on
-            scheduler.step()
-            result.thetas.append(start)
-            continue
         told = [direction(learner, start, episode, config, bf16, rates, outer_step, memory) for episode in episodes]
-        mean = {name: torch.stack([d[name] for d, *_ in told]).mean(0) for name in meta_params}
-        result.meta_grads.append({name: g.clone() for name, g in mean.items()})
-        for name, param in meta_params.items():
-            param.grad = mean[name]
-        if config.max_grad_norm:
-            norm = torch.stack([g.double().norm() for g in mean.values()]).norm()
-            if norm > config.max_grad_norm:
-                for param in meta_params.values():
-                    param.grad.mul_(config.max_grad_norm / norm)  # type: ignore[union-attr]
-        for name, rate in rates.items():
-            rate.grad = torch.stack([of_rates[name] for _, of_rates, _ in told]).mean(0) if rate.requires_grad else None
-        if config.inner_state == "kept":
-            memory = mean_memory([m for *_, m in told])
-        optimizer.step()
-        scheduler.step()
+        if told:
+            mean = {name: torch.stack([d[name] for d, *_ in told]).mean(0) for name in meta_params}
+            result.meta_grads.append({name: g.clone() for name, g in mean.items()})
+            due.append((mean, {n: torch.stack([r[n] for _, r, _ in told]).mean(0) for n in rates if rates[n].requires_grad}))
+            if config.inner_state == "kept":
+                memory = mean_memory([m for *_, m in told])
+        else:
+            due.append(({}, {}))  # no task counts: theta stays, the schedule goes on
+        while len(due) > (0 if outer_step + 1 == len(steps) else config.outer_delay):
+            mean, of_rates = due.pop(0)
+            if mean:
+                clip(mean, config.max_grad_norm)
+                for name, param in meta_params.items():
+                    param.grad = mean[name]
+                for name, rate in rates.items():
+                    rate.grad = of_rates.get(name)
+                optimizer.step()
+            scheduler.step()
         result.thetas.append({name: theta[name.replace(".", "/")].detach().clone() for name in names})
     result.rates = {name: rate.detach() for name, rate in rates.items()}
     return result
+
+
+def clip(gradient: Weights, most: float) -> None:
+    """To a norm over the whole model, in place; 0: leave it."""
+    norm = torch.stack([g.double().norm() for g in gradient.values()]).norm()
+    if most and norm > most:
+        for g in gradient.values():
+            g.mul_(most / norm)
 
 
 def outer_optimizer(meta_params: dict[str, nn.Parameter], rates: Weights, config: Config) -> torch.optim.Optimizer:

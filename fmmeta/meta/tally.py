@@ -20,13 +20,14 @@ class Tally:
         """`numbers`: names of what this algorithm's directions tell besides."""
         self.began, self.names = time.monotonic(), tuple(numbers)
         self.numbers = [0.0] * len(self.names)
-        self.weight, self.skipped, self.tokens = 0.0, 0, 0
+        self.weight, self.skipped, self.tokens, self.tasks = 0.0, 0, 0, 0
         self.support_loss = self.query_loss = self.accuracy = 0.0
         self.data_seconds, self.failures = 0.0, 0
         self.values: dict[str, Any] = {}
 
     def add(self, direction: Direction, tokens: int) -> None:
         self.tokens += tokens
+        self.tasks += 1
         if not direction.finite:
             self.skipped += 1
             return
@@ -40,29 +41,33 @@ class Tally:
     def missed(self, tasks: int, failures: int, data_seconds: float) -> None:
         """Tasks of the group without an episode, how many of them this rank could not load, and its wait for data."""
         self.skipped += tasks
+        self.tasks += tasks
         self.failures, self.data_seconds = failures, data_seconds
 
     def agree(self, ranks: Ranks) -> float:
-        """Sum over all groups; return the summed weight of the finite tasks. Collective: world."""
+        """Sum over all groups; return the summed weight of the finite tasks. `tasks` then counts those of all groups, with or
+        without an episode. Collective: everyone.
+        """
         waiting = time.monotonic()
-        mine = torch.tensor([self.weight, self.support_loss, self.query_loss, self.accuracy, self.skipped,
+        mine = torch.tensor([self.weight, self.support_loss, self.query_loss, self.accuracy, self.skipped, self.tasks,
                              self.tokens, self.data_seconds, self.failures, *self.numbers], dtype=torch.float64)  # fmt: skip
         layout = ranks.layout
         if layout.group_rank != 0:  # one voice per group; the others are each rank's own
-            mine[:5] = 0
-            mine[8:] = 0
-        ranks.world.sum_(mine)
-        times = torch.zeros(2, layout.num_groups, dtype=torch.float64)  # busy, waiting: mean over the ranks of a group
-        times[:, layout.group_index] = torch.tensor([waiting - self.began, time.monotonic() - waiting]) / layout.group_size
-        busy, waits = ranks.world.sum_(times)
-        weight, support, query, accuracy, skipped, tokens, data_seconds, self.failures, *numbers = mine.tolist()
+            mine[:6] = 0
+            mine[9:] = 0
+        ranks.everyone.sum_(mine)
+        times = torch.zeros(2, ranks.cross.size, dtype=torch.float64)  # busy, waiting: mean over the ranks of a group
+        times[:, ranks.cross.rank] = torch.tensor([waiting - self.began, time.monotonic() - waiting]) / layout.group_size
+        busy, waits = ranks.everyone.sum_(times)
+        weight, support, query, accuracy, skipped, tasks, tokens, data_seconds, self.failures, *numbers = mine.tolist()
+        self.tasks = int(tasks)
         means = {"support_loss": support, "query_loss": query, "accuracy": accuracy,
                  **dict(zip(self.names, numbers, strict=True))}  # fmt: skip
         self.values = {
             "tokens": int(tokens),
             **{name: value / weight if weight else math.nan for name, value in means.items()},
             "skipped_tasks": int(skipped),
-            "data_seconds": data_seconds / ranks.world.size,
+            "data_seconds": data_seconds / ranks.everyone.size,
             "wait_seconds": float(waits.mean()),
             "wait_seconds_by_group": [round(float(wait), 6) for wait in waits],
             "imbalance": float(busy.max() / busy.mean()) - 1,

@@ -17,6 +17,12 @@ def objective(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor
     Summed over all micro-batches of all ranks the loss is the mean over the set: over rows for [B, C] logits, over
     label tokens for [B, T, V] ones. A causal_lm row is right when each of its label tokens is the most likely one.
     """
+    losses, right, rows = per_row(logits, batch)
+    return losses.sum(), right.sum(), rows.sum()
+
+
+def per_row(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by row of the micro-batch: [B] each. A sequence of packed rows is one."""
     counted = batch.weights > 0
     if logits.ndim == 2:
         logits = logits[:, : batch.classes or None]  # an episode of fewer classes than the head has
@@ -30,4 +36,4 @@ def objective(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor
         failed = numbers.new_zeros(len(numbers), numbers.shape[1] + 1).scatter_reduce(1, numbers[:, 1:], wrong.long(), "amax")
         rows = numbers.amax(1)
         right = rows - failed[:, 1:].sum(1)
-    return (losses * batch.weights).sum(), (right * counted).sum(), (rows * counted).sum()
+    return losses * batch.weights, right * counted, rows * counted

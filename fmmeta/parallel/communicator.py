@@ -7,6 +7,9 @@ they shard (docs/design.md). Three communicators exist beside each other:
     group   the ranks that hold one model; the default process group of each of them
     cross   equal group_rank in every group; carries the meta-gradient shards and nothing else
 
+With --elastic a launch is one group, `world` is its own, and `cross` is a crew of groups that come and go (crew.py); `everyone`
+is all processes of all groups either way.
+
 A communicator has few verbs: sum, broadcast, gather bytes, barrier. No pickles travel.
 """
 
@@ -26,9 +29,11 @@ import torch
 import torch.distributed as dist
 
 from fmmeta.config import UsageError
+from fmmeta.parallel import network
 from fmmeta.parallel.home import CHUNK
 from fmmeta.parallel.layout import Launch, Layout
 from fmmeta.parallel.meeting import meet
+from fmmeta.parallel.nodes import Nodes
 from fmmeta.safety import disk_trouble
 
 TIMEOUT = timedelta(minutes=30)
@@ -47,23 +52,46 @@ class Communicator:
         self.backend, self.rank, self.size, self.device = backend, rank, size, device
         self.bytes_sent = 0  # payload handed to the reductions since it was last set to 0
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace `tensor` by its sum over the ranks; from another device it goes in pieces. Collective: this communicator."""
-        if self.size > 1:
-            for part in [tensor] if tensor.device == self.device else tensor.view(-1).split(CHUNK):
-                staged = part.to(self.device)
-                self.backend.allreduce([staged]).wait()
+    def sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> torch.Tensor:
+        """Replace `tensor` by its sum over the ranks; from another device it goes in pieces. `wire`: what travels and is added
+        (default: the tensor's own dtype). Collective: this communicator.
+        """
+        return self.begin_sum_(tensor, wire)()
+
+    def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Callable[[], torch.Tensor]:
+        """Begin `sum_`; what is returned waits for its end and must be called before `tensor` is looked at. Meanwhile other
+        communicators may be used. From another device nothing is left to wait for. Collective: this communicator.
+        """
+        if self.size == 1:
+            return lambda: tensor
+        wire = wire or tensor.dtype
+        away = tensor.device != self.device
+        under_way: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
+        for part in tensor.view(-1).split(CHUNK) if away or wire != tensor.dtype else [tensor]:
+            staged = part.to(self.device, wire)
+            work = self.backend.allreduce([staged])
+            if away:
+                work.wait()
+                part.copy_(staged)
+            else:
+                under_way.append((part, staged, work))
+        self.bytes_sent += tensor.numel() * wire.itemsize
+
+        def end() -> torch.Tensor:
+            for part, staged, work in under_way:
+                work.wait()
                 if staged is not part:
                     part.copy_(staged)
-            self.bytes_sent += tensor.numel() * tensor.element_size()
-        return tensor
+            return tensor
 
-    def broadcast_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace `tensor` by rank 0's. Collective: this communicator."""
+        return end
+
+    def broadcast_(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """Replace `tensor` by the root's. Collective: this communicator."""
         if self.size > 1:
             staged = tensor.to(self.device)
             options = dist.BroadcastOptions()
-            options.rootRank = 0
+            options.rootRank = root
             self.backend.broadcast([staged], options).wait()
             if staged is not tensor:
                 tensor.copy_(staged)
@@ -155,6 +183,12 @@ class Ranks:
     cross: Communicator
     device: torch.device
     background: Communicator | None = None  # the first group once more, for the threads that write checkpoints; None elsewhere
+    crew: Communicator | None = None  # with --elastic everyone who takes part, of all groups
+
+    @property
+    def everyone(self) -> Communicator:
+        """All processes of all groups that take part."""
+        return self.crew or self.world
 
     @property
     def first(self) -> bool:
@@ -170,6 +204,7 @@ class World:
         os.environ["FMMETA_GLOBAL_RANK"] = str(launch.global_rank)  # RANK will be the group's
         os.environ.setdefault("DS_ACCELERATOR", device.type)
         backend = None
+        self.said: list[str] = []  # of the network, for rank 0 to say
         self.store: dist.Store | None = dist.HashStore()
         if launch.world_size > 1:
             os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port),
@@ -184,10 +219,12 @@ class World:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 met = meet(cast(Any, self.store), launch.global_rank, launch.world_size, TIMEOUT.total_seconds())
                 self.store = dist.PrefixStore(met, self.store)
+            self.said = network.settle(cast(Any, self.store), launch, device.type == "cuda")
             store = dist.PrefixStore("world", self.store)
             backend = dist.ProcessGroupGloo(store, launch.global_rank, launch.world_size, TIMEOUT)
         self.comm = Communicator(backend, launch.global_rank, launch.world_size, torch.device("cpu"))
         self.made, self.prepared = [self.comm], 0
+        self.nodes = Nodes.of(self.comm, launch)
 
     def first_on_node(self, doing: str, work: Callable[[], T], timeout_s: float, say: Callable[[str], None] | None = None) -> T:
         """Run `work` on the first rank of every node, and when it is done there on the others, which find it prepared.
@@ -197,17 +234,17 @@ class World:
         """
         assert self.store is not None, "before close"
         launch, say = self.launch, say or (lambda text: print(f"fmmeta: {text}", file=sys.stderr, flush=True))
-        first = launch.global_rank - launch.local_rank
+        first = self.nodes.first(launch.global_rank)
         self.prepared += 1
         key, done, result = f"first_on_node/{self.prepared}/{first}", "failed", None
-        prepared = launch.local_rank == 0 or self._wait(key, doing, first, timeout_s, say)
+        prepared = launch.global_rank == first or self._wait(key, doing, first, timeout_s, say)
         with self.comm.together(doing):
             try:
                 if prepared:  # if not, that rank's error is everybody's
                     result = work()
                     done = "done"
             finally:
-                if launch.local_rank == 0:
+                if launch.global_rank == first:
                     self.store.set(key, done)
         return cast("T", result)
 
@@ -215,7 +252,7 @@ class World:
         """Whether the rank `first` has done it."""
         assert self.store is not None
         began, told, mine = time.monotonic(), 0.0, self.launch.global_rank
-        speaks, whom = self.launch.local_rank == 1, f"rank {first} on {platform.node()} ({doing})"
+        speaks, whom = self.nodes.second(mine), f"rank {first} on {platform.node()} ({doing})"
         while not self.store.check([key]):
             waited = time.monotonic() - began
             if waited > timeout_s:
@@ -277,9 +314,31 @@ class World:
         self.store = None
 
 
+class Venue:
+    """Where processes of different launches meet: notes kept by the process that opens it, at `address` (host:port)."""
+
+    def __init__(self, host: str) -> None:
+        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.address = f"{host}:{self.store.port}"
+
+
+def meet_at(address: str, name: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """A gloo backend of `size` ranks that meet at a `Venue` under a name that is used once. Raises `RuntimeError` where one of
+    them does not come. Collective: these ranks.
+    """
+    host, _, port = address.rpartition(":")
+    notes = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, notes), rank, size, timeout)
+
+
 def backends() -> tuple[bool, bool]:
     """Whether this torch has gloo, and NCCL."""
     return dist.is_gloo_available(), dist.is_nccl_available()
+
+
+def pending_type() -> Any:
+    """What a communication under way is; whoever needs its result calls `wait` on it, DeepSpeed too."""
+    return dist.Work
 
 
 def pick_device(launch: Launch) -> torch.device:

@@ -56,6 +56,9 @@ class Precision:
     bf16: bool
     offload: bool
     live: int = 10**9  # parameters that ZeRO 3 may hold whole at a time
+    bucket: int = 5 * 10**8  # gradients that are reduced at a time; 0: as many as the square of the hidden size
+    sub_group: int = 10**9  # parameters of a shard that ZeRO 3 updates at a time
+    offload_param: bool = False  # the shards of the weights too
 
 
 def read(path: str | None, bf16: bool, notice: Callable[[str], None]) -> tuple[dict[str, Any], Precision]:
@@ -63,8 +66,13 @@ def read(path: str | None, bf16: bool, notice: Callable[[str], None]) -> tuple[d
 
     Raises `UsageError` naming the key, its value and what to use. `notice` gets a line per dropped block.
     """
-    config = load(path) if path else {"zero_optimization": {"stage": 0}}
-    name = Path(path).name if path else "the default"
+    if path:
+        return check(load(path), Path(path).name, bf16, notice)
+    return check({"zero_optimization": {"stage": 0}}, "the default", bf16, notice)
+
+
+def check(config: dict[str, Any], name: str, bf16: bool, notice: Callable[[str], None]) -> tuple[dict[str, Any], Precision]:
+    """The same for what a file holds; `name` is what messages call it. `config` is changed."""
     for key, instead in OURS.items():
         if key in config:
             value = config.pop(key)
@@ -85,8 +93,11 @@ def read(path: str | None, bf16: bool, notice: Callable[[str], None]) -> tuple[d
     offload = check_offload(zero, stage, name)
     asked = block_of(config, "bf16", '{"enabled": true}', name).get("enabled", "auto")
     bf16 = bf16 if asked == "auto" else bool(asked)
-    live = zero.get("stage3_max_live_parameters", "auto")
-    return config, Precision(stage, bf16, offload, *([int(live)] if live != "auto" else []))
+    sizes = {"live": "stage3_max_live_parameters", "bucket": "reduce_bucket_size", "sub_group": "sub_group_size"}
+    given = {field: int(zero[key]) for field, key in sizes.items() if zero.get(key, "auto") != "auto"}
+    if zero.get("reduce_bucket_size") == "auto":
+        given["bucket"] = 0
+    return config, Precision(stage, bf16, offload, offload_param="offload_param" in zero, **given)
 
 
 def for_pipeline(config: dict[str, Any], precision: Precision, notice: Callable[[str], None]) -> tuple[dict[str, Any], Precision]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 2**24  # elements that are worked on at a time
+CHUNK = 2**22  # elements that are worked on at a time: 16 MiB of each vector
 
 
 @dataclass(frozen=True)

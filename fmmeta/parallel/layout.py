@@ -19,6 +19,7 @@ class Launch:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    node: str = ""  # the launcher's number of the node; empty where it does not say
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Launch:
@@ -27,7 +28,8 @@ class Launch:
             world_size = number(env, "WORLD_SIZE")
             local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or str(world_size)
             launch = cls(number(env, "RANK"), world_size, number(env, "LOCAL_RANK", 0), int(local),
-                         env.get("MASTER_ADDR", "127.0.0.1"), number(env, "MASTER_PORT", 29500))  # fmt: skip
+                         env.get("MASTER_ADDR", "127.0.0.1"), number(env, "MASTER_PORT", 29500),
+                         env.get("GROUP_RANK") or env.get("CROSS_RANK") or "")  # torchrun's, deepspeed's  # fmt: skip
         elif "SLURM_PROCID" in env and number(env, "SLURM_STEP_NUM_TASKS", number(env, "SLURM_NTASKS", 1)) > 1:
             launch = cls.from_slurm(env)
         else:
@@ -49,6 +51,7 @@ class Launch:
             local_world_size=int(re.match(r"\d+", per_node).group()) if re.match(r"\d+", per_node) else world_size,  # type: ignore[union-attr]
             master_addr=env.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1"),
             master_port=number(env, "MASTER_PORT", 20000 + number(env, "SLURM_JOB_ID", 0) % 20000),
+            node=env.get("SLURM_NODEID", ""),
         )
 
 

@@ -156,7 +156,7 @@ class Worker(ABC):
         """Inner product over the whole model. Collective: group (none if replicated)."""
         product = torch.zeros((), dtype=torch.float64, device=self.device)
         for run in self.params.counted():
-            for x, y in zip(a[run].split(2**22), b[run].split(2**22), strict=True):  # in pieces: fp64 copies are twice the size
+            for x, y in zip(a[run].split(CHUNK), b[run].split(CHUNK), strict=True):  # in pieces: fp64 copies are twice the size
                 product += torch.dot(x.to(self.device).double(), y.to(self.device).double())
         return float(product if self.params.replicated else self.group.sum_(product))
 

@@ -87,6 +87,7 @@ class Dealer:
     """How a group cuts sets into micro-batches: this rank's share, at most `micro_batch_size` rows at a time.
 
     pack: function from rows (longest first) and a least number of sequences to packed sequences, which then count as rows.
+    max_tokens: of a micro-batch, padding included, unless one row alone has more; 0: whatever the rows have.
     """
 
     pad_token_id: int
@@ -94,6 +95,7 @@ class Dealer:
     group_rank: int = 0
     group_size: int = 1
     pack: Callable[[Sequence[Example], int], list[Example]] | None = None
+    max_tokens: int = 0
 
     def deal(self, examples: Sequence[Example], classes: int = 0) -> list[MicroBatch]:
         """This rank's micro-batches of a set; as many as every other rank of the group gets.
@@ -104,10 +106,36 @@ class Dealer:
         ordered = sorted(examples, key=lambda example: len(example.input_ids), reverse=True)
         if self.pack is not None:
             ordered = self.pack(ordered, self.group_size)
-        rounds = -(-len(ordered) // (self.group_size * self.micro_batch_size))
-        parts = even_parts(ordered, rounds * self.group_size)[self.group_rank :: self.group_size]
+        parts = self._cut(ordered)[self.group_rank :: self.group_size]
         pad = self.pad_token_id
         return [collate(part, 1 / total, pad, classes) if part else collate(ordered[-1:], 0.0, pad, classes) for part in parts]
+
+    def _cut(self, ordered: Sequence[Example]) -> list[Sequence[Example]]:
+        """As many micro-batches of each rank, whose turns come one after the other."""
+        if self.max_tokens:
+            return within(ordered, self.micro_batch_size, self.max_tokens, self.group_size)
+        rounds = -(-len(ordered) // (self.group_size * self.micro_batch_size))
+        return even_parts(ordered, rounds * self.group_size)
+
+
+def within(rows: Sequence[Example], most: int, tokens: int, multiple: int) -> list[Sequence[Example]]:
+    """Cut rows, longest first, into runs of at most `most` rows and `tokens` tokens with padding; a longer row is a run.
+
+    `multiple` divides their number: the largest runs are halved for it, and empty ones added where all have one row.
+    """
+    runs, begin = list[Sequence[Example]](), 0
+    while begin < len(rows):
+        size = max(1, min(most, tokens // len(rows[begin].input_ids)))
+        runs.append(rows[begin : begin + size])
+        begin += size
+    while len(runs) % multiple:
+        largest = max(range(len(runs)), key=lambda i: len(runs[i]) > 1 and len(runs[i]) * len(runs[i][0].input_ids))
+        whole = runs[largest]
+        if len(whole) == 1:
+            runs.append(rows[:0])
+        else:
+            runs[largest : largest + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+    return runs
 
 
 def even_parts(rows: Sequence[Example], count: int) -> list[Sequence[Example]]:

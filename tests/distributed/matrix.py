@@ -62,11 +62,21 @@ ALSO: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "offload_outer": {"offload_outer": True},
     "packing": {"packing": True},
+    "together": {"lora_r": 4, "task_batch": "2"},  # of 3 tasks
     "both": {"lora_r": 4, "gradient_checkpointing": True},
+    "delay": {"outer_delay": 1},  # test_delay.py has its cases
+    "wire": {"reduce_dtype": "bf16"},
+    "delay-wire": {"outer_delay": 1, "reduce_dtype": "bf16"},
     "lora-first": {"lora_r": 4, "lora_target_modules": ["layers.0.self_attn.q_proj"]},  # the last stage of two trains nothing
     "lora-last": {"lora_r": 4, "lora_target_modules": ["layers.2.self_attn.v_proj"]},  # the first stage trains nothing
 }
-EQUAL = {"gradient_checkpointing", "offload_outer", "packing"}  # the oracle knows nothing of what must not change theta
+EQUAL = {
+    "gradient_checkpointing",
+    "offload_outer",
+    "packing",
+    "task_batch",
+    "reduce_dtype",
+}  # the oracle knows nothing of what must not change theta
 VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, where they are more than the name
     "fomaml-rates": {"algorithm": "fomaml", "inner_lr_learned": "layer", "inner_optimizer": "momentum", "inner_momentum": 0.5,
                      "multi_step_loss_steps": 4, "rates_lr": 0.01},

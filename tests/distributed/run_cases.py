@@ -14,6 +14,7 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
 from fmmeta import build
@@ -78,9 +79,11 @@ def main(cases_file: str, out: str) -> None:
             export(folder / "model", run.theta, parts.worker, parts.frozen, config, plan.description, plan.tokenizer, ranks)
         if launch.global_rank == 0:
             save_file(theta, folder.with_suffix(".safetensors"))
-            adapters = [param.shape[0] for name, param in skeleton.named_parameters() if ".lora_A." in name]
+            adapters = [p.shape[0] for n, p in skeleton.named_parameters() if ".lora_A." in n]
             effects = {"gradient_checkpointing": bool(layers), "packing": parts.dealer.pack is not None,
-                       "offload_outer": run.state.outer.home.offload, "lora_r": max(adapters, default=0)}  # fmt: skip
+                       "offload_outer": run.state.outer.home.offload, "outer_delay": run.state.updates.delay,
+                       "reduce_dtype": {torch.float32: "", torch.bfloat16: "bf16"}[run.state.updates.wire],
+                       "lora_r": max(adapters, default=0)}  # fmt: skip
             facts = {"effects": {name: value for name, value in effects.items() if value},
                      "engine": type(parts.worker).__name__, "groups": list(parts.worker.params.groups),
                      "wrapper": type(parts.worker.engine.optimizer).__name__ if hasattr(parts.worker, "engine") else None,

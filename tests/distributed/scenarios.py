@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,10 @@ from fmmeta.models.load import load_learner
 from fmmeta.parallel import communicator
 from fmmeta.parallel.communicator import PeerError, World, pick_device
 from fmmeta.parallel.layout import Launch
+from fmmeta.progress import Progress
 from fmmeta.signals import Fault
+from fmmeta.start import Start
+from fmmeta.train import Run
 from fmmeta.workers import check_equal, fingerprint_of
 
 
@@ -127,6 +131,60 @@ def graph_of(node: Any) -> set[str]:
                 seen.add(below)
                 todo.append(below)
     return {each.name() for each in seen}
+
+
+def gathers(world: World, model: str, data: str) -> None:
+    """An outer step of 8 tasks under ZeRO 3 on 2 ranks, one by one and all in one pass: how often anything is gathered, and where
+    theta ends.
+    """
+    ends, ranks = {}, world.split(2)
+    for at_once in ("1", "8"):
+        config = Config(model_name_or_path=model, dataset=[data], task_type="causal_lm", lora_r=2, num_query=2, k_shot=2,
+                        group_size="2", deepspeed="ds_configs/zero3.json", meta_batch_size=8, task_batch=at_once, outer_steps=2,
+                        inner_steps=2, inner_lr=0.3, outer_optimizer="sgd", outer_lr=0.5, eval_episodes=0, save_steps=0,
+                        num_workers="0")  # fmt: skip
+        plan = build.plan(config, world, lambda text: None)
+        plan.deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # nothing stays gathered
+        parts = build.build(config, plan, ranks)
+        began = parts.theta.clone()
+        run = Run(config, plan, ranks, parts, Start(Path(tempfile.mkdtemp()), None, False), Progress(speaks=False))
+        run.resume()
+        ends[at_once] = run.theta, began, counted_steps(run)
+    (alone, began, counts), (together, _, fewer) = ends.values()
+    square = ranks.group.sum_(torch.stack([(alone - together).double().square().sum(), (alone - began).double().square().sum()]))
+    print(f"gathers {counts[1]} {fewer[1]} apart {float((square[0] / square[1]).sqrt()):.2e}")
+
+
+def counted_steps(run: Run) -> list[int]:
+    """All-gathers that torch was asked for in each outer step of a run."""
+    group = torch._C._distributed_c10d.ProcessGroup
+    verbs = [name for name in vars(group) if name.replace("_", "").startswith("allgather")]  # torch renames them
+    kept = {name: vars(group)[name] for name in verbs}
+    asked, counts, after = [0], list[int](), run._after_step
+
+    def counting(name: str) -> Any:
+        original = getattr(group, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            asked[0] += 1
+            return original(*arguments, **named)
+
+        return call
+
+    def step(*arguments: Any) -> None:
+        counts.append(asked[0])
+        asked[0] = 0
+        after(*arguments)
+
+    run._after_step = step  # type: ignore[method-assign]
+    for name in kept:
+        setattr(group, name, counting(name))
+    try:
+        run.loop()
+    finally:
+        for name, verb in kept.items():
+            setattr(group, name, verb)
+    return counts
 
 
 def odd_replicas(world: World) -> None:

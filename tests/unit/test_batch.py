@@ -10,8 +10,20 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fmmeta.meta.algorithms import RULES
 from fmmeta.models.losses import objective
-from fmmeta.tasks.batch import IGNORE, Dealer, Example, MicroBatch, collate
+from fmmeta.tasks.batch import IGNORE, Batches, Dealer, Example, MicroBatch, collate
+from tests.unit.learners import (
+    by_name,
+    config_of,
+    cosine_and_error,
+    episode_of,
+    llama,
+    meta_parameters,
+    setup_of,
+    told_by_oracle,
+    worker_of,
+)
 
 PAD, VOCAB, CLASSES = 0, 50, 4
 TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))
@@ -24,16 +36,18 @@ class Cut:
     rows: list[Example]
     group_size: int
     micro_batch_size: int
+    max_tokens: int = 0
 
     def by_rank(self) -> list[list[MicroBatch]]:
-        return [Dealer(PAD, self.micro_batch_size, rank, self.group_size).deal(self.rows) for rank in range(self.group_size)]
+        cut = (PAD, self.micro_batch_size)
+        return [Dealer(*cut, rank, self.group_size, None, self.max_tokens).deal(self.rows) for rank in range(self.group_size)]
 
     def all(self) -> list[MicroBatch]:
         return [batch for batches in self.by_rank() for batch in batches]
 
 
 @st.composite
-def cuts(draw, causal: bool | None = None) -> Cut:
+def cuts(draw, causal: bool | None = None, bounded: bool = False) -> Cut:
     causal = draw(st.booleans()) if causal is None else causal
     rows = []
     for number, length in enumerate(draw(st.lists(st.integers(2, 12), min_size=1, max_size=20))):
@@ -41,7 +55,8 @@ def cuts(draw, causal: bool | None = None) -> Cut:
         prompt = draw(st.integers(1, length - 1))
         labels = [IGNORE] * prompt + ids[prompt:] if causal else number % CLASSES
         rows.append(Example(ids, labels))
-    return Cut(rows, draw(st.integers(1, 4)), draw(st.integers(1, 6)))
+    budget = draw(st.integers(1, 40)) if bounded else 0
+    return Cut(rows, draw(st.integers(1, 4)), draw(st.integers(1, 6)), budget)
 
 
 def rows_of(batch: MicroBatch) -> list[tuple[tuple[int, ...], object]]:
@@ -60,13 +75,13 @@ def test_ranks_get_the_same_number_of_micro_batches(cut):
     assert rounds == {-(-len(cut.rows) // (cut.group_size * cut.micro_batch_size))}
 
 
-@given(cuts())
+@given(cuts() | cuts(bounded=True))
 def test_rows_that_count_are_the_set(cut):
     wanted = [(tuple(r.input_ids), r.labels if isinstance(r.labels, int) else tuple(r.labels)) for r in cut.rows]
     assert sorted((row for batch in cut.all() for row in rows_of(batch)), key=repr) == sorted(wanted, key=repr)
 
 
-@given(cuts())
+@given(cuts() | cuts(bounded=True))
 def test_weights_sum_to_one(cut):
     """Over rows for classes, over label tokens for causal_lm."""
     total = 0.0
@@ -133,3 +148,38 @@ def test_a_causal_row_is_right_when_every_label_token_is():
     batch = collate([Example([1, 2, 3], [IGNORE, 2, 3]), Example([1, 2, 4], [IGNORE, 2, 4])], 0.25, PAD)
     _, right, rows = objective(follows[batch.input_ids], batch)
     assert (int(right), int(rows)) == (1, 2)
+
+
+@given(cuts(bounded=True))
+def test_a_budget_of_tokens_holds_and_no_rank_waits(cut):
+    """Rows times the longest of them; equal numbers of micro-batches; no more of them than the budget and equal turns ask for."""
+    assert len({len(batches) for batches in cut.by_rank()}) == 1
+    for batch in cut.all():
+        assert batch.input_ids.numel() <= cut.max_tokens or len(batch.input_ids) == 1
+        assert len(batch.input_ids) <= cut.micro_batch_size
+    lengths, least, at = sorted((len(row.input_ids) for row in cut.rows), reverse=True), 0, 0
+    while at < len(lengths):
+        at += max(1, min(cut.micro_batch_size, cut.max_tokens // lengths[at]))
+        least += 1
+    assert len(cut.all()) == -(-least // cut.group_size) * cut.group_size
+
+
+def test_short_rows_share_a_micro_batch_and_long_ones_do_not():
+    rows = [Example([1] * n, 0) for n in (4, 30, 4, 4, 31, 4)]
+    found = Dealer(PAD, 8, max_tokens=32).deal(rows)
+    assert [tuple(batch.input_ids.shape) for batch in found] == [(1, 31), (1, 30), (4, 4)]
+
+
+def test_a_budget_of_tokens_does_not_change_the_meta_gradient():
+    """FOMAML over micro-batches of a few tokens, against the oracle that knows none."""
+    learner = llama()
+    config, episode = config_of(learner, algorithm="fomaml"), episode_of(learner)
+    worker = worker_of(learner, config)
+    dealer = Dealer(0, 32, max_tokens=12)
+    batches = Batches(dealer.deal(episode.support), dealer.deal(episode.query))
+    assert len({len(batch.input_ids) for batch in batches.support}) > 1
+    found = RULES["fomaml"](setup_of(worker, config), 0).direction(worker, worker.read(), batches)
+    wanted, _ = told_by_oracle(learner, config, episode)
+    here = meta_parameters(learner, config, by_name(worker, found.shards))
+    _, error = cosine_and_error(here, meta_parameters(learner, config, wanted))
+    assert error < 1e-5

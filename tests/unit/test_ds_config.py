@@ -38,7 +38,7 @@ def ds_file(tmp_path):
 def test_an_hf_file_works_as_it_is(ds_file):
     notices: list[str] = []
     config, precision = read(ds_file(HF), bf16=True, notice=notices.append)
-    assert precision == Precision(zero_stage=3, bf16=True, offload=False)
+    assert precision == Precision(zero_stage=3, bf16=True, offload=False, bucket=0)
     assert notices == [f"ds.json: {key} is auto and left to fmmeta ({instead})" for key, instead in OURS.items()]
     done = complete(config, precision, hidden_size=64)
     assert "auto" not in json.dumps(done)
@@ -145,7 +145,7 @@ def test_bf16_is_an_object(ds_file):
 def test_offload_is_noticed(ds_file):
     zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "none"}}
     config, precision = read(ds_file({"zero_optimization": zero}), False, pytest.fail)
-    assert precision == Precision(3, False, True)
+    assert precision == Precision(3, False, True, offload_param=True)
     assert config["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from fmmeta.parallel.communicator import World
 from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.layout import Launch, Layout, Place, first_host
 from fmmeta.parallel.memory import Sizes, check_group_size, choose_group_size, estimate
+from fmmeta.parallel.nodes import Nodes
 from tests.unit.helpers import refusal
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
@@ -81,25 +84,60 @@ def test_layout_reads_as_words():
     assert str(Layout(Launch(0, 1), 1)) == "1 group of 1 rank"
 
 
-SIZES = Sizes(params=1000, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=10)
+SIZES = Sizes(params=1000, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=10, directions=1)
 ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
 
 
-@pytest.mark.parametrize(("stage", "bf16", "group_size", "kinds"), [
-    (0, False, 4, (4000, 8000, 0, 20000)),  # in fp32 the weights are the masters
-    (0, True, 4, (2000, 8000, 4000, 20000)),
-    (0, False, 1, (4000, 4000, 0, 20000)),
-    (1, False, 4, (4000, 4000, 1000, 5000)),
-    (2, True, 4, (2000, 1000, 1000, 5000)),
-    (3, True, 4, (500, 2000, 1000, 5000)),
-    (3, False, 1, (4000, 8000, 4000, 20000)),
+@pytest.mark.parametrize(("stage", "bf16", "group_size", "kinds", "buffers", "staging"), [
+    (0, False, 4, (4000, 4000, 0, 20000), 0, 4000),  # in fp32 the weights are the masters; gradients flattened for a reduction
+    (0, True, 4, (2000, 2000, 4000, 20000), 0, 6000),  # flattened, and once more in fp32
+    (0, False, 1, (4000, 4000, 0, 20000), 0, 0),
+    (0, True, 1, (2000, 4000, 4000, 20000), 2000, 6000),  # autograd's in bf16, added up in fp32
+    (1, False, 4, (4000, 4000, 1000, 5000), 0, 4000 + 1000),  # flattened, and the rank's part
+    (1, True, 4, (2000, 6000, 1000, 5000), 0, 4000),  # all of them in bf16 and in fp32
+    (2, False, 4, (4000, 1000, 1000, 5000), 4000, 8000),  # a bucket of all gradients, flattened
+    (2, True, 4, (2000, 1000, 1000, 5000), 2000, 2000 + 6000),
+    (3, True, 4, (500, 1000, 1000, 5000), 4000, 8000),
+    (3, False, 1, (4000, 4000, 4000, 20000), 4000, 8000),
 ])  # fmt: skip
-def test_estimate_by_hand(stage, bf16, group_size, kinds):
+def test_estimate_by_hand(stage, bf16, group_size, kinds, buffers, staging):
     found = estimate(SIZES, Precision(stage, bf16, False), group_size)
     assert (found.weights, found.gradients, found.master, found.meta) == kinds
+    assert (found.buffers, found.staging) == (buffers, staging)
     assert found.activations == ACTIVATIONS * (1 if bf16 else 2)
     assert found.gathered == (2000 if stage == 3 and group_size > 1 else 0)
-    assert (found.logits, found.total) == (0, sum(kinds) + found.gathered + found.activations)
+    assert (found.logits, found.total) == (0, sum(kinds) + found.gathered + found.activations + buffers)
+
+
+def test_the_peak_is_the_fuller_of_two_moments():
+    small = replace(SIZES, rows=1, tokens=1)
+    found = estimate(small, Precision(2, False, False), 4)
+    assert found.activations == 4 * (34 * 8 + 5 * 4)
+    assert found.total == 4000 + 1000 + 1000 + 5000 + 8000  # the reduction, when activations are gone
+    assert str(found).split(" = ")[0].split(" + ")[-1].startswith("staging")
+    early = estimate(SIZES, Precision(2, False, False, bucket=100), 4)
+    assert (early.buffers, early.staging) == (8 * 100, 1000)  # reduced while the backward pass runs; then a step's own copy
+    assert estimate(SIZES, Precision(2, False, False, bucket=0), 4).buffers == 8 * 8**2  # "auto": the square of the hidden size
+    whole = estimate(replace(SIZES, lazy=False), Precision(1, False, False), 4)
+    assert (whole.buffers, whole.staging) == (4 * 5 * 10**8, 4 * 5 * 10**8 + 1000)  # a GPU has the bucket whole
+
+
+def test_shards_that_algorithms_keep():
+    more = replace(SIZES, kept=5, trajectory=3, moments=1)
+    found = estimate(more, Precision(1, False, False), 4)
+    assert (found.kept, found.moments, found.host) == (8 * 1000, 1000, 0)
+    part = estimate(replace(more, budget=2500), Precision(1, False, False), 4)
+    assert (part.kept, part.host) == (7 * 1000, 1000)  # two of three fit into the budget
+
+
+def test_offload_moves_the_shards_of_a_gpu():
+    precision = Precision(3, True, True, offload_param=True)
+    found = estimate(replace(SIZES, lazy=False), precision, 4)
+    assert (found.weights, found.master, found.meta, found.gradients) == (0, 0, 0, 0)
+    assert found.host == 500 + 1000 + 5000 + 1000
+    assert found.gathered == 2000
+    on_cpu = estimate(SIZES, precision, 4)
+    assert (on_cpu.weights, on_cpu.host) == (500, 0)  # it is the same memory
 
 
 def test_logits_are_counted_for_language_models():
@@ -116,6 +154,7 @@ def world_of(monkeypatch, world_size: int, local_world_size: int, free: int) -> 
     """A world of one process that believes in more ranks, `free` bytes on each."""
     world = World(Launch(), torch.device("cpu"))
     world.launch = Launch(0, world_size, 0, local_world_size)
+    world.nodes = Nodes(tuple(rank // local_world_size for rank in range(world_size)), ("n",) * (world_size // local_world_size))
     monkeypatch.setattr(memory, "free_bytes", lambda device, local: free)
     return world
 
@@ -141,8 +180,9 @@ def test_no_room_at_all(monkeypatch):
     sizes = Sizes(params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
     world = world_of(monkeypatch, 8, 4, 2**32)
     assert refusal(choose_group_size, world, sizes, Precision(2, False, False)) == (
-        "group_size=auto finds no room: 4 ranks of a group need weights 4 + gradients 1 + master 1 + meta 5 = 11 GiB each at "
-        "ZeRO 2, and 4 GiB are free; use a higher ZeRO stage, offload, more GPUs or a smaller --micro_batch_size"
+        "group_size=auto finds no room: 4 ranks of a group need weights 4 + gradients 1 + master 1 + meta 5 + buffers 3.73 "
+        "= 14.7 GiB each at ZeRO 2, and 4 GiB are free; use a higher ZeRO stage, offload, more GPUs or a smaller "
+        "--micro_batch_size"
     )
 
 
@@ -169,7 +209,7 @@ def test_a_group_holds_whole_models():
 def test_a_group_size_that_cannot_hold_the_model_is_refused(monkeypatch):
     sizes = Sizes(params=2**28, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
     world = world_of(monkeypatch, 8, 8, 4 * 2**30)
-    precision = Precision(3, False, False, 2**26)
+    precision = Precision(3, False, False, 2**26, bucket=2**24)
     assert refusal(check_group_size, world, sizes, precision, 1) == (
         "group_size=1 needs weights 1 + gradients 1 + meta 5 = 7 GiB per rank at ZeRO 0, and 4 GiB are free; use group_size 4 "
         "or 8"

@@ -1,0 +1,222 @@
+"""What a lost group costs: groups of an elastic run are killed at random, and started again, while it goes on.
+
+    python -m benchmarks.elastic --kills 10 --json benchmarks/results/elastic.json
+
+Every kill is a SIGKILL for all processes of a group, at a random moment of a random one of those that take part; one is always
+left. The run has to finish; every outer step has to have used the whole meta-batch; theta has to be where a run of one process
+without groups, lighthouse and kills ends (parity: |theta - its| / |its - theta_0|).
+
+Reported per kill: the seconds between the first attempt at a step and the one that succeeded (what was computed in vain, and
+waiting until the dead count as gone), and what the run took longer than without kills, divided by their number. `--task_seconds`
+stands for the computation of a larger model: every task also sleeps. When all kills are done, it sleeps no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from benchmarks.common import spread, write_json
+from fmmeta import Config, MetaTrainer
+from fmmeta.models.load import describe, load_learner
+from fmmeta.supervisor import ElasticConfig as Elastic
+from fmmeta.supervisor import Group, Supervisor
+from fmmeta.tasks.transforms import TextEpisode
+
+SLEEP = "FMMETA_TASK_SECONDS"  # a file with a number; none: do not sleep
+TASKS = 3  # of a meta-batch
+ROLL = re.compile(r"outer step (\d+): \d+ groups? \((.*)\)")
+
+
+def slowly(episode: TextEpisode, rng: object) -> TextEpisode:
+    """A transform that changes nothing and takes its time."""
+    file = Path(os.environ.get(SLEEP, "/nonexistent"))
+    if file.is_file():
+        time.sleep(float(file.read_text() or 0))
+    return episode
+
+
+class Trial:
+    """A run with kills. `log`: every line that its groups print."""
+
+    def __init__(self, settings: dict[str, Any], task_seconds: float) -> None:
+        self.folder, self.log = Path(settings["output_dir"]), list[str]()
+        self.roll: tuple[float, set[str]] = (0.0, set())  # when, and who takes part, as last said
+        self.file = self.folder.with_suffix(".seconds")
+        self.file.write_text(str(task_seconds))
+        os.environ[SLEEP] = str(self.file)
+        self.supervisor = Supervisor(Elastic(**settings), self.hear)
+        self.code: int | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.kills: list[dict[str, Any]] = []
+
+    def _run(self) -> None:
+        self.code = self.supervisor.run()
+
+    def hear(self, line: str) -> None:
+        self.log.append(line)
+        if found := ROLL.search(line):
+            self.roll = time.monotonic(), {name.strip() for name in found[2].split(",")}
+
+    def start(self) -> float:
+        self.began = time.monotonic()
+        self.thread.start()
+        return self.began
+
+    @property
+    def taking_part(self) -> set[str]:
+        """Groups of the last roll that have not been killed since."""
+        since, named = self.roll
+        return named - {kill["group"] for kill in self.kills if kill["at"] >= since}
+
+    def wait_for(self, enough: int, timeout_s: float) -> None:
+        """Until so many groups take part. Raises `TimeoutError`."""
+        deadline = time.monotonic() + timeout_s
+        while len(self.taking_part) < enough:
+            if time.monotonic() > deadline or not self.thread.is_alive():
+                raise TimeoutError(f"{self.taking_part} take part after {timeout_s} s\n" + "\n".join(self.log[-40:]))
+            time.sleep(0.05)
+
+    def kill(self, group: Group) -> None:
+        self.kills.append({"group": group.name, "at": time.monotonic(), "left": len(self.taking_part) - 1})
+        group.kill()
+
+    def hurry(self) -> None:
+        self.file.unlink(missing_ok=True)
+
+    def end(self, timeout_s: float) -> float:
+        """Wait for the end of the run; seconds that it took."""
+        self.thread.join(timeout_s)
+        if self.thread.is_alive():
+            for group in self.supervisor.groups:
+                group.kill()
+            raise TimeoutError(f"the run goes on after {timeout_s} s\n" + "\n".join(self.log[-60:]))
+        return time.monotonic() - self.began
+
+
+def at_random(trial: Trial, kills: int, mean_s: float, rng: random.Random) -> None:
+    """Kill any group that takes part at any time, but not the last one."""
+    by_name = {group.name: group for group in trial.supervisor.groups}
+    while len(trial.kills) < kills:
+        trial.wait_for(2, 600)
+        time.sleep(rng.expovariate(1 / mean_s))
+        if len(trial.taking_part) > 1:
+            trial.kill(by_name[rng.choice(sorted(trial.taking_part))])
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def theta_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """theta out of the files of a checkpoint, by parameter."""
+    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for file in sorted(checkpoint.glob("shard-*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                if key.startswith("theta/"):
+                    name, _, offset = key.removeprefix("theta/").partition("@")
+                    parts.setdefault(name, []).append((int(offset), opened.get_tensor(key)))
+    return {name: torch.cat([part for _, part in sorted(found, key=lambda one: one[0])]) for name, found in sorted(parts.items())}
+
+
+def parity(config: Config, folder: Path, other: Path) -> float:
+    """|theta - other's| / |other's - theta_0|, at the last outer step of both."""
+    mine, wanted = (theta_of(one / f"checkpoint-{config.outer_steps}") for one in (folder, other))
+    assert list(mine) == list(wanted)
+    begun = dict(load_learner(config, describe(config)).named_parameters())
+    off = sum(float((mine[name] - wanted[name]).double().square().sum()) for name in wanted)
+    far = sum(float((begun[name].detach().flatten() - wanted[name]).double().square().sum()) for name in wanted)
+    return (off / far) ** 0.5
+
+
+def undisturbed(settings: dict[str, Any], folder: Path) -> Config:
+    """The same run in this process alone: no groups, no kills."""
+    own = ("groups", "ranks_per_group", "heartbeat_timeout", "max_restarts", "deepspeed")
+    kept: dict[str, Any] = {name: value for name, value in settings.items() if name not in own} | {"output_dir": str(folder)}
+    config = Config(**kept)
+    MetaTrainer(config).train()
+    return config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--groups", type=int, default=3)
+    parser.add_argument("--every", type=float, default=10.0, help="mean seconds between kills")
+    parser.add_argument("--outer_steps", type=int, default=200)
+    parser.add_argument("--task_seconds", type=float, default=0.5)
+    parser.add_argument("--heartbeat_timeout", type=float, default=3.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=3000)
+    parser.add_argument("--json", default=None)
+    parser.add_argument("--folder", default=None, help="keep the runs there")
+    parser.add_argument("--compare", action="store_true", help="the run with kills is in --folder already")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(args.folder or place)
+        settings = {"groups": args.groups, "output_dir": str(folder / "killed"), "outer_steps": args.outer_steps,
+                    "eval_episodes": 0, "logging_steps": 1, "save_steps": 50, "meta_batch_size": TASKS, "k_shot": 1,
+                    "num_query": 2, "inner_steps": 1, "num_workers": "0", "episode_transforms": ["benchmarks.elastic:slowly"],
+                    "heartbeat_timeout": args.heartbeat_timeout, "max_restarts": 10 * args.kills}  # fmt: skip
+        if not args.compare:
+            (folder / "facts.json").write_text(json.dumps(measure(settings, args), indent=1))
+        facts = json.loads((folder / "facts.json").read_text())
+        config = undisturbed(settings, folder / "plain")
+        lines = lines_of(folder / "killed")
+        results = {
+            **vars(args), **facts,
+            "steps_logged_once_each": [line["step"] for line in lines] == list(range(1, args.outer_steps + 1)),
+            "whole_meta_batch_in_every_step": all(line["tasks"] == TASKS for line in lines),
+            "groups_seen": sorted({line["groups"] for line in lines}), "retried_attempts": sum(line["retries"] for line in lines),
+            "parity": parity(config, folder / "killed", folder / "plain"),
+        }  # fmt: skip
+    print(json.dumps(results, indent=1))
+    write_json(args.json, results)
+    sys.exit(
+        0 if results["whole_meta_batch_in_every_step"] and results["steps_logged_once_each"] and not facts["exit_code"] else 1
+    )
+
+
+def measure(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The run with kills: how it ended, and what each kill cost."""
+    trial = Trial(settings, args.task_seconds)
+    trial.start()
+    trial.wait_for(args.groups, 300)
+    time.sleep(5 * args.task_seconds)  # a few steps for comparison
+    began, before = time.monotonic(), len(lines_of(trial.folder))
+    at_random(trial, args.kills, args.every, random.Random(args.seed))
+    trial.wait_for(args.groups, 300)
+    took, after = time.monotonic() - began, len(lines_of(trial.folder))
+    trial.hurry()
+    trial.end(args.timeout)
+    lines = lines_of(trial.folder)
+    lost = [line["lost_seconds"] for line in lines[before:after] if line["retries"]]
+    joined = [line["lost_seconds"] for line in lines[before:after] if line["lost_seconds"] and not line["retries"]]
+    quiet = [line["seconds"] for line in lines[:after] if line["groups"] == args.groups and not line["lost_seconds"]]
+    step = statistics.median(quiet) if quiet else float("nan")
+    return {
+        "exit_code": trial.code, "killed": [{**kill, "at": round(kill["at"] - began, 2)} for kill in trial.kills],
+        "restarts": {group.name: group.starts - 1 for group in trial.supervisor.groups},
+        "heals": sum("healed from" in line for line in trial.log), "seconds_of_a_step": step,
+        "lost_seconds_of_a_kill": spread(lost) if lost else None, "seconds_of_a_join": spread(joined) if joined else None,
+        "seconds_with_kills": took, "steps_meanwhile": after - before,
+        "longer_per_kill": (took - step * (after - before)) / args.kills,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

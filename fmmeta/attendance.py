@@ -1,0 +1,254 @@
+"""Who is there for an outer step, and what a run does when groups come and go (--elastic).
+
+    of_step    roll call -> heal -> change of writer -> the step; a group lost meanwhile: the same step once more, newly dealt
+    end        a last roll call, so that one of those who are there writes the model
+    leave      be missed by nobody
+
+A group heals from the one furthest on: theta, outer optimizer, position, everything that a checkpoint holds, rank by rank and bit
+for bit. Nothing that a step computes counts before all its sums have arrived, so that abandoning one needs no undoing. If a sum
+has arrived at some groups and not at others, those that have it are a step ahead, and the others heal from them.
+
+One group writes checkpoints, metrics and the model: the one that did so before, else the first by name. It holds the folder's
+lock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fmmeta import checkpoint
+from fmmeta.config import Config, UsageError, changed_settings
+from fmmeta.feed import Feed
+from fmmeta.guard import Guard
+from fmmeta.journal import Journal
+from fmmeta.parallel.communicator import Communicator, Ranks
+from fmmeta.parallel.crew import Crew, Everyone, Lost, Roll
+from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.worker import Worker
+from fmmeta.record import read_run, settings_of
+from fmmeta.signals import Fault
+from fmmeta.start import hold
+from fmmeta.state import State
+
+LIGHTHOUSE_S = 120.0  # that a silent lighthouse is put up with
+MOST = 100  # attempts at one outer step
+LOCK_S = 2.0  # that a group which is to write waits for the lock at an outer step; it asks again at the next
+
+
+class Running(Protocol):
+    """What is looked at and moved of a run (train.py)."""
+
+    folder: Path
+    guard: Guard
+    feed: Feed
+    worker: Worker
+    state: State
+    journal: Journal
+
+    def begin_writing(self) -> None: ...
+
+
+class Steady:
+    """All groups are there from the beginning to the end, or the run ends."""
+
+    writes = True
+
+    @contextmanager
+    def of_step(self, run: Running) -> Iterator[None]:
+        yield
+
+    def goes(self, guard: Guard) -> bool:
+        return False
+
+    def count(self, tasks: int, wanted: int) -> None: ...
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def end(self, run: Running) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+class Elastic:
+    """One for a run of a group."""
+
+    def __init__(self, config: Config, crew: Crew, ranks: Ranks, notice: Any) -> None:
+        self.config, self.crew, self.ranks, self.notice = config, crew, ranks, notice
+        self.roll: Roll | None = None
+        self.lock: Any = None
+        self.writes = self.over = False
+        self.called: int | None = None  # the outer step of the last roll call
+        self.began: float | None = None  # the first attempt at this outer step
+        self.retries, self.lost_s, self.tasks = 0, 0.0, 0
+
+    @contextmanager
+    def of_step(self, run: Running) -> Iterator[None]:
+        """An attempt at an outer step; a group that is lost meanwhile costs it. Collective: everyone."""
+        counts = dict(run.state.tasks)
+        try:
+            self._call(run)
+            counts = dict(run.state.tasks)
+            yield
+        except Lost as lost:
+            self.retries += 1
+            if self.retries > MOST:
+                where = f"outer step {run.state.outer_step + 1} was begun {MOST} times in vain"
+                raise Fault(f"{where} ({lost}); look at the network between the groups") from None
+            self.notice(f"outer step {run.state.outer_step + 1} is begun anew: a group is lost ({lost})")
+            run.state.updates.meta.clear()
+            run.state.tasks = counts
+            run.feed.redeal(counts)
+
+    def goes(self, guard: Guard) -> bool:
+        """Whether this group, asked to stop, leaves the others its tasks of this step."""
+        guard.stop = guard.stop or guard.left
+        return guard.left
+
+    def count(self, tasks: int, wanted: int) -> None:
+        """The tasks of all groups must be the meta-batch, whoever was there. Raises `Fault`."""
+        self.tasks = tasks
+        if tasks != wanted:
+            raise Fault(f"{tasks} tasks were learned from in an outer step of {wanted}: the groups disagree who they are")
+
+    def facts(self) -> dict[str, Any]:
+        """Of the outer step that has ended, for metrics.jsonl."""
+        told = {"groups": self.crew.size, "tasks": self.tasks, "retries": self.retries, "lost_seconds": round(self.lost_s, 3)}
+        self.began, self.retries, self.lost_s = None, 0, 0.0
+        return told
+
+    def end(self, run: Running) -> None:
+        """All outer steps are done: find out who writes. Collective: everyone."""
+        while run.state.outer_step == self.config.outer_steps and self.called != run.state.outer_step and not self.over:
+            with self.of_step(run):
+                pass
+        if self.over:
+            self.notice("the run is finished; nothing is left to do")
+        elif self.roll is not None and self.roll.writer == self.roll.here and not self.writes and not run.guard.stop:
+            self._write_from_here(run, 120.0)
+
+    def leave(self) -> None:
+        self.crew.leave()
+
+    def _call(self, run: Running) -> None:
+        """Who is there; then be like the others. Collective: everyone."""
+        run.guard.begin_stage("waiting for the other groups")
+        self.began = self.began or time.monotonic()
+        self.crew.writes, self.crew.bytes_sent = self.writes, 0  # what an attempt in vain has sent is not the step's
+        before = None if self.roll is None else [member.name for member in self.roll.members]
+        roll = self.crew.form(run.state.outer_step, LIGHTHOUSE_S)
+        names = [member.name for member in roll.members]
+        root, mine = roll.members[roll.root], roll.members[roll.here]
+        if mine.mark != root.mark:
+            raise UsageError(f"group_name={mine.name}: its settings or its layout (group_size, ZeRO stage) are not those of "
+                             f"group {root.name}; start it with the same flags, or as a run of its own")  # fmt: skip
+        changed = names != before
+        if any(roll.heals(number) for number in range(len(names))):
+            self._heal(run, roll)
+        self.crew.fresh, self.called = False, run.state.outer_step
+        if changed or self.retries:
+            run.feed.redeal(run.state.tasks)
+            self.lost_s = time.monotonic() - self.began
+        every = self.config.check_replicas_steps
+        if changed or (every and run.state.outer_step % every == 0):
+            run.guard.check_replicas(run.state.outer_step, run.state.theta)
+        if roll.writer == roll.here and not self.writes:
+            self._write_from_here(run, LOCK_S)
+        self.roll = roll
+        if changed:
+            self.notice(f"outer step {run.state.outer_step + 1}: {len(names)} {'group' if len(names) == 1 else 'groups'} "
+                        f"({', '.join(name.rpartition(':')[0] for name in names)})")  # fmt: skip
+
+    def _heal(self, run: Running, roll: Roll) -> None:
+        """Those behind take over the root's state; nothing of it is used before all of it is there. Collective: everyone."""
+        cross, here, root = self.crew, roll.here == roll.root, roll.root
+        vectors, tables, state = run.state.give() if here else ({}, {}, {})
+        shapes = {name: list(table.shape) for name, table in tables.items()}
+        head = {"state": state, "line": run.journal.line, "vectors": list(vectors), "tables": shapes}
+        head = json.loads(broadcast_bytes(cross, json.dumps(head).encode() if here else b"", root))
+        for name in head["vectors"]:
+            vectors[name] = cross.broadcast_(vectors[name] if here else torch.empty(run.state.theta.shape), root)
+        for name, shape in head["tables"].items():
+            tables[name] = cross.broadcast_(tables[name] if here else torch.empty(shape), root)
+        if not roll.heals(roll.here):
+            return
+        before = run.state.outer_step
+        run.state.take(vectors, tables, head["state"])
+        run.worker.write(run.state.theta)
+        run.journal.line = head["line"]
+        whom = roll.members[root].name.rpartition(":")[0]
+        self.notice(f"healed from group {whom}: outer step {before} -> {run.state.outer_step}")
+        if self.writes:
+            run.journal.catch_up()
+
+    def _write_from_here(self, run: Running, patience_s: float) -> None:
+        """Take the folder's lock and write what the run writes; at the next step, if somebody still has it. Collective: group."""
+        first, refused = self.ranks.first, ""
+        if first:
+            try:
+                self.lock = hold(run.folder, patience_s, quiet=True)
+            except UsageError as error:
+                refused = str(error)
+        if any(self.ranks.world.gather_bytes(refused.encode())):
+            if patience_s > LOCK_S:
+                raise UsageError(refused or "another group holds the folder")
+            self.notice(f"cannot write yet: {refused}")
+            return
+        with self.ranks.world.together("beginning to write"):
+            if first:
+                checkpoint.put_back(run.folder)
+                self.over = bool((read_run(run.folder) or {}).get("finished"))
+        if any(self.ranks.world.gather_bytes(b"over" if self.over else b"")):  # by groups that have left before this one came
+            run.state.outer_step, self.over = self.config.outer_steps, True
+            return
+        with self.ranks.world.together("beginning to write"):
+            run.begin_writing()
+        self.writes = self.crew.writes = True
+        self.notice(f"this group writes the files of the run, from outer step {run.state.outer_step + 1} on")
+        run.journal.catch_up()
+
+
+def broadcast_bytes(comm: Communicator, payload: bytes, root: int) -> bytes:
+    """The root's bytes. Collective: comm."""
+    size = int(comm.broadcast_(torch.tensor([len(payload)]), root))
+    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.zeros(size, dtype=torch.uint8)
+    return comm.broadcast_(data, root).numpy().tobytes()
+
+
+def join(config: Config, own: Communicator) -> Crew | None:
+    """A crew that nobody has been called for yet; None without --elastic. Raises `UsageError`. Collective: world."""
+    if not config.elastic:
+        return None
+    lighthouse = config.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
+    if not lighthouse:
+        raise UsageError("elastic=True needs a lighthouse; start `fmmeta lighthouse` and give --lighthouse with what it prints, "
+                         "or use `fmmeta elastic`, which does both")  # fmt: skip
+    return Crew(own, lighthouse, config.group_name or f"{platform.node()}-{os.getpid()}")
+
+
+def with_crew(ranks: Ranks, crew: Crew | None, config: Config, fingerprint: str, worker: Worker, precision: Precision) -> Ranks:
+    """The communicators of a group in a crew."""
+    if crew is None:
+        return ranks
+    crew.mark = mark_of(settings_of(config, fingerprint), str(ranks.layout), worker.params.numel, precision)
+    return replace(ranks, cross=crew, crew=Everyone(ranks.world, crew))
+
+
+def mark_of(settings: Mapping[str, Any], layout: str, numel: int, precision: Precision) -> str:
+    """What groups must share to be one run: settings that change theta, and how theta is cut."""
+    fixed = {name: settings[name] for name in changed_settings(dict.fromkeys(settings, ...), dict(settings))}
+    return sha256(json.dumps([fixed, layout, numel, precision.zero_stage, precision.bf16], sort_keys=True).encode()).hexdigest()
+
+
+__all__ = ["Crew", "Elastic", "Steady", "join", "with_crew"]

@@ -1,0 +1,95 @@
+"""Adapters and heads with a task axis: rows of several tasks go through the frozen base together, each with its task's weights.
+
+    y = W x + (alpha / r) B_t A_t x        LoRA, rows of task t
+    y = W_t x + b_t                        a head, or what else is trained whole
+
+The rows of a task lie together, as many as every other task's: x [N B, ...] for N tasks. Values come from outside, by the names
+of the parameters that they stand in for; the modules' own parameters are neither read nor changed. The base is called once per
+pass for all tasks, through the modules that an engine watches, so that ZeRO 3 gathers it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmmeta.config import UsageError
+from fmmeta.models.learner import Learner
+from fmmeta.models.lora import ADAPTER
+
+Values = Mapping[str, Tensor]
+"""Name of a trained parameter -> [N, *shape]."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A frozen layer with an adapter beside it; names of A [r, in] and B [out, r]."""
+
+    layer: Any
+    names: tuple[str, str]
+
+    def call(self, values: Values, x: Tensor, *rest: Any, **named: Any) -> Tensor:
+        y = self.layer.base_layer(x, *rest, **named)
+        down, up = (values[name] for name in self.names)
+        low = per_task(x.to(down.dtype), down, None)
+        return y + per_task(low, up, None).view(y.shape).to(y.dtype) * self.layer.scaling[ADAPTER]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A linear layer that is trained itself; names of weight [out, in] and, where there is one, bias [out]."""
+
+    layer: nn.Linear
+    names: tuple[str, ...]
+
+    def call(self, values: Values, x: Tensor) -> Tensor:
+        weight, *bias = (values[name] for name in self.names)
+        return per_task(x.to(weight.dtype), weight, bias[0] if bias else None)
+
+
+def per_task(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [N B, ..., in], weight [N, out, in], bias [N, out] -> [N B, ..., out]."""
+    rows = x.reshape(len(weight), -1, x.shape[-1])
+    turned = weight.transpose(1, 2)
+    y = torch.bmm(rows, turned) if bias is None else torch.baddbmm(bias[:, None], rows, turned)
+    return y.view(*x.shape[:-1], weight.shape[1])
+
+
+class TaskAxis:
+    """Where a learner's trained parameters are used. Raises `UsageError` for those of other layers than linear ones."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.sites: list[Adapter | Whole] = []
+        trained = [name for name, param in learner.named_parameters() if param.requires_grad]
+        for name, module in learner.named_modules():
+            adapter = tuple(f"{name}.lora_{part}.{ADAPTER}.weight" for part in "AB")
+            own = tuple(f"{name}.{part}" for part, _ in module.named_parameters(recurse=False))
+            if hasattr(module, "base_layer") and set(adapter) <= set(trained):
+                self.sites.append(Adapter(module, (adapter[0], adapter[1])))
+            elif type(module) is nn.Linear and own and set(own) <= set(trained) and ".lora_" not in name:
+                self.sites.append(Whole(module, own))
+        self.names = [name for site in self.sites for name in site.names]
+        missing = [name for name in trained if name not in self.names]
+        if missing:
+            raise UsageError(f"task_batch: {missing[0]} is trained, and belongs to no linear layer nor to an adapter of one; use "
+                             "--task_batch 1")  # fmt: skip
+
+    @contextmanager
+    def of(self, values: Values) -> Iterator[None]:
+        """Inside, the learner computes with `values`. Backward passes with recomputation belong inside, too."""
+        for site in self.sites:
+            site.layer.forward = bound(site, values)
+        try:
+            yield
+        finally:
+            for site in self.sites:
+                del site.layer.forward
+
+
+def bound(site: Adapter | Whole, values: Values) -> Any:
+    return lambda *arguments, **named: site.call(values, *arguments, **named)

@@ -1,0 +1,38 @@
+"""`fmmeta plan`: from a config.json and a number of GPUs to the layouts that fit, and the command that runs the best one."""
+
+from __future__ import annotations
+
+import json
+
+from fmmeta.config import UsageError
+from fmmeta.planning import picture, show
+from fmmeta.planning.hardware import Profile, find, save
+from fmmeta.planning.layouts import Planner
+from fmmeta.planning.settings import PlanConfig
+
+
+def run(plan: PlanConfig) -> None:
+    """Print the plan. Raises `UsageError` where nothing fits."""
+    planner = Planner(plan, profile_of(plan))
+    layouts = planner.layouts()
+    fits = bool(layouts) and not layouts[0].lacking
+    if plan.json:
+        print(json.dumps(show.as_json(planner, layouts), indent=1))
+    elif fits:
+        print(show.text(planner, layouts))
+    if plan.picture is not None and layouts:
+        shown = [one for lora in (False, True) for one in show.best(layouts, lora, plan.top)] or layouts[: plan.top]
+        picture.write(plan.picture, picture.svg(shown, plan.gpu_memory_gib, f"Memory of {plan.model_name_or_path} by layout"))
+    if not fits:
+        raise UsageError(show.lacking(planner, layouts))
+
+
+def profile_of(plan: PlanConfig) -> Profile:
+    if not plan.calibrate:
+        return find(plan.profile or "h100")
+    from fmmeta.planning.calibrate import measure
+
+    profile = measure(plan)
+    if plan.save_profile is not None:
+        save(profile, plan.save_profile)
+    return profile

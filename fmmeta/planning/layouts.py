@@ -1,0 +1,150 @@
+"""What each way to spread a model needs, and how long its outer step takes: memory, work and machine brought together."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from fmmeta.config import Config, UsageError
+from fmmeta.models.learner import Learner
+from fmmeta.models.load import describe, empty_learner
+from fmmeta.parallel import ds_config
+from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.footprint import GIB, Estimate, Sizes, estimate
+from fmmeta.parallel.memory import HEADROOM, at_size
+from fmmeta.parallel.tensor import tensor_parallel_block
+from fmmeta.planning.hardware import Profile
+from fmmeta.planning.predict import Room, Seconds, step_seconds, task_seconds
+from fmmeta.planning.settings import ROWS, PlanConfig
+from fmmeta.planning.simulate import World, simulate
+from fmmeta.planning.sizes import held, part_sizes
+from fmmeta.planning.ways import Way, deepspeed_of, ways
+from fmmeta.planning.work import Products, Wire, needed_flops, products, task_work
+
+YEAR_S = 365.25 * 86400
+INTERVAL_S = 1800  # between checkpoints, where failures are simulated
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way and what comes of it on the GPUs that are planned for."""
+
+    way: Way
+    groups: int
+    rows: int  # of the largest micro-batch
+    memory: Estimate
+    lacking: float  # bytes; 0 where it fits
+    host_bytes: int  # of a node
+    wire: Wire  # of a rank and outer step, inside the group
+    cross_bytes: int  # the same across groups
+    task: Seconds  # of a mean task
+    step: Seconds  # of an outer step of equal tasks, without stragglers and failures
+    step_seconds: float  # with them
+    efficiency: float  # the flops that the tasks need, at the profile's rate, over the time of all GPUs
+
+
+class Planner:
+    """Plans for one PlanConfig. A model is built without storage, once with adapters and once without."""
+
+    def __init__(self, plan: PlanConfig, profile: Profile) -> None:
+        self.plan, self.profile = plan, profile
+        self.given = plan.run_settings()
+        self.base = Config(**self.given)
+        self.description = describe(self.base)
+        self.learner = lru_cache(maxsize=4)(self._learner)
+        self.products = lru_cache(maxsize=256)(self._products)
+        self.counted = lru_cache(maxsize=256)(self._counted)
+        self.refused: dict[str, int] = {}  # why ways were left out, and how many
+
+    def layouts(self) -> list[Layout]:
+        """All of them: those that fit first, the fastest first; then those that lack least."""
+        found = [layout for way in ways(self.plan) if (layout := self._largest(way))]
+        return sorted(found, key=lambda one: (one.lacking, one.step_seconds if not one.lacking else 0, one.memory.total))
+
+    def _largest(self, way: Way) -> Layout | None:
+        """With the most rows of a micro-batch that fit; None where the settings do not go together."""
+        plan, ranks = self.plan, min(self.plan.gpus, self.plan.gpus_per_node)
+        try:
+            config, precision = self.config_of(way), self.precision_of(way)
+            counted = self.counted(way.lora_r, way.stages, way.tensor)
+        except UsageError as error:
+            self.refused[str(error)] = self.refused.get(str(error), 0) + 1
+            return None
+        for rows in ROWS if plan.micro_batch_size is None else (plan.micro_batch_size,):
+            config = copy(config)
+            config.micro_batch_size = rows
+            sizes = part_sizes(config, self.description.hf_config, counted, self.profile.device == "cpu", way.data)
+            needed = estimate(sizes, precision, way.data)
+            lacking = max(0.0, needed.total - self.room, needed.host * ranks - self.host_room)
+            if not lacking:
+                break
+        return self._layout(replace(way, micro_batch_size=rows), config, precision, sizes, needed, lacking)
+
+    def _layout(self, way: Way, config: Config, precision: Precision, sizes: Sizes, needed: Estimate, lacking: float) -> Layout:
+        """What a way comes to."""
+        plan, ranks = self.plan, min(self.plan.gpus, self.plan.gpus_per_node)
+        room = Room(way.data, way.group_size, plan.gpus // way.group_size, way.group_size <= ranks, plan.gpus <= ranks)
+        asked, tokens = self.products(way.lora_r, way.stages, way.tensor), plan.row_tokens or plan.max_length
+        task = task_work(config, precision, sizes, asked, way.data, tokens)
+        one = task_seconds(task, sizes, precision, room, self.profile)
+        most = -(-plan.tasks // room.groups)
+        step = step_seconds(one, most, sizes, precision, room, self.profile)
+        outcome = simulate(self._world(room, one, step.total - most * one.total), plan.simulate_steps, plan.seed)
+        seconds = outcome.step * one.total / (1 - outcome.failing)
+        useful = plan.tasks * needed_flops(config, self.products(way.lora_r, 1, 1), tokens) / self.profile.matmul(precision.bf16)
+        cross = sizes.crossing * (sizes.params // (way.data if precision.zero_stage else 1)) if room.groups > 1 else 0
+        return Layout(way, room.groups, sizes.rows, needed, lacking, needed.host * ranks, task.wire * most, cross, one, step,
+                      seconds, useful / (plan.gpus * seconds))  # fmt: skip
+
+    def _world(self, room: Room, one: Seconds, fixed_s: float) -> World:
+        """What is simulated; its unit of time is a mean task's."""
+        plan = self.plan
+        rate = plan.failures_per_gpu_year * room.size * one.total / YEAR_S
+        away = 60 * plan.restart_minutes / one.total
+        return World(room.groups, plan.tasks, plan.task_spread, plan.task_noise, plan.slow_share, plan.slow_by,
+                     fixed_s / one.total, rate,
+                     plan.on_failure == "elastic", away, INTERVAL_S / one.total)  # fmt: skip
+
+    @property
+    def room(self) -> float:
+        return HEADROOM * self.plan.gpu_memory_gib * GIB
+
+    @property
+    def host_room(self) -> float:
+        return float("inf") if self.plan.host_memory_gib is None else HEADROOM * self.plan.host_memory_gib * GIB
+
+    def config_of(self, way: Way) -> Config:
+        """The run's settings; its own checks refuse what does not go together."""
+        return self._config(**way.settings(self.plan.bf16_planned))
+
+    def _config(self, **changes: Any) -> Config:
+        given = {**self.given, **changes}
+        if not given.get("lora_r"):  # what belongs to adapters goes with them
+            given = {name: value for name, value in given.items() if not name.startswith("lora_")}
+        return Config(**given)
+
+    def precision_of(self, way: Way) -> Precision:
+        settings, name = deepspeed_of(way), "the plan's file"
+        if self.plan.deepspeed is not None:
+            settings, name = ds_config.load(self.plan.deepspeed), self.plan.deepspeed
+        settings, precision = ds_config.check(settings, name, self.plan.bf16_planned, lambda text: None)
+        if way.stages > 1:
+            _, precision = ds_config.for_pipeline(settings, precision, lambda text: None)
+        if way.tensor > 1:
+            ds_config.for_tensor(precision)
+            tensor_parallel_block(self.description.hf_config, way.tensor)
+        return at_size(precision, way.group_size)
+
+    def _learner(self, lora_r: int) -> Learner:
+        alone = {"pipeline_stages": 1, "tensor_parallel_size": 1, "gradient_checkpointing": False}
+        return empty_learner(self._config(lora_r=lora_r, **alone), self.description)
+
+    def _counted(self, lora_r: int, stages: int, tensor: int) -> tuple[int, int]:
+        config = self._config(lora_r=lora_r, pipeline_stages=stages, tensor_parallel_size=tensor)
+        return held(config, self.learner(lora_r), self.description.hf_config)
+
+    def _products(self, lora_r: int, stages: int, tensor: int) -> Products:
+        config = self._config(lora_r=lora_r, pipeline_stages=stages, tensor_parallel_size=tensor)
+        return products(self.learner(lora_r), config)

@@ -1,0 +1,118 @@
+"""From work and a machine to seconds of an outer step.
+
+    step = tasks of the fullest group x task + outer step + cross
+    task = sum over passes (flops / matmul + wire / link + offloaded weights / PCIe + shard arithmetic / memory)
+
+A ring all-reduce of n bytes over M ranks sends 2 (M - 1) / M n per rank, gather and scatter half of it. In-group communication of
+ZeRO 3 is hidden behind computing as far as the profile says; nothing else is. What is left out: Python, kernels of few flops,
+loading (it goes on beside), evaluation and saving.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.footprint import Sizes
+from fmmeta.planning.hardware import Profile
+from fmmeta.planning.work import Task, Wire
+
+# Bytes that are read and written per element of a shard, or of the gradients, in fp32:
+UPDATE = 24  # theta -= rate g: 12; is g finite: 4; zeros: 4; a low-precision copy: 4
+CAPTURED = 28  # a direction: zeros, copy, restore, into the sum
+REDUCED = 24  # of all gradients: flattened, divided, copied back
+PLACED = {0: 0, 1: 16, 2: 16, 3: 24}  # of the shard: into the partition, flattened, into the weights
+WRITTEN = 8
+OUTER = 140  # mean, norm in fp64, AdamW's dozen reads and writes, write, zeros
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a group lies: its data ranks, all ranks, whether all of it and all of the groups are inside one node."""
+
+    data: int
+    size: int
+    groups: int
+    group_in_node: bool
+    all_in_node: bool
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one outer step of the fullest group: computing, in-group communication, shard arithmetic, cross reduction."""
+
+    compute: float
+    group: float
+    shards: float
+    cross: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.group + self.shards + self.cross
+
+
+def task_seconds(task: Task, sizes: Sizes, precision: Precision, room: Room, profile: Profile) -> Seconds:
+    """Of one task."""
+    compute = group = 0.0
+    for times, one in task.passes:
+        took = one.flops / profile.matmul(precision.bf16)
+        wire = wire_seconds(one.wire, precision.zero_stage, room, profile)
+        if not sizes.lazy:
+            wire += one.fetched / profile.host_link
+        if precision.zero_stage == 3:
+            wire -= profile.hidden * min(wire, took)
+        compute += times * (took + (profile.step_overhead if one.update else 0.0))
+        group += times * wire
+    shard = shard_of(sizes, precision, room)
+    engine = room.size > 1 or precision.offload
+    moved = task.updates * UPDATE * shard + CAPTURED * shard + task.writes * WRITTEN * shard
+    if engine:
+        stage = precision.zero_stage
+        moved += task.updates * ((REDUCED * sizes.params if room.data > 1 else 0) + PLACED[stage] * shard)
+    rate = profile.host_memory if precision.offload and not sizes.lazy else profile.memory
+    away = offloaded(task, sizes, precision, shard) / profile.host_link
+    return Seconds(compute, group, moved / rate + away, 0.0)
+
+
+def step_seconds(one: Seconds, tasks: float, sizes: Sizes, precision: Precision, room: Room, profile: Profile) -> Seconds:
+    """Of an outer step in which the fullest group runs `tasks` tasks."""
+    shard = shard_of(sizes, precision, room)
+    link = profile.group_link if room.all_in_node else profile.cross_link
+    cross = 2 * ring(room.groups) * sizes.crossing * shard / link + (profile.latency if room.groups > 1 else 0.0)
+    if (precision.offload or sizes.offload_outer) and not sizes.lazy:
+        cross += 8 * shard / profile.host_link if room.groups > 1 else 0.0
+    outer = OUTER * shard / (profile.host_memory if precision.offload and not sizes.lazy else profile.memory)
+    if sizes.offload_outer:
+        outer += 2 * 4 * (2 + sizes.moments) * shard / profile.host_link
+    if sizes.sums > 1:  # --outer_delay: behind the inner loops of the next outer step
+        cross = max(0.0, cross - tasks * one.compute)
+    return Seconds(tasks * one.compute, tasks * one.group, tasks * one.shards + outer, cross)
+
+
+def wire_seconds(wire: Wire, stage: int, room: Room, profile: Profile) -> float:
+    """Of a rank, one collective after the other. DeepSpeed reduces by all-reduce, but at ZeRO 3 it scatters (gloo makes that out
+    of an all-reduce); tensor ranks are neighbours inside a node.
+    """
+    link = profile.group_link if room.group_in_node else profile.cross_link
+    sums = 1 if stage == 3 and profile.device != "cpu" else 2
+    across = ring(room.data) * (wire.gather + sums * wire.reduce) + wire.send
+    inside = 2 * ring(room.size // room.data) * wire.tensor
+    return across / link + inside / profile.group_link + wire.collectives * profile.latency
+
+
+def ring(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def shard_of(sizes: Sizes, precision: Precision, room: Room) -> int:
+    return sizes.params // (room.data if precision.zero_stage > 0 else 1)
+
+
+def offloaded(task: Task, sizes: Sizes, precision: Precision, shard: int) -> float:
+    """Bytes of a task between device and host: with DeepSpeed's offload gradients and weights of each update, with
+    --offload_outer the restore of theta and the direction."""
+    if sizes.lazy:
+        return 0.0
+    if precision.offload:
+        return task.updates * (4 + (2 if precision.bf16 else 4)) * shard
+    return 8.0 * shard if sizes.offload_outer else 0.0

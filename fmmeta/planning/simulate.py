@@ -1,0 +1,134 @@
+"""Outer steps of many groups, simulated: what differing tasks, stragglers and failures leave of the machines' time.
+
+A step ends when its slowest group does: the time of a step is
+
+    max over groups g of  slow_g x sum of the times of g's tasks  +  fixed  (+ what failures cost)
+
+and efficiency is useful time over all time, useful being what the tasks would take spread evenly over groups that never wait.
+Tasks are dealt by expected size, as in a run (tasks/schedule.py: deal); they take what they take. docs/scaling.md derives it.
+Steps are arrays: S steps, G groups, N tasks per step. Nothing here is random but by `seed`, and nothing communicates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+TOKENS = 10_000  # an expected size of 1, as the dealer counts
+CHUNK = 2**22  # (step, group) pairs that are dealt at a time
+DRAWN = 100_000  # steps over which failures, which are rare, are drawn: the same ones again and again
+
+
+@dataclass(frozen=True)
+class World:
+    """What is simulated. Times are in units of a mean task's, unless they say otherwise.
+
+    spread: standard deviation of the logarithm of the tasks' sizes, which the dealer knows; noise: the same of what it does not
+    know. slow_share, slow_by: how often a group is slower in a step, and how many times. fixed: of a step, beside its tasks.
+    failure_rate: of one group, per unit of time. elastic: a failure costs the step in which it happens and `away` with fewer
+    groups; else all groups begin anew after `away`, from the last of the checkpoints that are `interval` apart.
+    """
+
+    groups: int
+    tasks: int
+    spread: float = 0.0
+    noise: float = 0.0
+    slow_share: float = 0.0
+    slow_by: float = 1.0
+    fixed: float = 0.0
+    failure_rate: float = 0.0
+    elastic: bool = False
+    away: float = 0.0
+    interval: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """efficiency: useful / total; waiting, failing, fixed: shares of the rest; step: mean without failures."""
+
+    efficiency: float
+    waiting: float
+    failing: float
+    fixed: float
+    step: float
+
+
+def simulate(world: World, steps: int = 200, seed: int = 0) -> Outcome:
+    """Run `steps` outer steps."""
+    times, taken = dealt(world.groups, world.tasks, world.spread, world.noise, steps, seed)
+    return outcome(world, times, taken, np.random.default_rng((seed, 1)))
+
+
+@lru_cache(maxsize=16)
+def dealt(groups: int, tasks: int, spread: float, noise: float, steps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Times of groups [S, G] and of tasks [S, N]; kept, since layouts of as many groups differ in the rest only."""
+    rng = np.random.default_rng((seed, 0))
+    sizes = lognormal(rng, spread, (steps, tasks))
+    taken = sizes * lognormal(rng, noise, sizes.shape)
+    return group_times(sizes, taken, groups), taken
+
+
+def group_times(sizes: np.ndarray, taken: np.ndarray, groups: int) -> np.ndarray:
+    """Time of each group [S, G] when tasks of expected `sizes` [S, N] take `taken` [S, N]."""
+    tokens = np.maximum(1, np.rint(TOKENS * sizes)).astype(np.int64)
+    owner = deal_steps(tokens, groups)
+    times = np.zeros((len(sizes), groups))
+    np.add.at(times, (np.arange(len(sizes))[:, None], owner), taken)
+    return times
+
+
+def deal_steps(tokens: np.ndarray, groups: int) -> np.ndarray:
+    """The group of every task [S, N] of every step: what `deal` says to each row of `tokens` [S, N], all steps at once."""
+    if len(tokens) * groups > CHUNK and len(tokens) > 1:
+        return np.concatenate([deal_steps(part, groups) for part in np.array_split(tokens, 2)])
+    steps, rows = len(tokens), np.arange(len(tokens))
+    order = np.argsort(-tokens, axis=1, kind="stable")
+    load, count = np.zeros((steps, groups), np.int64), np.zeros((steps, groups), np.int64)
+    slack = 0.05 * tokens.sum(1) / groups
+    owner, far = np.zeros_like(tokens), np.iinfo(np.int64).max
+    for task in order.T:  # largest first
+        near = load <= (load.min(1) + slack)[:, None]
+        fewest = np.where(near, count, far)
+        best = np.where(fewest == fewest.min(1)[:, None], load, far).argmin(1)
+        owner[rows, task] = best
+        load[rows, best] += tokens[rows, task]
+        count[rows, best] += 1
+    return owner
+
+
+def outcome(world: World, times: np.ndarray, taken: np.ndarray, rng: np.random.Generator) -> Outcome:
+    """What steps with these times of groups [S, G] and tasks [S, N] come to; slowness and failures are drawn here."""
+    useful = taken.sum(1) / world.groups
+    slow = np.where(rng.random(times.shape) < world.slow_share, world.slow_by, 1.0)
+    length = (times * slow).max(1) + world.fixed
+    lost = 0.0
+    if world.failure_rate:
+        again = max(50, DRAWN // len(length))
+        lost = (elastic_losses if world.elastic else static_losses)(world, np.tile(length, again), rng) / again
+    total = float(length.sum() + lost)
+    return Outcome(float(useful.sum()) / total, float((length - world.fixed - useful).sum()) / total, lost / total,
+                   world.fixed * len(length) / total, float(length.mean()))  # fmt: skip
+
+
+def static_losses(world: World, length: np.ndarray, rng: np.random.Generator) -> float:
+    """Every failure of a group stops all of them: away, and what was done since the last checkpoint once more."""
+    failures = rng.poisson(world.failure_rate * world.groups * length).sum()
+    return float(failures * world.away + world.interval * rng.random(failures).sum())
+
+
+def elastic_losses(world: World, length: np.ndarray, rng: np.random.Generator) -> float:
+    """A step in which groups fail is done once more by the others; until they are back there are fewer groups."""
+    failed = rng.binomial(world.groups, -np.expm1(-world.failure_rate * length))
+    failed = np.minimum(failed, world.groups - 1)
+    steps_away = 1 + int(np.ceil(world.away / length.mean()))
+    missing = np.convolve(failed, np.ones(steps_away))[: len(failed)]
+    missing = np.minimum(missing, world.groups - 1)
+    slower = (length - world.fixed) * missing / (world.groups - missing)
+    return float(length[failed > 0].sum() + slower.sum())
+
+
+def lognormal(rng: np.random.Generator, sigma: float, shape: tuple[int, ...]) -> np.ndarray:
+    """Positive numbers with a mean of 1 whose logarithms have this standard deviation."""
+    return np.exp(rng.normal(-(sigma**2) / 2, sigma, shape)) if sigma else np.ones(shape)

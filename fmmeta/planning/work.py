@@ -1,0 +1,188 @@
+"""What one task asks of a rank: flops, bytes on the wire, bytes of vector arithmetic. Counted from the layout, not timed.
+
+Passes are those of meta/costs.py, micro-batches those of tasks/batch.py. On the wire counts the payload that a rank hands to a
+collective or sends, as `comm_bytes` in metrics.jsonl does:
+
+    gather     ZeRO 3: parameters, for each forward pass and each backward pass that finds them gone; ZeRO 1 and 2: updated ones
+    reduce     gradients, fp32: once a pass (ZeRO 0, 1), once a micro-batch (ZeRO 2, 3)
+    tensor     activations between tensor ranks: after attention and MLP (Shoeybi et al. 2019, section 3), and backward for each
+               product that is cut by columns, where Megatron has one sum for those that share their input
+    send       hidden states to the next stage with ids and mask, their gradients to the one before
+    cross      one reduction of the shard per outer step
+
+benchmarks/plan.py counts the same in real engines (tests/distributed/test_plan.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fmmeta.config import Config
+from fmmeta.meta.costs import passes
+from fmmeta.models.learner import Learner
+from fmmeta.models.stages import plan_cut
+from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.footprint import Sizes
+from fmmeta.parallel.tensor import cut_patterns
+from fmmeta.planning.sizes import micro_batches, rows_of, stage_rows
+
+COLUMNS = 5  # products cut by columns in a layer of parallel/tensor.py's plan: queries, keys, values, gate and up
+
+
+@dataclass(frozen=True)
+class Products:
+    """Matrix products of a model: weights that each token meets, in all, of its fullest stage, and per tensor rank."""
+
+    whole: int
+    trained: int  # of them, those whose gradients are taken
+    inside: int = 0  # of the whole, those in the layers: a head is not computed again
+    fullest: float = 1.0  # share of the fullest stage
+    width: int = 0  # layers x attention width: 4 T flops per token for each
+    matrices: int = 1  # that are gathered one by one
+
+    def flops(self, tokens: int, backward: bool, again: bool) -> float:
+        """Of one token in a row of `tokens`. again: layers are computed once more for the backward pass."""
+        forward = 2 * self.whole + 4 * self.width * tokens
+        if not backward:
+            return forward
+        layers = 2 * self.inside + 4 * self.width * tokens if again else 0
+        return 2 * forward + layers + 2 * self.trained + 4 * self.width * tokens
+
+
+def products(learner: Learner, config: Config) -> Products:
+    """Of a learner without storage. A tied output layer is a product too; embeddings are looked up."""
+    text = learner.hf.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 12)
+    width = getattr(text, "num_hidden_layers", 12) * heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    found = ((name, weight_of(module)) for name, module in learner.named_modules())
+    weights = [(name, weight) for name, weight in found if weight is not None]
+    whole, trained = (sum(w.numel() for _, w in weights if w.requires_grad or every) for every in (True, False))
+    inside = sum(w.numel() for name, w in weights if re.search(r"\.\d+\.", name))
+    if config.tensor_parallel_size > 1:
+        ranks, is_cut = config.tensor_parallel_size, cut_patterns(learner.hf.config)
+        away = sum(w.numel() - w.numel() // ranks for name, w in weights if is_cut(f"{name}.weight"))
+        return Products(whole - away, trained - away, inside - away, 1.0, width // ranks, len(weights))
+    if config.pipeline_stages == 1:
+        return Products(whole, trained, inside, 1.0, width, len(weights))
+    cut = plan_cut(learner, config.pipeline_stages)
+    parts = [0] * config.pipeline_stages
+    for name, weight in weights:
+        parts[cut.owner.get(f"{name}.weight", config.pipeline_stages - 1)] += weight.numel()
+    return Products(whole, trained, inside, max(parts) / whole, width, len(weights))
+
+
+def weight_of(module: nn.Module) -> torch.Tensor | None:
+    """The matrix of a linear layer (GPT-2's are transposed)."""
+    return getattr(module, "weight", None) if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" else None
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Payload bytes of one rank, by kind, and in how many collectives."""
+
+    gather: int = 0
+    reduce: int = 0
+    tensor: int = 0
+    send: int = 0
+    collectives: int = 0
+
+    def __add__(self, other: Wire) -> Wire:
+        return Wire(*(a + b for a, b in zip(self.values, other.values, strict=True)))
+
+    def __mul__(self, times: int) -> Wire:
+        return Wire(*(times * a for a in self.values))
+
+    @property
+    def values(self) -> Sequence[int]:
+        return self.gather, self.reduce, self.tensor, self.send, self.collectives
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.values[:-1])
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass over one set on the rank that has most to do: flops, micro-batches that follow each other, bytes on the wire."""
+
+    flops: float
+    wire: Wire
+    update: bool
+    fetched: int = 0  # bytes of weights from host memory (offload_param)
+
+
+@dataclass(frozen=True)
+class Task:
+    """All passes of one task, by kind and how often; `writes`: whole vectors put into the worker besides."""
+
+    passes: Sequence[tuple[int, Pass]]
+    wire: Wire
+    updates: int
+    writes: int
+
+    @property
+    def flops(self) -> float:
+        return sum(times * one.flops for times, one in self.passes)
+
+
+def task_work(config: Config, precision: Precision, sizes: Sizes, asked: Products, data: int, row_tokens: int) -> Task:
+    """One task of a run. data: data-parallel ranks of the group."""
+    many = passes(config)
+    support, query = rows_of(config)
+    kinds = [(many.support, support, True), (many.query, query, True), (many.support_forwards, support, False),
+             (many.query_forwards, query, False)]  # fmt: skip
+    found = [(times, one_pass(config, precision, sizes, asked, data, rows, row_tokens, back))
+             for times, rows, back in kinds if times]  # fmt: skip
+    wire = sum((one.wire * times for times, one in found), Wire()) + refresh(precision, sizes, data) * many.writes
+    return Task(found, wire, many.training, many.writes)
+
+
+def needed_flops(config: Config, asked: Products, tokens: int) -> float:
+    """Of one task on one rank that keeps all activations: what no layout can do without."""
+    many = passes(config)
+    support, query = rows_of(config)
+    trained = many.support * support + many.query * query
+    looked_at = many.support_forwards * support + many.query_forwards * query
+    return tokens * (asked.flops(tokens, True, False) * trained + asked.flops(tokens, False, False) * looked_at)
+
+
+def one_pass(config: Config, precision: Precision, sizes: Sizes, asked: Products, data: int, rows: int, tokens: int,
+             backward: bool) -> Pass:  # fmt: skip
+    stages, width = config.pipeline_stages, 2 if precision.bf16 else 4
+    most = stage_rows(config, data) if stages > 1 else config.micro_batch_size
+    rounds, each = micro_batches(rows, data, most)
+    per_token = asked.flops(tokens, backward, config.gradient_checkpointing)
+    one = each * tokens * per_token * asked.fullest
+    flops = (rounds + stages - 1) * one  # a pipeline fills and empties
+    hidden = each * tokens * sizes.hidden * width
+    wire = Wire()
+    if stages > 1:
+        ids = each * tokens * 16
+        wire += Wire(send=rounds * (hidden + ids + (hidden if backward else 0)), collectives=rounds * (2 if backward else 1))
+    if config.tensor_parallel_size > 1:
+        forward = 2 * (2 if config.gradient_checkpointing and backward else 1)
+        sums = sizes.layers * (forward + (COLUMNS if backward else 0))
+        wire += Wire(tensor=rounds * sums * hidden, collectives=rounds * sums)
+    held, stage = sizes.params + sizes.frozen, precision.zero_stage if data > 1 else 0
+    kept = held <= precision.live  # gathered parameters stay from the forward to the backward pass
+    gathers = 1 if kept else rounds * (2 if backward else 1)
+    if stage == 3:
+        wire += Wire(gather=gathers * held * width, collectives=gathers * asked.matrices)
+    if backward and data > 1:
+        each_time = rounds if stage > 1 else 1
+        buckets = max(1, -(-sizes.params // (precision.bucket or sizes.hidden**2)))
+        wire += Wire(reduce=each_time * 4 * sizes.params, collectives=each_time * buckets) + refresh(precision, sizes, data)
+    return Pass(flops, wire, backward, gathers * held * width // data if precision.offload_param else 0)
+
+
+def refresh(precision: Precision, sizes: Sizes, data: int) -> Wire:
+    """New weights from new shards: ZeRO 1 and 2 gather them at once, ZeRO 3 when they are needed."""
+    if data == 1 or precision.zero_stage not in (1, 2):
+        return Wire()
+    return Wire(gather=sizes.params * (2 if precision.bf16 else 4), collectives=1)

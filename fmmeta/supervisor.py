@@ -1,0 +1,256 @@
+"""`fmmeta elastic`: the groups of an elastic run on this node, each a launch of its own, started again when they die.
+`fmmeta lighthouse`: the one process that tells them who is there.
+
+A group is the processes of one launch; if one of them ends badly, all of them are ended and the group begins anew. Nothing is
+kept here. If it dies itself, groups of one go on (and need another lighthouse, if it was here), larger ones stop after a save, as
+under any launcher that is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Protocol
+
+import torch
+
+from fmmeta.config import Config, UsageError, setting
+from fmmeta.parallel.crew import coordination, first_line
+from fmmeta.signals import STOPPED
+
+KILL_S = 30.0  # that the other ranks of a group in which one has died get to end by themselves
+PAUSE_S = 0.2
+
+
+@dataclass
+class LighthouseConfig:
+    port: int = setting(29510, "Port to listen on; 0: any")
+    heartbeat_timeout: float = setting(5.0, "Seconds without a beat after which a group counts as gone")
+    join_timeout: float = setting(60.0, "Seconds that those who are there wait for a group that beats and does not come")
+    min_groups: int = setting(1, "Fewest groups that go on together")
+
+
+@dataclass
+class ElasticConfig(Config):
+    """The settings of the run, and of its groups on this node."""
+
+    groups: int = setting(2, "Groups of this node")
+    ranks_per_group: int = setting(1, "Processes of each group; on GPU machines each has one of the node's GPUs")
+    max_restarts: int = setting(100, "Times that each group is started again")
+    heartbeat_timeout: float = setting(5.0, "Of the lighthouse that is started where no --lighthouse is given")
+
+    def __post_init__(self) -> None:
+        self.elastic, self.group_name = True, self.group_name or "group"
+        for name in ("groups", "ranks_per_group"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
+        if self.max_restarts < 0 or self.heartbeat_timeout <= 0:
+            raise UsageError("max_restarts or heartbeat_timeout is below what can be; use 0 or more, and a positive number")
+        super().__post_init__()
+
+
+def lighthouse(config: LighthouseConfig) -> None:
+    """Stand until a signal comes."""
+    server = open_lighthouse(config)
+    asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *of: asked.set())
+    print(f"fmmeta: lighthouse {server.address()}", flush=True)
+    while not asked.wait(1.0):
+        pass
+    os._exit(0)  # its threads have nothing to lose
+
+
+def open_lighthouse(config: LighthouseConfig) -> Any:
+    """torchft's server. Raises `UsageError`."""
+    if not 0 <= config.port < 2**16 or config.min_groups < 1 or config.heartbeat_timeout <= 0 or config.join_timeout <= 0:
+        raise UsageError(f"port={config.port}, min_groups={config.min_groups}, heartbeat_timeout={config.heartbeat_timeout} or "
+                         f"join_timeout={config.join_timeout}: use a port below 65536 and positive numbers")  # fmt: skip
+    ft = coordination()
+    if config.port:  # it would say so in its own thread only
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("::", config.port))
+            except OSError as error:
+                raise UsageError(f"port={config.port} cannot be opened ({error.strerror}); give another") from None
+    try:
+        return ft.LighthouseServer(
+            bind=f"[::]:{config.port}", min_replicas=config.min_groups, join_timeout_ms=round(1000 * config.join_timeout),
+            quorum_tick_ms=100, heartbeat_timeout_ms=round(1000 * config.heartbeat_timeout))  # fmt: skip
+    except Exception as error:
+        raise UsageError(f"port={config.port}: the lighthouse cannot be lit ({first_line(error)})") from None
+
+
+class Process(Protocol):
+    """A rank, as subprocess has it; it leads a session of its own."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+
+
+@dataclass
+class Group:
+    """A launch: how often it was started, its processes, and how it ended for good (None: it has not)."""
+
+    name: str
+    starts: int = 0
+    processes: list[Process] = field(default_factory=list)
+    ended: int | None = None
+
+    def ask(self) -> None:
+        """Ask every rank that is left to stop; their loader processes are theirs to end."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End every rank that is left, and what it has started."""
+        for process in self.processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+class Supervisor:
+    """Starts groups, and starts those again that die. say: prints a line."""
+
+    def __init__(self, config: ElasticConfig, say: Callable[[str], None] | None = None) -> None:
+        self.config, self.say = config, say or (lambda text: print(text, flush=True))
+        self.groups = [Group(f"{config.group_name}{number}") for number in range(config.groups)]
+        self.asked = 0
+        self.server: Any = None
+        self.file = ""
+
+    def run(self) -> int:
+        """Until all groups have ended for good; the exit code: that of the first that was not done, 0 if all were."""
+        self.begin()
+        try:
+            while any(group.ended is None for group in self.groups):
+                for group in self.groups:
+                    self.look(group)
+                time.sleep(PAUSE_S)
+        finally:
+            os.unlink(self.file)
+            if self.server is not None:
+                self.server.shutdown()  # its threads would keep the process
+        codes = [group.ended for group in self.groups]
+        return 0 if 0 in codes and not self.asked else next((code for code in codes if code), 0)
+
+    def begin(self) -> None:
+        """Light a lighthouse if none is given, and write down the settings that the groups read."""
+        if not (self.config.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")):
+            self.server = open_lighthouse(LighthouseConfig(port=0, heartbeat_timeout=self.config.heartbeat_timeout))
+            self.config.lighthouse = self.server.address()
+        known = {item.name for item in fields(Config)}
+        settings = {name: value for name, value in asdict(self.config).items() if name in known and value not in (None, [])}
+        settings.pop("group_name")
+        with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="fmmeta-elastic-", delete=False) as file:
+            json.dump(settings, file)
+        self.file = file.name
+
+    def look(self, group: Group) -> None:
+        """Start a group, see whether it has ended, end what is left of it, start it again."""
+        if group.ended is not None:
+            return
+        if not group.processes:
+            self.start(group)
+            return
+        codes = [process.poll() for process in group.processes]
+        if all(code == 0 for code in codes):
+            group.ended = 0
+        elif any(codes):
+            code = next(code for code in codes if code)
+            self.finish(group, code)
+            if code in (2, STOPPED) or self.asked:
+                group.ended = code
+            elif group.starts > self.config.max_restarts:
+                self.say(f"fmmeta: {group.name} has ended {group.starts} times, the last with {code}; it is not started again")
+                group.ended = code
+            else:
+                self.say(f"fmmeta: {group.name} has ended with {code}; it is started again ({group.starts})")
+                self.start(group)
+
+    def finish(self, group: Group, code: int) -> None:
+        """End the ranks that are left: a usage error reaches them by itself, a death does not."""
+        deadline = time.monotonic() + (KILL_S if code in (2, STOPPED) else 0)
+        while time.monotonic() < deadline and any(process.poll() is None for process in group.processes):
+            time.sleep(PAUSE_S)
+        group.kill()
+        for process in group.processes:
+            process.wait()
+
+    def start(self, group: Group) -> None:
+        """A launch of its own: own ranks, own port."""
+        size, number, port = self.config.ranks_per_group, self.groups.index(group), free_port()
+        group.starts += 1
+        group.processes = []
+        for rank in range(size):
+            env = {**os.environ, **self.devices(number), "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
+                   "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+            command = [sys.executable, "-m", "fmmeta", "train", "--config", self.file, "--group_name", group.name]
+            group.processes.append(self.spawn(group.name, command, env))
+
+    def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Process:
+        """A rank whose output is passed on."""
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                   start_new_session=True)  # fmt: skip
+        assert process.stdout is not None
+        threading.Thread(target=self.pass_on, args=(name, process.stdout), daemon=True).start()
+        return process
+
+    def devices(self, number: int) -> dict[str, str]:
+        """The GPUs of a group, out of those of this node."""
+        size, found = self.config.ranks_per_group, torch.cuda.device_count()
+        if not found:
+            return {}
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(found)))).split(",")
+        return {"CUDA_VISIBLE_DEVICES": ",".join(listed[number * size : (number + 1) * size])}
+
+    def pass_on(self, name: str, output: Iterable[str]) -> None:
+        for line in output:
+            self.say(f"[{name}] {line.rstrip()}")
+
+    def stop(self, number: int) -> None:
+        """Ask every group to stop, once."""
+        if not self.asked:
+            self.asked = number
+            for group in self.groups:
+                group.ask()
+
+
+def run(config: ElasticConfig) -> None:
+    """`fmmeta elastic`."""
+    coordination()
+    found, wanted = torch.cuda.device_count(), config.groups * config.ranks_per_group
+    if 0 < found < wanted:
+        raise UsageError(f"groups={config.groups} x ranks_per_group={config.ranks_per_group} needs {wanted} GPUs, and this node "
+                         f"has {found}; start fewer here")  # fmt: skip
+    supervisor = Supervisor(config)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: supervisor.stop(number))
+    code = supervisor.run()
+    sys.stdout.flush()
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+__all__ = ["ElasticConfig", "Group", "LighthouseConfig", "Supervisor", "lighthouse", "run"]

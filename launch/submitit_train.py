@@ -1,0 +1,100 @@
+"""Training as a submitit job, from Python instead of an sbatch file: `pip install 'fmmeta[submitit]'`, then
+
+    python launch/submitit_train.py --nodes 2 --gpus_per_node 8 --slurm_partition gpu --deepspeed ds_configs/zero3.json
+
+One task per GPU. What is no flag of this script is a flag of training, and is checked before anything is submitted. Before the
+time limit SLURM sends USR1; the run then saves, and only then does submitit get the signal, with which it queues the job again.
+`--cluster local` starts the tasks here and waits for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # which training answers; submitit reads it when it is imported
+REQUEUED = 75
+
+
+class Training:
+    """What submitit pickles: the flags, and what to do when the job is queued again."""
+
+    def __init__(self, flags: list[str]) -> None:
+        self.flags = flags
+
+    def __call__(self) -> str:
+        """On every task: train, to the end or until a signal. Returns the run's folder."""
+        import submitit
+
+        from fmmeta.cli import parse
+        from fmmeta.signals import Signals, Stopped
+        from fmmeta.train import train
+
+        submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        job = submitit.JobEnvironment()
+        os.environ["GROUP_RANK"] = str(job.node)
+        config = parse(self.flags)
+        config.output_dir = config.output_dir or f"runs/submitit-{job.job_id}"
+        try:
+            with Signals() as signals:
+                return str(train(config, signals).output_dir)
+        except Stopped as stopped:
+            print(f"fmmeta: {stopped}", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGUSR1)  # submitit's turn: its first task queues the job again and does not come back
+        sys.exit(REQUEUED)
+
+    def checkpoint(self, *args: Any) -> Any:
+        """The same command goes on from the checkpoint."""
+        import submitit
+
+        return submitit.helpers.DelayedSubmission(self)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--cluster", choices=("slurm", "local"), default="slurm")
+    parser.add_argument("--folder", default="runs/submitit", help="where submitit keeps logs and pickles")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--tasks_per_node", type=int, default=None, help="default: gpus_per_node")
+    parser.add_argument("--gpus_per_node", type=int, default=0)
+    parser.add_argument("--cpus_per_task", type=int, default=8)
+    parser.add_argument("--timeout_min", type=int, default=1440)
+    parser.add_argument(
+        "--signal_delay_s", type=int, default=300, help="seconds before the limit at which the run saves and ends"
+    )
+    parser.add_argument("--slurm_partition", default=None)
+    given, flags = parser.parse_known_args(argv)
+    try:
+        import submitit
+    except ImportError:
+        sys.exit("fmmeta: error: submitit is not installed; pip install 'fmmeta[submitit]'")
+    from fmmeta.cli import parse
+    from fmmeta.config import UsageError
+
+    try:
+        parse(flags)
+    except UsageError as error:
+        print(f"fmmeta: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    executor = submitit.AutoExecutor(folder=Path(given.folder), cluster=given.cluster, slurm_max_num_timeout=50)
+    tasks = given.tasks_per_node or max(1, given.gpus_per_node)
+    settings: dict[str, Any] = {"name": "fmmeta", "nodes": given.nodes, "tasks_per_node": tasks, "timeout_min": given.timeout_min,
+                                "gpus_per_node": given.gpus_per_node, "cpus_per_task": given.cpus_per_task,
+                                "slurm_signal_delay_s": given.signal_delay_s}  # fmt: skip
+    if given.slurm_partition:
+        settings["slurm_partition"] = given.slurm_partition
+    executor.update_parameters(**settings)
+    job = executor.submit(Training(flags))
+    print(f"job {job.job_id}; logs in {job.paths.folder}", flush=True)
+    if given.cluster == "local":
+        print(f"finished in {job.results()[0]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Groups that die, come back, come late and go: the run goes on, every outer step has its whole meta-batch, theta is the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+from benchmarks.elastic import Trial, lines_of, parity, theta_of, undisturbed
+from fmmeta.supervisor import Group
+from tests.launch import run_ranks
+from tests.nursery import ROOT, Rank, environment, shared
+
+os.environ.setdefault("RUST_LOG", "warn")
+pytest.importorskip("torchft", reason="elastic groups need torchft")
+
+SETTINGS = {"outer_steps": 60, "eval_episodes": 0, "logging_steps": 1, "save_steps": 60, "meta_batch_size": 3, "k_shot": 1,
+            "num_query": 2, "inner_steps": 1, "num_workers": "0", "episode_transforms": ["benchmarks.elastic:slowly"],
+            "heartbeat_timeout": 2.0}  # fmt: skip
+PATIENCE_S = 450
+
+
+class Born:
+    """A rank from the nursery, as subprocess would have it."""
+
+    lock = threading.Lock()  # of the nursery
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.pid = rank, rank.pid
+
+    def poll(self) -> int | None:
+        with self.lock:
+            shared().poll()
+        return self.rank.code
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        os.kill(self.pid, sig)
+
+    def lines(self):
+        """What it prints, line by line, until it has ended."""
+        with self.rank.log.open() as log:
+            text, over = "", False
+            while not over:
+                over = self.rank.code is not None
+                text += log.read()
+                *whole, text = text.split("\n")
+                yield from whole
+                time.sleep(0.05)
+
+
+@pytest.fixture
+def trial(tmp_path):
+    made: list[Trial] = []
+    count = itertools.count()
+
+    def spawn(name, command, env):
+        supervisor = made[-1].supervisor
+        with Born.lock:
+            born = Born(shared().start(command[1:], tmp_path / f"{name}-{next(count)}.log", env, before="os:setsid"))
+        threading.Thread(target=supervisor.pass_on, args=(name, born.lines()), daemon=True).start()
+        return born
+
+    def make(**settings):
+        made.append(
+            Trial({**SETTINGS, "save_steps": SETTINGS["outer_steps"], "output_dir": str(tmp_path / "run"), **settings}, 2.0)
+        )
+        made[-1].supervisor.spawn = spawn
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.supervisor.config.max_restarts = 0
+        one.supervisor.asked = signal.SIGTERM
+        for group in one.supervisor.groups:
+            group.kill()
+        one.thread.join(30)
+
+
+def whole(trial: Trial, steps: int) -> list[dict]:
+    """The lines of a run that has finished: each outer step once, with its whole meta-batch."""
+    lines = lines_of(trial.folder)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert {line["tasks"] for line in lines} == {3}
+    return lines
+
+
+@pytest.mark.timeout(1500)
+def test_three_kills_do_not_show_in_theta(trial, tmp_path):
+    """A group that does not write, the one that writes, and one of those that came back; each heals and joins."""
+    run = trial(groups=3)
+    run.start()
+    run.wait_for(3, PATIENCE_S)
+    by_name = {group.name: group for group in run.supervisor.groups}
+    (wrote,) = [line.split("]")[0].strip("[") for line in run.log if "writes the files of the run" in line]
+    first, last = sorted(set(by_name) - {wrote})
+    for name in (first, wrote, first):
+        time.sleep(1.0)  # in the middle of a step
+        run.kill(by_name[name])
+        run.wait_for(2, PATIENCE_S)
+        run.wait_for(3, PATIENCE_S)
+    run.hurry()
+    run.end(PATIENCE_S)
+    assert run.code == 0, "\n".join(run.log[-50:])
+    lines = whole(run, 60)
+    assert {line["groups"] for line in lines} >= {2, 3}
+    assert sum(line["retries"] > 0 for line in lines) + sum(line["lost_seconds"] > 0 for line in lines) >= 3
+    assert [by_name[name].starts for name in (first, wrote, last)] == [3, 2, 1]
+    healed = [line for line in run.log if "healed from" in line]
+    assert len(healed) >= 3
+    config = undisturbed(SETTINGS, tmp_path / "plain")
+    assert parity(config, run.folder, tmp_path / "plain") < 1e-4
+    assert sum("writes the files of the run" in line for line in run.log) == 2
+    assert (run.folder / "model/model.safetensors").is_file()
+    assert json.loads((run.folder / "run.json").read_text())["finished"]
+
+
+@pytest.mark.timeout(1500)
+def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, tmp_path):
+    """Groups of two with ZeRO 2. One joins a run that goes on; a rank of it dies, and the group with it; it comes back; the other
+    one is asked to leave. theta is that of one process alone.
+    """
+    run = trial(groups=1, ranks_per_group=2, deepspeed=str(ROOT / "ds_configs/zero2.json"))
+    run.start()
+    run.wait_for(1, PATIENCE_S)
+    late = Group("late0")
+    run.supervisor.groups.append(late)
+    run.wait_for(2, PATIENCE_S)
+    run.kills.append({"group": "late0", "at": time.monotonic()})
+    late.processes[1].kill()
+    run.wait_for(2, PATIENCE_S)
+    run.supervisor.groups[0].ask()  # the writer leaves; the other one takes over
+    deadline = time.monotonic() + PATIENCE_S
+    while run.supervisor.groups[0].ended is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert run.supervisor.groups[0].ended == 75
+    run.hurry()
+    run.end(PATIENCE_S)
+    lines = whole(run, 60)
+    assert {line["groups"] for line in lines} == {1, 2}
+    assert lines[-1]["groups"] == 1
+    assert late.starts == 2
+    assert sum("healed from" in line for line in run.log) >= 2
+    config = undisturbed(SETTINGS, tmp_path / "plain")
+    assert parity(config, run.folder, tmp_path / "plain") < 1e-4
+    assert len(theta_of(run.folder / "checkpoint-60")) > 3
+
+
+def without_torchft() -> None:
+    """In a rank: as if it were not installed."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchft"]:
+        del sys.modules[name]
+    sys.modules["torchft"] = None  # type: ignore[assignment]
+
+
+NOWHERE = ("--lighthouse", "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(("command", "flags", "torchft", "said"), [
+    ("train", ("--elastic", "--output_dir", "OUT", *NOWHERE), True, "lighthouse=http://127.0.0.1:1 does not answer ("),
+    ("train", ("--elastic", "--output_dir", "OUT"), True, "elastic=True needs a lighthouse; start `fmmeta lighthouse`"),
+    ("train", ("--elastic", "--output_dir", "OUT", "--lighthouse", "nowhere"), True, "lighthouse=nowhere is no address"),
+    ("train", ("--elastic", "--output_dir", "OUT", *NOWHERE), False, "elastic groups need torchft ("),
+    ("elastic", ("--output_dir", "OUT"), False, "elastic groups need torchft ("),
+    ("elastic", ("--output_dir", "OUT", "--groups", "0"), True, "groups=0 is below 1; use 1 or more"),
+    ("elastic", (), True, "elastic=True needs output_dir"),
+    ("lighthouse", (), False, "elastic groups need torchft ("),
+    ("lighthouse", ("--port", "70000"), True, "port=70000, min_groups=1"),
+])  # fmt: skip
+def test_what_is_missing_is_one_line(command, flags, torchft, said, tmp_path):
+    words = ["-m", "fmmeta", command, *(str(tmp_path / "run") if flag == "OUT" else flag for flag in flags)]
+    ended = run_ranks(words, 1, before=None if torchft else without_torchft, per_rank={0: {"TORCHFT_LIGHTHOUSE": ""}})
+    line = ended.output[0].strip().splitlines()[-1]
+    assert ended.codes == [2], ended.output[0]
+    assert line.startswith("fmmeta: error: ")
+    assert said in line
+    assert torchft or line.endswith("; pip install 'fmmeta[elastic]'")
+    assert "Traceback" not in ended.output[0]
+
+
+def test_a_lighthouse_shines_until_it_is_asked_to_stop():
+    from torchft.coordination import LighthouseClient
+
+    command = [sys.executable, "-m", "fmmeta", "lighthouse", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment()) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+            client = LighthouseClient(address, timedelta(seconds=10))
+            found = client.quorum(
+                "one", timedelta(seconds=10), address="", store_address="", step=3, world_size=1, shrink_only=False
+            )
+            assert [member.replica_id for member in found.participants] == ["one"]
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0

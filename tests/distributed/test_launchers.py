@@ -1,0 +1,136 @@
+"""The files of launch/ as they are: sbatch files under stand-ins for SLURM's commands, submitit's local executor; real ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import slurm
+from tests.distributed.test_trust import LONG, QUICK, same, steps_of, until
+from tests.launch import ROOT, environment, free_port, run_ranks
+from tests.models import write_classes
+
+PATHS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+SLOWLY = {"DAWDLE_S": "0.3"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_classes(tmp_path_factory.mktemp("rows") / "rows.jsonl")
+
+
+@pytest.fixture(scope="module")
+def flags(data):
+    return [f"--{key}={value}" for key, value in {**QUICK, **LONG, "dataset": data}.items()]
+
+
+@pytest.fixture(scope="module")
+def straight(flags, tmp_path_factory):
+    """Two ranks that nothing happens to."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    run_ranks(["launch/train.py", *flags, f"--output_dir={run}"], 2, per_rank={r: {"DAWDLE_S": "0"} for r in (0, 1)}).ok()
+    return run
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("file", "place"), [
+    ("slurm_srun.sbatch", {"STAND_IN_TASKS": "1"}),
+    ("slurm_torchrun.sbatch", {"STAND_IN_GPUS": "1"}),
+])  # fmt: skip
+def test_a_job_that_is_warned_saves_and_goes_on_from_the_queue(file, place, flags, straight, tmp_path):
+    """Two nodes of one rank. The shell of the sbatch file alone is told; the end is that of the run that nothing happened to."""
+    run = tmp_path / "runs" / "slurm-4711"
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    env = environment(PATH=f"{slurm.install(tmp_path / 'bin')}:{PATHS}", STAND_IN_FOLDER=str(tmp_path), **place, **SLOWLY,
+                      MASTER_PORT=str(free_port()), RDZV_PORT=str(free_port()),
+                      STAND_IN_SIGNAL_AT=f"{run / 'metrics.jsonl'}:3")  # fmt: skip
+    command = ["sbatch", f"launch/{file}", *flags]
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=580, check=False)
+    text = (tmp_path / "slurm-4711.out").read_text()
+    assert ended.returncode == 0, ended.stderr + text[-6000:]
+    assert "stopped by SIGUSR1 after outer step" in text
+    code = 75 if "srun" in file else 1  # torchrun keeps the ranks' to itself
+    assert f"fmmeta: exit code {code}; job 4711 goes back into the queue" in text
+    assert (tmp_path / "requeued-0").is_file()
+    assert not (tmp_path / "requeued").exists()
+    assert f"resumed from {run.relative_to(tmp_path)}/checkpoint-" in text
+    assert "2 groups of 1 rank" in text
+    assert same(run, straight)
+
+
+SCRIPT = """
+source launch/slurm_requeue.sh
+trap 'rm -f "$child"' EXIT
+child=$(mktemp)
+printf '%s\\n' 'trap "sleep 0.2; exit CODE" USR1; touch "$1"; for i in $(seq 100); do sleep 0.05; done; exit LATE' > "$child"
+run_and_requeue bash "$child" "$1"
+"""
+
+
+@pytest.mark.parametrize(("told", "code", "restarts", "queued"), [
+    (True, 75, 0, True), (True, 1, 0, True), (True, 0, 0, False), (True, 2, 0, False), (False, 70, 0, True), (False, 2, 0, False),
+    (False, 0, 0, False), (True, 75, 50, False),
+])  # fmt: skip
+def test_what_goes_back_into_the_queue(told, code, restarts, queued, tmp_path):
+    """Saved, or a machine's fault, or anything after a signal; never bad input, never the end, never for ever."""
+    script = (
+        SCRIPT.replace("CODE", str(code))
+        .replace("LATE", str(0 if told else code))
+        .replace("seq 100", f"seq {100 if told else 1}")
+    )
+    env = environment(PATH=f"{slurm.install(tmp_path / 'bin')}:{PATHS}", STAND_IN_FOLDER=str(tmp_path), SLURM_JOB_ID="4711",
+                      SLURM_RESTART_COUNT=str(restarts))  # fmt: skip
+    shell = subprocess.Popen(
+        ["bash", "-c", script, "job", str(tmp_path / "there")], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True
+    )
+    until((tmp_path / "there").exists)
+    if told:
+        shell.send_signal(signal.SIGUSR1)
+    _, text = shell.communicate(timeout=30)
+    assert shell.returncode == code
+    assert (tmp_path / "requeued").is_file() == queued, text
+    assert ("not queued again: MAX_REQUEUES=50" in text) == (restarts == 50)
+
+
+@pytest.mark.parametrize("file", ["slurm_srun.sbatch", "slurm_torchrun.sbatch", "slurm_node.sh", "slurm_requeue.sh"])
+def test_scripts_read_well(file):
+    subprocess.run(["bash", "-n", ROOT / "launch" / file], check=True)
+
+
+@pytest.mark.timeout(600)
+def test_submitit_queues_a_run_again_after_its_save(flags, straight, tmp_path):
+    """The local executor does with the tasks what it does before its time limit: it sends them the signal."""
+    pytest.importorskip("submitit")
+    words = ["--cluster=local", "--tasks_per_node=2", "--folder", str(tmp_path / "jobs"), f"--output_dir={tmp_path / 'run'}"]
+    env = environment(PATH=PATHS, MASTER_PORT=str(free_port()), **SLOWLY)
+    command = [sys.executable, "launch/submitit_train.py", *words, *flags]
+    started = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert started.stdout is not None
+    job = int(started.stdout.readline().split()[1].rstrip(";"))  # the controller's process
+    until(lambda: steps_of(tmp_path / "run") >= 3, 300)
+    tasks = [pid for children in Path(f"/proc/{job}/task").glob("*/children") for pid in children.read_text().split()]
+    assert len(tasks) == 2
+    for pid in tasks:
+        os.kill(int(pid), signal.SIGUSR1)
+    text, _ = started.communicate(timeout=400)
+    logs = "".join(file.read_text() for file in sorted((tmp_path / "jobs").glob("*_log.*")))
+    assert started.returncode == 0, text + logs[-6000:]
+    assert text == f"finished in {tmp_path / 'run'}\n"
+    assert "stopped by SIGUSR1 after outer step" in logs
+    assert f"Requeued job {job}" in logs
+    assert f"resumed from {tmp_path / 'run'}/checkpoint-" in logs
+    assert same(tmp_path / "run", straight)
+
+
+def test_submitit_is_not_asked_with_bad_flags(tmp_path):
+    words = ["--cluster=local", "--folder", str(tmp_path / "jobs"), "--inner_stepz=3"]
+    ended = subprocess.run([sys.executable, "launch/submitit_train.py", *words], cwd=ROOT, env=environment(), capture_output=True,
+                           text=True, timeout=200, check=False)  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "fmmeta: error: --inner_stepz is not a flag; did you mean --inner_steps?; --help lists them\n"
+    assert not (tmp_path / "jobs").exists()

@@ -1,0 +1,49 @@
+"""Several tasks in one pass, over ranks of a group and groups: the oracle's theta, and ZeRO 3 gathers the base once."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.distributed.matrix import Bench, Case, tolerance
+from tests.launch import run_ranks
+from tests.models import save_llama, write_pairs
+
+ROWS = [
+    ((1, 2), 3, "fomaml", "llama", "fp32", "zero", "none"),
+    ((1, 2), 3, "reptile", "bert", "fp32", "learned", "micro"),
+    ((1, 2), 2, "fomaml", "bert", "fp32", "prototype", "none"),
+    ((1, 2), 0, "fomaml", "llama", "fp32", "zero", "micro"),
+    ((1, 2), 3, "fomaml", "llama", "bf16", "zero", "none"),
+    ((2, 1), "plain", "fomaml", "bert", "fp32", "zero", "none"),
+]
+CASES = [Case(layout, stage, algorithm, "several", "default", model, dtype, "sgd", head, extra, "together")
+         for layout, stage, algorithm, model, dtype, head, extra in ROWS]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    return Bench(tmp_path_factory.mktemp("together"))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1)], ids=str)
+def test_ends_where_the_oracle_ends(bench, layout):
+    chosen = [case for case in CASES if case.layout == layout]
+    outcomes = bench.run(chosen)
+    errors = {case.id: bench.error(case, outcomes[case.id][0]) for case in chosen}
+    assert {name: error for name, error in errors.items()
+            if error >= tolerance(next(case for case in chosen if case.id == name))} == {}  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+def test_zero_3_gathers_the_base_once_for_eight_tasks(tmp_path):
+    model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
+    ended = run_ranks(["-m", "tests.distributed.scenarios", "gathers", str(model), str(data)], 2, timeout_s=560).ok()
+    for text in ended.output:
+        told = re.search(r"gathers (\d+) (\d+) apart (\S+)", text)
+        assert told, text[-2000:]
+        alone, together = int(told[1]), int(told[2])
+        assert 0 < 8 * together <= alone
+        assert float(told[3]) < 1e-5

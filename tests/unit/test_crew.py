@@ -1,0 +1,111 @@
+"""Who heals from whom and who writes, as arithmetic on a roll; what elastic groups and the delay do not go with."""
+
+from __future__ import annotations
+
+import pytest
+
+from fmmeta.attendance import mark_of
+from fmmeta.config import Config
+from fmmeta.parallel.crew import Member, Roll, reachable_as
+from fmmeta.parallel.ds_config import Precision
+from tests.unit.helpers import refusal
+
+
+def roll(*members: tuple[int, bool, bool]) -> Roll:
+    """Of (step, fresh, writes)."""
+    listed = [Member(f"g{n}", "host:1", step, fresh, writes, False, "") for n, (step, fresh, writes) in enumerate(members)]
+    return Roll(tuple(listed), 0)
+
+
+NEW, OLD = True, False
+
+
+@pytest.mark.parametrize(("members", "root", "healing", "writer"), [
+    ([(0, NEW, False), (0, NEW, False)], 0, [1], 0),  # the first meeting: all begin as one of them
+    ([(0, NEW, False), (7, NEW, False)], 1, [0], 1),  # one of them has found a checkpoint that the other could not see yet
+    ([(5, NEW, False), (8, OLD, True), (8, OLD, False)], 1, [0], 1),  # who comes back heals; who wrote goes on writing
+    ([(9, NEW, False), (8, OLD, False), (8, OLD, False)], 1, [0], 1),  # also down: a checkpoint is not the others' state
+    ([(8, NEW, False), (8, OLD, False)], 1, [0], 1),  # equal steps are not equal bits
+    ([(8, OLD, True), (9, OLD, False)], 1, [0], 0),  # the writer has missed the end of a step: it heals and writes
+    ([(9, OLD, False)], 0, [], 0),
+])  # fmt: skip
+def test_who_heals_from_whom_and_who_writes(members, root, healing, writer):
+    found = roll(*members)
+    assert found.root == root
+    assert [n for n in range(len(members)) if found.heals(n)] == healing
+    assert found.writer == writer
+
+
+OUT = {"elastic": True, "output_dir": "x"}
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"elastic": True},
+     "elastic=True needs output_dir: every group must find the same folder; give one on a disk that all of them see"),
+    ({**OUT, "outer_delay": 1},
+     "elastic=True with outer_delay=1: a lost group would take a meta-gradient on its way with it; leave "
+     "outer_delay out"),
+    ({**OUT, "pipeline_stages": 2},
+     "elastic=True with pipeline_stages=2: stages are not tested with groups that heal; leave pipeline_stages out"),
+    ({**OUT, "tensor_parallel_size": 2},
+     "elastic=True with tensor_parallel_size=2: tensor ranks are not tested with groups that heal; leave "
+     "tensor_parallel_size out"),
+    ({**OUT, "task_sharding": "node"},
+     "elastic=True with task_sharding=node: its meta-batches depend on the number of nodes; leave task_sharding out"),
+    ({**OUT, "load_best_model_at_end": True, "eval_steps": 1},
+     "elastic=True with load_best_model_at_end=True: the best weights are not among what a group heals; leave "
+     "load_best_model_at_end out"),
+    ({**OUT, "resume_from_checkpoint": "never"},
+     "elastic=True with resume_from_checkpoint=never: a group that comes back takes the newest state; leave it out"),
+    ({**OUT, "accept_changed_settings": ["seed"]},
+     "elastic=True with accept_changed_settings=['seed']: groups that are alive cannot change theirs; leave "
+     "accept_changed_settings out"),
+    ({**OUT, "algorithm": "none"},
+     "elastic=True means nothing for algorithm=none, which trains nothing; leave it out"),
+    ({"lighthouse": "http://a:1"},
+     "lighthouse=http://a:1 means nothing without elastic; give --elastic, or leave it out"),
+    ({"group_name": "a"},
+     "group_name=a means nothing without elastic; give --elastic, or leave it out"),
+    ({"outer_delay": 2},
+     "outer_delay=2 is above 1: one reduction hides behind one outer step; use 0 or 1"),
+    ({"outer_delay": -1},
+     "outer_delay=-1 is below 0; use 0 or more"),
+    ({"outer_delay": 1, "offload_outer": True},
+     "outer_delay=1 with offload_outer=True: a sum in host memory is reduced piece by piece, and none of it would "
+     "overlap; leave one out"),
+    ({"outer_delay": 1, "algorithm": "reptile", "inner_optimizer": "adamw", "inner_state": "kept"},
+     "outer_delay=1 with inner_state=kept: the moments that an inner loop begins with would be those of two outer "
+     "steps before; use reset, or no delay"),
+    ({"outer_delay": 1, "algorithm": "none"},
+     "outer_delay=1 means nothing for algorithm=none, which trains nothing; leave it out"),
+    ({"reduce_dtype": "bf16", "algorithm": "none"},
+     "reduce_dtype=bf16 means nothing for algorithm=none, which trains nothing; leave it out"),
+    ({"reduce_dtype": "fp16"},
+     "reduce_dtype=fp16 is unknown; use fp32 or bf16"),
+])  # fmt: skip
+def test_what_is_refused(settings, said):
+    assert refusal(lambda: Config(**settings)) == said
+
+
+@pytest.mark.parametrize("address", ["host:1", "http://host", "https://127.0.0.1:5", ""])
+def test_no_address_of_a_lighthouse(address):
+    said = refusal(lambda: reachable_as(address))
+    assert said.startswith(f"lighthouse={address} is no address (")
+    assert said.endswith("); give http://HOST:PORT as `fmmeta lighthouse` prints it")
+
+
+def test_this_machine_as_it_sees_itself():
+    assert reachable_as("http://127.0.0.1:9") == "127.0.0.1"
+
+
+def test_groups_with_other_settings_or_another_cut_have_another_mark():
+    settings = {**Config().as_dict(), "dataset_fingerprint": "f"}
+    precision = Precision(1, False, False)
+    mine = mark_of(settings, "1 group of 2 ranks", 10, precision)
+    assert mine == mark_of({**settings, "save_steps": 7, "group_name": "b"}, "1 group of 2 ranks", 10, precision)
+    others = [mark_of({**settings, "seed": 1}, "1 group of 2 ranks", 10, precision),
+              mark_of({**settings, "dataset_fingerprint": "g"}, "1 group of 2 ranks", 10, precision),
+              mark_of(settings, "1 group of 1 rank", 10, precision), mark_of(settings, "1 group of 2 ranks", 9, precision),
+              mark_of(settings, "1 group of 2 ranks", 10, Precision(2, False, False))]  # fmt: skip
+    assert mine not in others
+    assert len(set(others)) == 5

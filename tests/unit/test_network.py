@@ -1,0 +1,146 @@
+"""What is said of network settings, and what gloo is told where its own choice would not do."""
+
+from __future__ import annotations
+
+import platform
+import socket
+
+import pytest
+
+from fmmeta import doctor
+from fmmeta.parallel import network
+from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.network import Interface, chosen, findings, gloo_interface, settle
+from tests.unit.helpers import refusal
+
+LO, ETH, IB, DOWN = (Interface("lo", True, ("127.0.0.1", "::1")), Interface("eth0", True, ("10.0.0.5",)),
+                     Interface("ib0", True, ("10.1.0.5",)), Interface("eth1", False, ("10.2.0.5",)))  # fmt: skip
+BARE = Interface("dummy0", True, ())
+KNOWN = [LO, ETH, IB, DOWN, BARE]
+HERE = platform.node()
+
+
+@pytest.fixture(autouse=True)
+def _no_adapters(monkeypatch, tmp_path):
+    monkeypatch.setattr(network, "INFINIBAND", tmp_path / "infiniband")
+
+
+def said(nccl=False, **env):
+    return [str(one) for one in findings(env, KNOWN, nccl)]
+
+
+@pytest.mark.parametrize(("wanted", "left"), [
+    ("", "eth0 eth1 ib0 docker0"), ("eth", "eth0 eth1"), ("eth0", "eth0"), ("=eth", ""), ("=eth1,ib0", "eth1 ib0"),
+    ("^docker,eth", "ib0"), ("^=eth0", "eth1 ib0 docker0"), ("ib,eth1", "eth1 ib0"), ("wlan", ""),
+])  # fmt: skip
+def test_names_as_nccl_reads_them(wanted, left):
+    assert chosen(wanted, ["eth0", "eth1", "ib0", "docker0"]) == left.split()
+
+
+def test_an_interface_that_is_not_there_is_one_line():
+    assert said() == []
+    assert said(GLOO_SOCKET_IFNAME="eth0,ib0") == []
+    use = "use lo, eth0 or ib0"
+    assert said(GLOO_SOCKET_IFNAME="eth") == [f"GLOO_SOCKET_IFNAME=eth is no interface of {HERE}; {use}"]
+    assert said(GLOO_SOCKET_IFNAME="eth1") == [f"GLOO_SOCKET_IFNAME=eth1 is down on {HERE}; {use}"]
+    assert said(GLOO_SOCKET_IFNAME="dummy0") == [f"GLOO_SOCKET_IFNAME=dummy0 has no address on {HERE}; {use}"]
+    text = f"NCCL_SOCKET_IFNAME=wlan leaves no interface of {HERE} that is up; {use}, or a beginning of it"
+    assert said(True, NCCL_SOCKET_IFNAME="wlan") == [text]
+    assert said(True, NCCL_SOCKET_IFNAME="eth") == []
+    assert said(False, NCCL_SOCKET_IFNAME="wlan") == []  # nothing uses it
+
+
+def test_adapters(monkeypatch, tmp_path):
+    assert said(True, NCCL_IB_HCA="mlx5") == [f"NCCL_IB_HCA=mlx5 leaves no adapter of {HERE}; there is none: leave it out"]
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    assert said(True, NCCL_IB_HCA="mlx5") == said(True, NCCL_IB_HCA="=mlx5_0:1") == []
+    assert said(True, NCCL_IB_HCA="=mlx5_1:1") == [f"NCCL_IB_HCA==mlx5_1:1 leaves no adapter of {HERE}; use mlx5_0"]
+
+
+def test_timeouts_and_the_flight_recorder(tmp_path):
+    assert said(NCCL_IB_TIMEOUT="22", TORCH_FR_BUFFER_SIZE="2000", TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "fr_")) == []
+    assert said(NCCL_IB_TIMEOUT="long") == ["NCCL_IB_TIMEOUT=long is not a number; use one, or leave it out"]
+    file = tmp_path / "gone" / "fr_"
+    assert said(TORCH_NCCL_TRACE_BUFFER_SIZE="2000", TORCH_NCCL_DEBUG_INFO_TEMP_FILE=str(file)) == [
+        f"TORCH_NCCL_DEBUG_INFO_TEMP_FILE={file} lies in {file.parent}, which cannot be written to; choose another folder"
+    ]
+    assert said(TORCH_FR_DUMP_TEMP_FILE="/tmp/fr_") == [
+        "TORCH_FR_DUMP_TEMP_FILE=/tmp/fr_ names a file, and nothing is recorded for it; set TORCH_FR_BUFFER_SIZE=2000"
+    ]
+
+
+def test_what_only_costs_something_is_no_refusal():
+    found = list(findings({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "0"}, KNOWN, True))
+    assert [one.fatal for one in found] == [False, False]
+    assert str(found[0]).startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 leaves ranks waiting in NCCL when another one fails; ")
+    assert str(found[1]) == "NCCL_P2P_DISABLE=1: GPUs of a node talk through host memory; leave it out where the hardware works"
+
+
+@pytest.mark.parametrize(("own", "source", "name"), [
+    ("10.0.0.5", "10.1.0.5", None),  # gloo's own choice can be reached
+    ("127.0.0.1", "10.1.0.5", "ib0"),
+    ("10.2.0.5", "10.0.0.5", "eth0"),  # of an interface that is down
+    (None, "10.0.0.5", "eth0"),  # the name is not known
+    ("127.0.0.1", "127.0.0.1", None),  # "nodes" that are one machine
+    ("127.0.0.1", None, None),
+])  # fmt: skip
+def test_gloo_is_told_the_interface_that_reaches_the_others(own, source, name, monkeypatch):
+    def resolve(host, *of, **given):
+        if own is None:
+            raise socket.gaierror("unknown")
+        return [(socket.AF_INET, None, None, "", (own, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(network, "source_address", lambda host: source)
+    assert gloo_interface(Launch(0, 4, 0, 2, "10.0.0.1", 1), KNOWN) == name
+    if source == "127.0.0.1":  # the master itself, by a name that stands for loopback
+        assert gloo_interface(Launch(0, 4, 0, 2, "10.0.0.1", 1), [LO, ETH, DOWN]) == "eth0"
+
+
+def test_the_source_of_packets():
+    assert network.source_address("127.0.0.1") == "127.0.0.1"
+    assert network.source_address("no.such.host.invalid") is None
+
+
+class Store(dict):
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def multi_get(self, keys):
+        return [self[key] for key in keys]
+
+
+def test_a_start_ends_on_all_ranks_for_the_trouble_of_one(monkeypatch):
+    monkeypatch.setattr(network, "interfaces", lambda: KNOWN)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    store = Store({"network/1": b"GLOO_SOCKET_IFNAME=x is no interface of b; use y"})
+    assert refusal(settle, store, Launch(0, 2, 0, 2), False) == "GLOO_SOCKET_IFNAME=x is no interface of b; use y"
+    assert store["network/0"] == b""
+    store = Store({"network/1": b""})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    assert refusal(settle, store, Launch(0, 2, 0, 2), False).startswith("GLOO_SOCKET_IFNAME=eth9 is no interface of ")
+
+
+def test_a_start_on_several_nodes_chooses_and_says_so(monkeypatch):
+    monkeypatch.setattr(network, "interfaces", lambda: KNOWN)
+    monkeypatch.setattr(network, "gloo_interface", lambda launch, known: "ib0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    store = Store({"network/1": b""})
+    (text,) = settle(store, Launch(0, 2, 0, 1), False)
+    assert text == "GLOO_SOCKET_IFNAME=ib0: the name of this host stands for an address that other nodes cannot reach"
+    assert network.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    assert settle(store, Launch(0, 2, 0, 2), False) == []  # one node
+    assert network.os.environ["GLOO_SOCKET_IFNAME"] == ""
+
+
+def test_doctor_looks_at_the_network(monkeypatch):
+    for name in list(network.os.environ):
+        if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_")):
+            monkeypatch.delenv(name)
+    levels = {str(one).split()[0] for one in doctor.network()}
+    assert levels <= {"ok", "warning"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    (found,) = [one for one in doctor.network() if one.level == "problem"]
+    assert str(found).startswith(f"problem  network: GLOO_SOCKET_IFNAME=eth9 is no interface of {HERE}; use ")
+    assert doctor.network in doctor.LOOKS

@@ -1,0 +1,444 @@
+"""`fmmeta plan`: its counts against counts of real models, its commands against the command line, its messages."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from fmmeta import cli
+from fmmeta.config import Config
+from fmmeta.meta import costs
+from fmmeta.meta.outer import OPTIMIZERS, MetaGradient, Outer
+from fmmeta.models.load import describe, empty_learner, load_learner
+from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.footprint import estimate
+from fmmeta.planning import hardware, show
+from fmmeta.planning.hardware import PROFILES, Profile
+from fmmeta.planning.layouts import Planner
+from fmmeta.planning.picture import svg
+from fmmeta.planning.predict import Room, step_seconds, task_seconds
+from fmmeta.planning.settings import PlanConfig
+from fmmeta.planning.sizes import held, micro_batches, part_sizes
+from fmmeta.planning.ways import Way, deepspeed_of, file_of, ways
+from fmmeta.planning.work import Products, needed_flops, products, task_work
+from fmmeta.tasks.batch import Dealer, Example
+from tests.models import save_family
+from tests.unit.helpers import ROOT, refusal
+from tests.unit.learners import config_of, worker_of
+from tests.unit.test_algorithms import LEARNERS, passes_of
+
+
+def plan_of(**given) -> PlanConfig:
+    fixed = {"gpus": 4, "gpu_memory_gib": 1.0, "gpus_per_node": 4, "simulate_steps": 2, "dataset": ["rows.jsonl"]}
+    return PlanConfig(**{**fixed, **given})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """config.json alone is all that a plan reads."""
+    found = {}
+    for family in ("llama", "bert", "gpt2"):
+        saved = save_family(tmp_path_factory.mktemp(family), family)
+        for path in saved.iterdir():
+            if path.name != "config.json":
+                path.unlink()
+        found[family] = str(saved)
+    return found
+
+
+@pytest.fixture(scope="module")
+def planned(folders):
+    plan = plan_of(model_name_or_path=folders["llama"], task_type="causal_lm", gpu_memory_gib=80.0)
+    planner = Planner(plan, PROFILES["h100"])
+    return planner, planner.layouts()
+
+
+# what is counted
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+@pytest.mark.parametrize(("family", "task"), [("llama", "causal_lm"), ("bert", "classification"), ("gpt2", "causal_lm")])
+def test_parameters_are_those_of_the_real_model(tmp_path, family, task, lora_r):
+    config = Config(model_name_or_path=str(save_family(tmp_path, family)), task_type=task, lora_r=lora_r)
+    description = describe(config)
+    real = load_learner(config, description)
+    counted = held(config, empty_learner(config, description), description.hf_config)
+    trained = sum(param.numel() for param in real.parameters() if param.requires_grad)
+    assert counted == (trained, sum(param.numel() for param in real.parameters()) - trained)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("family", "task"), [("llama", "causal_lm"), ("bert", "classification"), ("gpt2", "causal_lm")])
+def test_flops_are_those_that_torch_counts(tmp_path, family, task, checkpointing):
+    """Matrix products and attention of forward and backward passes, to the last one."""
+    config = Config(model_name_or_path=str(save_family(tmp_path, family)), task_type=task, attn_implementation="eager",
+                    gradient_checkpointing=checkpointing, n_way=2)  # fmt: skip
+    learner = load_learner(config, describe(config))
+    rows, tokens = 3, 20
+    ids = torch.randint(3, 200, (rows, tokens))
+    with FlopCounterMode(display=False) as forward:
+        logits = learner(ids, torch.ones_like(ids))
+    with FlopCounterMode(display=False) as backward:
+        logits.float().sum().backward()
+    asked = products(learner, config)
+    found = rows * tokens * asked.flops(tokens, False, False), rows * tokens * asked.flops(tokens, True, checkpointing)
+    counted = forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
+    slack = 0.08 if family == "bert" or checkpointing else 1e-9  # a pooler sees one token; torch skips a layer's last product
+    assert found == pytest.approx(counted, rel=slack)
+
+
+def test_frozen_weights_cost_no_gradients_of_their_own(tmp_path):
+    config = Config(model_name_or_path=str(save_family(tmp_path, "llama", layers=6)), task_type="causal_lm", lora_r=2,
+                    attn_implementation="eager")  # fmt: skip
+    learner = load_learner(config, describe(config))
+    ids = torch.randint(3, 200, (3, 20))
+    with FlopCounterMode(display=False) as counted:
+        learner(ids, torch.ones_like(ids)).float().sum().backward()
+    found = 60 * products(learner, config).flops(20, True, False)
+    assert found == pytest.approx(counted.get_total_flops(), rel=0.05)  # nothing is asked of the first layer's input
+
+
+ALGORITHMS = [
+    ("llama", {"algorithm": "fomaml"}),
+    ("llama", {"algorithm": "fomaml", "multi_step_loss_steps": 9}),
+    ("llama", {"algorithm": "fomaml", "inner_lr_learned": "layer"}),
+    ("llama", {"algorithm": "reptile"}),
+    ("llama", {"algorithm": "maml"}),
+    ("llama", {"algorithm": "joint"}),
+    ("llama", {"algorithm": "imaml", "proximal_weight": 300.0, "inner_lr": 0.003, "cg_steps": 3}),
+    ("bert", {"algorithm": "boil"}),
+    ("bert", {"algorithm": "meta_sgd"}),
+    ("bert", {"algorithm": "proto_maml"}),
+    ("bert", {"algorithm": "proto_maml", "prototype_gradient": True}),
+    ("bert", {"algorithm": "anil"}),
+    ("bert", {"algorithm": "protonet"}),
+]
+
+
+@pytest.mark.parametrize(("model", "given"), ALGORITHMS, ids=str)
+def test_passes_are_those_of_the_real_rules(model, given, monkeypatch):
+    learner = LEARNERS[model]
+    asked = {**given} if given["algorithm"] in ("protonet", "joint") else {**given, "inner_steps": 4}
+    found = costs.passes(config_of(learner, **asked))
+    assert (found.training, found.support_forwards + found.query_forwards) == passes_of(learner, monkeypatch, **asked)
+
+
+def test_bytes_are_those_of_a_real_worker():
+    """Weights, gradients, theta, the sum of directions, moments: each tensor of a plain worker, counted one by one."""
+    learner = LEARNERS["llama"]
+    for name in OPTIMIZERS:
+        config = config_of(learner, outer_optimizer=name, outer_lr=1e-3)
+        worker = worker_of(learner, config)
+        theta = worker.read()
+        meta, outer = MetaGradient(theta), Outer(theta, worker, config)
+        outer.step(torch.ones_like(theta), 0)
+        sizes = part_sizes(config, learner.hf.config, held(config, learner, learner.hf.config), lazy=True)
+        found = estimate(sizes, Precision(0, False, False), 1)
+        assert (found.weights, found.gradients) == (4 * worker.theta.numel(), 4 * worker.grad.numel())
+        assert (found.theta, found.meta_gradient) == (4 * theta.numel(), 4 * meta.sum.numel())
+        assert found.moments == sum(4 * moment.numel() for moment in outer.moments.values()), name
+    assert set(costs.MOMENTS) == set(OPTIMIZERS)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 5), st.integers(1, 9))
+def test_micro_batches_are_those_of_the_dealer(rows, data, most):
+    examples = [Example([1] * (1 + i % 3), 0) for i in range(rows)]
+    dealt = [Dealer(0, most, rank, data).deal(examples) for rank in range(data)]
+    rounds, largest = micro_batches(rows, data, most)
+    assert {len(batches) for batches in dealt} == {rounds}
+    assert max(len(batch.input_ids) for batches in dealt for batch in batches) == largest
+
+
+# what is predicted
+
+RATES = Profile("round", "cuda", 1e12, 1e12, 1e9, 1e9, 5e8, 1e8, 1e8, 0.0, 0.0, 0.0, "made up")
+
+
+def seconds_of(config: Config, stage: int, group_size: int, groups: int = 1, profile: Profile = RATES, tasks: float = 1):
+    learner = empty_learner(config, describe(config))
+    hf_config = learner.hf.config
+    sizes = part_sizes(config, hf_config, held(config, learner, hf_config), False, group_size)
+    precision, room = Precision(stage, False, False), Room(group_size, group_size, groups, True, groups == 1)
+    task = task_work(config, precision, sizes, products(learner, config), group_size, 16)
+    one = task_seconds(task, sizes, precision, room, profile)
+    return sizes, one, step_seconds(one, tasks, sizes, precision, room, profile)
+
+
+def test_one_rank_computes_and_nothing_else(folders):
+    config = Config(model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=4, inner_steps=3)
+    learner = empty_learner(config, describe(config))
+    per_token = 6 * products(learner, config).whole + 12 * 3 * 32 * 16
+    _, one, step = seconds_of(config, 0, 1, tasks=2)
+    assert one.compute == pytest.approx((3 * 8 + 4) * 16 * per_token / 1e12)
+    assert needed_flops(config, products(learner, config), 16) == pytest.approx((3 * 8 + 4) * 16 * per_token)
+    assert (one.group, step.cross) == (0, 0)
+    assert step.compute == 2 * one.compute
+
+
+def test_bytes_on_the_wire_take_their_time(folders):
+    config = Config(model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=8, inner_steps=3)
+    sizes, one, _ = seconds_of(config, 0, 4)
+    assert one.group == pytest.approx(4 * 2 * 3 / 4 * 4 * sizes.params / 1e9)  # 3 + 1 ring all-reduces of all gradients
+    sizes, one, _ = seconds_of(config, 1, 4)
+    assert one.group == pytest.approx(4 * (2 * 3 / 4 * 4 + 3 / 4 * 4) * sizes.params / 1e9)  # and a gather of the weights
+    sizes, one, _ = seconds_of(config, 3, 4)
+    assert one.group == pytest.approx(4 * (3 / 4 * 4 + 3 / 4 * 4) * sizes.params / 1e9)  # a gather and a scatter
+    slow = seconds_of(config, 3, 4, profile=replace(RATES, device="cpu"))[1]
+    assert slow.group == pytest.approx(1.5 * one.group)  # gloo scatters by an all-reduce
+    hidden = seconds_of(config, 3, 4, profile=replace(RATES, matmul_fp32=1e3, hidden=0.5))[1]
+    assert hidden.group == pytest.approx(0.5 * one.group)
+    sizes, _, step = seconds_of(config, 2, 4, groups=8)
+    assert step.cross == pytest.approx(2 * 7 / 8 * 4 * (sizes.params // 4) / 5e8)  # once, between nodes
+    half = seconds_of(replace(config, reduce_dtype="bf16"), 2, 4, groups=8)[2]
+    assert half.cross == pytest.approx(step.cross / 2)
+    late, one, behind = seconds_of(replace(config, outer_delay=1), 2, 4, groups=8)
+    assert behind.cross == pytest.approx(max(0.0, step.cross - one.compute))
+    assert late.sums == 2
+
+
+def test_offloaded_weights_come_for_every_micro_batch(folders):
+    config = Config(model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=8, micro_batch_size=2)
+    learner = empty_learner(config, describe(config))
+    sizes = part_sizes(config, learner.hf.config, held(config, learner, learner.hf.config), False)
+    room = Room(1, 1, 1, True, True)
+    for live, times in ((1000, 2 * 4), (10**9, 1)):
+        precision = Precision(3, False, True, live, offload_param=True)
+        task = task_work(config, precision, sizes, products(learner, config), 1, 16)
+        assert [one.fetched for _, one in task.passes] == [times * 4 * sizes.params] * 2
+        found = task_seconds(task, sizes, precision, room, RATES)
+        assert found.group == pytest.approx(6 * times * 4 * sizes.params / 1e8)
+
+
+def test_micro_batches_are_reduced_one_by_one_at_zero_2(folders):
+    given = {"model_name_or_path": folders["llama"], "task_type": "causal_lm", "k_shot": 8, "num_query": 8}
+    many = Config(**given, micro_batch_size=1)
+    for stage, times in ((0, 1), (1, 1), (2, 4), (3, 4)):
+        learner = empty_learner(many, describe(many))
+        sizes = part_sizes(many, learner.hf.config, held(many, learner, learner.hf.config), False, 2)
+        task = task_work(many, Precision(stage, False, False), sizes, Products(1, 1), 2, 16)
+        assert task.wire.reduce == 6 * times * 4 * sizes.params, stage
+
+
+# what is tried
+
+
+def test_every_way_to_spread_is_there(folders):
+    found = list(ways(plan_of(model_name_or_path=folders["llama"], gpus=8, gpus_per_node=4)))
+    assert {way.group_size for way in found} == {1, 2, 4, 8}  # 8 spans two nodes
+    assert {(way.stages, way.tensor) for way in found if way.group_size == 4} == {(1, 1), (2, 1), (4, 1), (1, 2), (1, 4)}
+    assert max(way.tensor for way in found) == 4  # inside a node
+    assert {way.zero_stage for way in found if way.stages > 1} == {0, 1}
+    assert {way.zero_stage for way in found if way.group_size == 2 and way.data == 2} == {0, 1, 2, 3}
+    assert {way.zero_stage for way in found if way.group_size == 1 and not way.offload} == {0}
+    assert {(way.lora_r, way.checkpointing, way.offload_outer) for way in found} == {
+        (lora, check, outer) for lora in (0, 8) for check in (False, True) for outer in (False, True)}  # fmt: skip
+    kept = list(ways(plan_of(group_size="2", zero_stage=[3], lora_r=4, gradient_checkpointing=True, offload_outer=False,
+                             pipeline_stages=1, tensor_parallel_size=1, offload=False)))  # fmt: skip
+    assert kept == [Way(2, 3, lora_r=4, checkpointing=True)]
+
+
+def test_shipped_files_are_what_is_planned():
+    for way in ways(plan_of()):
+        assert json.loads((ROOT / file_of(way)).read_text()) == deepspeed_of(way)
+
+
+def test_best_comes_first(planned):
+    planner, layouts = planned
+    assert all(not one.lacking for one in layouts)
+    times = [one.step_seconds for one in layouts]
+    assert times == sorted(times)
+    assert layouts[0].memory.total <= planner.room
+    assert all(0 < one.efficiency <= 1 for one in layouts)
+    assert {one.way.tensor for one in layouts if one.way.lora_r} == {1}
+    assert any("adapters are not cut" in why for why in planner.refused)
+
+
+def test_less_memory_leaves_fewer_layouts(folders):
+    most = {}
+    for gib in (1.0, 0.0025):
+        plan = plan_of(model_name_or_path=folders["llama"], task_type="causal_lm", gpu_memory_gib=gib, zero_stage=[0, 3],
+                       offload=False)  # fmt: skip
+        planner = Planner(plan, replace(PROFILES["h100"], device="cpu"))
+        fits = [one for one in planner.layouts() if not one.lacking]
+        most[gib] = len(fits)
+        assert all(one.memory.total <= 0.9 * gib * 2**30 for one in fits)
+    assert most[1.0] > most[0.0025] > 0
+
+
+def test_every_command_is_one_that_train_takes(planned):
+    planner, layouts = planned
+    for one in layouts:
+        config = cli.parse(show.flags(planner, one.way))
+        wanted = planner.config_of(one.way)
+        assert replace(config, deepspeed=None) == replace(wanted, deepspeed=None), one.way
+        assert (config.deepspeed is None) == (one.way.group_size == 1 and not one.way.offload)
+    starts = {gpus: show.command(Planner(plan_of(gpus=gpus), PROFILES["h100"]), Way(1, 0)) for gpus in (4, 16)}
+    assert starts[4].startswith("deepspeed --num_gpus 4 launch/train.py ")
+    assert starts[16].startswith("torchrun --nnodes 4 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint $HEAD:29500 launch/")
+
+
+def test_failures_and_spread_cost_time(folders):
+    def first(**given):
+        plan = plan_of(model_name_or_path=folders["llama"], task_type="causal_lm", group_size="1", lora_r=0, meta_batch_size=16,
+                       zero_stage=[0], offload=False, offload_outer=False, gradient_checkpointing=False, **given)  # fmt: skip
+        (layout,) = Planner(plan, PROFILES["h100"]).layouts()
+        return layout.step_seconds
+
+    even = first(gpus=4)
+    assert first(gpus=4, task_noise=0.5) > 1.1 * even
+    assert first(gpus=4, slow_share=1.0, slow_by=2.0) == pytest.approx(2 * even, rel=0.05)
+    assert first(gpus=4, failures_per_gpu_year=1e9, restart_minutes=1.0) > 2 * even
+
+
+# what is said
+
+
+def ended(capfd, argv: list[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        cli.main(argv)
+    told = capfd.readouterr()
+    return left.value.code, told.out, told.err  # type: ignore[return-value]
+
+
+def test_the_command_prints_table_bars_and_commands(capfd, folders, tmp_path):
+    argv = ["plan", "--model_name_or_path", folders["llama"], "--gpus", "2", "--gpu_memory_gib", "8", "--task_type", "causal_lm",
+            "--picture", str(tmp_path / "plan.svg"), "--dataset", "my rows.jsonl"]  # fmt: skip
+    code, text, error = ended(capfd, argv)
+    assert (code, error) == (0, "")
+    for words in ("2 GPUs of 8 GiB", "from data sheets", "all weights", "adapters (LoRA)", "'my rows.jsonl'", "W weights",
+                  "deepspeed --num_gpus 2 launch/train.py"):  # fmt: skip
+        assert words in text
+    picture = ElementTree.parse(tmp_path / "plan.svg").getroot()
+    assert picture.tag.endswith("svg")
+    assert "8 GiB" in "".join(picture.itertext())
+
+
+def test_json_says_all_of_it(capfd, folders):
+    argv = ["plan", "--model_name_or_path", folders["bert"], "--gpus", "2", "--gpu_memory_gib", "8", "--json"]
+    code, text, error = ended(capfd, argv)
+    assert (code, error) == (0, "")
+    told = json.loads(text)
+    assert (told["gpus"], told["profile"]["name"]) == (2, "h100")
+    one = told["layouts"][0]
+    assert one["fits"]
+    assert {"weights", "master", "theta", "meta_gradient", "moments", "activations", "total"} <= set(one["bytes_per_rank"])
+    assert set(one["bytes_per_outer_step"]) == {"gather", "reduce", "tensor", "send", "cross"}
+    assert one["step_seconds"] > 0
+    assert "launch/train.py" in one["command"]
+    assert {layout["zero_stage"] for layout in told["layouts"]} == {0, 1, 2, 3}
+
+
+def test_bars_add_up(planned):
+    planner, layouts = planned
+    for one in layouts:
+        assert sum(show.bar_of(one.memory).values()) == one.memory.total
+    drawn = svg(layouts[:3], 1.0, "memory")
+    widths = [float(part.get("width", 0)) for part in ElementTree.fromstring(drawn) if part.tag.endswith("rect")]
+    assert len(widths) > 3
+    assert planner.plan.gpus == 4
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    ([], "gpus is not given; say what there is, such as --gpus 8 --gpu_memory_gib 80"),
+    (["--gpus", "8"], "gpu_memory_gib is not given; say what there is, such as --gpus 8 --gpu_memory_gib 80"),
+    (["--gpus", "0", "--gpu_memory_gib", "80"], "gpus=0 is below 1; use 1 or more"),
+    (["--gpus", "8", "--gpu_memory_gib", "-1"], "gpu_memory_gib=-1.0 is no positive number; use one, such as 80"),
+    (["--gpus", "9", "--gpu_memory_gib", "80"], "gpus=9 is not a multiple of gpus_per_node=8; give whole nodes"),
+    (["--gpus", "8", "--gpu_memory_gib", "80", "--zero_stage", "4"], "zero_stage=4 is unknown; use 0, 1, 2 or 3"),
+    (["--gpus", "8", "--gpu_memory_gib", "80", "--task_spread", "-1"], "task_spread=-1.0 is no number from 0 on; use 0.5, say"),
+    (["--gpus", "8", "--gpu_memory_gib", "80", "--profile", "b300"],
+     "profile=b300 is neither a file nor one of a100, h100, h200; measure one with --calibrate --save_profile FILE.json"),
+    (["--gpus", "8", "--gpu_memory_gib", "80", "--profile", "h100", "--calibrate"],
+     "profile=h100 and calibrate=True both say what the machine can do; leave one out"),
+    (["--gpus", "8", "--gpu_memory_gib", "80", "--save_profile", "p.json"],
+     "save_profile=p.json keeps what --calibrate measures; add it, or leave this out"),
+    (["--gpus", "8", "--gpu_memory_gib", "80", "--algorithm", "none"],
+     "algorithm=none trains nothing, so that there is no outer step to plan; use fomaml"),
+    (["--gpus", "8", "--gpu_memory_gib", "80", "--elastic"],
+     "elastic=True is a setting of a launch; use --on_failure elastic to plan for groups that come and go"),
+    (["--gpus", "8", "--gpu_memory_gib", "80", "--n_way", "1"], "n_way=1 is below 2; use 2 or more"),
+    (["--gpus", "8", "--gpu_memory_gib", "80", "--group_size", "3"], "group_size=3 does not divide gpus=8; use 1, 2, 4, 8"),
+    (["--gpus", "8", "--gpu_memory_gib", "80", "--model_name_or_path", "./none"],
+     "model_name_or_path=./none is not a folder; check the path"),
+])  # fmt: skip
+def test_bad_input_is_one_line_and_code_2(capfd, argv, said):
+    assert ended(capfd, ["plan", *argv]) == (2, "", f"fmmeta: error: {said}\n")
+
+
+def test_a_model_that_fits_nowhere_says_what_is_lacking(capfd, folders):
+    argv = [
+        "plan",
+        "--model_name_or_path",
+        folders["llama"],
+        "--gpus",
+        "2",
+        "--gpu_memory_gib",
+        "0.001",
+        "--task_type",
+        "causal_lm",
+    ]
+    code, text, error = ended(capfd, argv)
+    assert (code, text) == (2, "")
+    assert error.startswith(f"fmmeta: error: gpu_memory_gib=0.001 holds no layout of {folders['llama']} on 2 GPUs; the nearest (")
+    assert "GiB more than 90 % of it; use more GPUs or memory, a shorter --max_length, or --lora_r" in error
+    assert error.count("\n") == 1
+    code, text, _ = ended(capfd, [*argv, "--json"])
+    assert code == 2
+    assert not any(layout["fits"] for layout in json.loads(text)["layouts"])
+    assert json.loads(text)["layouts"][0]["lacking_bytes"] > 0
+
+
+def test_a_host_that_is_too_small_is_named(capfd, folders):
+    argv = ["plan", "--model_name_or_path", folders["llama"], "--gpus", "2", "--gpu_memory_gib", "8", "--task_type", "causal_lm",
+            "--offload", "--host_memory_gib", "0.0001", "--bf16", "false"]  # fmt: skip
+    code, _, error = ended(capfd, argv)
+    assert code == 2
+    assert "host_memory_gib=0.0001 holds no layout of" in error
+
+
+def test_settings_that_no_layout_goes_with(capfd, folders):
+    argv = [
+        "plan",
+        "--model_name_or_path",
+        folders["bert"],
+        "--gpus",
+        "2",
+        "--gpu_memory_gib",
+        "8",
+        "--tensor_parallel_size",
+        "2",
+    ]
+    code, _, error = ended(capfd, argv)
+    assert code == 2
+    assert "no layout goes with these settings (tensor_parallel_size=2: model_type=bert has no plan of its own" in error
+
+
+def test_profiles_from_files(tmp_path):
+    path = tmp_path / "mine.json"
+    hardware.save(PROFILES["a100"], str(path))
+    assert hardware.find(str(path)) == PROFILES["a100"]
+    values = asdict(PROFILES["a100"])
+    listed = ", ".join(values)
+    for change, said in (({"memory": 0}, "sets memory=0, which is no rate; give a positive number"),
+                         ({"memory": True}, "sets memory=true, which is no rate; give a positive number"),
+                         ({"hidden": 2}, "sets hidden=2, which is no rate; give a positive number up to 1"),
+                         ({"device": "tpu"}, 'sets device="tpu"; use cuda or cpu'),
+                         ({"speed": 1}, f"sets speed; it holds {listed}")):  # fmt: skip
+        path.write_text(json.dumps({**values, **change}))
+        assert refusal(hardware.find, str(path)) == f"profile={path} {said}"
+    path.write_text(json.dumps({key: value for key, value in values.items() if key != "latency"}))
+    assert refusal(hardware.find, str(path)) == f"profile={path} lacks latency; it holds {listed}"
+    path.write_text("{")
+    assert refusal(hardware.find, str(path)).startswith(f"profile={path} is not JSON (")
+    for text in ("[]", "3"):
+        path.write_text(text)
+        assert refusal(hardware.find, str(path)) == f"profile={path} lacks name; it holds {listed}"
+    assert refusal(hardware.save, PROFILES["a100"], str(tmp_path)).startswith(f"save_profile={tmp_path} cannot be written (")

@@ -1,0 +1,118 @@
+"""--profile: shares that add up to one outer step, a trace that says the same, nothing left behind; several ranks too."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fmmeta import Config, MetaTrainer
+from fmmeta.meta.outer import MetaGradient
+from fmmeta.parallel.communicator import pending_type
+from fmmeta.profiler import KINDS, Clock, wrapped
+from tests.launch import run_ranks
+
+SHORT = {"outer_steps": 4, "meta_batch_size": 2, "inner_steps": 3, "eval_episodes": 0, "save_steps": 0, "num_workers": "0"}
+
+
+class Hands:
+    """A clock that moves when it is told to."""
+
+    time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def test_a_region_inside_another_takes_its_time_from_it():
+    hands = Hands()
+    clock = Clock(hands)
+    hands.time = 1
+    with clock.region("backward"):
+        hands.time = 3
+        with clock.region("group communication"):
+            hands.time = 7
+        hands.time = 8
+    hands.time = 8.5
+    seconds = clock.stop()
+    assert seconds == {**dict.fromkeys(KINDS, 0), "other": 1.5, "backward": 3, "group communication": 4}
+
+
+def test_waiting_inside_the_cross_group_reduction_is_part_of_it_and_an_error_unwraps():
+    hands = Hands()
+
+    class Thing:
+        def reduce(self):
+            hands.time += 1
+            self.wait()
+
+        def wait(self):
+            hands.time += 2
+            raise ValueError("gone")
+
+    thing, clock = Thing(), Clock(hands)
+    with pytest.raises(ValueError, match="gone"), wrapped(thing, "reduce", clock, "cross-group"):  # noqa: SIM117
+        with wrapped(thing, "wait", clock, "group communication"):
+            thing.reduce()
+    assert clock.stop() == {**dict.fromkeys(KINDS, 0), "cross-group": 3}
+    assert vars(thing) == {}
+
+
+def test_a_compiled_verb_works_when_it_is_unwrapped():
+    """torch's Work is compiled: put back carelessly, its `wait` would no longer know whose it is."""
+    before = vars(pending_type())["wait"]
+    with wrapped(pending_type(), "wait", Clock(Hands()), "group communication"):
+        assert vars(pending_type())["wait"] is not before
+    assert vars(pending_type())["wait"] is before
+
+
+def test_one_step_is_profiled_and_everything_is_as_before(tmp_path, capsys):
+    def stored():
+        places = [(torch.autograd, "backward"), (MetaGradient, "add"), (pending_type(), "wait")]
+        return [vars(owner)[name] for owner, name in places]
+
+    before = stored()
+    MetaTrainer(Config(**SHORT, logging_steps=1, profile=True, output_dir=str(tmp_path))).train()
+    assert before == stored()
+    profile = json.loads((tmp_path / "run.json").read_text())["profile"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert profile["outer_step"] == 3
+    assert list(profile["seconds"]) == list(KINDS)
+    assert sum(profile["seconds"].values()) < lines[2]["seconds"]  # which also holds the writing of the trace
+    assert min(profile["seconds"][kind] for kind in ("data", "forward", "backward", "role switch", "outer step")) > 0
+    assert profile["seconds"]["group communication"] == profile["seconds"]["cross-group"] == 0
+    events = json.loads((tmp_path / profile["trace"]).read_text())["traceEvents"]
+    traced = {kind: [event for event in events if event.get("name") == kind and event.get("ph") == "X"] for kind in KINDS}
+    backward = [event for event in traced["backward"] if event["dur"]]
+    assert len(backward) == 2 * 2 * (3 + 1)  # the worker's and, inside it, torch's: 2 tasks of 3 inner steps and a query
+    assert sum(event["dur"] for event in backward) / 2e6 == pytest.approx(profile["seconds"]["backward"], rel=0.3)
+    shown = capsys.readouterr().out
+    assert "where the time of outer step 3 went" in shown
+    assert "role switch" in shown
+
+
+def test_a_run_of_one_step_profiles_that_one(tmp_path):
+    MetaTrainer(Config(**{**SHORT, "outer_steps": 1}, profile=True, output_dir=str(tmp_path))).train()
+    assert json.loads((tmp_path / "run.json").read_text())["profile"]["outer_step"] == 1
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("group_size", "extra", "busy", "idle"), [
+    ("2", ["--deepspeed", "ds_configs/zero3.json"], "group communication", None),
+    ("2", ["--pipeline_stages", "2"], "group communication", None),
+    ("1", [], "cross-group", "group communication"),
+])  # fmt: skip
+def test_ranks_tell_their_shares(tmp_path, group_size, extra, busy, idle):
+    flags = [f"--{name}={value}" for name, value in SHORT.items()]
+    folder = tmp_path / "run"
+    run_ranks(["-m", "fmmeta", "train", *flags, *extra, f"--group_size={group_size}", "--profile=True", "--task_type=causal_lm",
+               f"--output_dir={folder}"], 2, timeout_s=150).ok()  # fmt: skip
+    profile = json.loads((folder / "run.json").read_text())["profile"]
+    assert len(profile["seconds_by_rank"]) == 2
+    assert (folder / "trace-rank0.json").is_file()
+    assert (folder / "trace-rank1.json").is_file()
+    for seconds in profile["seconds_by_rank"]:
+        assert seconds[busy] > 0
+        assert min(seconds["forward"], seconds["backward"], seconds["role switch"]) > 0
+        assert idle is None or seconds[idle] == 0

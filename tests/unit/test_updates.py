@@ -1,0 +1,100 @@
+"""When a meta-gradient moves theta: the delayed recursion by hand, on quadratics, and what a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from fmmeta.config import Config
+from fmmeta.meta.outer import Outer
+from fmmeta.meta.updates import MARK, Updates
+from fmmeta.parallel.communicator import Communicator
+from tests.unit.test_inner_outer import encoder, worker_of
+
+CPU = torch.device("cpu")
+STEPS, LR = 12, 0.2
+
+
+def updates_of(delay: int, lr: float = LR, **settings) -> Updates:
+    """On a theta of a small model; the learning rate falls linearly, so that a gradient of another step shows."""
+    fixed = {"outer_optimizer": "sgd", "lr_scheduler_type": "linear", "weight_decay": 0.0, "max_grad_norm": 0.0}
+    worker = worker_of(encoder("mean"))
+    config = Config(**{**fixed, "outer_lr": lr, "outer_steps": STEPS, "outer_delay": delay, **settings})
+    theta = worker.read()
+    theta.copy_(torch.linspace(-1, 1, len(theta)))
+    return Updates(Outer(theta, worker, config), Communicator(None, 0, 1, CPU), config)
+
+
+def run(updates: Updates, first: int = 0, last: int = STEPS, curvature: float = 1.0) -> list:
+    """Outer steps on curvature |theta|^2 / 2, of two tasks that weigh 3 together; one meta-batch has no finite task."""
+    told = []
+    for step in range(first, last):
+        if step != 5:
+            updates.meta.sum.add_(updates.outer.theta, alpha=3 * curvature)
+        told.append(updates.move(0.0 if step == 5 else 3.0, step, unread=step == 5, last=step + 1 == STEPS))
+    return told
+
+
+def by_hand(start: Tensor, delay: int, lr: float = LR, curvature: float = 1.0) -> Tensor:
+    """theta after all steps: gradients wait in a line of `delay`."""
+    theta, line = start.double(), []
+    for step in range(STEPS):
+        line.append((step, None if step == 5 else curvature * theta))
+        while len(line) > (0 if step + 1 == STEPS else delay):
+            due, gradient = line.pop(0)
+            if gradient is not None:
+                theta = theta - lr * (1 - due / STEPS) * gradient
+    return theta
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_theta_is_where_the_recursion_is(delay):
+    updates = updates_of(delay)
+    start = updates.outer.theta.clone()
+    told = run(updates)
+    wanted = by_hand(start, delay)
+    assert (updates.outer.theta - wanted).norm() < 1e-6 * (start - wanted).norm()
+    assert (by_hand(start, 0) - by_hand(start, 1)).norm() > 1e-3 * (start - wanted).norm()
+    assert [one is None for one in told] == [bool(delay)] + [False] * (STEPS - 1)
+    rates = [LR * (1 - step / STEPS) for step in range(STEPS)]
+    assert [one.lr for one in told[delay:]] == pytest.approx(rates if not delay else [*rates[: STEPS - 2], rates[-1]])
+    without = [number for number, one in enumerate(told) if one is not None and not one.applied]
+    assert without == [5 + delay]
+    assert told[5 + delay].unread
+    assert updates.pending is None
+
+
+@pytest.mark.parametrize("at", [1, 5, 6, 11])
+def test_what_is_pending_goes_on_bit_for_bit_from_a_checkpoint(at):
+    whole, part = updates_of(1), updates_of(1)
+    run(whole)
+    run(part, 0, at)
+    kept, known = part.state()
+    assert known == {"outer_step": at - 1, "unread": at == 6, "finite": at != 6}
+    assert list(kept.vectors) == ([f"{MARK}theta"] if at != 6 else [])
+    assert {name: value.shape for name, value in part.shape().items()} == {f"{MARK}theta": whole.outer.theta.shape}
+    resumed = updates_of(1)
+    resumed.outer.theta.copy_(part.outer.theta)
+    resumed.load_state(copy.deepcopy(kept.vectors), {}, known)
+    for one in (resumed, part):  # that it was saved changes nothing
+        run(one, at)
+        assert torch.equal(one.outer.theta, whole.outer.theta)
+
+
+@pytest.mark.parametrize(("delay", "rate", "settles"), [(0, 1.9, True), (0, 2.1, False), (1, 0.9, True), (1, 1.1, False)])
+def test_half_the_rate_is_stable(delay, rate, settles):
+    """docs/delay.md: rate x curvature must be below 2 without delay, below 1 with it."""
+    updates = updates_of(delay, rate, lr_scheduler_type="constant", outer_steps=STEPS)
+    start = float(updates.outer.theta.norm())
+    for step in range(200):
+        updates.meta.sum.add_(updates.outer.theta, alpha=1.0)
+        updates.move(1.0, step, unread=False, last=False)
+    assert (float(updates.outer.theta.norm()) < start / 10) == settles
+
+
+def test_bf16_travels_by_name():
+    assert updates_of(0, reduce_dtype="bf16").wire == torch.bfloat16
+    assert updates_of(0).wire == torch.float32
