@@ -170,8 +170,8 @@ def one_pass(config: Config, precision: Precision, sizes: Sizes, asked: Products
         sums = sizes.layers * (forward + (COLUMNS if backward else 0))
         wire += Wire(tensor=rounds * sums * hidden, collectives=rounds * sums)
     held, stage = sizes.params + sizes.frozen, precision.zero_stage if data > 1 else 0
-    kept = held <= precision.live  # gathered parameters stay from the forward to the backward pass
-    gathers = 1 if kept else rounds * (2 if backward else 1)
+    kept = held <= precision.live  # gathered parameters stay from the forward to the backward pass, no longer
+    gathers = rounds * (1 if kept or not backward else 2)
     if stage == 3:
         wire += Wire(gather=gathers * held * width, collectives=gathers * asked.matrices)
     if backward and data > 1:

@@ -79,7 +79,7 @@ def test_the_delayed_oracle_is_another_one(bench):
         settings = {**bench.settings(CASES[2]), "outer_delay": delay}
         run, began = bench.reference(json.dumps(settings, sort_keys=True))
         ends.append(torch.cat([value.float().flatten() for value in run.thetas[-1].values()]))
-        moved = torch.cat([(run.thetas[0][name] - start).flatten() for name, start in began.items()])
+        moved = torch.cat([(run.thetas[1][name] - start).flatten() for name, start in began.items()])
         assert bool(moved.any()) == (delay == 0)
     start = torch.cat([value.flatten() for value in began.values()])
     assert (ends[0] - ends[1]).norm() > 100 * tolerance(CASES[2]) * (ends[0] - start).norm()

@@ -34,7 +34,10 @@ def test_bytes_on_the_wire_are_those_that_travel(files, cases):
     found = [json.loads((folder / f"{cases[0]}{rank}.json").read_text()) for rank in range(2)]
     for one in chain(*found):
         counted, planned = one["counted"], one["planned"]
-        assert counted["gather"] == pytest.approx(planned["gather"], rel=0.02), one
+        if one["case"] == "zero3 released":  # the output layer, last of the forward pass, is still there for the backward pass
+            assert 0.9 * planned["gather"] < counted["gather"] < planned["gather"], one
+        else:
+            assert counted["gather"] == pytest.approx(planned["gather"], rel=0.02), one
         assert counted["reduce"] + counted["sum"] == pytest.approx(planned["reduce"] + planned["tensor"], rel=0.02), one
     sent = [ranks[0]["counted"]["send"] for ranks in found]
     if cases == ("pipeline",):  # the first stage sends hidden states, ids and mask, the second one gradients

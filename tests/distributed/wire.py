@@ -35,8 +35,10 @@ def counting(name: str, kind: str, which: int) -> None:
     def counted(*args: Any, **kwargs: Any) -> Any:
         given = args[which] if len(args) > which else list(kwargs.values())[which - len(args)]
         listed = given if isinstance(given, (list, tuple)) else [given]
-        told = (name == "all_reduce" and given.numel() <= SMALL) or (
-            name == "send" and given.dtype == torch.int32
+        group = kwargs.get("group")
+        alone = group is not None and dist.get_world_size(group) == 1  # nothing travels
+        told = (
+            alone or (name == "all_reduce" and given.numel() <= SMALL) or (name == "send" and given.dtype == torch.int32)
         )  # shapes to come
         COUNTED[kind] += 0 if told else sum(map(size, listed))
         return ordinary(*args, **kwargs)

@@ -122,4 +122,4 @@ def test_the_host_needs_room_too(monkeypatch):
     size, why = memory.choose_group_size(world_of(monkeypatch, 4, 4, 2**35), sizes, Precision(1, False, False))
     assert (size, "(and 4 in host memory)" in why) == (4, True)  # 16 and 8 GiB of outer state would not fit into 8
     said = refusal(memory.choose_group_size, world, sizes, Precision(1, False, False))
-    assert "= 15.9 GiB (and 8 in host memory) each at ZeRO 1, and 32 GiB are free (and 8 in host memory); use a higher" in said
+    assert "= 13.9 GiB (and 8 in host memory) each at ZeRO 1, and 32 GiB are free (and 8 in host memory); use a higher" in said

@@ -147,7 +147,7 @@ def test_logits_are_counted_for_language_models():
 
 def test_estimate_reads_as_a_sum():
     sizes = Sizes(params=2**28, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
-    assert str(estimate(sizes, Precision(0, False, False), 1)) == "weights 1 + gradients 1 + meta 5 = 7 GiB"
+    assert str(estimate(sizes, Precision(0, False, False), 1)) == "weights 1 + gradients 1 + meta 4 = 6 GiB"
 
 
 def world_of(monkeypatch, world_size: int, local_world_size: int, free: int) -> World:
@@ -180,8 +180,8 @@ def test_no_room_at_all(monkeypatch):
     sizes = Sizes(params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
     world = world_of(monkeypatch, 8, 4, 2**32)
     assert refusal(choose_group_size, world, sizes, Precision(2, False, False)) == (
-        "group_size=auto finds no room: 4 ranks of a group need weights 4 + gradients 1 + master 1 + meta 5 + buffers 3.73 "
-        "= 14.7 GiB each at ZeRO 2, and 4 GiB are free; use a higher ZeRO stage, offload, more GPUs or a smaller "
+        "group_size=auto finds no room: 4 ranks of a group need weights 4 + gradients 1 + master 1 + meta 4 + buffers 3.73 "
+        "= 13.7 GiB each at ZeRO 2, and 4 GiB are free; use a higher ZeRO stage, offload, more GPUs or a smaller "
         "--micro_batch_size"
     )
 
@@ -211,7 +211,7 @@ def test_a_group_size_that_cannot_hold_the_model_is_refused(monkeypatch):
     world = world_of(monkeypatch, 8, 8, 4 * 2**30)
     precision = Precision(3, False, False, 2**26, bucket=2**24)
     assert refusal(check_group_size, world, sizes, precision, 1) == (
-        "group_size=1 needs weights 1 + gradients 1 + meta 5 = 7 GiB per rank at ZeRO 0, and 4 GiB are free; use group_size 4 "
+        "group_size=1 needs weights 1 + gradients 1 + meta 4 = 6 GiB per rank at ZeRO 0, and 4 GiB are free; use group_size 4 "
         "or 8"
     )
     check_group_size(world, sizes, precision, 4)

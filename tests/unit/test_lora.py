@@ -187,7 +187,7 @@ def test_the_estimate_counts_frozen_weights_once(tmp_path, sources, monkeypatch)
     assert full.frozen == pooler
     precision = plan(config, world, lambda text: None).precision
     assert memory.estimate(lora, precision, 1).weights == 4 * (lora.params + lora.frozen)
-    assert memory.estimate(lora, precision, 1).meta == 20 * lora.params
+    assert memory.estimate(lora, precision, 1).meta == 16 * lora.params
 
 
 def test_missing_peft_names_the_extra(sources, monkeypatch):

@@ -209,7 +209,7 @@ def test_offloaded_weights_come_for_every_micro_batch(folders):
     learner = empty_learner(config, describe(config))
     sizes = part_sizes(config, learner.hf.config, held(config, learner, learner.hf.config), False)
     room = Room(1, 1, 1, True, True)
-    for live, times in ((1000, 2 * 4), (10**9, 1)):
+    for live, times in ((1000, 2 * 4), (10**9, 4)):
         precision = Precision(3, False, True, live, offload_param=True)
         task = task_work(config, precision, sizes, products(learner, config), 1, 16)
         assert [one.fetched for _, one in task.passes] == [times * 4 * sizes.params] * 2
