@@ -95,21 +95,32 @@ class Elastic:
 
     @contextmanager
     def of_step(self, run: Running) -> Iterator[None]:
-        """An attempt at an outer step; a group that is lost meanwhile costs it. Collective: everyone."""
+        """An attempt at an outer step; a group that is lost meanwhile costs it, one lost at the roll call another roll call.
+
+        Collective: everyone.
+        """
+        while True:
+            try:
+                self._call(run)
+                break
+            except Lost as lost:
+                self._begin_anew(run, lost)
         counts = dict(run.state.tasks)
         try:
-            self._call(run)
-            counts = dict(run.state.tasks)
             yield
         except Lost as lost:
-            self.retries += 1
-            if self.retries > MOST:
-                where = f"outer step {run.state.outer_step + 1} was begun {MOST} times in vain"
-                raise Fault(f"{where} ({lost}); look at the network between the groups") from None
-            self.notice(f"outer step {run.state.outer_step + 1} is begun anew: a group is lost ({lost})")
+            self._begin_anew(run, lost)
             run.state.updates.meta.clear()
             run.state.tasks = counts
             run.feed.redeal(counts)
+
+    def _begin_anew(self, run: Running, lost: Lost) -> None:
+        """One attempt more at this outer step. Raises `Fault` if there were too many."""
+        self.retries += 1
+        if self.retries > MOST:
+            where = f"outer step {run.state.outer_step + 1} was begun {MOST} times in vain"
+            raise Fault(f"{where} ({lost}); look at the network between the groups") from None
+        self.notice(f"outer step {run.state.outer_step + 1} is begun anew: a group is lost ({lost})")
 
     def goes(self, guard: Guard) -> bool:
         """Whether this group, asked to stop, leaves the others its tasks of this step."""
@@ -146,27 +157,25 @@ class Elastic:
         run.guard.begin_stage("waiting for the other groups")
         self.began = self.began or time.monotonic()
         self.crew.writes, self.crew.bytes_sent = self.writes, 0  # what an attempt in vain has sent is not the step's
-        before = None if self.roll is None else [member.name for member in self.roll.members]
         roll = self.crew.form(run.state.outer_step, LIGHTHOUSE_S)
         names = [member.name for member in roll.members]
         root, mine = roll.members[roll.root], roll.members[roll.here]
         if mine.mark != root.mark:
             raise UsageError(f"group_name={mine.name}: its settings or its layout (group_size, ZeRO stage) are not those of "
                              f"group {root.name}; start it with the same flags, or as a run of its own")  # fmt: skip
-        changed = names != before
         if any(roll.heals(number) for number in range(len(names))):
             self._heal(run, roll)
         self.crew.fresh, self.called = False, run.state.outer_step
-        if changed or self.retries:
+        if roll.anew or self.retries:
             run.feed.redeal(run.state.tasks)
             self.lost_s = time.monotonic() - self.began
         every = self.config.check_replicas_steps
-        if changed or (every and run.state.outer_step % every == 0):
+        if roll.anew or (every and run.state.outer_step % every == 0):
             run.guard.check_replicas(run.state.outer_step, run.state.theta)
         if roll.writer == roll.here and not self.writes:
             self._write_from_here(run, LOCK_S)
         self.roll = roll
-        if changed:
+        if roll.anew:
             self.notice(f"outer step {run.state.outer_step + 1}: {len(names)} {'group' if len(names) == 1 else 'groups'} "
                         f"({', '.join(name.rpartition(':')[0] for name in names)})")  # fmt: skip
 

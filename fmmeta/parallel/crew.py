@@ -50,7 +50,7 @@ class Member:
     step: int
     fresh: bool  # it has not taken part yet
     writes: bool
-    broken: bool  # its communicator has failed
+    met: str  # the meeting that its communicator is from; empty: none, or it has failed
     mark: str  # settings and layout, which all must share
 
 
@@ -60,6 +60,7 @@ class Roll:
 
     members: tuple[Member, ...]
     here: int
+    anew: bool = False  # they have met for this step: what follows a change is judged by this, since each remembers other rolls
 
     @property
     def root(self) -> int:
@@ -85,9 +86,9 @@ class Crew(Communicator):
         self.own, self.lighthouse, self.mark = own, lighthouse, ""
         mine = f"{name}:{uuid.uuid4().hex[:8]}"  # who comes again is somebody else
         self.name = own.gather_bytes(mine.encode())[0].decode()
-        self.fresh, self.broken, self.writes = True, False, False
+        self.fresh, self.writes = True, False
         self.patience_s = MEET_S
-        self.known: tuple[Any, ...] | None = None  # the quorum that `backend` belongs to
+        self.met = ""  # the meeting that `backend` is from
         self.client: Any = None
         self.beats: Any = None
         self.venue: Any = None
@@ -120,19 +121,19 @@ class Crew(Communicator):
         number, created, listed = json.loads(self.own.gather_bytes(told)[0])
         members = tuple(Member(**one) for one in listed)
         here = next(n for n, member in enumerate(members) if member.name == self.name)
-        known = (number, [member.name for member in members])
-        if known != self.known or any(member.broken for member in members):
-            self.known, self.backend = None, None
+        anew = not self.met or len(members) != self.size or any(member.met != self.met for member in members)
+        if anew:  # alike for all: those of one meeting know the same size
+            self.met, self.backend = "", None
             self.rank, self.size = here, len(members)
-            name = f"crew/{number}/{created}/{self.own.rank}"
-            self._attempt(lambda: self._meet(members[0].venue, name), "meeting the other groups")
-            self.known, self.broken = known, False
+            meeting = f"{number}/{created}"
+            self._attempt(lambda: self._meet(members[0].venue, f"crew/{meeting}/{self.own.rank}"), "meeting the other groups")
+            self.met = meeting
             self.patience(self.patience_s)
-        return Roll(members, here)
+        return Roll(members, here, anew)
 
     def _ask(self, step: int, patience_s: float) -> Any:
         """The quorum: its number, a name used once, its members."""
-        mine = {"fresh": self.fresh, "writes": self.writes, "broken": self.broken, "mark": self.mark}
+        mine = {"fresh": self.fresh, "writes": self.writes, "met": self.met, "mark": self.mark}
         began = time.monotonic()
         while True:
             try:
@@ -161,7 +162,7 @@ class Crew(Communicator):
         except RuntimeError as error:  # all that gloo and its store raise
             failure = first_line(error) or type(error).__name__
         if float(self.own.sum_(torch.tensor([float(bool(failure))]))) > 0:
-            self.broken, self.backend = True, None  # sockets close: the others need not wait for a timeout
+            self.met, self.backend = "", None  # sockets close: the others need not wait for a timeout
             raise Lost(f"{doing}: {failure or 'another rank of this group has failed'}")
 
     def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Callable[[], torch.Tensor]:

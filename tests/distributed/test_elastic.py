@@ -10,11 +10,16 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
+import torch
 
 from benchmarks.elastic import Trial, lines_of, parity, theta_of, undisturbed
+from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.crew import Crew, Lost, coordination
 from fmmeta.supervisor import Group
 from tests.launch import run_ranks
 from tests.nursery import ROOT, Rank, environment, shared
@@ -51,6 +56,8 @@ class Born:
 
     def lines(self):
         """What it prints, line by line, until it has ended."""
+        while not self.rank.log.exists() and self.poll() is None:
+            time.sleep(0.05)  # the rank opens it itself
         with self.rank.log.open() as log:
             text, over = "", False
             while not over:
@@ -97,6 +104,11 @@ def whole(trial: Trial, steps: int) -> list[dict]:
     return lines
 
 
+def writers_of(trial: Trial) -> list[str]:
+    """Who took over the files of the run, in this order."""
+    return [line.split("]")[0].strip("[") for line in trial.log if "writes the files of the run" in line]
+
+
 @pytest.mark.timeout(1500)
 def test_three_kills_do_not_show_in_theta(trial, tmp_path):
     """A group that does not write, the one that writes, and one of those that came back; each heals and joins."""
@@ -104,10 +116,12 @@ def test_three_kills_do_not_show_in_theta(trial, tmp_path):
     run.start()
     run.wait_for(3, PATIENCE_S)
     by_name = {group.name: group for group in run.supervisor.groups}
-    (wrote,) = [line.split("]")[0].strip("[") for line in run.log if "writes the files of the run" in line]
+    (wrote,) = writers_of(run)
     first, last = sorted(set(by_name) - {wrote})
+    wrote_when_killed = 0
     for name in (first, wrote, first):
         time.sleep(1.0)  # in the middle of a step
+        wrote_when_killed += writers_of(run)[-1] == name
         run.kill(by_name[name])
         run.wait_for(2, PATIENCE_S)
         run.wait_for(3, PATIENCE_S)
@@ -122,7 +136,7 @@ def test_three_kills_do_not_show_in_theta(trial, tmp_path):
     assert len(healed) >= 3
     config = undisturbed(SETTINGS, tmp_path / "plain")
     assert parity(config, run.folder, tmp_path / "plain") < 1e-4
-    assert sum("writes the files of the run" in line for line in run.log) == 2
+    assert len(writers_of(run)) == 1 + wrote_when_killed >= 2
     assert (run.folder / "model/model.safetensors").is_file()
     assert json.loads((run.folder / "run.json").read_text())["finished"]
 
@@ -206,3 +220,54 @@ def test_a_lighthouse_shines_until_it_is_asked_to_stop():
         finally:
             process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
+    """One comes late, and the others take a step without it; one loses its communicator. Who then still has an old one must meet
+    with the others, and all must know it: what they do after a change is collective.
+    """
+    server = coordination().LighthouseServer(
+        bind="[::]:0", min_replicas=1, join_timeout_ms=3000, quorum_tick_ms=50, heartbeat_timeout_ms=9000
+    )
+    crews = [Crew(Communicator(None, 0, 1, torch.device("cpu")), server.address(), name) for name in "abc"]
+
+    def meet(pool, those, step):
+        asked = []
+        for crew in reversed(those):  # the late one first: the lighthouse does not make those of the last roll wait for it
+            asked.insert(0, pool.submit(crew.form, step, 30.0))
+            time.sleep(0.2)
+        rolls = [one.result() for one in asked]
+        sums = list(pool.map(lambda crew: float(crew.sum_(torch.ones(1))), those))
+        assert sums == [len(those)] * len(those)
+        return [roll.anew for roll in rolls]
+
+    def fail():
+        raise RuntimeError("the cable")
+
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            while meet_size(pool, crews) < 3:  # the first of them may have begun alone
+                pass
+            assert meet(pool, crews, 0) == [False] * 3
+            assert meet(pool, crews[:2], 1) == [True] * 2  # c is late; it knows nothing of this roll
+            assert meet(pool, crews, 2) == [True] * 3
+            assert meet(pool, crews, 3) == [False] * 3
+            with pytest.raises(Lost, match="a sum: the cable"):
+                crews[1]._attempt(fail, "a sum")
+            assert meet(pool, crews, 3) == [True] * 3
+            assert meet(pool, crews, 4) == [False] * 3
+    finally:
+        for crew in crews:
+            crew.leave()
+        server.shutdown()
+
+
+def meet_size(pool, crews) -> int:
+    """How many are there; groups that did not meet try again."""
+
+    def form(crew):
+        with suppress(Lost):
+            return len(crew.form(0, 60.0).members)
+        return 0
+
+    return min(pool.map(form, crews))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from fmmeta.attendance import mark_of
+from fmmeta.attendance import MOST, Elastic, mark_of
 from fmmeta.config import Config
-from fmmeta.parallel.crew import Member, Roll, reachable_as
+from fmmeta.parallel.crew import Lost, Member, Roll, reachable_as
 from fmmeta.parallel.ds_config import Precision
+from fmmeta.signals import Fault
 from tests.unit.helpers import refusal
 
 
 def roll(*members: tuple[int, bool, bool]) -> Roll:
     """Of (step, fresh, writes)."""
-    listed = [Member(f"g{n}", "host:1", step, fresh, writes, False, "") for n, (step, fresh, writes) in enumerate(members)]
+    listed = [Member(f"g{n}", "host:1", step, fresh, writes, "", "") for n, (step, fresh, writes) in enumerate(members)]
     return Roll(tuple(listed), 0)
 
 
@@ -109,3 +112,27 @@ def test_groups_with_other_settings_or_another_cut_have_another_mark():
               mark_of(settings, "1 group of 2 ranks", 10, Precision(2, False, False))]  # fmt: skip
     assert mine not in others
     assert len(set(others)) == 5
+
+
+class Unlucky(Elastic):
+    """Its first roll calls fail, after it has healed from another group."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__(Config(), None, None, lambda text: None)  # type: ignore[arg-type]
+        self.failures = failures
+
+    def _call(self, run):
+        if self.failures:
+            self.failures -= 1
+            run.state.tasks = {"seen": 9, "bad": 1}
+            raise Lost("a broadcast: gone")
+
+
+def test_a_group_lost_at_the_roll_call_costs_another_roll_call():
+    """The step is then taken, and what was healed meanwhile stays."""
+    run, who, steps = SimpleNamespace(state=SimpleNamespace(outer_step=4, tasks={"seen": 0, "bad": 0})), Unlucky(3), 0
+    with who.of_step(run):  # type: ignore[arg-type]
+        steps += 1
+    assert (steps, who.retries, run.state.tasks) == (1, 3, {"seen": 9, "bad": 1})
+    with pytest.raises(Fault, match=f"outer step 5 was begun {MOST} times in vain .a broadcast: gone."), Unlucky(-1).of_step(run):  # type: ignore[arg-type]
+        pass
