@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test parity check audit clean
+.PHONY: demo test parity cluster check audit clean
 
 demo: .venv/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 launch/train.py --deepspeed ds_configs/zero2.json $(FLAGS)
@@ -13,6 +13,9 @@ test: .venv/.installed-test
 
 parity: .venv/.installed-test
 	FMMETA_PARITY=full $(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_spread.py
+
+cluster: .venv/.installed-test
+	$(BIN)/python -m pytest -m cluster
 
 check: .venv/.installed-test
 	$(BIN)/ruff check .

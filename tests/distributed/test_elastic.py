@@ -24,6 +24,8 @@ from fmmeta.supervisor import Group
 from tests.launch import run_ranks
 from tests.nursery import ROOT, Rank, environment, shared
 
+pytestmark = pytest.mark.cluster
+
 os.environ.setdefault("RUST_LOG", "warn")
 pytest.importorskip("torchft", reason="elastic groups need torchft")
 

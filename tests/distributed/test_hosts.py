@@ -18,6 +18,8 @@ from tests.distributed.test_trust import LONG, QUICK, model_of, off, same, until
 from tests.launch import ROOT, environment, free_port, run_ranks
 from tests.models import write_classes
 
+pytestmark = pytest.mark.cluster
+
 SHORT = {"outer_steps": 4, "save_steps": 1, "save_total_limit": 9}
 
 

@@ -15,6 +15,8 @@ from tests.distributed.test_trust import LONG, QUICK, same, steps_of, until
 from tests.launch import ROOT, environment, free_port, run_ranks
 from tests.models import write_classes
 
+pytestmark = pytest.mark.cluster
+
 PATHS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 SLOWLY = {"DAWDLE_S": "0.3"}
 
