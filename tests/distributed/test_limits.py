@@ -41,7 +41,7 @@ def test_four_ranks_train_what_one_may_not_hold(files, kind):
             r"group_size=1 needs (.*) = ([\d.]+) GiB per rank at ZeRO 0, and ([\d.]+) GiB are free; use (.*)", text
         )
         assert refused, text
-        assert refused[1].startswith("weights 0.111 + gradients 0.111 + meta 0.555")
+        assert refused[1].startswith("weights 0.111 + gradients 0.111 + meta 0.444")
         assert float(refused[2]) > 0.77 > 0.63 >= float(refused[3])
         assert (
             refused[4]
