@@ -155,7 +155,7 @@ def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, tmp_pat
     run.supervisor.groups.append(late)
     run.wait_for(2, PATIENCE_S)
     run.kills.append({"group": "late0", "at": time.monotonic()})
-    late.processes[1].kill()
+    late.processes[1].send_signal(signal.SIGKILL)
     run.wait_for(2, PATIENCE_S)
     run.supervisor.groups[0].ask()  # the writer leaves; the other one takes over
     deadline = time.monotonic() + PATIENCE_S
