@@ -42,7 +42,7 @@ def test_four_ranks_train_what_one_may_not_hold(files, kind):
         )
         assert refused, text
         assert refused[1].startswith("weights 0.111 + gradients 0.111 + meta 0.444")
-        assert float(refused[2]) > 0.77 > 0.63 >= float(refused[3])
+        assert float(refused[2]) > 0.68 > 0.63 >= float(refused[3])
         assert (
             refused[4]
             in {"zero3": ("group_size 4", "group_size 2 or 4"), "pipeline": ("ZeRO 3, --pipeline_stages or more ranks",)}[kind]
