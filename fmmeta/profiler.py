@@ -117,7 +117,9 @@ class Profiler:
             "data": [(run.feed, "episodes")],
             "forward": [(model, "forward"), (worker, "_loss")],
             "backward": [(torch.autograd, "backward"), (worker, "backward")],
-            "role switch": [(worker, name) for name in ("apply", "read", "write", "gradient", "travelled")],
+            "role switch": [
+                (worker, name) for name in ("apply", "read", "write", "gradient", "add_gradient", "travelled", "add_travelled")
+            ],
             "outer step": [(run.state.outer, "step"), (MetaGradient, "add")],
         }
         if worker.group.size > 1:  # verbs of a communicator of one rank return at once
