@@ -1,14 +1,18 @@
-"""fmmeta beside learn2learn and higher: CPU seconds of a task's meta-gradient, on the same episodes, with the same result.
+"""fmmeta beside learn2learn, higher and TorchOpt: CPU seconds of a task's meta-gradient, on the same episodes, the same result.
 
     python -m benchmarks.peers --peers-python ~/peers/bin/python --json benchmarks/results/peers.json
 
-The peers live in an environment of their own, in which all of this runs (it needs fmmeta's requirements too): higher installs as
-it is; of learn2learn, whose build fails on Python 3.11, the files algorithms/maml.py, algorithms/base_learner.py and
-utils/__init__.py are enough. One thread, MiniLM, clinc150, 5-way 5-shot with 5 queries per class; measured in turn, task by task.
+The peers live in an environment of their own, in which all of this runs (it needs fmmeta's requirements too): higher and
+TorchOpt install as they are; of learn2learn, whose build fails on Python 3.11, the files algorithms/maml.py,
+algorithms/base_learner.py and utils/__init__.py are enough. One thread, MiniLM, clinc150, 5-way 5-shot with 5 queries per class;
+measured in turn, task by task.
 
-    same      FOMAML of 5 steps on identical tensors: what the library itself costs
+    same      FOMAML of 5 steps on identical tensors, padded to the longest row of a set
     users     FOMAML as their examples are written: rows tokenised one by one and padded to 64 tokens; fmmeta from its own loader
     anil      the same for ANIL of 10 steps, exact, features of the body computed once per task as in learn2learn's example
+
+fmmeta does what its training loop does: a task's direction is added to a sum (here one of zeros). TorchOpt's MetaSGD is of second
+order only, so FOMAML is written with its functional optimizer.
 
 Meta-gradients must agree to 1e-4. The last line has the ratios: fmmeta's CPU seconds by the peer's (same), and how many times as
 many episodes per CPU second (users, anil).
@@ -69,6 +73,27 @@ def by_higher(model: nn.Module, episode: Batches, steps: int, lr: float) -> Grad
     return dict(zip([name for name, _ in named], grads, strict=True))
 
 
+def by_torchopt(model: nn.Module, episode: Batches, steps: int, lr: float) -> Grads:
+    """Its functional optimizer on the parameters by name; gradients at the last ones."""
+    import torchopt  # type: ignore[import-not-found]
+
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names, params = list(named), tuple(named.values())
+    optimizer = torchopt.sgd(lr=lr)
+    state = optimizer.init(params)
+
+    def loss_at(params: tuple[Tensor, ...], batch: MicroBatch) -> Tensor:
+        logits = torch.func.functional_call(model, dict(zip(names, params, strict=True)), (batch.input_ids, batch.attention_mask))
+        return F.cross_entropy(logits, batch.labels)
+
+    for _ in range(steps):
+        found = torch.autograd.grad(loss_at(params, episode.support[0]), params)
+        updates, state = optimizer.update(found, state, params=params, inplace=True)
+        moved = torchopt.apply_updates(params, updates, inplace=False)
+        params = tuple(p.detach().requires_grad_() for p in moved)
+    return dict(zip(names, torch.autograd.grad(loss_at(params, episode.query[0]), params), strict=True))
+
+
 def anil_by_learn2learn(model: Any, episode: Batches, steps: int, lr: float) -> Grads:
     """As in examples/vision/anil_fc100.py: features of support and query at once, the head cloned and adapted, second order."""
     from learn2learn.algorithms.maml import MAML  # type: ignore[import-not-found]
@@ -100,6 +125,7 @@ class Ours:
         self.load = run.parts.load(prepared.plan.sources.train)
         self.tasks = [task for step in range(100) for task in run.schedule.meta_batch(step)]
         self.shapes = {f.name: f.shape for f in self.worker.params.fragments}
+        self.total = torch.zeros_like(self.theta)
 
     def episode(self, number: int) -> Batches:
         found = self.load(self.tasks[number]).batches
@@ -107,7 +133,9 @@ class Ours:
         return found
 
     def gradient(self, episode: Batches) -> Tensor:
-        return self.rule.direction(self.worker, self.theta, episode).shards
+        """Added to `total`, which is zero before."""
+        direction = self.rule.direction(self.worker, self.theta, episode, self.total)
+        return self.total if direction.vector is None else direction.vector
 
     def named(self, vector: Tensor) -> Grads:
         return {name: self.worker.whole(vector, name, shape) for name, shape in self.shapes.items()}
@@ -141,6 +169,7 @@ def compare(ours: Ours, model: nn.Module, peers: dict[str, Callable[..., Grads]]
         def own(number: int = number, kept: dict[str, Any] = kept, given: Batches = given) -> None:
             kept["fmmeta"] = ours.gradient(ours.episode(number) if users else given)
 
+        ours.total.zero_()
         costs["fmmeta"].append(Cost.of(own))
         mine = ours.named(kept["fmmeta"])
         for peer, work in peers.items():
@@ -170,7 +199,7 @@ def main() -> None:
     parser.add_argument("--model_name_or_path")
     parser.add_argument("--data")
     parser.add_argument("--questions", nargs="+", choices=["same", "users", "anil"], default=["same", "users", "anil"])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json")
     given = parser.parse_args()
     there = os.path.abspath(given.peers_python)
@@ -178,8 +207,8 @@ def main() -> None:
         os.execv(there, [there, "-m", "benchmarks.peers", *sys.argv[1:]])
     world, ranks, results = alone(), None, {}
     base = {**SETTINGS, "model_name_or_path": find_model(given.model_name_or_path), "dataset": [find_data(given.data)],
-            "outer_steps": 1, "group_size": "1"}  # fmt: skip
-    both = {"learn2learn": by_learn2learn, "higher": by_higher}
+            "outer_steps": 1, "group_size": "1", "micro_batch_size": 64}  # fmt: skip
+    both = {"learn2learn": by_learn2learn, "higher": by_higher, "torchopt": by_torchopt}
     for question in given.questions:
         anil = question == "anil"
         config = Config(**{**base, "algorithm": "anil" if anil else "fomaml", "inner_steps": 10 if anil else 5})
@@ -201,6 +230,7 @@ def main() -> None:
             value = f"{ratio['median']:.2f}" if question == "same" else f"{1 / ratio['median']:.1f}x"
             last.append(f"{question} {peer} {value}")
     print(table(["", "peer", "fmmeta CPU s", "peer CPU s", "ratio", "quartiles", "wall ratio", "gradients apart"], rows))
+
     worst = max(value for r in results.values() for value in r["apart"].values())
     if not worst < 1e-4:
         raise SystemExit(f"peers: meta-gradients are {worst:.1e} apart")

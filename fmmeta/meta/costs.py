@@ -29,11 +29,27 @@ class Passes(NamedTuple):
         return self.support + self.query
 
 
-def passes(config: Config) -> Passes:
-    """At their most: after any steps of first order (`--first_order_steps`), during those of multi-step loss."""
+def keeps_means(config: Config, data: int) -> bool:
+    """Whether the first inner step goes on from the features that the class means were made of: they are one micro-batch."""
+    return config.inner_steps > 0 and -(-config.most_shots * config.most_classes // data) <= config.micro_batch_size
+
+
+def keeps_support(config: Config, data: int) -> bool:
+    """Whether one of `data` ranks that share a set's rows may keep the activations of the support set while the query set goes
+    through the model (ANIL): a micro-batch may have as many rows.
+    """
+    rows = [-(-each * config.most_classes // data) for each in (config.most_shots, config.num_query)]
+    return sum(rows) <= config.micro_batch_size
+
+
+def passes(config: Config, data: int = 1, keeps: bool = True) -> Passes:
+    """At their most: after any steps of first order (`--first_order_steps`), during those of multi-step loss.
+
+    data: ranks that share the rows of a set. keeps: whether the worker can leave a forward pass without its backward pass.
+    """
     k, through = config.inner_steps, int(config.prototype_gradient)
     every = k if config.multi_step_loss_steps else 1  # the query loss counts after every step
-    means = int(config.head_init == "prototype")  # a forward of the support set
+    means = int(config.head_init == "prototype" and not (keeps and keeps_means(config, data)))  # a forward of the support set
     match config.algorithm:
         case "fomaml":
             return Passes(k + through, every, means)
@@ -44,7 +60,7 @@ def passes(config: Config) -> Passes:
         case "imaml":
             return Passes(k + 2 * config.cg_steps + 2 + through, 1, means, 0, 2 * config.cg_steps + 3)
         case "anil":
-            return Passes(1, 1, 1, 0, 2)
+            return Passes(1, 1, int(not (keeps and keeps_support(config, data))))
         case "protonet":
             return Passes(1, 1, 2)
         case "joint":
@@ -64,7 +80,8 @@ def adds_directly(config: Config) -> bool:
     plain = config.inner_lr_learned == "no" and not config.multi_step_loss_steps and not config.prototype_gradient
     unbounded = config.max_task_loss is None and config.max_task_norm is None
     fomaml = config.algorithm == "fomaml" and plain and config.tensor_parallel_size == 1
-    return unbounded and (fomaml or config.algorithm in ("reptile", "none"))
+    anil = config.algorithm == "anil" and config.pipeline_stages == 1 and config.tensor_parallel_size == 1
+    return unbounded and (fomaml or anil or config.algorithm in ("reptile", "none"))
 
 
 def shards(config: Config) -> Shards:

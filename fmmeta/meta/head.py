@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.parallel.worker import Part, Pass, Worker
 from fmmeta.tasks.batch import MicroBatch
 
 
@@ -40,11 +40,19 @@ class HeadStart:
     through: bool = False
     anew: bool = False
 
-    def start(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch]) -> tuple[Tensor, Means | None]:
-        """Take the worker from theta to phi_0; return it (theta itself where nothing changes). Collective: group."""
-        if self.kind != "prototype" or not self.names:
+    @property
+    def looks(self) -> bool:
+        """Whether the start depends on the support set's features."""
+        return self.kind == "prototype" and bool(self.names)
+
+    def start(
+        self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], features: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Means | None]:
+        """Take the worker from theta to phi_0; return it (theta itself where nothing changes). `features`: of `support`, where
+        they are known. Collective: group."""
+        if not self.looks:
             return (self._without(worker, theta) if self.anew else theta), None
-        means = class_means(worker, support, worker.features(support), self.classes)
+        means = class_means(worker, support, worker.features(support) if features is None else features, self.classes)
         phi = theta.clone()
         for name, value in zip(self.names, (2 * means.means, -(means.means**2).sum(1)), strict=False):
             worker.params.put(phi, name, value)
@@ -70,7 +78,8 @@ class HeadStart:
         of_mean = (2 * of_weight - 2 * means.means * of_bias[:, None]) / means.counts
         cotangents = [of_mean[batch.labels.to(of_mean.device)] * counted(batch, of_mean) for batch in support]
         worker.write(theta)
-        pulled, result = worker.pull(support, cotangents)
+        pulled, result = worker.pull([Part(support, lambda: lambda number, _: cotangents[number])])
+        assert pulled is not None, "no sum was given to add it to"
         return pulled.add_(v), [result]
 
 

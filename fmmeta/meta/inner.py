@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fmmeta.meta.head import HeadStart, Means
+from fmmeta.meta.head_only import Rows, gather, head_of
 from fmmeta.meta.inner_rules import InnerRule, State, proximal
 from fmmeta.meta.rates import Rates
 from fmmeta.meta.trajectory import Trajectory
-from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.parallel.worker import Ahead, Pass, Worker
 from fmmeta.tasks.batch import Batches, MicroBatch
 
 
@@ -39,39 +40,93 @@ class Adapted:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """phi_0, which the worker holds, what it was made of, and the support set's pass so far.
+
+    on_features: the body stays; its features are all that the steps need.
+    """
+
+    phi0: Tensor
+    means: Means | None
+    ahead: Ahead | None
+    on_features: bool
+
+
+@dataclass(frozen=True)
 class InnerLoop:
-    """`steps` steps of `rule` at `rates` from the head that `head` starts; `proximal`: weight of |phi - phi_0|^2 / 2."""
+    """`steps` steps of `rule` at `rates` from the head that `head` starts; `proximal`: weight of |phi - phi_0|^2 / 2.
+
+    keeps: whether a rank may keep the activations of a whole support set: the first step then goes on from the pass that class
+    means were made of. Where the head alone moves, the support set goes through the body once, however many steps follow.
+    """
 
     steps: int
     rates: Rates
     rule: InnerRule
     head: HeadStart
     proximal: float = 0.0
+    keeps: bool = False
 
     def adapt(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], path: Trajectory | None = None) -> Adapted:
         """Take the worker from theta, which it holds, to phi_K; `path` receives phi_0 to phi_{K-1}. Collective: group."""
-        phi0, means = self.head.start(worker, theta, support)
-        return self.run(worker, phi0, means, support, path)
+        begun = self.begin(worker, theta, support, path is not None)
+        return self.run(worker, begun, support, path)
 
     def score(self, worker: Worker, theta: Tensor, episode: Batches) -> tuple[Pass, Pass]:
         """See Learning. Before: theta with the head as the task starts it; leaves the worker at phi_K. Collective: group."""
-        phi0, means = self.head.start(worker, theta, episode.support)
+        begun = self.begin(worker, theta, episode.support)
         before = worker.forward(episode.query)
-        self.run(worker, phi0, means, episode.support)
+        self.run(worker, begun, episode.support)
         return before, worker.forward(episode.query) if self.steps else before
 
-    def run(self, worker: Worker, phi0: Tensor, means: Means | None, support: Sequence[MicroBatch],
-            path: Trajectory | None = None) -> Adapted:  # fmt: skip
+    def begin(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], tracked: bool = False) -> Begun:
+        """Take the worker from theta to phi_0. tracked: every phi_k is asked for. Collective: group."""
+        on_features = not tracked and self._only_head()
+        ahead = None
+        if on_features:
+            ahead = Ahead(worker.features(support))
+        elif self.head.looks and self.keeps and self.steps:
+            ahead = worker.ahead(support)
+        phi0, means = self.head.start(worker, theta, support, None if ahead is None else ahead.features)
+        return Begun(phi0, means, ahead, on_features)
+
+    def run(self, worker: Worker, begun: Begun, support: Sequence[MicroBatch], path: Trajectory | None = None) -> Adapted:
         """The steps on the support set, from phi_0, which the worker holds. Collective: group."""
+        phi0, ahead = begun.phi0, begun.ahead
+        if begun.on_features and ahead is not None:
+            return self._run_head(worker, begun, gather(worker, support, ahead.features))
         state = self.rule.fresh(phi0.numel(), phi0.device)
         pull = proximal(phi0, self.proximal) if self.proximal else None
         passes = []
         for k in range(self.steps):
             record = torch.zeros_like(phi0) if path is not None and path.keeps_directions else None
-            passes.append(worker.step(support, self.rule.update(k, state, self.rates, record, pull)))
+            update = self.rule.update(k, state, self.rates, record, pull)
+            passes.append(worker.step(support, update, ahead=ahead if k == 0 else None))
             if path is not None:
                 path.add(worker.read() if k + 1 < self.steps else None, record)
-        return Adapted(phi0, means, state, passes)
+        return Adapted(phi0, begun.means, state, passes)
+
+    def _only_head(self) -> bool:
+        """Whether the steps are a small problem on features, without anything that is kept by element of theta."""
+        return self.steps > 0 and self.rates.only_head and not self.proximal and self.rule.kept is None
+
+    def _run_head(self, worker: Worker, begun: Begun, rows: Rows) -> Adapted:
+        """The same steps on the head alone; one write at the end. Collective: group."""
+        head = head_of(worker, begun.phi0, self.head.names, self.head.classes, rows.features.shape[1])
+        flat = torch.cat([part.reshape(-1) for part in head])
+        parts = [part.view_as(like) for part, like in zip(flat.split([p.numel() for p in head]), head, strict=True)]
+        rates, state, passes = self.rates.of_head(flat.numel()), self.rule.fresh(flat.numel(), flat.device), []
+        for k in range(self.steps):
+            leaves = [part.detach().requires_grad_() for part in parts]
+            loss, told = rows.losses(leaves)
+            gradient = torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, leaves)])
+            self.rule.update(k, state, rates)(flat, gradient, slice(0, flat.numel()))
+            passes.append(Pass(told))
+        phi = begun.phi0.clone()
+        for name, part in zip(self.head.names, parts, strict=True):
+            worker.params.put(phi, name, part.float())
+        worker.write(phi)
+        return Adapted(begun.phi0, begun.means, State({}), passes)
 
     def path(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], query: Sequence[MicroBatch]) -> list[Pass]:
         """The query set after 0, 1, ... K steps; the worker holds theta before and phi_K afterwards. Collective: group."""

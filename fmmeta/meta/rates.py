@@ -80,6 +80,17 @@ class Rates:
     learned: str = "no"
 
     @property
+    def only_head(self) -> bool:
+        """Whether nothing but a classifier head moves."""
+        away = [column for column, name in enumerate(self.layers.names) if name != HEAD]
+        return self.element is None and self.learned == "no" and HEAD in self.layers.names and not self.table[:, away].any()
+
+    def of_head(self, numel: int) -> Rates:
+        """Those of a head alone, as a vector of its own."""
+        column = self.layers.names.index(HEAD)
+        return Rates(Layers((HEAD,), ((0, numel, 0),)), self.table[:, [column]])
+
+    @property
     def meta_parameter(self) -> Tensor | None:
         return {"no": None, "layer": self.table, "element": self.element}[self.learned]
 

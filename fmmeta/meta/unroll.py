@@ -55,9 +55,9 @@ class Unrolled:
         keeps = self.order > 1 or any(self.counts[:-1]) or self.inner.rates.learned != "no"
         if not keeps:
             return self._short(worker, theta, episode, None if self.inner.head.through else total)
-        phi0, means = self.inner.head.start(worker, theta, episode.support)
-        path = Trajectory(phi0, self.budget_bytes, self.inner.rates.learned != "no")
-        adapted = self.inner.run(worker, phi0, means, episode.support, path)
+        begun = self.inner.begin(worker, theta, episode.support, tracked=True)
+        path = Trajectory(begun.phi0, self.budget_bytes, self.inner.rates.learned != "no")
+        adapted = self.inner.run(worker, begun, episode.support, path)
         v, query = worker.gradient(episode.query)
         if self.counts:
             v.mul_(self.counts[-1])

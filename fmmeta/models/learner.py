@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.config import UsageError
+from fmmeta.models.unpadded import Unpadded
 
 
 class Learner(nn.Module):
@@ -26,7 +27,11 @@ class Learner(nn.Module):
 
     def __init__(self, hf: Any) -> None:
         super().__init__()
-        self.hf = hf
+        self.hf, self.unpadded = hf, Unpadded(hf)
+
+    def classify(self, features: Tensor) -> Tensor:
+        """Logits [B, C] of features [B, D]: what forward does last."""
+        raise NotImplementedError(f"{type(self).__name__} has no class features")
 
 
 class CausalLearner(Learner):
@@ -65,13 +70,17 @@ class PooledClassifier(Learner):
                 param.requires_grad_(False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, want: str = "logits") -> Any:
-        hidden = self.hf(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        with self.unpadded.of(attention_mask):
+            hidden = self.hf(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         features = pool(hidden, attention_mask, self.pooling)
         if self.norm:
             features = self.norm * F.normalize(features, dim=1)
         if want == "features":
             return features
         return (features, self.head(features)) if want == "both" else self.head(features)
+
+    def classify(self, features: Tensor) -> Tensor:
+        return self.head(features)
 
 
 class NativeClassifier(Learner):
@@ -91,12 +100,12 @@ class NativeClassifier(Learner):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, want: str = "logits") -> Any:
         if want == "logits":
-            return self.hf(input_ids=input_ids, attention_mask=attention_mask).logits
+            return self._logits(input_ids, attention_mask)
         seen: list[Tensor] = []
         head = self.get_submodule(self.head_path)
         hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:
-            logits = self.hf(input_ids=input_ids, attention_mask=attention_mask).logits
+            logits = self._logits(input_ids, attention_mask)
         finally:
             hook.remove()
         features = seen[0]
@@ -104,6 +113,13 @@ class NativeClassifier(Learner):
             last = attention_mask.long().sum(1) - 1
             features = features[torch.arange(len(features), device=features.device), last]
         return (features, logits) if want == "both" else features
+
+    def classify(self, features: Tensor) -> Tensor:
+        return self.get_submodule(self.head_path)(features)
+
+    def _logits(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        with self.unpadded.of(attention_mask):
+            return self.hf(input_ids=input_ids, attention_mask=attention_mask).logits
 
 
 def positions(numbers: Tensor) -> Tensor:

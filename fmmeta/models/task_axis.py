@@ -3,19 +3,21 @@
     y = W x + (alpha / r) B_t A_t x        LoRA, rows of task t
     y = W_t x + b_t                        a head, or what else is trained whole
 
-The rows of a task lie together, as many as every other task's: x [N B, ...] for N tasks. Values come from outside, by the names
+The rows of a task lie together, as many as every other task's: x [N B, ...] for N tasks; without padding (models/unpadded.py)
+its tokens do, x [1, tokens, ...]. Values come from outside, by the names
 of the parameters that they stand in for; the modules' own parameters are neither read nor changed. The base is called once per
 pass for all tasks, through the modules that an engine watches, so that ZeRO 3 gathers it once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.config import UsageError
@@ -24,6 +26,8 @@ from fmmeta.models.lora import ADAPTER
 
 Values = Mapping[str, Tensor]
 """Name of a trained parameter -> [N, *shape]."""
+Counts = Callable[[Tensor], "list[int] | None"]
+"""Tokens of each task in an input without padding; None for one that has rows."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,11 @@ class Adapter:
     layer: Any
     names: tuple[str, str]
 
-    def call(self, values: Values, x: Tensor, *rest: Any, **named: Any) -> Tensor:
+    def call(self, values: Values, counts: Counts, x: Tensor, *rest: Any, **named: Any) -> Tensor:
         y = self.layer.base_layer(x, *rest, **named)
         down, up = (values[name] for name in self.names)
-        low = per_task(x.to(down.dtype), down, None)
-        return y + per_task(low, up, None).view(y.shape).to(y.dtype) * self.layer.scaling[ADAPTER]
+        low = per_task(x.to(down.dtype), down, None, counts(x))
+        return y + per_task(low, up, None, counts(x)).view(y.shape).to(y.dtype) * self.layer.scaling[ADAPTER]
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,20 @@ class Whole:
     layer: nn.Linear
     names: tuple[str, ...]
 
-    def call(self, values: Values, x: Tensor) -> Tensor:
+    def call(self, values: Values, counts: Counts, x: Tensor) -> Tensor:
         weight, *bias = (values[name] for name in self.names)
-        return per_task(x.to(weight.dtype), weight, bias[0] if bias else None)
+        return per_task(x.to(weight.dtype), weight, bias[0] if bias else None, counts(x))
 
 
-def per_task(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [N B, ..., in], weight [N, out, in], bias [N, out] -> [N B, ..., out]."""
+def per_task(x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int] | None = None) -> Tensor:
+    """x [N B, ..., in], weight [N, out, in], bias [N, out] -> [N B, ..., out].
+
+    counts: tokens of each task, where x [1, tokens, in] has no padding.
+    """
+    if counts is not None:
+        biases = [None] * len(weight) if bias is None else list(bias)
+        parts = zip(x[0].split(counts), weight, biases, strict=True)
+        return torch.cat([F.linear(*part) for part in parts])[None]
     rows = x.reshape(len(weight), -1, x.shape[-1])
     turned = weight.transpose(1, 2)
     y = torch.bmm(rows, turned) if bias is None else torch.baddbmm(bias[:, None], rows, turned)
@@ -65,6 +76,7 @@ class TaskAxis:
 
     def __init__(self, learner: Learner) -> None:
         self.sites: list[Adapter | Whole] = []
+        self.unpadded = learner.unpadded
         trained = [name for name, param in learner.named_parameters() if param.requires_grad]
         for name, module in learner.named_modules():
             adapter = tuple(f"{name}.lora_{part}.{ADAPTER}.weight" for part in "AB")
@@ -82,8 +94,9 @@ class TaskAxis:
     @contextmanager
     def of(self, values: Values) -> Iterator[None]:
         """Inside, the learner computes with `values`. Backward passes with recomputation belong inside, too."""
+        tasks = len(next(iter(values.values())))
         for site in self.sites:
-            site.layer.forward = bound(site, values)
+            site.layer.forward = bound(site, values, lambda x: self.unpadded.counts(x, tasks))
         try:
             yield
         finally:
@@ -91,5 +104,5 @@ class TaskAxis:
                 del site.layer.forward
 
 
-def bound(site: Adapter | Whole, values: Values) -> Any:
-    return lambda *arguments, **named: site.call(values, *arguments, **named)
+def bound(site: Adapter | Whole, values: Values, counts: Counts) -> Any:
+    return lambda *arguments, **named: site.call(values, counts, *arguments, **named)

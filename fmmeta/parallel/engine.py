@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.layout import Place
 from fmmeta.parallel.tensor import Cut, cut_of
 from fmmeta.parallel.worker import Pass, Update, WholeWorker, Worker
-from fmmeta.tasks.batch import MicroBatch
 
 Names = Mapping[int, tuple[str, tuple[int, ...]]]
 """Id of a parameter -> its name and whole shape."""
@@ -69,7 +68,7 @@ class EngineWorker(Worker):
     def attach(self, engine: Any, shard_rank: int, names: Names, copies: Collection[str] = (),
                replicated: bool | None = None, cuts: Mapping[str, Cut] | None = None) -> None:  # fmt: skip
         """Find the shards of `engine`, whose optimizer is the tap; see shards.param_map for the rest."""
-        self.engine = engine
+        self.engine, self.data_ranks = engine, self.place.data
         self.shards = shards.of_engine(engine, shard_rank)
         self.params = self.shards.param_map(names, copies, replicated, cuts)
         self.home = self.shards.tensors[0].device
@@ -102,10 +101,10 @@ class EngineWorker(Worker):
         if agreed and self.shards.agreement == "tap":
             self.tap.veto = lambda bad: self.group.sum_(bad.to(self.device, torch.float32)) > 0
 
-    def add_gradient(self, total: Tensor, weight: float, batches: Sequence[MicroBatch], restore: Tensor) -> Pass:
+    def _add(self, step: Callable[[Update, bool], Pass], total: Tensor, weight: float, restore: Tensor | None = None) -> Pass:
         if self.shards.agreement != "none" and self.place.tensor == 1:
-            return super().add_gradient(total, weight, batches, restore)
-        captured, result = self.gradient(batches, restore)  # it takes a vector: only now do the ranks know
+            return super()._add(step, total, weight, restore)
+        captured, result = self._capture(lambda update: step(update, False), restore)  # it takes a vector: only now they know
         if result.finite:
             total.add_(captured.to(total.device), alpha=weight)
         return result
@@ -132,6 +131,8 @@ class DeepSpeedWorker(EngineWorker, WholeWorker):
         self.voice = place.tensor_rank == 0
         # ZeRO 3 empties the shapes
         names = {id(p): (name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()}
+        # ZeRO 3 follows the order of modules, forward and back; of tensor ranks it is not tested
+        self.keeps = place.tensor == 1 and config["zero_optimization"]["stage"] < 3
         bf16 = config["bf16"]["enabled"]
         if bf16 and exact is None:
             exact = [(name, p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad]

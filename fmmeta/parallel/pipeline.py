@@ -1,8 +1,7 @@
 """The worker's verbs over DeepSpeed's pipeline engine: each rank holds some layers, micro-batches travel through all of them.
 
     group rank    stage x data ranks + data rank      (DeepSpeed's order)
-    micro-batch   enters on stage 0, its labels and weights (or cotangents of its features) on the last stage; only that one
-                  knows losses
+    micro-batch   enters on stage 0, its labels and weights on the last stage; only that one knows losses, and answers features
     tied weights  live on the first stage (the owner) and the last; their gradients are summed by DeepSpeed
 
 DeepSpeed's engine only knows whole training batches, so `step` is one `train_batch` with the tap in its place. The number of
@@ -15,6 +14,7 @@ import contextlib
 import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from fmmeta.models.stream import Stream
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.engine import EngineWorker, Names, ShardTap, import_deepspeed
 from fmmeta.parallel.layout import Place
-from fmmeta.parallel.worker import Pass, Update, pulling, without_slope
+from fmmeta.parallel.worker import Ahead, Answer, Part, Pass, Update, pulling, without_slope
 from fmmeta.tasks.batch import MicroBatch
 
 Fed = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # what the first and the last stage load of a micro-batch
@@ -44,6 +44,8 @@ class PipelineWorker(EngineWorker):
         self.scale = 1.0  # undoes DeepSpeed's means over micro-batches and data ranks: we sum
         self.stats = torch.zeros(4, dtype=torch.float64, device=self.device)
         self.found: list[Tensor] = []  # features of the micro-batches of a pass
+        self.answer: Answer = lambda number, features: features  # of the pull under way
+        self.judged = 0  # micro-batches of it
         ends = [rank for rank in range(place.group_size) if self._stage_of(rank) in (0, place.stages - 1)]
         self.ends = group.subset(ends) if cut.tied else None
         self.tap = ShardTap(groups)
@@ -92,7 +94,7 @@ class PipelineWorker(EngineWorker):
             self.params.put(vector, self.cut.tied, self.params.whole(vector, self.cut.tied, self.tied_shape, self.ends.sum_))
         super().write(vector)
 
-    def step(self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False) -> Pass:
+    def step(self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False, ahead: Ahead | None = None) -> Pass:
         return self._train(self._feed(batches), len(batches), update, agreed)
 
     def forward(self, batches: Sequence[MicroBatch]) -> Pass:
@@ -104,9 +106,18 @@ class PipelineWorker(EngineWorker):
             self._evaluate(batches)
         return self.found or [torch.zeros(len(b.input_ids), self.width, device=self.device) for b in batches]
 
-    def pull(self, batches: Sequence[MicroBatch], cotangents: Sequence[Tensor]) -> tuple[Tensor, Pass]:
-        with self._wanting("both"):
-            return self._capture(lambda update: self._train(self._feed(batches, cotangents), len(batches), update))
+    def pull(self, parts: Sequence[Part], total: Tensor | None = None) -> tuple[Tensor | None, Pass]:
+        captured, stats = torch.zeros(self.params.numel, device=self.home), torch.zeros_like(self.stats)
+        for part in parts:  # each is a training batch to the engine
+            self.answer = part.begin()
+            with self._wanting("both"):
+                stats += self._train(self._feed(part.batches), len(part.batches), partial(add_to, captured)).stats
+        result = Pass(stats)
+        if total is None:
+            return captured, result
+        if result.finite:
+            total.add_(captured.to(total.device))
+        return None, result
 
     def writer(self, name: str) -> int:
         return self.cut.owner[name] * self.place.data
@@ -138,12 +149,10 @@ class PipelineWorker(EngineWorker):
         self.scale = float(count)
         self.engine.total_loss = None  # eval_batch adds to that of the last train_batch
         self.stats = torch.zeros_like(self.stats)
-        self.found = []
+        self.found, self.judged = [], 0
 
-    def _feed(self, batches: Sequence[MicroBatch], cotangents: Sequence[Tensor] = ()) -> Iterable[Fed]:
+    def _feed(self, batches: Sequence[MicroBatch]) -> Iterable[Fed]:
         """What the ends load. The loss function is fixed, so whatever an objective needs travels with the labels."""
-        if cotangents:
-            return iter([((b.input_ids, b.attention_mask), (c,)) for b, c in zip(batches, cotangents, strict=True)])
         ends = [(b.input_ids, b.attention_mask, b.labels, b.weights, torch.tensor(b.classes)) for b in batches]
         return iter([(end[:2], end) for end in ends])
 
@@ -153,13 +162,20 @@ class PipelineWorker(EngineWorker):
             self.found.append(outputs.float())
             return outputs.new_zeros(())
         if self.stage.want == "both":
-            loss = pulling(*outputs, *loaded)
+            features, logits = outputs
+            loss = pulling(features, logits, self.answer(self.judged, features.detach().float()))
+            self.judged += 1
             self.stats[0] += loss.detach()
             return without_slope(loss) * self.scale
         *tensors, classes = loaded
         loss, right, rows = objective(outputs, MicroBatch(*tensors, classes=int(classes)))
         self.stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
         return without_slope(loss) * self.scale
+
+
+def add_to(vector: Tensor, shard: Tensor, grad: Tensor, where: slice) -> None:
+    """An `Update` that changes nothing but `vector`."""
+    vector[where] += grad
 
 
 def hold_stage(stream: Stream, cut: Cut, place: Place) -> Names:

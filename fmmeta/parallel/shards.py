@@ -92,6 +92,11 @@ class ParamMap:
         for fragment in self.named([name]):
             vector[fragment.here] = fragment.take(value).to(vector)
 
+    def add(self, vector: Tensor, name: str, value: Tensor) -> None:
+        """Add this rank's slice of a whole parameter to `vector`."""
+        for fragment in self.named([name]):
+            vector[fragment.here] += fragment.take(value).to(vector)
+
     def whole(self, vector: Tensor, name: str, shape: tuple[int, ...], sum_over_group: Callable[[Tensor], Tensor]) -> Tensor:
         """Assemble one parameter from the vectors of the group. Collective: group (none if replicated)."""
         flat = vector.new_zeros(torch.Size(shape).numel())

@@ -7,8 +7,9 @@
     add_gradient(total, w, batches, restore)        the same, adding it to a vector     the sum of meta-gradients
     forward(batches) -> Pass             loss and accuracy, no gradient                 evaluation
     features(batches) -> [[B, D]]        what the classifier head sees, no gradient     prototypes
+    ahead(batches) -> Ahead              the same, kept for step or pull to go on from  one forward instead of two
     logits(batches) -> [[B, C]]          what the whole model says, no gradient         probabilities (WholeWorker)
-    pull(batches, cotangents) -> vector, Pass    gradient of <features, cotangents>     back through features
+    pull(parts, total) -> vector, Pass   gradient of <features, cotangents>             back through features
     dot(a, b) -> float                   over the whole model, each element once
     dots(a, b, segments, n) -> [n]       the same, by layer                             learned rates
 
@@ -59,6 +60,31 @@ class Pass:
         return math.isfinite(self.stats[0]) and float(self.stats[3]) == 0
 
 
+@dataclass
+class Ahead:
+    """A forward pass over a set that was done ahead: features [B, D] of each micro-batch of this rank, fp32.
+
+    outputs: features and logits with their way back to the weights, good for one pass, as long as the body stays as it is; None
+    where a worker does not keep it, and a later pass has to come by here again.
+    """
+
+    features: list[Tensor]
+    outputs: list[tuple[Tensor, Tensor]] | None = None
+
+
+Answer = Callable[[int, Tensor], Tensor]
+"""(number of a micro-batch, its features [B, D]) -> their cotangent [B, D], zero for rows that do not count. Local."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A set whose features are pulled at. begin: called once when the sets before are done; it may communicate in the group."""
+
+    batches: Sequence[MicroBatch]
+    begin: Callable[[], Answer]
+    ahead: Ahead | None = None
+
+
 class Worker(ABC):
     """The verbs."""
 
@@ -66,6 +92,7 @@ class Worker(ABC):
     group: Communicator
     device: torch.device  # of the working weights
     home: torch.device  # of the fp32 shards and of vectors: the host's where DeepSpeed offloads them
+    data_ranks = 1  # ranks of the group that share the rows of a set
     voice = True  # False where other ranks of the group run the same rows: what they give is counted there
 
     @abstractmethod
@@ -77,11 +104,11 @@ class Worker(ABC):
         """Replace the shards and refresh the working weights. Collective: group."""
 
     @abstractmethod
-    def step(self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False) -> Pass:
+    def step(self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False, ahead: Ahead | None = None) -> Pass:
         """One optimisation step on the mean loss over `batches`. Collective: group.
 
         A gradient that is not finite may be kept from `update`, or be shown to it. With `agreed` it is kept from it, or shown as
-        zeros, on every rank as soon as one finds it so.
+        zeros, on every rank as soon as one finds it so. `ahead`: their features from the same body; the head may have moved.
         """
 
     @abstractmethod
@@ -94,11 +121,15 @@ class Worker(ABC):
         without voice. Collective: group.
         """
 
+    def ahead(self, batches: Sequence[MicroBatch]) -> Ahead:
+        """Features of `batches`, of which a later pass may go on. Activations of all of them are kept. Collective: group."""
+        return Ahead(self.features(batches))
+
     @abstractmethod
-    def pull(self, batches: Sequence[MicroBatch], cotangents: Sequence[Tensor]) -> tuple[Tensor, Pass]:
+    def pull(self, parts: Sequence[Part], total: Tensor | None = None) -> tuple[Tensor | None, Pass]:
         """Gradient of sum <features, cotangent> over the rows of the group, fp32 [S]; the weights stay.
 
-        cotangents: one per micro-batch of this rank, [B, D], zero for rows that do not count. Collective: group.
+        With a `total` it is added there instead, unless it is not finite on some rank of the group. Collective: group.
         """
 
     def gradient(self, batches: Sequence[MicroBatch], restore: Tensor | None = None) -> tuple[Tensor, Pass]:
@@ -112,13 +143,19 @@ class Worker(ABC):
         Collective: group.
         """
 
+        return self._add(lambda update, agreed: self.step(batches, update, agreed), total, weight, restore)
+
+    def _add(self, step: Callable[[Update, bool], Pass], total: Tensor, weight: float, restore: Tensor | None = None) -> Pass:
+        """See add_gradient: of what `step` shows to an update, agreed or not."""
+
         def add(shard: Tensor, grad: Tensor, where: slice) -> None:
             for part, more in zip(total[where].split(CHUNK), grad.split(CHUNK), strict=True):
                 part.add_(more.to(part.device), alpha=weight)
-            shard.copy_(restore[where])
+            if restore is not None:
+                shard.copy_(restore[where])
 
-        result = self.step(batches, add, agreed=True)
-        if not result.finite:
+        result = step(add, True)
+        if restore is not None and not result.finite:
             self.write(restore)  # a skipped step restores nothing
         return result
 
@@ -189,6 +226,12 @@ class WholeWorker(Worker):
     """
 
     model: nn.Module
+    keeps = True  # whether `ahead` may leave a forward pass without its backward pass
+
+    @property
+    def learner(self) -> Any:
+        """The Learner, inside an engine or not."""
+        return getattr(self.model, "module", self.model)
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -201,12 +244,16 @@ class WholeWorker(Worker):
         Returns whether this rank met a non-finite gradient or a refused step, as a 0-d tensor. Collective: group.
         """
 
-    def step(self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False) -> Pass:
-        return self._step(batches, self._loss, update, agreed)
+    def step(self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False, ahead: Ahead | None = None) -> Pass:
+        stats, given = self._stats(), self._taken(ahead)
+        for index, batch in enumerate(batches):
+            loss = self._loss(batch, stats, None if given is None else given[index][0])
+            self.backward(without_slope(loss), last=index == len(batches) - 1)
+        return self._end(stats, update, agreed)
 
     @torch.no_grad()
     def forward(self, batches: Sequence[MicroBatch]) -> Pass:
-        stats = torch.zeros(4, dtype=torch.float64, device=self.device)
+        stats = self._stats()
         for batch in batches:
             self._loss(batch, stats)
         return Pass(self.group.sum_(stats))
@@ -220,32 +267,52 @@ class WholeWorker(Worker):
         """Logits of the rows of each micro-batch of this rank, fp32 [B, C] or [B, T, V]. Collective: group."""
         return [self._call(batch.to(self.device)).float() for batch in batches]
 
-    def pull(self, batches: Sequence[MicroBatch], cotangents: Sequence[Tensor]) -> tuple[Tensor, Pass]:
-        given = iter(cotangents)
+    def ahead(self, batches: Sequence[MicroBatch]) -> Ahead:
+        with torch.set_grad_enabled(self.keeps):
+            outputs = [self._call(batch.to(self.device), want="both") for batch in batches]
+        return Ahead([features.detach().float() for features, _ in outputs], outputs if self.keeps else None)
 
-        def loss(batch: MicroBatch, stats: Tensor) -> Tensor:
-            features, logits = self._call(batch.to(self.device), want="both")
-            product = pulling(features, logits, next(given))
-            stats[0] += product.detach()
-            return product
+    def pull(self, parts: Sequence[Part], total: Tensor | None = None) -> tuple[Tensor | None, Pass]:
+        if total is None:
+            return self._capture(lambda update: self._pull(parts, update))
+        return None, self._add(lambda update, agreed: self._pull(parts, update, agreed), total, 1.0)
 
-        return self._capture(lambda update: self._step(batches, loss, update))
+    def _pull(self, parts: Sequence[Part], update: Update, agreed: bool = False) -> Pass:
+        stats = self._stats()
+        left = sum(len(part.batches) for part in parts)
+        for part in parts:
+            answer, given = part.begin(), self._taken(part.ahead)
+            for index, batch in enumerate(part.batches):
+                outputs = self._call(batch.to(self.device), want="both") if given is None else given[index]
+                product = pulling(*outputs, answer(index, outputs[0].detach().float()))
+                stats[0] += product.detach()
+                left -= 1
+                self.backward(without_slope(product), last=left == 0)
+        return self._end(stats, update, agreed)
 
-    def _step(self, batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch, Tensor], Tensor], update: Update,
-              agreed: bool = False) -> Pass:  # fmt: skip
-        stats = torch.zeros(4, dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(batches):
-            loss = loss_of(batch, stats)
-            self.backward(without_slope(loss), last=index == len(batches) - 1)
+    def _end(self, stats: Tensor, update: Update, agreed: bool) -> Pass:
         stats[3] = self.apply(update, agreed)
         return Pass(self.group.sum_(stats))
+
+    def _stats(self) -> Tensor:
+        return torch.zeros(4, dtype=torch.float64, device=self.device)
+
+    @staticmethod
+    def _taken(ahead: Ahead | None) -> list[tuple[Tensor, Tensor]] | None:
+        """What was kept; it serves once, and its activations go with it."""
+        if ahead is None:
+            return None
+        outputs, ahead.outputs = ahead.outputs, None
+        return outputs
 
     def _call(self, batch: MicroBatch, want: str = "logits") -> Any:
         return self.model(batch.input_ids, batch.attention_mask, want=want)
 
-    def _loss(self, batch: MicroBatch, stats: Tensor) -> Tensor:
+    def _loss(self, batch: MicroBatch, stats: Tensor, features: Tensor | None = None) -> Tensor:
+        """`features`: of the rows, where they are known already."""
         batch = batch.to(self.device)
-        loss, right, rows = objective(self._call(batch), batch)
+        logits = self._call(batch) if features is None else self.learner.classify(features)
+        loss, right, rows = objective(logits, batch)
         if self.voice:
             stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
         return loss

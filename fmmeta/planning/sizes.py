@@ -75,7 +75,10 @@ def most_rows(config: Config, data: int = 1) -> int:
     """Most rows of a forward pass on one of `data` ranks: a micro-batch of each of the tasks that share it."""
     most = stage_rows(config, data) if config.pipeline_stages > 1 else config.micro_batch_size
     tasks = 1 if config.task_batch == "auto" else int(config.task_batch)
-    return tasks * max(micro_batches(rows, data, most)[1] for rows in rows_of(config))
+    found = [micro_batches(rows, data, most)[1] for rows in rows_of(config)]
+    if config.algorithm == "anil" and of_rules.keeps_support(config, data):
+        return sum(found)  # the support set's activations wait for the query set
+    return tasks * max(found)
 
 
 def micro_batches(rows: int, data: int, most: int) -> tuple[int, int]:

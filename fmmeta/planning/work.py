@@ -133,7 +133,7 @@ class Task:
 
 def task_work(config: Config, precision: Precision, sizes: Sizes, asked: Products, data: int, row_tokens: int) -> Task:
     """One task of a run. data: data-parallel ranks of the group."""
-    many = passes(config)
+    many = passes(config, data, leaves_open(config, precision, data))
     support, query = rows_of(config)
     kinds = [(many.support, support, True), (many.query, query, True), (many.support_forwards, support, False),
              (many.query_forwards, query, False)]  # fmt: skip
@@ -141,6 +141,11 @@ def task_work(config: Config, precision: Precision, sizes: Sizes, asked: Product
              for times, rows, back in kinds if times]  # fmt: skip
     wire = sum((one.wire * times for times, one in found), Wire()) + refresh(precision, sizes, data) * many.writes
     return Task(found, wire, many.training, many.writes)
+
+
+def leaves_open(config: Config, precision: Precision, data: int) -> bool:
+    """Whether workers of this layout keep a forward pass until its backward pass is asked for (WholeWorker.keeps)."""
+    return config.pipeline_stages * config.tensor_parallel_size == 1 and (precision.zero_stage < 3 or data == 1)
 
 
 def needed_flops(config: Config, asked: Products, tokens: int) -> float:

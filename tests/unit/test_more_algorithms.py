@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fmmeta.meta.algorithms import RULES, imaml
+from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.reference import set_gradient, set_loss
 from fmmeta.meta.tally import Tally
 from fmmeta.models.learner import PooledClassifier
@@ -52,8 +53,78 @@ def test_anil_adapts_as_it_is_trained(model):
 @pytest.mark.parametrize("steps", [1, 5, 10])
 def test_anil_costs_the_same_for_any_number_of_steps(steps, monkeypatch):
     bert = LEARNERS["bert"]
-    assert passes_of(bert, monkeypatch, algorithm="anil", inner_steps=steps) == (2, 1)
+    assert passes_of(bert, monkeypatch, algorithm="anil", inner_steps=steps) == (2, 0)
     assert passes_of(bert, monkeypatch, algorithm="anil", inner_steps=steps, first_order_steps=9) == (1, 1)
+    assert passes_of(bert, monkeypatch, algorithm="anil", inner_steps=steps, micro_batch_size=29) == (2, 1)  # of 15 + 15 rows
+
+
+@pytest.mark.parametrize("settings", [{}, {"head_init": "learned"}, THROUGH, {"first_order_steps": 5}], ids=identity)
+def test_anil_adds_to_a_sum_what_it_returns(settings):
+    learner = LEARNERS["bert"]
+    config, episode = config_of(learner, algorithm="anil", **settings), batches_of(episode_of(learner))
+    worker = worker_of(learner, config)
+    rule, theta = RULES["anil"](setup_of(worker, config), 0), worker.read()
+    total = torch.ones_like(theta)
+    assert rule.direction(worker, theta, episode, total).vector is None
+    torch.testing.assert_close(total - 1, rule.direction(worker, theta, episode).shards, rtol=1e-4, atol=1e-6)
+    before = total.clone()
+    for batch in episode.query:
+        batch.weights *= math.inf
+    assert not rule.direction(worker, theta, episode, total).finite
+    assert torch.equal(total, before)
+    assert torch.equal(worker.read(), theta)
+
+
+@pytest.mark.parametrize("settings", [{}, THROUGH, {"first_order_steps": 5}], ids=identity)
+def test_anil_computes_the_support_set_again_where_it_may_not_be_kept(settings):
+    cosine, error = against_oracle(LEARNERS["classifier"], algorithm="anil", micro_batch_size=4, **settings)
+    assert cosine > 1 - 1e-9
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("settings", [{}, PROTOTYPE], ids=identity)
+def test_anil_of_fewer_classes_than_the_head_has(settings):
+    """The head's other outputs take no part."""
+    learner = learners.bert(classes=learners.CLASSES + 2)
+    episode = episode_of(learner)
+    narrow, wide = [], []
+    for found, classes in ((narrow, learners.CLASSES), (wide, learners.CLASSES + 2)):
+        model = learners.bert(classes=classes)
+        model.hf.load_state_dict(learner.hf.state_dict())
+        config = config_of(model, algorithm="anil", n_way=classes, **settings)
+        worker = worker_of(model, config)
+        rule = RULES["anil"](rules.setup(config, worker, model.head_names, classes, False), 0)
+        batches = batches_of(episode)
+        for batch in [*batches.support, *batches.query]:
+            batch.classes = learners.CLASSES
+        told = rule.direction(worker, worker.read(), batches)
+        found += [by_name(worker, told.shards)["hf.embeddings.word_embeddings.weight"], torch.tensor(told.query.loss)]
+    torch.testing.assert_close(wide, narrow, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("settings", [{"algorithm": "anil"}, {"algorithm": "anil", **PROTOTYPE, "inner_optimizer": "momentum"},
+                                      {"algorithm": "fomaml", "inner_lr_groups": ["head=1", "*=0"], "inner_optimizer": "adamw",
+                                       "head_init": "learned", "inner_lr_schedule": "linear"}], ids=identity)  # fmt: skip
+def test_steps_of_a_head_alone_see_the_body_once(settings, monkeypatch):
+    """The same phi, losses and accuracies as steps of the whole model at rates of zero on the body; one forward for all."""
+    learner = LEARNERS["bert"]
+    config, episode = config_of(learner, **settings), batches_of(episode_of(learner))
+
+    def learned(whole: bool):
+        worker = worker_of(learner, config)
+        inner, calls, call = setup_of(worker, config).inner, [], worker._call
+        assert inner._only_head()
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, "_call", lambda *a, **k: calls.append(0) or call(*a, **k))
+            patch.setattr(type(inner), "_only_head", lambda self: not whole)
+            passes = inner.adapt(worker, worker.read(), episode.support).passes
+        return worker.read(), [p.loss for p in passes], [p.accuracy for p in passes], len(calls)
+
+    (phi, losses, right, few), (wanted, loss, others, many) = learned(False), learned(True)
+    torch.testing.assert_close(phi, wanted, rtol=1e-5, atol=1e-6)
+    assert losses == pytest.approx(loss, rel=1e-5)
+    assert right == others
+    assert (few, many) == (len(episode.support), 3 * len(episode.support))
 
 
 @pytest.mark.parametrize(("algorithm", "model", "settings", "at_most"), [
@@ -232,8 +303,9 @@ def test_other_costs_in_passes(monkeypatch):
     bert, llama = LEARNERS["bert"], LEARNERS["llama"]
     assert passes_of(bert, monkeypatch, algorithm="boil", inner_steps=4) == (15, 0)
     assert passes_of(bert, monkeypatch, algorithm="meta_sgd", inner_steps=4) == (15, 0)
-    assert passes_of(bert, monkeypatch, algorithm="proto_maml", inner_steps=4) == (15, 1)
-    assert passes_of(bert, monkeypatch, algorithm="proto_maml", inner_steps=4, prototype_gradient=True) == (16, 1)
+    assert passes_of(bert, monkeypatch, algorithm="proto_maml", inner_steps=4) == (15, 0)
+    assert passes_of(bert, monkeypatch, algorithm="proto_maml", inner_steps=4, prototype_gradient=True) == (16, 0)
+    assert passes_of(bert, monkeypatch, algorithm="proto_maml", inner_steps=4, micro_batch_size=14) == (15, 1)  # 15 rows
     assert passes_of(bert, monkeypatch, algorithm="protonet") == (2, 2)
     assert passes_of(llama, monkeypatch, algorithm="joint") == (2, 0)
 
