@@ -47,6 +47,7 @@ def problems(c: Any) -> Iterator[str]:
     yield from _of_the_delay(c)
     yield from _of_the_crew(c)
     yield from _of_task_batches(c)
+    yield from _of_compiling(c)
 
 
 def _without_effect(c: Any) -> Iterator[str]:
@@ -180,6 +181,21 @@ def _of_task_batches(c: Any) -> Iterator[str]:
     for what, is_so in wrong.items():
         if is_so:
             yield f"task_batch={c.task_batch} is not implemented with {what}; leave it out, or use --task_batch 1"
+
+
+def _of_compiling(c: Any) -> Iterator[str]:
+    """A compiled model is one whole, without hooks and modules of its own that change from pass to pass."""
+    wrong = {
+        f"pipeline_stages={c.pipeline_stages}, whose stages are no whole model": c.pipeline_stages > 1,
+        f"tensor_parallel_size={c.tensor_parallel_size}, whose layers talk to each other": c.tensor_parallel_size > 1,
+        "engine=deepspeed, which hooks into modules": c.engine == "deepspeed",
+        f"task_batch={c.task_batch}, whose tasks stand in for layers in each pass": c.task_batch != "1",
+        "gradient_checkpointing=True, which computes layers again": c.gradient_checkpointing,
+        "packing=True": c.packing,
+    }
+    for what, is_so in wrong.items():
+        if c.compile and is_so:
+            yield f"compile=True does not go with {what}; leave one out"
 
 
 def _of_the_outer_optimizer(c: Any) -> Iterator[str]:

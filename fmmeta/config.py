@@ -250,6 +250,9 @@ class ParallelConfig:
         "shares or offloads a model, plain PyTorch in a group of one that does not",
         ENGINES,
     )
+    compile: bool = setting(
+        False, "torch.compile of the model, where one rank holds all of it in plain PyTorch; rows of any length"
+    )
     bf16: bool = setting(False, "bf16 weights and activations over fp32 shards (where the DeepSpeed file says auto or nothing)")
     offload_outer: bool = setting(False, "Keep theta, meta-gradient and outer moments in host memory during the inner loop")
     group_layout: bool = setting(False, "Show at the start on which node each rank of each group is, and which links carry what")
@@ -344,7 +347,7 @@ FREE_ON_RESUME = {
     "save_async", "max_failed_saves", "accept_changed_settings", "step_timeout", "check_replicas_steps", "max_file_gib",
     "elastic", "lighthouse", "group_name",
     "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",
-    "profile", "task_batch", "max_tokens_per_micro_batch",
+    "profile", "task_batch", "max_tokens_per_micro_batch", "compile",
 }  # fmt: skip
 
 

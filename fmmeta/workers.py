@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.config import Config, UsageError
+from fmmeta.models.compiled import compile_model
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, load_learner
 from fmmeta.models.stages import plan_cut, take_stage
@@ -46,6 +47,9 @@ def start_worker(config: Config, description: Description, deepspeed: dict[str, 
                  ranks: Ranks, costs: Sequence[float] | None = None) -> Started:  # fmt: skip
     """Read the weights and start the worker. `costs`: of each layer, to balance stages by. Collective: world."""
     place = place_of(config, ranks.layout)
+    if config.compile and engine != "plain":
+        raise UsageError(f"compile=True compiles a model that one rank holds in plain PyTorch, and DeepSpeed runs this group of "
+                         f"{place.group_size}: it hooks into modules; leave it out, or use --group_size 1")  # fmt: skip
     filled = ds_config.complete(deepspeed, precision, getattr(description.hf_config, "hidden_size", 768))
     if place.tensor > 1:
         filled["tensor_parallel"] = tensor_parallel_block(description.hf_config, place.tensor)
@@ -63,6 +67,9 @@ def start_worker(config: Config, description: Description, deepspeed: dict[str, 
     del still  # an engine gives the frozen weights other storage
     if engine == "plain":
         worker: Worker = PlainWorker(learner, groups, ranks.device, precision.bf16)
+        with ranks.world.together("compiling the model"):
+            if config.compile:
+                compile_model(learner, ranks.device)
     else:
         from fmmeta.parallel.engine import DeepSpeedWorker
 

@@ -95,6 +95,7 @@ class InnerLoop:
         phi0, ahead = begun.phi0, begun.ahead
         if begun.on_features and ahead is not None:
             return self._run_head(worker, begun, gather(worker, support, ahead.features))
+        support = [batch.to(worker.device) for batch in support]  # once, and not in every step
         state = self.rule.fresh(phi0.numel(), phi0.device)
         pull = proximal(phi0, self.proximal) if self.proximal else None
         passes = []
