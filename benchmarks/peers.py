@@ -214,6 +214,7 @@ def main() -> None:
         config = Config(**{**base, "algorithm": "anil" if anil else "fomaml", "inner_steps": 10 if anil else 5})
         prepared, ranks = prepare(config, world, ranks)
         model = load_learner(config, prepared.plan.description)
+        model.unpadded.works = False  # the peers get the model as transformers has it
         for p in model.head.parameters():  # type: ignore[union-attr]
             nn.init.zeros_(p)
         peers: dict[str, Callable[..., Grads]] = {"learn2learn": anil_by_learn2learn} if anil else both

@@ -30,7 +30,7 @@ class Passes(NamedTuple):
 
 
 def keeps_means(config: Config, data: int) -> bool:
-    """Whether the first inner step goes on from the features that the class means were made of: they are one micro-batch."""
+    """Whether the first inner step goes on from the features of the class means: the support set is one micro-batch."""
     return config.inner_steps > 0 and -(-config.most_shots * config.most_classes // data) <= config.micro_batch_size
 
 

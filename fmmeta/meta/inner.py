@@ -56,8 +56,8 @@ class Begun:
 class InnerLoop:
     """`steps` steps of `rule` at `rates` from the head that `head` starts; `proximal`: weight of |phi - phi_0|^2 / 2.
 
-    keeps: whether a rank may keep the activations of a whole support set: the first step then goes on from the pass that class
-    means were made of. Where the head alone moves, the support set goes through the body once, however many steps follow.
+    Where the head alone moves, the support set goes through the body once, however many steps follow. Where class means start
+    the head and the support set is one micro-batch, the first step goes on from the pass that they were made of.
     """
 
     steps: int
@@ -65,7 +65,6 @@ class InnerLoop:
     rule: InnerRule
     head: HeadStart
     proximal: float = 0.0
-    keeps: bool = False
 
     def adapt(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], path: Trajectory | None = None) -> Adapted:
         """Take the worker from theta, which it holds, to phi_K; `path` receives phi_0 to phi_{K-1}. Collective: group."""
@@ -85,7 +84,7 @@ class InnerLoop:
         ahead = None
         if on_features:
             ahead = Ahead(worker.features(support))
-        elif self.head.looks and self.keeps and self.steps:
+        elif self.head.looks and self.steps and len(support) == 1:
             ahead = worker.ahead(support)
         phi0, means = self.head.start(worker, theta, support, None if ahead is None else ahead.features)
         return Begun(phi0, means, ahead, on_features)

@@ -11,7 +11,6 @@ import torch
 
 from fmmeta.config import Config, UsageError
 from fmmeta.meta.algorithms.in_context import InContext
-from fmmeta.meta.costs import keeps_means
 from fmmeta.meta.curvature import Curvature
 from fmmeta.meta.head import HeadStart
 from fmmeta.meta.inner import InnerLoop, Learning
@@ -49,8 +48,7 @@ def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: 
     """Build the inner loop that `config` describes for the worker's model. Collective: group."""
     head = HeadStart(config.head_init, head_names, classes, config.prototype_gradient, config.joint_head)
     proximal = config.proximal_weight if config.algorithm == "imaml" else 0.0
-    keeps = keeps_means(config, worker.data_ranks)
-    inner = InnerLoop(config.inner_steps, rates_of(config, worker, head_names), inner_rule(config), head, proximal, keeps)
+    inner = InnerLoop(config.inner_steps, rates_of(config, worker, head_names), inner_rule(config), head, proximal)
     return Setup(config, inner, Curvature("bf16" if bf16 else "fp32"))
 
 
