@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,30 +74,42 @@ def rate(lines: list[dict[str, Any]]) -> float:
 
 
 def reduce_rank(numel: int) -> None:
-    """One of two processes: print seconds of each reduction of `numel` fp32 numbers."""
+    """One of two processes: print seconds of each reduction of `numel` fp32 numbers, as fp32 and as bf16, and, of what buckets
+    could hide behind it, of copies to bf16 and back and of an AdamW step.
+    """
     torch.set_num_threads(1)
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
-    ranks = world.split(1, default_group=False)
-    vector, seconds = torch.ones(numel), []
+    cross = world.split(1, default_group=False).cross
+    vector, theta = torch.ones(numel), torch.ones(numel)
+    theta.grad = torch.ones(numel)
+    optimizer = torch.optim.AdamW([theta], foreach=True)
+    works: dict[str, Callable[[], Any]] = {
+        "fp32": lambda: cross.sum_(vector),
+        "bf16": lambda: cross.sum_(vector, torch.bfloat16),
+        "copies": lambda: vector.copy_(vector.to(torch.bfloat16)),
+        "outer step": optimizer.step,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(REDUCTIONS + 1):
-        world.comm.barrier()
-        began = time.perf_counter()
-        ranks.cross.sum_(vector)
-        seconds.append(time.perf_counter() - began)
-    print(json.dumps(seconds[1:]))
+        for name, work in works.items():
+            world.comm.barrier()
+            began = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - began)
+    print(json.dumps({name: each[1:] for name, each in seconds.items()}))
     world.close()
 
 
-def reductions(numel: int, port: int) -> list[float]:
+def reductions(numel: int, port: int) -> dict[str, list[float]]:
     """Seconds of each, of the slower of two processes."""
     with tempfile.TemporaryDirectory() as name:
         logs = [Path(name) / str(rank) for rank in range(2)]
         command = [sys.executable, "-m", "benchmarks.weak", "--reduce", str(numel)]
         processes = [started(command, rank, 2, port, log) for rank, log in enumerate(logs)]
         ended(processes, logs)
-        told = [json.loads(log.read_text().splitlines()[-1]) for log in logs]
-        return [max(pair) for pair in zip(*told, strict=True)]
+        first, second = (json.loads(log.read_text().splitlines()[-1]) for log in logs)
+        return {kind: [max(pair) for pair in zip(first[kind], second[kind], strict=True)] for kind in first}
 
 
 def main() -> None:
@@ -130,14 +143,16 @@ def main() -> None:
         print(f"tokens per second: {together[-1]:.0f} in two groups, {alone[-1]:.0f} in two runs", flush=True)
     seconds = reductions(sizes.params, 29390)
     efficiency = spread([a / b for a, b in zip(together, alone, strict=True)])
-    share = spread(seconds)["median"] / spread(steps)["median"]
+    cost = {kind: spread(each)["median"] for kind, each in seconds.items()}
+    share = cost["fp32"] / spread(steps)["median"]
     result = {"settings": flags, "tokens_per_second": {"two groups": together, "two runs": alone}, "efficiency": efficiency,
-              "step_seconds": spread(steps), "reduction_seconds": spread(seconds), "share": share,
+              "step_seconds": spread(steps), "reduction_seconds": cost, "share": share,
               "bytes": {"counted": sorted(counted), "formula": formula}}  # fmt: skip
     write_json(given.json, result)
     row = [f"{spread(together)['median']:.0f}", f"{spread(alone)['median']:.0f}", f"{efficiency['median']:.3f}",
-           f"{spread(steps)['median']:.2f}", f"{spread(seconds)['median']:.3f}", f"{100 * share:.1f} %", formula]  # fmt: skip
-    print(table(["tokens/s in two groups", "in two runs", "efficiency", "step s", "reduction s", "share", "bytes"], [row]))
+           f"{spread(steps)['median']:.2f}", *(f"{one:.3f}" for one in cost.values()), f"{100 * share:.1f} %", formula]  # fmt: skip
+    print(table(["tokens/s in two groups", "in two runs", "efficiency", "step s", "reduction s", "as bf16", "copies", "AdamW",
+                 "share", "bytes"], [row]))  # fmt: skip
     if counted != {formula}:
         raise SystemExit(f"weak: {sorted(counted)} bytes crossed in an outer step, and the formula says {formula}")
     print(f"weak: efficiency {efficiency['median']:.3f}, reduction {100 * share:.1f} % of a step")
