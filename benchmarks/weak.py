@@ -150,7 +150,8 @@ def main() -> None:
               "bytes": {"counted": sorted(counted), "formula": formula}}  # fmt: skip
     write_json(given.json, result)
     row = [f"{spread(together)['median']:.0f}", f"{spread(alone)['median']:.0f}", f"{efficiency['median']:.3f}",
-           f"{spread(steps)['median']:.2f}", *(f"{one:.3f}" for one in cost.values()), f"{100 * share:.1f} %", formula]  # fmt: skip
+           f"{spread(steps)['median']:.2f}", *(f"{one:.3f}" for one in cost.values()), f"{100 * share:.1f} %",
+           formula]  # fmt: skip
     print(table(["tokens/s in two groups", "in two runs", "efficiency", "step s", "reduction s", "as bf16", "copies", "AdamW",
                  "share", "bytes"], [row]))  # fmt: skip
     if counted != {formula}:

@@ -50,6 +50,18 @@ def test_a_group_gives_the_scores_of_one_process(evaluate):
 
 
 @pytest.mark.timeout(300)
+def test_a_head_alone_is_learned_on_the_features_of_all_ranks(evaluate):
+    alone = ["--inner_lr_groups", "head=1", "*=0"]
+    one, whole = evaluate(1, *alone), evaluate(1)
+    assert one[0]["scores"] != whole[0]["scores"]
+    shared = evaluate(2, *alone, "--group_size", "2", "--deepspeed", str(ROOT / "ds_configs" / "zero3.json"))
+    stages = evaluate(2, *alone, "--pipeline_stages", "2", "--group_size", "2", "--micro_batch_size", "32")
+    for spread in (shared, stages):
+        for mine, theirs in zip(spread, one, strict=True):
+            assert [score["loss"] for score in mine["scores"]] == pytest.approx([s["loss"] for s in theirs["scores"]], rel=1e-4)
+
+
+@pytest.mark.timeout(300)
 def test_answers_need_the_whole_model_on_one_rank(tmp_path):
     data = str(write_pairs(tmp_path / "pairs.jsonl"))
     flags = ["--task_type", "causal_lm", "--dataset", data, "--num_query", "3", "--k_shot", "1", "--episodes", "2",
