@@ -10,15 +10,14 @@ last lines are the table; the best variant is that with the highest mean of both
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import machine, table
-from benchmarks.intents import EPISODES, METRIC, QUERIES, SETS, SHOTS, trained
+from benchmarks.common import table
+from benchmarks.intents import EPISODES, METRIC, QUERIES, SETS, SHOTS, keep, read, trained
 from fmmeta import evaluate
 
 RESULTS = Path(__file__).parent / "results" / "choose.json"
@@ -47,17 +46,9 @@ def main() -> None:
     file, began = Path(asked.json), time.monotonic()
     for variant in asked.only:
         for name in asked.sets:
-            known = read(file)
-            if f"{variant} | {name}" not in known["cells"] and time.monotonic() - began < 60 * asked.minutes:
-                cell = run(*VARIANTS[variant], asked.model, f"{asked.data}/{name}")
-                known = read(file)  # another process may have added to it
-                known["cells"][f"{variant} | {name}"] = cell
-                file.write_text(json.dumps({**known, "machine": machine()}, indent=1) + "\n", encoding="utf-8")
-    print(show(read(file)["cells"]))
-
-
-def read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"cells": {}}
+            if f"{variant} | {name}" not in read(file) and time.monotonic() - began < 60 * asked.minutes:
+                keep(file, {f"{variant} | {name}": run(*VARIANTS[variant], asked.model, f"{asked.data}/{name}")})
+    print(show(read(file)))
 
 
 def run(budget: int, settings: dict[str, Any], model: str, data: str) -> dict[str, Any]:
