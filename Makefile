@@ -9,8 +9,9 @@ export OMP_NUM_THREADS ?= 1
 demo: .venv/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 launch/train.py --deepspeed ds_configs/zero2.json $(FLAGS)
 
+# a file stays with one process, which starts its launches once; those with several ranks come first
 test: .venv/.installed-test
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 parity: .venv/.installed-test
 	FMMETA_PARITY=full $(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_spread.py

@@ -56,7 +56,9 @@ def run(budget: int, settings: dict[str, Any], model: str, data: str) -> dict[st
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         if budget:
-            model, _ = trained({**METRIC, **settings, "eval_episodes": 0}, budget, model, data, SPLIT, folder)
+            model, _ = trained(
+                {**METRIC, **settings, "eval_episodes": 0, "load_best_model_at_end": False}, budget, model, data, SPLIT, folder
+            )
         found = evaluate(model, data, split=SPLIT, part="valid", method=["prototype"], k_shot=list(SHOTS), n_way="5",
                          num_query=QUERIES, episodes=EPISODES, micro_batch_size=64, max_length=64)  # fmt: skip
     cells = {str(cell["k_shot"]): {"accuracy": cell["accuracy"], "ci95": cell["ci95"]} for cell in found["cells"]}
