@@ -47,7 +47,7 @@ LOCK_S = 2.0  # that a group which is to write waits for the lock at an outer st
 
 
 class Running(Protocol):
-    """What is looked at and moved of a run (train.py)."""
+    """What is looked at and moved of a run (run.py)."""
 
     folder: Path
     guard: Guard

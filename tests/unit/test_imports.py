@@ -36,6 +36,7 @@ ORDER = [
     {"state"},
     {"journal"},
     {"attendance"},
+    {"run"},
     {"train"},
     {"supervisor"},
     {"cli"},
