@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 def bars(axes: Any, heights: Mapping[str, float], line: float | None, ylabel: str, title: str) -> None:
     """Named bars with their values, and a line for what they are to be compared with."""
     drawn = axes.bar(list(heights), list(heights.values()), width=0.6)
-    axes.bar_label(drawn, fmt="%.2f", padding=2)
+    axes.bar_label(drawn, fmt="%.3g", label_type="center", color="white")
     if line is not None:
         axes.axhline(line, color="black", linewidth=1, linestyle="--")
     axes.tick_params(axis="x", labelsize=8)
@@ -33,7 +33,7 @@ def floor(axes: Any, found: dict[str, Any]) -> None:
 
 
 def peers(axes: Any, found: dict[str, Any]) -> None:
-    named = {"same": "same tensors", "users": "as users run them", "anil": "ANIL, 10 steps"}
+    named = {"same": "same\ntensors", "users": "as users\nrun them", "anil": "ANIL,\n10 steps"}
     times = {f"{peer}\n{named[question]}": 1 / ratio["median"]
              for question, r in found["questions"].items() for peer, ratio in r["cpu_ratio"].items()}  # fmt: skip
     bars(axes, times, 1, "episodes per CPU second by the peer's", "fmmeta beside its peers, MiniLM, one thread")
