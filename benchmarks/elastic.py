@@ -94,6 +94,14 @@ class Trial:
         self.kills.append({"group": group.name, "at": time.monotonic(), "left": len(self.taking_part) - 1})
         group.kill()
 
+    def wait_for_step(self, groups: int, timeout_s: float) -> None:
+        """Until so many groups have taken part in an outer step to its end. Raises `TimeoutError`."""
+        deadline = time.monotonic() + timeout_s
+        while all(line["groups"] != groups for line in lines_of(self.folder)):
+            if time.monotonic() > deadline or not self.thread.is_alive():
+                raise TimeoutError(f"no outer step of {groups} groups after {timeout_s} s\n" + "\n".join(self.log[-40:]))
+            time.sleep(0.05)
+
     def hurry(self) -> None:
         self.file.unlink(missing_ok=True)
 
@@ -118,7 +126,10 @@ def at_random(trial: Trial, kills: int, mean_s: float, rng: random.Random) -> No
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The whole lines of a run's metrics; none before there is a file."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def theta_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -143,13 +154,11 @@ def parity(config: Config, folder: Path, other: Path) -> float:
     return (off / far) ** 0.5
 
 
-def undisturbed(settings: dict[str, Any], folder: Path) -> Config:
-    """The same run in this process alone: no groups, no kills."""
+def alone(settings: dict[str, Any], folder: Path) -> Config:
+    """The same run for one process: no groups, no lighthouse."""
     own = ("groups", "ranks_per_group", "heartbeat_timeout", "max_restarts", "deepspeed")
     kept: dict[str, Any] = {name: value for name, value in settings.items() if name not in own} | {"output_dir": str(folder)}
-    config = Config(**kept)
-    MetaTrainer(config).train()
-    return config
+    return Config(**kept)
 
 
 def main() -> None:
@@ -175,7 +184,8 @@ def main() -> None:
         if not args.compare:
             (folder / "facts.json").write_text(json.dumps(measure(settings, args), indent=1))
         facts = json.loads((folder / "facts.json").read_text())
-        config = undisturbed(settings, folder / "plain")
+        config = alone(settings, folder / "plain")
+        MetaTrainer(config).train()
         lines = lines_of(folder / "killed")
         results = {
             **vars(args), **facts,

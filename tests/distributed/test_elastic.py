@@ -13,26 +13,32 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.elastic import Trial, lines_of, parity, theta_of, undisturbed
+from benchmarks.elastic import SLEEP, Trial, alone, lines_of, parity, theta_of
+from fmmeta.parallel import quorum
 from fmmeta.parallel.communicator import Communicator
-from fmmeta.parallel.crew import Crew, Lost, coordination
+from fmmeta.parallel.crew import Crew, Lost
+from fmmeta.parallel.quorum import Line, coordination
+from fmmeta.signals import Fault
 from fmmeta.supervisor import Group
 from tests.launch import run_ranks
-from tests.nursery import ROOT, Rank, environment, shared
+from tests.nursery import ROOT, Rank, environment, free_port, shared
 
 pytestmark = pytest.mark.cluster
 
 os.environ.setdefault("RUST_LOG", "warn")
 pytest.importorskip("torchft", reason="elastic groups need torchft")
 
-SETTINGS = {"outer_steps": 60, "eval_episodes": 0, "logging_steps": 1, "save_steps": 60, "meta_batch_size": 3, "k_shot": 1,
+STEPS = 60
+SETTINGS = {"outer_steps": STEPS, "eval_episodes": 0, "logging_steps": 1, "save_steps": STEPS, "meta_batch_size": 3, "k_shot": 1,
             "num_query": 2, "inner_steps": 1, "num_workers": "0", "episode_transforms": ["benchmarks.elastic:slowly"],
             "heartbeat_timeout": 2.0}  # fmt: skip
-PATIENCE_S = 450
+TASK_S = 1.0
+PATIENCE_S = 200
 
 
 class Born:
@@ -54,7 +60,8 @@ class Born:
         return code
 
     def send_signal(self, sig: int) -> None:
-        os.kill(self.pid, sig)
+        if self.poll() is None:
+            os.kill(self.pid, sig)
 
     def lines(self):
         """What it prints, line by line, until it has ended."""
@@ -83,9 +90,7 @@ def trial(tmp_path):
         return born
 
     def make(**settings):
-        made.append(
-            Trial({**SETTINGS, "save_steps": SETTINGS["outer_steps"], "output_dir": str(tmp_path / "run"), **settings}, 2.0)
-        )
+        made.append(Trial({**SETTINGS, "output_dir": str(tmp_path / "run"), **settings}, TASK_S))
         made[-1].supervisor.spawn = spawn
         return made[-1]
 
@@ -98,10 +103,28 @@ def trial(tmp_path):
         one.thread.join(30)
 
 
-def whole(trial: Trial, steps: int) -> list[dict]:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The same run of one process alone, which goes on beside the tests: how far off a run ended."""
+    folder = tmp_path_factory.mktemp("alone")
+    config = alone(SETTINGS, folder / "run")
+    (folder / "config.json").write_text(json.dumps({name: getattr(config, name) for name in (*SETTINGS, "output_dir")
+                                                    if hasattr(config, name)}))  # fmt: skip
+    with Born.lock:
+        rank = Born(shared().start(["-m", "fmmeta", "train", "--config", str(folder / "config.json")], folder / "log",
+                                   environment(**{SLEEP: ""})))  # fmt: skip
+
+    def off(run: Trial) -> float:
+        assert rank.wait() == 0, rank.rank.text
+        return parity(config, run.folder, folder / "run")
+
+    return off
+
+
+def whole(trial: Trial) -> list[dict]:
     """The lines of a run that has finished: each outer step once, with its whole meta-batch."""
     lines = lines_of(trial.folder)
-    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert {line["tasks"] for line in lines} == {3}
     return lines
 
@@ -111,8 +134,8 @@ def writers_of(trial: Trial) -> list[str]:
     return [line.split("]")[0].strip("[") for line in trial.log if "writes the files of the run" in line]
 
 
-@pytest.mark.timeout(1500)
-def test_three_kills_do_not_show_in_theta(trial, tmp_path):
+@pytest.mark.timeout(500)
+def test_three_kills_do_not_show_in_theta(trial, undisturbed):
     """A group that does not write, the one that writes, and one of those that came back; each heals and joins."""
     run = trial(groups=3)
     run.start()
@@ -122,7 +145,7 @@ def test_three_kills_do_not_show_in_theta(trial, tmp_path):
     first, last = sorted(set(by_name) - {wrote})
     wrote_when_killed = 0
     for name in (first, wrote, first):
-        time.sleep(1.0)  # in the middle of a step
+        time.sleep(TASK_S / 2)  # in the middle of a step
         wrote_when_killed += writers_of(run)[-1] == name
         run.kill(by_name[name])
         run.wait_for(2, PATIENCE_S)
@@ -130,21 +153,20 @@ def test_three_kills_do_not_show_in_theta(trial, tmp_path):
     run.hurry()
     run.end(PATIENCE_S)
     assert run.code == 0, "\n".join(run.log[-50:])
-    lines = whole(run, 60)
+    lines = whole(run)
     assert {line["groups"] for line in lines} >= {2, 3}
     assert sum(line["retries"] > 0 for line in lines) + sum(line["lost_seconds"] > 0 for line in lines) >= 3
     assert [by_name[name].starts for name in (first, wrote, last)] == [3, 2, 1]
     healed = [line for line in run.log if "healed from" in line]
     assert len(healed) >= 3
-    config = undisturbed(SETTINGS, tmp_path / "plain")
-    assert parity(config, run.folder, tmp_path / "plain") < 1e-4
+    assert undisturbed(run) < 1e-4
     assert len(writers_of(run)) == 1 + wrote_when_killed >= 2
     assert (run.folder / "model/model.safetensors").is_file()
     assert json.loads((run.folder / "run.json").read_text())["finished"]
 
 
-@pytest.mark.timeout(1500)
-def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, tmp_path):
+@pytest.mark.timeout(500)
+def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, undisturbed):
     """Groups of two with ZeRO 2. One joins a run that goes on; a rank of it dies, and the group with it; it comes back; the other
     one is asked to leave. theta is that of one process alone.
     """
@@ -157,6 +179,7 @@ def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, tmp_pat
     run.kills.append({"group": "late0", "at": time.monotonic()})
     late.processes[1].send_signal(signal.SIGKILL)
     run.wait_for(2, PATIENCE_S)
+    run.wait_for_step(2, PATIENCE_S)
     run.supervisor.groups[0].ask()  # the writer leaves; the other one takes over
     deadline = time.monotonic() + PATIENCE_S
     while run.supervisor.groups[0].ended is None and time.monotonic() < deadline:
@@ -164,14 +187,13 @@ def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, tmp_pat
     assert run.supervisor.groups[0].ended == 75
     run.hurry()
     run.end(PATIENCE_S)
-    lines = whole(run, 60)
+    lines = whole(run)
     assert {line["groups"] for line in lines} == {1, 2}
     assert lines[-1]["groups"] == 1
     assert late.starts == 2
     assert sum("healed from" in line for line in run.log) >= 2
-    config = undisturbed(SETTINGS, tmp_path / "plain")
-    assert parity(config, run.folder, tmp_path / "plain") < 1e-4
-    assert len(theta_of(run.folder / "checkpoint-60")) > 3
+    assert undisturbed(run) < 1e-4
+    assert len(theta_of(run.folder / f"checkpoint-{STEPS}")) > 3
 
 
 def without_torchft() -> None:
@@ -222,6 +244,68 @@ def test_a_lighthouse_shines_until_it_is_asked_to_stop():
         finally:
             process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+class Lit:
+    """A lighthouse in a process of its own, that can go out."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        words = ["-m", "fmmeta", "lighthouse", "--port", str(port)]
+        with Born.lock:
+            self.born = Born(shared().start(words, folder / f"lighthouse-{time.monotonic_ns()}.log", environment()))
+        self.address = next(line for line in self.born.lines() if "lighthouse" in line).split()[-1]
+
+    def goes_out(self) -> None:
+        self.born.send_signal(signal.SIGKILL)
+        self.born.wait()
+
+
+def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone(monkeypatch, tmp_path):
+    """One asks while the other works, for longer than a silent lighthouse is put up with: one question, not one after the other,
+    since an answer to an earlier one would come to nobody. Then the lighthouse goes out while somebody asks; lit again at its
+    port, it answers; gone, it costs the patience.
+    """
+    monkeypatch.setattr(quorum, "LOOK_S", 0.2)
+    lit = Lit(tmp_path, port := free_port())
+    address = f"http://127.0.0.1:{port}"
+    lines, asked, question = [Line(address, name, coordination()) for name in "ab"], [], Line._question
+
+    def count(line, mine):
+        asked.append(line.name)
+        return question(line, mine)
+
+    def ask(line, step, patience_s=1.0):
+        found = line.ask(patience_s, address="", store_address="here:1", step=step, world_size=1, shrink_only=False)
+        return sorted(member.replica_id for member in found.participants)
+
+    monkeypatch.setattr(Line, "_question", count)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for line in lines:
+                line.begin_beating("here:1", 1)
+            assert list(pool.map(lambda line: ask(line, 0), lines)) == [["a", "b"]] * 2
+            del asked[:]
+            waiting = pool.submit(ask, lines[0], 1)
+            time.sleep(3.0)  # b is at work
+            assert not waiting.done()
+            assert ask(lines[1], 1) == waiting.result() == ["a", "b"]
+            assert asked == ["a", "b"]
+            waiting = pool.submit(ask, lines[0], 2, 60.0)
+            time.sleep(0.5)
+            lit.goes_out()
+            lines[1].stop_beating()
+            time.sleep(1.0)
+            lit = Lit(tmp_path, port)
+            assert waiting.result(30) == ["a"]
+            lit.goes_out()
+            began = time.monotonic()
+            with pytest.raises(Fault, match=rf"lighthouse={address} has been silent for 1 s \(.*\); look whether it runs"):
+                ask(lines[0], 3)
+            assert time.monotonic() - began < 10
+    finally:
+        for line in lines:
+            line.stop_beating()
+        lit.born.send_signal(signal.SIGKILL)
 
 
 def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
