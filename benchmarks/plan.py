@@ -145,7 +145,8 @@ def seconds(folder: str, rounds: int, flags: list[str]) -> None:
     line: dict[str, Any] = {"flags": flags, "ranks": launch.world_size}
     for clock, each in found.items():
         profile = middle(each["profiles"])
-        layout = planned(folder, size, stage, config.pipeline_stages, bf16, profile, launch.world_size, **TIMED)
+        task = {**TIMED, "meta_batch_size": config.meta_batch_size}
+        layout = planned(folder, size, stage, config.pipeline_stages, bf16, profile, launch.world_size, **task)
         took = world.comm.sum_(torch_tensor(statistics.median(each["steps"]))) / launch.world_size
         line[clock] = {"planned_s": layout.step_seconds, "measured_s": float(took), "ratio": float(took) / layout.step_seconds,
                        "gflops": profile.matmul(bf16) / 1e9, "kinds": asdict(layout.step)}  # fmt: skip
@@ -178,11 +179,11 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
 def train(run: Any, steps: int = 3) -> dict[str, list[float]]:
     """Seconds of some outer steps, the first of them left out."""
     marks: list[dict[str, float]] = []
-    after = run._after_step
-    run._after_step = lambda *told: (after(*told), marks.append({name: clock() for name, clock in CLOCKS.items()}))
-    run.config.outer_steps = run.outer_step + steps
+    tell = run.journal.step
+    run.journal.step = lambda *told: (tell(*told), marks.append({name: clock() for name, clock in CLOCKS.items()}))
+    run.config.outer_steps = run.state.outer_step + steps
     run.loop()
-    run._after_step = after
+    run.journal.step = tell
     return {name: [late[name] - early[name] for early, late in pairwise(marks)] for name in CLOCKS}
 
 
