@@ -28,8 +28,6 @@ from fmmeta.supervisor import Group
 from tests.launch import run_ranks
 from tests.nursery import ROOT, Rank, environment, free_port, shared
 
-pytestmark = pytest.mark.cluster
-
 os.environ.setdefault("RUST_LOG", "warn")
 pytest.importorskip("torchft", reason="elastic groups need torchft")
 
@@ -165,6 +163,7 @@ def test_three_kills_do_not_show_in_theta(trial, undisturbed):
     assert json.loads((run.folder / "run.json").read_text())["finished"]
 
 
+@pytest.mark.cluster
 @pytest.mark.timeout(500)
 def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, undisturbed):
     """Groups of two with ZeRO 2. One joins a run that goes on; a rank of it dies, and the group with it; it comes back; the other
@@ -206,6 +205,7 @@ def without_torchft() -> None:
 NOWHERE = ("--lighthouse", "http://127.0.0.1:1")
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(("command", "flags", "torchft", "said"), [
     ("train", ("--elastic", "--output_dir", "OUT", *NOWHERE), True, "lighthouse=http://127.0.0.1:1 does not answer ("),
     ("train", ("--elastic", "--output_dir", "OUT"), True, "elastic=True needs a lighthouse; start `fmmeta lighthouse`"),
@@ -228,6 +228,7 @@ def test_what_is_missing_is_one_line(command, flags, torchft, said, tmp_path):
     assert "Traceback" not in ended.output[0]
 
 
+@pytest.mark.cluster
 def test_a_lighthouse_shines_until_it_is_asked_to_stop():
     from torchft.coordination import LighthouseClient
 
@@ -260,6 +261,7 @@ class Lit:
         self.born.wait()
 
 
+@pytest.mark.cluster
 def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone(monkeypatch, tmp_path):
     """One asks while the other works, for longer than a silent lighthouse is put up with: one question, not one after the other,
     since an answer to an earlier one would come to nobody. Then the lighthouse goes out while somebody asks; lit again at its
@@ -308,6 +310,7 @@ def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone
         lit.born.send_signal(signal.SIGKILL)
 
 
+@pytest.mark.cluster
 def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
     """One comes late, and the others take a step without it; one loses its communicator. Who then still has an old one must meet
     with the others, and all must know it: what they do after a change is collective.
