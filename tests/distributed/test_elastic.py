@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.elastic import SLEEP, Trial, alone, lines_of, parity, theta_of
+from benchmarks.elastic import SLEEP, Born, Trial, alone, lines_of, parity, theta_of
 from fmmeta.parallel import quorum
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.crew import Crew, Lost
@@ -26,7 +24,7 @@ from fmmeta.parallel.quorum import Line, coordination
 from fmmeta.signals import Fault
 from fmmeta.supervisor import Group
 from tests.launch import run_ranks
-from tests.nursery import ROOT, Rank, environment, free_port, shared
+from tests.nursery import ROOT, environment, free_port
 
 os.environ.setdefault("RUST_LOG", "warn")
 pytest.importorskip("torchft", reason="elastic groups need torchft")
@@ -39,66 +37,17 @@ TASK_S = 1.0
 PATIENCE_S = 200
 
 
-class Born:
-    """A rank from the nursery, as subprocess would have it."""
-
-    lock = threading.Lock()  # of the nursery
-
-    def __init__(self, rank: Rank) -> None:
-        self.rank, self.pid = rank, rank.pid
-
-    def poll(self) -> int | None:
-        with self.lock:
-            shared().poll()
-        return self.rank.code
-
-    def wait(self) -> int:
-        while (code := self.poll()) is None:
-            time.sleep(0.02)
-        return code
-
-    def send_signal(self, sig: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, sig)
-
-    def lines(self):
-        """What it prints, line by line, until it has ended."""
-        while not self.rank.log.exists() and self.poll() is None:
-            time.sleep(0.05)  # the rank opens it itself
-        with self.rank.log.open() as log:
-            text, over = "", False
-            while not over:
-                over = self.rank.code is not None
-                text += log.read()
-                *whole, text = text.split("\n")
-                yield from whole
-                time.sleep(0.05)
-
-
 @pytest.fixture
 def trial(tmp_path):
     made: list[Trial] = []
-    count = itertools.count()
-
-    def spawn(name, command, env):
-        supervisor = made[-1].supervisor
-        with Born.lock:
-            born = Born(shared().start(command[1:], tmp_path / f"{name}-{next(count)}.log", env, before="os:setsid"))
-        threading.Thread(target=supervisor.pass_on, args=(name, born.lines()), daemon=True).start()
-        return born
 
     def make(**settings):
         made.append(Trial({**SETTINGS, "output_dir": str(tmp_path / "run"), **settings}, TASK_S))
-        made[-1].supervisor.spawn = spawn
         return made[-1]
 
     yield make
     for one in made:
-        one.supervisor.config.max_restarts = 0
-        one.supervisor.asked = signal.SIGTERM
-        for group in one.supervisor.groups:
-            group.kill()
-        one.thread.join(30)
+        one.close()
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +57,8 @@ def undisturbed(tmp_path_factory):
     config = alone(SETTINGS, folder / "run")
     (folder / "config.json").write_text(json.dumps({name: getattr(config, name) for name in (*SETTINGS, "output_dir")
                                                     if hasattr(config, name)}))  # fmt: skip
-    with Born.lock:
-        rank = Born(shared().start(["-m", "fmmeta", "train", "--config", str(folder / "config.json")], folder / "log",
-                                   environment(**{SLEEP: ""})))  # fmt: skip
+    words = ["-m", "fmmeta", "train", "--config", str(folder / "config.json")]
+    rank = Born.of(words, folder / "log", environment(**{SLEEP: ""}))
 
     def off(run: Trial) -> float:
         assert rank.wait() == 0, rank.rank.text
@@ -252,8 +200,7 @@ class Lit:
 
     def __init__(self, folder: Path, port: int) -> None:
         words = ["-m", "fmmeta", "lighthouse", "--port", str(port)]
-        with Born.lock:
-            self.born = Born(shared().start(words, folder / f"lighthouse-{time.monotonic_ns()}.log", environment()))
+        self.born = Born.of(words, folder / f"lighthouse-{time.monotonic_ns()}.log", environment())
         self.address = next(line for line in self.born.lines() if "lighthouse" in line).split()[-1]
 
     def goes_out(self) -> None:
