@@ -111,8 +111,8 @@ TIMED = {"max_length": 64, "k_shot": 8, "num_query": 8, "inner_steps": 2, "meta_
 CLOCKS = {"clock": time.perf_counter, "cpu": time.process_time}
 
 
-def seconds(folder: str, rounds: int, flags: list[str]) -> None:
-    """One of the ranks that calibrate and train in turn."""
+def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) -> None:
+    """One of the ranks that calibrate and train in turn. out: JSON file whose line for these flags is written anew."""
     from fmmeta import build
     from fmmeta.cli import parse
     from fmmeta.parallel import ds_config
@@ -152,7 +152,18 @@ def seconds(folder: str, rounds: int, flags: list[str]) -> None:
                        "gflops": profile.matmul(bf16) / 1e9, "kinds": asdict(layout.step)}  # fmt: skip
     if launch.global_rank == 0:
         print(json.dumps(line), flush=True)
+        keep(out, line)
     world.close()
+
+
+def keep(out: str | None, line: dict[str, Any]) -> None:
+    """Put a line of `time` beside the others of the results file."""
+    from benchmarks.common import write_json
+
+    kept = json.loads(Path(out).read_text()) if out and Path(out).is_file() else {}
+    kept.pop("machine", None)
+    others = [one for one in kept.get("seconds", []) if one["flags"] != line["flags"]]
+    write_json(out, {**kept, "seconds": [*others, line]})
 
 
 def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
@@ -213,4 +224,4 @@ if __name__ == "__main__":
     elif known.what == "memory":
         memory(known.folder, known.json, known.only)
     else:
-        seconds(known.folder, known.rounds, rest)
+        seconds(known.folder, known.rounds, rest, known.json)
