@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from fmmeta.parallel.communicator import Communicator, Venue, meet_at
+from fmmeta.parallel.communicator import Communicator, Venue, meet_at, somebody_at
 from fmmeta.parallel.quorum import Line, coordination, first_line
 from fmmeta.parallel.roll import Member, Roll
 
 MEET_S = 20.0  # that members of a quorum wait for each other to meet
+KNOCK_S = 5.0  # that a member's kernel has to answer for it before they meet
 
 
 class Lost(RuntimeError):
@@ -66,7 +67,7 @@ class Crew(Communicator):
             self.met, self.backend = "", None
             self.rank, self.size = here, len(members)
             meeting = f"{number}/{created}"
-            self._attempt(lambda: self._meet(members[0].venue, f"crew/{meeting}/{self.own.rank}"), "meeting the other groups")
+            self._attempt(lambda: self._meet(members, f"crew/{meeting}/{self.own.rank}"), "meeting the other groups")
             self.met = meeting
             self.patience(self.patience_s)
         return Roll(members, here, anew)
@@ -81,9 +82,14 @@ class Crew(Communicator):
         ]
         return [found.quorum_id, f"{found.created.seconds}.{found.created.nanos}", sorted(listed, key=lambda one: one["name"])]
 
-    def _meet(self, venue: str, name: str) -> None:
-        if self.size > 1:
-            self.backend = meet_at(venue, name, self.rank, self.size, timedelta(seconds=MEET_S))
+    def _meet(self, members: tuple[Member, ...], name: str) -> None:
+        """Raises `RuntimeError` where one of them does not come; at once where its process has ended since it was counted."""
+        if self.size == 1:
+            return
+        for member in members:
+            if member.name != self.name and not somebody_at(member.venue, KNOCK_S):
+                raise RuntimeError(f"group {member.name.rpartition(':')[0]} has ended")
+        self.backend = meet_at(members[0].venue, name, self.rank, self.size, timedelta(seconds=MEET_S))
 
     def _attempt(self, act: Callable[[], Any], doing: str) -> None:
         """Do something with the other groups; if it fails on one rank of this group, raise `Lost` on all. Collective: own."""

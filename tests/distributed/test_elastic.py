@@ -258,6 +258,31 @@ def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone
 
 
 @pytest.mark.cluster
+def test_a_group_that_ends_between_its_question_and_the_meeting_is_missed_at_once():
+    """The lighthouse counts it until its beats are missed; the others do not wait for it at the meeting."""
+    server = coordination().LighthouseServer(bind="[::]:0", min_replicas=2, quorum_tick_ms=50)
+    crew = Crew(Communicator(None, 0, 1, torch.device("cpu")), server.address(), "a")
+    ended = Line(server.address(), "b:1", coordination())
+    venue = f"127.0.0.1:{free_port()}"
+    mine = {"fresh": False, "writes": False, "met": "", "mark": ""}
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            ended.begin_beating(venue, 1)
+            counted = pool.submit(
+                ended.ask, 30.0, address="", store_address=venue, step=1, world_size=1, shrink_only=False, data=mine
+            )
+            began = time.monotonic()
+            with pytest.raises(Lost, match="meeting the other groups: group b has ended"):
+                crew.form(1, 30.0)
+            assert time.monotonic() - began < 5
+            assert [member.replica_id for member in counted.result().participants] == [crew.name, "b:1"]
+    finally:
+        ended.stop_beating()
+        crew.leave()
+        server.shutdown()
+
+
+@pytest.mark.cluster
 def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
     """One comes late, and the others take a step without it; one loses its communicator. Who then still has an old one must meet
     with the others, and all must know it: what they do after a change is collective.
