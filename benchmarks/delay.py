@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -54,11 +53,14 @@ def measure(way: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
             else:
                 MetaTrainer(parse(flags)).train()
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        held = json.loads((Path(folder) / "run.json").read_text())["held_out"] if args.episodes else {}
+        held = json.loads((Path(folder) / "run.json").read_text())["held_out"] if args.episodes else None
     losses = [line["query_loss"] for line in lines if "query_loss" in line][-LAST:]
-    scored = held.get("after adaptation, meta-trained", {"accuracy": [math.nan], "loss": [math.nan]})
-    return {"train_loss": statistics.mean(losses), "accuracy": scored["accuracy"][0], "loss": scored["loss"][0],
-            "comm_bytes": lines[0]["comm_bytes"], "losses": [round(line["query_loss"], 4) for line in lines]}  # fmt: skip
+    found = {"train_loss": statistics.mean(losses), "comm_bytes": lines[0]["comm_bytes"],
+             "losses": [round(line["query_loss"], 4) for line in lines]}  # fmt: skip
+    if held is None:
+        return found
+    scored = held["after adaptation, meta-trained"]
+    return {**found, "accuracy": scored["accuracy"][0], "loss": scored["loss"][0]}
 
 
 def main() -> None:
@@ -82,8 +84,10 @@ def main() -> None:
     rows = []
     for way, one in summary(found).items():
         beside = [f"{one[name]:+.4f} ± {one[f'{name}_sd']:.4f}" if name in one else "" for name in ("beside", "held_beside")]
-        rows.append([way, f"{one['train_loss']:.4f}", beside[0], f"{100 * one['accuracy']:.1f}", f"{one['loss']:.4f}", beside[1]])
-    print(table(["way", "train loss", "minus plain", "held-out %", "held-out loss", "minus plain"], rows))
+        held = [f"{100 * one['accuracy']:.1f}", f"{one['loss']:.4f}", beside[1]] if args.episodes else []
+        rows.append([way, f"{one['train_loss']:.4f}", beside[0], *held])
+    header = ["way", "train loss", "minus plain", *(["held-out %", "held-out loss", "minus plain"] if args.episodes else [])]
+    print(table(header, rows))
     plot(args.plot, lambda axes: draw(axes, found))
 
 
@@ -114,10 +118,10 @@ def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     for way, runs in found.items():
         if not runs:
             continue
-        told[way] = {key: statistics.mean(run[key] for run in runs) for key in ("train_loss", "accuracy", "loss", "comm_bytes")}
+        told[way] = {key: statistics.mean(run[key] for run in runs) for key in runs[0] if key != "losses"}
         plain = found.get("plain, 3 x rate" if "3 x" in way else "plain", [])
         if not way.startswith("plain") and len(plain) == len(runs):
-            for name, key in (("beside", "train_loss"), ("held_beside", "loss")):
+            for name, key in (("beside", "train_loss"), ("held_beside", "loss"))[: 2 if "loss" in runs[0] else 1]:
                 off = [run[key] - other[key] for run, other in zip(runs, plain, strict=True)]
                 told[way] |= {name: statistics.mean(off), f"{name}_sd": statistics.stdev(off) if len(off) > 1 else 0.0}
     return told
