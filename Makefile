@@ -1,6 +1,7 @@
 # Each target works on a fresh clone with Python 3.10 to 3.12: it makes .venv, installs, runs.
 PYTHON ?= python3
 BIN := .venv/bin
+JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test parity cluster check audit clean
@@ -8,8 +9,9 @@ export OMP_NUM_THREADS ?= 1
 demo: .venv/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 launch/train.py --deepspeed ds_configs/zero2.json $(FLAGS)
 
+# a file stays with one process, which starts its launches once; those with several ranks come first
 test: .venv/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 parity: .venv/.installed-test
 	FMMETA_PARITY=full $(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_spread.py

@@ -30,6 +30,7 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.7",
             "hypothesis>=6",
             "ruff>=0.12",
             "pyright>=1.1.400",

@@ -1,4 +1,5 @@
-"""What is lost when processes die? Kills, kills at every file boundary of a save, and signals, of a two-rank run.
+"""What is lost when processes die, freeze, and find a damaged checkpoint? Kills at random and at every file boundary of a save,
+SIGTERM, SIGSTOP, and harm to the newest checkpoint, of a two-rank run.
 
     python -m benchmarks.faults --kills 100 --terms 30 --json benchmarks/results/faults.json --minutes 9
 
@@ -43,14 +44,16 @@ class Bench:
         rows = [{"text": f"{WORDS[c]} {WORDS[r]}", "label": f"c{c}"} for c in range(12) for r in range(6)]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.flags = [f"--{key}={value}" for key, value in {**FLAGS, "dataset": data}.items()]
+        self.wanted = self.end(folder / "straight")  # imports included: the second one takes as long as the harmed ones
         began = time.monotonic()
-        self.wanted = self.end(folder / "straight")
+        assert self.end(folder / "again") == self.wanted, "the straight run does not repeat itself"
         self.seconds = time.monotonic() - began
         self.counts: Counter[str] = Counter()
         self.slowest = 0.0
 
-    def start(self, run: Path, before: str = "", **env: str) -> list[Rank]:
-        return self.nursery.train([*self.flags, f"--output_dir={run}"], 2, run.with_name(f"{run.name}-logs"), before, **env)
+    def start(self, run: Path, before: str = "", step_timeout: float = 0, **env: str) -> list[Rank]:
+        flags = [*self.flags, f"--output_dir={run}", *([f"--step_timeout={step_timeout}"] if step_timeout else [])]
+        return self.nursery.train(flags, 2, run.with_name(f"{run.name}-logs"), before, **env)
 
     def end(self, run: Path) -> bytes:
         """Run to the end and return the model."""
@@ -112,6 +115,36 @@ class Bench:
         self.check(run)
         return True
 
+    def freeze(self, number: int) -> None:
+        """SIGSTOP to one rank in the middle of an outer step, for longer than the bound of a step."""
+        run, frozen = self.folder / f"freeze-{number}", number % 2
+        ranks = self.start(run, step_timeout=3)
+        while not checkpoints(run) and ranks[0].code is None:
+            self.nursery.poll(0.01)
+        self.nursery.signal(ranks[frozen], signal.SIGSTOP)
+        codes = self.nursery.wait(ranks, 60)
+        named = f"fmmeta: watchdog: rank {frozen} (process {ranks[frozen].pid} " in ranks[1 - frozen].text
+        self.counts["ranks frozen"] += 1
+        self.counts["frozen ranks named, job ended"] += named and codes[1 - frozen] == 70 and codes[frozen] == -signal.SIGKILL
+        self.check(run)
+
+    def damage(self, number: int) -> None:
+        """Harm the newest of a killed run's checkpoints: it is refused by name, and an older one continued."""
+        run, how = self.folder / f"damage-{number}", HARM[number % len(HARM)]
+        ranks = self.start(run)
+        while len(checkpoints(run)) < 2 and ranks[0].code is None:
+            self.nursery.poll(0.01)
+        for rank in ranks:
+            self.nursery.signal(rank, signal.SIGKILL)
+        self.nursery.wait(ranks, 10)
+        newest = checkpoints(run)[-1]
+        how(newest)
+        self.counts["checkpoints damaged"] += 1
+        self.counts["equal" if self.end(run) == self.wanted else "different"] += 1
+        text = (run.with_name(f"{run.name}-logs") / "rank-0.log").read_text()
+        self.counts["damaged checkpoints refused by name"] += f"{newest}" in text and "Traceback" not in text
+        shutil.rmtree(run)
+
     def term(self, number: int) -> None:
         """SIGTERM at a random moment to all ranks, or to one of them."""
         draw, run = random.Random(10**6 + number), self.folder / f"term-{number}"
@@ -137,6 +170,25 @@ class Bench:
             self.counts["signals, other exit codes"] += 1
             print(codes, ranks[0].text, ranks[1].text)
         self.check(run)
+
+
+def checkpoints(run: Path) -> list[Path]:
+    return sorted(run.glob("checkpoint-*"), key=lambda folder: int(folder.name.rpartition("-")[2]))
+
+
+def flip(folder: Path) -> None:
+    shard = next(folder.glob("shard-*"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+
+HARM: list[Callable[[Path], Any]] = [
+    flip,
+    lambda folder: next(folder.glob("shard-*")).unlink(),
+    lambda folder: os.truncate(folder / "manifest.json", 100),
+    lambda folder: os.truncate(next(folder.glob("shard-*")), 1000),
+]
 
 
 def arm() -> None:
@@ -167,25 +219,34 @@ def main() -> None:
     parser.add_argument(
         "--boundaries", type=int, default=20, help="operations of a save before which rank 0 is killed, one a time"
     )
+    parser.add_argument("--freezes", type=int, default=4)
+    parser.add_argument("--damages", type=int, default=4)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--json", default=None)
     args = parser.parse_args()
     known = json.loads(Path(args.json).read_text()) if args.json and Path(args.json).is_file() else {}
-    done = known.get("done", {"kill": 0, "boundary": 0, "term": 0})
+    done = known.get("done", dict.fromkeys(("kill", "boundary", "term", "freeze", "damage"), 0))
     deadline = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
         bench.counts.update(known.get("counts", {}))
         bench.slowest = known.get("slowest_stop_s", 0.0)
         while time.monotonic() < deadline:
+            kills, terms = bench.counts["kills"], bench.counts["signals, exit 75"]
             if done["boundary"] < args.boundaries:
                 done["boundary"] += 1
                 if not bench.boundary(done["boundary"]):
                     done["boundary"] = args.boundaries
-            elif done["term"] < args.terms and done["term"] * args.kills <= bench.counts["kills"] * args.terms:
+            elif done["freeze"] < args.freezes:
+                done["freeze"] += 1
+                bench.freeze(done["freeze"])
+            elif done["damage"] < args.damages:
+                done["damage"] += 1
+                bench.damage(done["damage"])
+            elif terms < args.terms and terms * args.kills <= kills * args.terms:
                 done["term"] += 1
                 bench.term(done["term"])
-            elif bench.counts["kills"] < args.kills:
+            elif kills < args.kills:
                 done["kill"] += 1
                 bench.kill(done["kill"])
             else:

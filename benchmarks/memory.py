@@ -69,8 +69,8 @@ def run(folder: str, flags: list[str]) -> None:
     from fmmeta.parallel.communicator import World, pick_device
     from fmmeta.parallel.layout import Launch
     from fmmeta.progress import Progress
+    from fmmeta.run import Run
     from fmmeta.start import Start
-    from fmmeta.train import Run
 
     launch = Launch.from_env(os.environ)
     work = Path(tempfile.mkdtemp())

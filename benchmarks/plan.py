@@ -119,8 +119,8 @@ def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) 
     from fmmeta.parallel.communicator import World, pick_device
     from fmmeta.parallel.layout import Launch
     from fmmeta.progress import Progress
+    from fmmeta.run import Run
     from fmmeta.start import Start
-    from fmmeta.train import Run
 
     launch, work = Launch.from_env(os.environ), Path(tempfile.mkdtemp())
     rows = [{"task": f"t{t}", "input": "where " * 9 + f"{t} {i}", "output": "there " * 5} for t in range(4) for i in range(32)]

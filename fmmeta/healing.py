@@ -25,7 +25,7 @@ from fmmeta.state import State
 
 
 class Running(Protocol):
-    """What is looked at and moved of a run (train.py)."""
+    """What is looked at and moved of a run (run.py)."""
 
     folder: Path
     guard: Guard

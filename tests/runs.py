@@ -42,6 +42,8 @@ def metrics(steps: int = 100, groups: int = 2) -> list[dict[str, Any]]:
                 "skipped_tasks": int(step in (SKIPPED, BAD)), "data_seconds": 0.3,
                 "wait_seconds": sum(waits) / groups, "wait_seconds_by_group": waits,
                 "imbalance": 0.1, "grad_norm": 1 + rng.random(), "lr": 2e-5 * (1 - step / steps), "comm_bytes": 8}  # fmt: skip
+        if step == SPIKE:
+            line["loss_spike"] = 200.0
         if step == BAD:
             line["bad_tasks"] = [{"task": "t9", "error": "gone"}]
         if step == NOT_FINITE:

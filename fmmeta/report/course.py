@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fmmeta.report.chart import Chart, Points, Series, smooth, thin
-from fmmeta.report.facts import LEAST_BACK, LOOK_BACK, SPIKE, Facts, Line, number, points, spikes
+from fmmeta.report.facts import Facts, Line, number, points, spikes
 from fmmeta.report.markup import Markup, cell, column_head, join, quiet, row, row_head, scrolling, section, table, tag
 
+Marks = list[tuple[int, float]]
 SMOOTHED = 60  # values from which on a line gets a mean over a twentieth of them
 MOST_ROWS = 200
 SUPPORT, QUERY, VALIDATION = "b", "a", "c"  # looks
@@ -16,13 +17,13 @@ def curves(facts: Facts) -> Markup:
         return section("training", "Training", quiet("No outer step is logged."))
     skipped = [line["step"] for line in facts.steps if line.get("skipped_tasks")]
     bad = [line["step"] for line in facts.steps if line.get("bad_tasks")]
-    jumps = {key: spikes(points(facts.steps, key)) for key in ("query_loss", "grad_norm")}
+    jumps = spikes(facts.steps)
     charts = [figure(facts, chart) for chart in charts_of(facts, jumps, skipped, bad)]
     said = quiet(notes(facts, jumps, skipped, bad))
     return section("training", "Training", said, tag("div", *charts, cls="charts"), numbers(facts))
 
 
-def charts_of(facts: Facts, jumps: dict[str, list[tuple[int, float]]], skipped: list[int], bad: list[int]) -> list[Chart]:
+def charts_of(facts: Facts, jumps: Marks, skipped: list[int], bad: list[int]) -> list[Chart]:
     steps, valid, last = facts.steps, facts.valid, max(facts.outer_step, 1)
     ticks = (("d", skipped), ("a", bad))
     loss = [*series("support", SUPPORT, points(steps, "support_loss")), *series("query", QUERY, points(steps, "query_loss")),
@@ -33,10 +34,10 @@ def charts_of(facts: Facts, jumps: dict[str, list[tuple[int, float]]], skipped: 
     known = [value for _, value in norms if value]
     wide = bool(known) and max(known) > 30 * min(known)
     return [
-        Chart("loss", "Loss", loss, last, short, spikes=jumps["query_loss"], ticks=ticks),
+        Chart("loss", "Loss", loss, last, short, spikes=jumps, ticks=ticks),
         Chart("accuracy", "Accuracy %", right, last, short, ticks=ticks),
         Chart("norm", "Norm of the meta-gradient" + (" (logarithmic)" if wide else ""), series("norm", QUERY, norms), last, short,
-              wide, jumps["grad_norm"], ticks),
+              wide, ticks=ticks),
         Chart("rate", "Outer learning rate", [Series("lr", "a", points(steps, "lr"))], last, short),
     ]  # fmt: skip
 
@@ -84,17 +85,16 @@ def summary(chart: Chart) -> str:
     return f"{chart.title} over the outer steps. " + ("; ".join(told) or "No values") + "."
 
 
-def notes(facts: Facts, jumps: dict[str, list[tuple[int, float]]], skipped: list[int], bad: list[int]) -> Markup:
+def notes(facts: Facts, jumps: Marks, skipped: list[int], bad: list[int]) -> Markup:
     """What is drawn, and what went wrong."""
     parts: list[str] = [f"{len(facts.steps)} logged outer steps, from left to right"]
     if any(len(points(facts.steps, key)) >= SMOOTHED for key in ("query_loss", "grad_norm")):
         parts.append("; the strong line is a running mean over a twentieth of them")
     parts.append(". ")
-    count = sum(map(len, jumps.values()))
-    if count:
-        parts += [tag("span", "▲", cls="word-spike"), f" {count} {'spike' if count == 1 else 'spikes'}: more than {SPIKE:g} ",
-                  f"deviations over the median of the last {LOOK_BACK}; the drawing is cut off there. "]  # fmt: skip
-    elif len(facts.steps) > LEAST_BACK:
+    if jumps:
+        told = f" {len(jumps)} {'spike' if len(jumps) == 1 else 'spikes'} of the query loss, far above its running mean; "
+        parts += [tag("span", "▲", cls="word-spike"), told, "the drawing is cut off there. "]
+    elif facts.steps:
         parts.append("No spikes. ")
     if skipped:
         tasks = sum(line["skipped_tasks"] for line in facts.steps if line.get("skipped_tasks"))

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from fmmeta.config import UsageError
@@ -17,7 +16,6 @@ BEFORE, FROM_START, AFTER = (
     "after adaptation, weights at the start",
     "after adaptation, meta-trained",
 )
-LOOK_BACK, LEAST_BACK, SPIKE = 20, 8, 6.0
 
 Line = dict[str, Any]
 
@@ -89,25 +87,9 @@ def points(lines: Sequence[Line], key: str) -> list[tuple[int, float | None]]:
     return [(line["step"], number(line[key])) for line in lines if key in line]
 
 
-def spikes(values: Sequence[tuple[int, float | None]]) -> list[tuple[int, float]]:
-    """Values far above those before them: more than 6 standard deviations over the median of the last 20.
-
-    The deviation is 1.4826 times the median distance from the median, which no single spike can widen. The first 8 are never
-    spikes.
-    """
-    found: list[tuple[int, float]] = []
-    before: list[float] = []
-    for step, value in values:
-        if value is None:
-            continue
-        if len(before) >= LEAST_BACK:
-            recent = before[-LOOK_BACK:]
-            middle = median(recent)
-            deviation = 1.4826 * median(abs(one - middle) for one in recent)
-            if value > middle + SPIKE * max(deviation, 1e-3 * abs(middle)):
-                found.append((step, value))
-        before.append(value)
-    return found
+def spikes(lines: Sequence[Line]) -> list[tuple[int, float]]:
+    """(step, query loss) where the run marked it as one: `loss_spike`, the rule of guard.py, which saw the unlogged steps too."""
+    return [(line["step"], value) for line in lines if "loss_spike" in line and (value := number(line["query_loss"])) is not None]
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from fmmeta.parallel.engine import import_deepspeed
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.limits import status_bytes
 from fmmeta.progress import Progress
+from fmmeta.run import Run
 from fmmeta.start import Start
-from fmmeta.train import Run
 
 ROOM = 640 * 2**20
 

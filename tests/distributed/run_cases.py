@@ -24,9 +24,9 @@ from fmmeta.models.load import empty_learner, load_learner
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
+from fmmeta.run import Run
 from fmmeta.start import Start
 from fmmeta.tasks.loader import Load
-from fmmeta.train import Run
 
 
 def poison(parts: build.Parts, chosen: dict[tuple[int, int], str], factor: float = float("inf")) -> None:

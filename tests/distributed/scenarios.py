@@ -22,9 +22,9 @@ from fmmeta.parallel import communicator
 from fmmeta.parallel.communicator import PeerError, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
+from fmmeta.run import Run
 from fmmeta.signals import Fault
 from fmmeta.start import Start
-from fmmeta.train import Run
 from fmmeta.workers import check_equal, fingerprint_of
 
 

@@ -37,6 +37,7 @@ ORDER = [
     {"journal"},
     {"healing", "joining", "lighthouse"},
     {"attendance"},
+    {"run"},
     {"train"},
     {"supervisor"},
     {"cli"},

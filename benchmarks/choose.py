@@ -1,0 +1,83 @@
+"""Which settings should the recipe `best` of benchmarks.intents have? Those that are best on validation classes of both sets.
+
+    python -m benchmarks.choose --data ../shared/data --model PATH-OF-all-MiniLM-L6-v2 [--only NAME ...] [--minutes M]
+
+One split (01). Each variant is meta-trained on the training classes and classifies 600 episodes of the validation classes by
+prototypes; test classes are never looked at. Finished cells lie in benchmarks/results/choose.json and are not computed again. The
+last lines are the table; the best variant is that with the highest mean of both sets at one shot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import table
+from benchmarks.intents import EPISODES, METRIC, QUERIES, SETS, SHOTS, keep, read, trained
+from fmmeta import evaluate
+
+RESULTS = Path(__file__).parent / "results" / "choose.json"
+SPLIT = "01"
+FROZEN = "frozen"
+VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {  # rows of text in training, settings beside METRIC
+    FROZEN: (0, {}),
+    "lr 2e-5": (8000, {"outer_lr": 2e-5}),
+    "lr 5e-5": (8000, {"outer_lr": 5e-5}),
+    "lr 1e-4": (8000, {"outer_lr": 1e-4}),
+    "lr 1e-4, temperature 0.1": (8000, {"outer_lr": 1e-4, "feature_norm": 5**0.5}),
+    "lr 1e-4, 25 ways, 3 queries": (8000, {"outer_lr": 1e-4, "n_way": 25, "num_query": 3}),
+    "lr 1e-4, twice as long": (16000, {"outer_lr": 1e-4}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further cell after this long")
+    parser.add_argument("--json", default=str(RESULTS))
+    asked = parser.parse_args()
+    file, began = Path(asked.json), time.monotonic()
+    for variant in asked.only:
+        for name in asked.sets:
+            if f"{variant} | {name}" not in read(file) and time.monotonic() - began < 60 * asked.minutes:
+                keep(file, {f"{variant} | {name}": run(*VARIANTS[variant], asked.model, f"{asked.data}/{name}")})
+    print(show(read(file)))
+
+
+def run(budget: int, settings: dict[str, Any], model: str, data: str) -> dict[str, Any]:
+    """Accuracy on validation classes by shots, and processor minutes of training and looking."""
+    began = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        if budget:
+            model, _ = trained(
+                {**METRIC, **settings, "eval_episodes": 0, "load_best_model_at_end": False}, budget, model, data, SPLIT, folder
+            )
+        found = evaluate(model, data, split=SPLIT, part="valid", method=["prototype"], k_shot=list(SHOTS), n_way="5",
+                         num_query=QUERIES, episodes=EPISODES, micro_batch_size=64, max_length=64)  # fmt: skip
+    cells = {str(cell["k_shot"]): {"accuracy": cell["accuracy"], "ci95": cell["ci95"]} for cell in found["cells"]}
+    return {"shots": cells, "cpu_minutes": round((time.process_time() - began) / 60, 2)}
+
+
+def show(cells: dict[str, Any]) -> str:
+    """A row per variant: percent on validation classes, per set and shots, the mean of both sets at one shot last."""
+    lines = []
+    for variant in VARIANTS:
+        of_sets = [cells.get(f"{variant} | {name}") for name in SETS]
+        shown = [f"{100 * cell['shots'][str(shot)]['accuracy']:.2f}" if cell else "" for cell in of_sets for shot in SHOTS]
+        found = [cell for cell in of_sets if cell]
+        mean = sum(100 * cell["shots"]["1"]["accuracy"] for cell in found) / len(SETS) if len(found) == len(SETS) else None
+        minutes = max((cell["cpu_minutes"] for cell in found), default=0.0)
+        lines.append([variant, *shown, "" if mean is None else f"{mean:.2f}", f"{minutes:.1f}"])
+    heads = [f"{name}, {shot} shot" for name in SETS for shot in SHOTS]
+    return table(["variant", *heads, "both, 1 shot", "CPU min"], lines)
+
+
+if __name__ == "__main__":
+    main()
