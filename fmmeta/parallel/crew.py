@@ -24,7 +24,7 @@ from fmmeta.parallel.communicator import Communicator, Venue, meet_at, somebody_
 from fmmeta.parallel.quorum import Line, coordination, first_line
 from fmmeta.parallel.roll import Member, Roll
 
-MEET_S = 20.0  # that members of a quorum wait for each other to meet
+MEET_S = 10.0  # that members of a quorum wait for each other to meet; gloo tries up to four times for so long
 KNOCK_S = 5.0  # that a member's kernel has to answer for it before they meet
 
 
