@@ -57,7 +57,12 @@ def run(budget: int, settings: dict[str, Any], model: str, data: str) -> dict[st
     with tempfile.TemporaryDirectory() as folder:
         if budget:
             model, _ = trained(
-                {**METRIC, **settings, "eval_episodes": 0, "load_best_model_at_end": False}, budget, model, data, SPLIT, folder
+                {**METRIC, **settings, "eval_episodes": 0, "eval_steps": 0, "load_best_model_at_end": False},
+                budget,
+                model,
+                data,
+                SPLIT,
+                folder,
             )
         found = evaluate(model, data, split=SPLIT, part="valid", method=["prototype"], k_shot=list(SHOTS), n_way="5",
                          num_query=QUERIES, episodes=EPISODES, micro_batch_size=64, max_length=64)  # fmt: skip

@@ -127,7 +127,7 @@ def trained(
     """Meta-train on that many rows; the model's folder, and accuracies on validation classes by outer step."""
     steps = budget // rows_per_step(settings)
     config = Config(model_name_or_path=model, dataset=[data], split=split, output_dir=folder, outer_steps=steps,
-                    eval_steps=steps // 3, **{**COMMON, **settings})  # fmt: skip
+                    **{"eval_steps": steps // 3, **COMMON, **settings})  # fmt: skip
     MetaTrainer(config).train()
     lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return f"{folder}/model", {line["step"]: line["valid_accuracy"] for line in lines if "valid_accuracy" in line}

@@ -66,6 +66,8 @@ def _without_effect(c: Any) -> Iterator[str]:
     if c.trajectory_gib is not None and not keeps:
         yield (f"trajectory_gib={c.trajectory_gib} means nothing for algorithm={c.algorithm}, which keeps no trajectory; "
                "leave it out")  # fmt: skip
+    if c.eval_steps and not c.eval_episodes:
+        yield f"eval_steps={c.eval_steps} means nothing for eval_episodes=0, which evaluates nothing; leave it out"
     if c.trajectory_gib is not None and c.trajectory_gib < 0:
         yield f"trajectory_gib={c.trajectory_gib} is below 0; use 0 to keep the whole trajectory in host memory"
 

@@ -38,6 +38,8 @@ ADAM = {"inner_optimizer": "adamw"}
     ({"inner_lr_groups": ["head=-1"]}, "inner_lr_groups=head=-1 is no PATTERN=FACTOR with a factor of 0 or more; write, say, "
                                        "head=10 "
      "or '*embeddings*=0'"),
+    ({"eval_steps": 5, "eval_episodes": 0}, "eval_steps=5 means nothing for eval_episodes=0, which evaluates nothing; leave it "
+     "out"),
     ({"inner_steps": 0}, "inner_steps=0 leaves algorithm=fomaml nothing to learn through; use 1 or more"),
     ({"first_order_steps": 3}, "first_order_steps=3 means nothing for algorithm=fomaml; use it with maml or boil or "
                                "proto_maml or "

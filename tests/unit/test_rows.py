@@ -60,7 +60,6 @@ def test_a_bad_line_is_named(tmp_path, name, data, line, said, compressed):
 @pytest.mark.parametrize(("name", "data"), [
     ("d.jsonl", b""), ("d.jsonl", b"\n  \n"), ("d.csv", b""), ("d.csv", b"text,label\n"),
     ("d.jsonl.gz", gzip.compress(b"", mtime=0)),  # a time of its own would give every process another test
-
 ])  # fmt: skip
 def test_an_empty_file_is_refused(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
