@@ -247,7 +247,7 @@ def main() -> None:
         MetaTrainer(config).train()
         lines = lines_of(folder / "killed")
         results = {
-            **vars(args), **facts,
+            **{name: value for name, value in vars(args).items() if name not in ("folder", "json", "compare")}, **facts,
             "steps_logged_once_each": [line["step"] for line in lines] == list(range(1, args.outer_steps + 1)),
             "whole_meta_batch_in_every_step": all(line["tasks"] == TASKS for line in lines),
             "groups_seen": sorted({line["groups"] for line in lines}), "retried_attempts": sum(line["retries"] for line in lines),
