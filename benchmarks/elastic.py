@@ -8,7 +8,8 @@ without groups, lighthouse and kills ends (parity: |theta - its| / |its - theta_
 
 Reported per kill: the seconds between the first attempt at a step and the one that succeeded (what was computed in vain, and
 waiting until the dead count as gone), and what the run took longer than without kills, divided by their number. `--task_seconds`
-stands for the computation of a larger model: every task also sleeps. When all kills are done, it sleeps no more.
+stands for the computation of a larger model: every task also sleeps. When all kills are done, it sleeps no more. Groups are real
+processes, forked from one that has imported everything (tests/nursery.py): Python starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from fmmeta.models.load import describe, load_learner
 from fmmeta.supervisor import ElasticConfig as Elastic
 from fmmeta.supervisor import Group, Supervisor
 from fmmeta.tasks.transforms import TextEpisode
+from tests.nursery import Rank, shared
 
 SLEEP = "FMMETA_TASK_SECONDS"  # a file with a number; none: do not sleep
 TASKS = 3  # of a meta-batch
@@ -49,6 +53,47 @@ def slowly(episode: TextEpisode, rng: object) -> TextEpisode:
     return episode
 
 
+class Born:
+    """A rank from the nursery, as subprocess would have it."""
+
+    lock = threading.Lock()  # of the nursery
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.pid = rank, rank.pid
+
+    @classmethod
+    def of(cls, words: Sequence[str], log: Path, env: Mapping[str, str], before: str = "") -> Born:
+        with cls.lock:
+            return cls(shared().start(words, log, env, before=before))
+
+    def poll(self) -> int | None:
+        with self.lock:
+            shared().poll()
+        return self.rank.code
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def lines(self) -> Iterator[str]:
+        """What it prints, line by line, until it has ended."""
+        while not self.rank.log.exists() and self.poll() is None:
+            time.sleep(0.05)  # the rank opens it itself
+        with self.rank.log.open() as log:
+            text, over = "", False
+            while not over:
+                over = self.rank.code is not None
+                text += log.read()
+                *whole, text = text.split("\n")
+                yield from whole
+                time.sleep(0.05)
+
+
 class Trial:
     """A run with kills. `log`: every line that its groups print."""
 
@@ -59,12 +104,19 @@ class Trial:
         self.file.write_text(str(task_seconds))
         os.environ[SLEEP] = str(self.file)
         self.supervisor = Supervisor(Elastic(**settings), self.hear)
+        self.supervisor.spawn = self.spawn
         self.code: int | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.kills: list[dict[str, Any]] = []
 
     def _run(self) -> None:
         self.code = self.supervisor.run()
+
+    def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Born:
+        log = self.folder.with_name(f"{name}-{time.monotonic_ns()}.log")
+        born = Born.of(command[1:], log, env, before="os:setsid")
+        threading.Thread(target=self.supervisor.pass_on, args=(name, born.lines()), daemon=True).start()
+        return born
 
     def hear(self, line: str) -> None:
         self.log.append(line)
@@ -94,15 +146,30 @@ class Trial:
         self.kills.append({"group": group.name, "at": time.monotonic(), "left": len(self.taking_part) - 1})
         group.kill()
 
+    def wait_for_step(self, groups: int, timeout_s: float) -> None:
+        """Until so many groups have taken part in an outer step to its end. Raises `TimeoutError`."""
+        deadline = time.monotonic() + timeout_s
+        while all(line["groups"] != groups for line in lines_of(self.folder)):
+            if time.monotonic() > deadline or not self.thread.is_alive():
+                raise TimeoutError(f"no outer step of {groups} groups after {timeout_s} s\n" + "\n".join(self.log[-40:]))
+            time.sleep(0.05)
+
     def hurry(self) -> None:
         self.file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End whatever is left."""
+        self.supervisor.config.max_restarts, self.supervisor.asked = 0, signal.SIGTERM
+        for group in self.supervisor.groups:
+            group.kill()
+        if self.thread.is_alive():
+            self.thread.join(30)
 
     def end(self, timeout_s: float) -> float:
         """Wait for the end of the run; seconds that it took."""
         self.thread.join(timeout_s)
         if self.thread.is_alive():
-            for group in self.supervisor.groups:
-                group.kill()
+            self.close()
             raise TimeoutError(f"the run goes on after {timeout_s} s\n" + "\n".join(self.log[-60:]))
         return time.monotonic() - self.began
 
@@ -118,7 +185,10 @@ def at_random(trial: Trial, kills: int, mean_s: float, rng: random.Random) -> No
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The whole lines of a run's metrics; none before there is a file."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def theta_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -143,13 +213,11 @@ def parity(config: Config, folder: Path, other: Path) -> float:
     return (off / far) ** 0.5
 
 
-def undisturbed(settings: dict[str, Any], folder: Path) -> Config:
-    """The same run in this process alone: no groups, no kills."""
+def alone(settings: dict[str, Any], folder: Path) -> Config:
+    """The same run for one process: no groups, no lighthouse."""
     own = ("groups", "ranks_per_group", "heartbeat_timeout", "max_restarts", "deepspeed")
     kept: dict[str, Any] = {name: value for name, value in settings.items() if name not in own} | {"output_dir": str(folder)}
-    config = Config(**kept)
-    MetaTrainer(config).train()
-    return config
+    return Config(**kept)
 
 
 def main() -> None:
@@ -175,10 +243,11 @@ def main() -> None:
         if not args.compare:
             (folder / "facts.json").write_text(json.dumps(measure(settings, args), indent=1))
         facts = json.loads((folder / "facts.json").read_text())
-        config = undisturbed(settings, folder / "plain")
+        config = alone(settings, folder / "plain")
+        MetaTrainer(config).train()
         lines = lines_of(folder / "killed")
         results = {
-            **vars(args), **facts,
+            **{name: value for name, value in vars(args).items() if name not in ("folder", "json", "compare")}, **facts,
             "steps_logged_once_each": [line["step"] for line in lines] == list(range(1, args.outer_steps + 1)),
             "whole_meta_batch_in_every_step": all(line["tasks"] == TASKS for line in lines),
             "groups_seen": sorted({line["groups"] for line in lines}), "retried_attempts": sum(line["retries"] for line in lines),

@@ -113,8 +113,8 @@ def measured(
 def unplugged(launcher: str, step_timeout: float) -> dict[str, Any]:
     """Pull the cable during an outer step; when does the launcher of each host end, with which code, and what was said?"""
     with tempfile.TemporaryDirectory() as folder, Hosts() as hosts:
-        bench = Bench(hosts, Path(folder), launcher, step_timeout=step_timeout, save_steps=2)
-        bench.wait(6)
+        bench = Bench(hosts, Path(folder), launcher, step_timeout=step_timeout, save_steps=5)
+        bench.wait(7)  # in the next step; a save has a bound of its own
         hosts.unplug()
         pulled, ended = time.monotonic(), dict[int, float]()
         while len(ended) < 2 and time.monotonic() < pulled + 400:
@@ -174,9 +174,11 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *of: sys.exit(143))  # the hosts are removed on the way out
     if args.unplug:
-        ends = [unplugged(launcher, 8.0) for launcher in ("deepspeed", "torchrun")]
-        print(json.dumps(ends, indent=1))
-        write_json(args.json, {"runs": ends})
+        ends = []
+        for launcher in ("deepspeed", "torchrun"):
+            ends.append(unplugged(launcher, 8.0))
+            print(json.dumps(ends[-1], indent=1), flush=True)
+            write_json(args.json, {"runs": ends})
         return
     rows, missing = measured(args.launcher, args.count, [(None, 0.0), *((mbit, 0.0) for mbit in args.mbits)], False)
     predict_bandwidth(rows)

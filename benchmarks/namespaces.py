@@ -19,6 +19,7 @@ from typing import IO, Any
 
 NAMES, ADDRESSES = ("alpha", "beta"), ("10.231.0.1", "10.231.0.2")
 BURST = 6000  # bytes that pass at once, however slow the cable; a few packets
+QUEUE_S, QUEUE = 0.1, 32_000  # what waits at most: seconds of the bandwidth, bytes at least; acknowledgements wait behind it
 
 
 class Hosts:
@@ -106,8 +107,9 @@ class Hosts:
             elif mbit:
                 # whole frames pass through the bucket: no segments of 64 KB, which would not fit into it
                 call("ip", "-n", space, "link", "set", cable, "gso_max_segs", "1")
+                limit = max(QUEUE, round(QUEUE_S * mbit * 1e6 / 8))
                 call("tc", "-n", space, "qdisc", "add", "dev", cable, "root", "tbf", "rate", f"{mbit}mbit", "burst", str(BURST),
-                     "limit", str(2**22))  # fmt: skip
+                     "limit", str(limit))  # fmt: skip
 
     def unplug(self) -> None:
         call("ip", "-n", self.spaces[1], "link", "set", self.cables[1], "down")

@@ -111,8 +111,8 @@ TIMED = {"max_length": 64, "k_shot": 8, "num_query": 8, "inner_steps": 2, "meta_
 CLOCKS = {"clock": time.perf_counter, "cpu": time.process_time}
 
 
-def seconds(folder: str, rounds: int, flags: list[str]) -> None:
-    """One of the ranks that calibrate and train in turn."""
+def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) -> None:
+    """One of the ranks that calibrate and train in turn. out: JSON file whose line for these flags is written anew."""
     from fmmeta import build
     from fmmeta.cli import parse
     from fmmeta.parallel import ds_config
@@ -145,13 +145,25 @@ def seconds(folder: str, rounds: int, flags: list[str]) -> None:
     line: dict[str, Any] = {"flags": flags, "ranks": launch.world_size}
     for clock, each in found.items():
         profile = middle(each["profiles"])
-        layout = planned(folder, size, stage, config.pipeline_stages, bf16, profile, launch.world_size, **TIMED)
+        task = {**TIMED, "meta_batch_size": config.meta_batch_size}
+        layout = planned(folder, size, stage, config.pipeline_stages, bf16, profile, launch.world_size, **task)
         took = world.comm.sum_(torch_tensor(statistics.median(each["steps"]))) / launch.world_size
         line[clock] = {"planned_s": layout.step_seconds, "measured_s": float(took), "ratio": float(took) / layout.step_seconds,
                        "gflops": profile.matmul(bf16) / 1e9, "kinds": asdict(layout.step)}  # fmt: skip
     if launch.global_rank == 0:
         print(json.dumps(line), flush=True)
+        keep(out, line)
     world.close()
+
+
+def keep(out: str | None, line: dict[str, Any]) -> None:
+    """Put a line of `time` beside the others of the results file."""
+    from benchmarks.common import write_json
+
+    kept = json.loads(Path(out).read_text()) if out and Path(out).is_file() else {}
+    kept.pop("machine", None)
+    others = [one for one in kept.get("seconds", []) if one["flags"] != line["flags"]]
+    write_json(out, {**kept, "seconds": [*others, line]})
 
 
 def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
@@ -178,11 +190,11 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
 def train(run: Any, steps: int = 3) -> dict[str, list[float]]:
     """Seconds of some outer steps, the first of them left out."""
     marks: list[dict[str, float]] = []
-    after = run._after_step
-    run._after_step = lambda *told: (after(*told), marks.append({name: clock() for name, clock in CLOCKS.items()}))
-    run.config.outer_steps = run.outer_step + steps
+    tell = run.journal.step
+    run.journal.step = lambda *told: (tell(*told), marks.append({name: clock() for name, clock in CLOCKS.items()}))
+    run.config.outer_steps = run.state.outer_step + steps
     run.loop()
-    run._after_step = after
+    run.journal.step = tell
     return {name: [late[name] - early[name] for early, late in pairwise(marks)] for name in CLOCKS}
 
 
@@ -212,4 +224,4 @@ if __name__ == "__main__":
     elif known.what == "memory":
         memory(known.folder, known.json, known.only)
     else:
-        seconds(known.folder, known.rounds, rest)
+        seconds(known.folder, known.rounds, rest, known.json)

@@ -4,9 +4,9 @@
     end        a last roll call, so that one of those who are there writes the model
     leave      be missed by nobody
 
-A group heals from the one furthest on: theta, outer optimizer, position, everything that a checkpoint holds, rank by rank and bit
-for bit. Nothing that a step computes counts before all its sums have arrived, so that abandoning one needs no undoing. If a sum
-has arrived at some groups and not at others, those that have it are a step ahead, and the others heal from them.
+A group heals from the one furthest on (healing.py). Nothing that a step computes counts before all its sums have arrived, so that
+abandoning one needs no undoing. If a sum has arrived at some groups and not at others, those that have it are a step ahead, and
+the others heal from them.
 
 One group writes checkpoints, metrics and the model: the one that did so before, else the first by name. It holds the folder's
 lock.
@@ -14,49 +14,26 @@ lock.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from hashlib import sha256
-from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from fmmeta import checkpoint
-from fmmeta.config import Config, UsageError, changed_settings
-from fmmeta.feed import Feed
+from fmmeta.config import Config, UsageError
 from fmmeta.guard import Guard
-from fmmeta.journal import Journal
-from fmmeta.parallel.communicator import Communicator, Ranks
-from fmmeta.parallel.crew import Crew, Everyone, Lost, Roll
-from fmmeta.parallel.ds_config import Precision
-from fmmeta.parallel.worker import Worker
-from fmmeta.record import read_run, settings_of
+from fmmeta.healing import Running, heal
+from fmmeta.joining import join, with_crew
+from fmmeta.parallel.communicator import Ranks
+from fmmeta.parallel.crew import Crew, Lost
+from fmmeta.parallel.roll import Roll
+from fmmeta.record import read_run
 from fmmeta.signals import Fault
 from fmmeta.start import hold
-from fmmeta.state import State
 
 LIGHTHOUSE_S = 120.0  # that a silent lighthouse is put up with
 MOST = 100  # attempts at one outer step
 LOCK_S = 2.0  # that a group which is to write waits for the lock at an outer step; it asks again at the next
-
-
-class Running(Protocol):
-    """What is looked at and moved of a run (run.py)."""
-
-    folder: Path
-    guard: Guard
-    feed: Feed
-    worker: Worker
-    state: State
-    journal: Journal
-
-    def begin_writing(self) -> None: ...
 
 
 class Steady:
@@ -164,7 +141,9 @@ class Elastic:
             raise UsageError(f"group_name={mine.name}: its settings or its layout (group_size, ZeRO stage) are not those of "
                              f"group {root.name}; start it with the same flags, or as a run of its own")  # fmt: skip
         if any(roll.heals(number) for number in range(len(names))):
-            self._heal(run, roll)
+            heal(run, self.crew, roll, self.notice)
+            if self.writes:
+                run.journal.catch_up()
         self.crew.fresh, self.called = False, run.state.outer_step
         if roll.anew or self.retries:
             run.feed.redeal(run.state.tasks)
@@ -178,28 +157,6 @@ class Elastic:
         if roll.anew:
             self.notice(f"outer step {run.state.outer_step + 1}: {len(names)} {'group' if len(names) == 1 else 'groups'} "
                         f"({', '.join(name.rpartition(':')[0] for name in names)})")  # fmt: skip
-
-    def _heal(self, run: Running, roll: Roll) -> None:
-        """Those behind take over the root's state; nothing of it is used before all of it is there. Collective: everyone."""
-        cross, here, root = self.crew, roll.here == roll.root, roll.root
-        vectors, tables, state = run.state.give() if here else ({}, {}, {})
-        shapes = {name: list(table.shape) for name, table in tables.items()}
-        head = {"state": state, "line": run.journal.line, "vectors": list(vectors), "tables": shapes}
-        head = json.loads(broadcast_bytes(cross, json.dumps(head).encode() if here else b"", root))
-        for name in head["vectors"]:
-            vectors[name] = cross.broadcast_(vectors[name] if here else torch.empty(run.state.theta.shape), root)
-        for name, shape in head["tables"].items():
-            tables[name] = cross.broadcast_(tables[name] if here else torch.empty(shape), root)
-        if not roll.heals(roll.here):
-            return
-        before = run.state.outer_step
-        run.state.take(vectors, tables, head["state"])
-        run.worker.write(run.state.theta)
-        run.journal.line = head["line"]
-        whom = roll.members[root].name.rpartition(":")[0]
-        self.notice(f"healed from group {whom}: outer step {before} -> {run.state.outer_step}")
-        if self.writes:
-            run.journal.catch_up()
 
     def _write_from_here(self, run: Running, patience_s: float) -> None:
         """Take the folder's lock and write what the run writes; at the next step, if somebody still has it. Collective: group."""
@@ -226,38 +183,6 @@ class Elastic:
         self.writes = self.crew.writes = True
         self.notice(f"this group writes the files of the run, from outer step {run.state.outer_step + 1} on")
         run.journal.catch_up()
-
-
-def broadcast_bytes(comm: Communicator, payload: bytes, root: int) -> bytes:
-    """The root's bytes. Collective: comm."""
-    size = int(comm.broadcast_(torch.tensor([len(payload)]), root))
-    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.zeros(size, dtype=torch.uint8)
-    return comm.broadcast_(data, root).numpy().tobytes()
-
-
-def join(config: Config, own: Communicator) -> Crew | None:
-    """A crew that nobody has been called for yet; None without --elastic. Raises `UsageError`. Collective: world."""
-    if not config.elastic:
-        return None
-    lighthouse = config.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
-    if not lighthouse:
-        raise UsageError("elastic=True needs a lighthouse; start `fmmeta lighthouse` and give --lighthouse with what it prints, "
-                         "or use `fmmeta elastic`, which does both")  # fmt: skip
-    return Crew(own, lighthouse, config.group_name or f"{platform.node()}-{os.getpid()}")
-
-
-def with_crew(ranks: Ranks, crew: Crew | None, config: Config, fingerprint: str, worker: Worker, precision: Precision) -> Ranks:
-    """The communicators of a group in a crew."""
-    if crew is None:
-        return ranks
-    crew.mark = mark_of(settings_of(config, fingerprint), str(ranks.layout), worker.params.numel, precision)
-    return replace(ranks, cross=crew, crew=Everyone(ranks.world, crew))
-
-
-def mark_of(settings: Mapping[str, Any], layout: str, numel: int, precision: Precision) -> str:
-    """What groups must share to be one run: settings that change theta, and how theta is cut."""
-    fixed = {name: settings[name] for name in changed_settings(dict.fromkeys(settings, ...), dict(settings))}
-    return sha256(json.dumps([fixed, layout, numel, precision.zero_stage, precision.bf16], sort_keys=True).encode()).hexdigest()
 
 
 __all__ = ["Crew", "Elastic", "Steady", "join", "with_crew"]

@@ -43,7 +43,7 @@ COMMANDS = {
     "elastic": Command("start the groups of a run on this node, and start those again that die (docs/elastic.md)",
                        "fmmeta.supervisor:ElasticConfig", "fmmeta.supervisor:run"),
     "lighthouse": Command("tell the groups of an elastic run who is there",
-                          "fmmeta.supervisor:LighthouseConfig", "fmmeta.supervisor:lighthouse"),
+                          "fmmeta.lighthouse:LighthouseConfig", "fmmeta.lighthouse:lighthouse"),
     "plan": Command("layouts of a model on given GPUs: memory, bytes on the wire, time, and the command that runs the best",
                     "fmmeta.planning.settings:PlanConfig", "fmmeta.planning.command:run"),
     "doctor": Command("check this machine: accelerator, versions, disk, memory, stale locks",

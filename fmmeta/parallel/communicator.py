@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -320,6 +321,16 @@ class Venue:
     def __init__(self, host: str) -> None:
         self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.address = f"{host}:{self.store.port}"
+
+
+def somebody_at(address: str, timeout_s: float) -> bool:
+    """Whether the process that has opened a `Venue` is there: the kernel refuses for one that has ended."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except OSError:
+        return False
+    return True
 
 
 def meet_at(address: str, name: str, rank: int, size: int, timeout: timedelta) -> Any:

@@ -3,6 +3,7 @@
     products      a forward and backward pass through each kind of layer of the model (models/timing.py), all ranks at the same
                   time; its flops by seconds, in the precision that is planned
     memory        theta <- theta - rate gradient on vectors that no cache holds
+    page_in       such a vector made anew and filled, less filling one that is there
     link          an all-reduce of 32 MB between the ranks, and a tiny one for the latency
     host          the vectors once more in host memory, and copies of pinned memory to the device, where that is another
 
@@ -97,14 +98,16 @@ def of_ranks(plan: PlanConfig, ranks: Any) -> Profile:
     found = {"products": product_rate(plan, size, device, bf16)}
     ranks.world.barrier()
     found["memory"] = found["host"] = found["host_link"] = vector_rate(device)
+    found["page_in"] = page_in(device)
     if device.type != "cpu":
         found["host"], found["host_link"] = vector_rate(torch.device("cpu")), copy_rate(device)
     found["link"], found["latency"] = link_rates(ranks.group, device)
     told = [json.loads(text) for text in ranks.world.gather_bytes(json.dumps(found).encode())]
     mean = {name: statistics.mean(one[name] for one in told) for name in found}
+    precision = "bf16" if bf16 else "fp32"
     return Profile("measured", device.type, mean["products"], mean["products"], mean["memory"], mean["link"], mean["link"],
-                   mean["host_link"], mean["host"], mean["latency"], 0.0, 0.0, f"measured on {size} ranks ({device.type}, "
-                   f"{'bf16' if bf16 else 'fp32'}); between nodes as inside")  # fmt: skip
+                   mean["host_link"], mean["host"], mean["latency"], 0.0, 0.0, mean["page_in"],
+                   f"measured on {size} ranks ({device.type}, {precision}); between nodes as inside")  # fmt: skip
 
 
 def product_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float:
@@ -154,6 +157,15 @@ def vector_rate(device: Any) -> float:
 
     theta, gradient = torch.zeros(VECTOR, device=device), torch.ones(VECTOR, device=device)
     return 12 * VECTOR / median_s(lambda: theta.add_(gradient, alpha=-0.1), device)
+
+
+def page_in(device: Any) -> float:
+    """Seconds per byte of memory that is had anew, beside writing to it."""
+    import torch
+
+    there = torch.zeros(VECTOR, device=device)
+    anew = median_s(lambda: torch.ones(VECTOR, device=device), device)
+    return max(0.0, anew - median_s(lambda: there.fill_(1.0), device)) / (4 * VECTOR)
 
 
 def copy_rate(device: Any) -> float:

@@ -24,8 +24,9 @@ class Profile:
     matmul_bf16, matmul_fp32: through the layers of a model. memory: read and written by vector arithmetic on the device;
     host_memory: the same by a rank's share of the host. group_link: to another rank of the node; cross_link: to another node;
     host_link: between device and host. latency: of a collective; step_overhead: of a pass with an update, beside its work.
-    hidden: share of ZeRO 3's gathers that computing hides. device: cuda, or cpu, where memory that is not touched costs nothing
-    and gloo makes a reduce-scatter out of an all-reduce.
+    hidden: share of ZeRO 3's gathers that computing hides. page_in: seconds per byte of memory that a process gets anew, beside
+    writing to it: page faults of a CPU; 0 where an allocator keeps what was freed, as on GPUs. device: cuda, or cpu, where memory
+    that is not touched costs nothing and gloo makes a reduce-scatter out of an all-reduce.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Profile:
     latency: float
     step_overhead: float
     hidden: float
+    page_in: float
     source: str
 
     def matmul(self, bf16: bool) -> float:
@@ -54,7 +56,7 @@ class Profile:
 def stated(name: str, bf16: float, fp32: float, memory: float, node: float, network: float, pcie: float) -> Profile:
     """From a data sheet: peak flop/s; bytes/s of memory, and each way of the node's links, a GPU's share of the network, PCIe."""
     return Profile(name, "cuda", MFU_BF16 * bf16, MFU_FP32 * fp32, ATTAINED * memory, ATTAINED * node, ATTAINED * network,
-                   ATTAINED * pcie, 20e9, 30e-6, 5e-3, 0.5, "from data sheets")  # fmt: skip
+                   ATTAINED * pcie, 20e9, 30e-6, 5e-3, 0.5, 0.0, "from data sheets")  # fmt: skip
 
 
 PROFILES = {
@@ -62,9 +64,8 @@ PROFILES = {
     "h100": stated("h100", 989e12, 67e12, 3.35e12, 450e9, 50e9, 64e9),  # SXM; NDR InfiniBand, one port per GPU
     "h200": stated("h200", 989e12, 67e12, 4.8e12, 450e9, 50e9, 64e9),
 }
-POSITIVE = [
-    item.name for item in fields(Profile) if item.name not in ("name", "device", "source", "hidden", "step_overhead", "latency")
-]
+MAY_BE_0 = ("hidden", "step_overhead", "latency", "page_in")
+POSITIVE = [item.name for item in fields(Profile) if item.name not in ("name", "device", "source", *MAY_BE_0)]
 
 
 def find(name: str) -> Profile:

@@ -21,7 +21,7 @@ from fmmeta.planning.settings import ROWS, PlanConfig
 from fmmeta.planning.simulate import World, simulate
 from fmmeta.planning.sizes import held, part_sizes
 from fmmeta.planning.ways import Way, deepspeed_of, ways
-from fmmeta.planning.work import Products, Wire, needed_flops, products, task_work
+from fmmeta.planning.work import Products, Wire, needed_flops, products, refresh, task_work
 
 YEAR_S = 365.25 * 86400
 INTERVAL_S = 1800  # between checkpoints, where failures are simulated
@@ -94,8 +94,9 @@ class Planner:
         outcome = simulate(self._world(room, one, step.total - most * one.total), plan.simulate_steps, plan.seed)
         seconds = outcome.step * one.total / (1 - outcome.failing)
         useful = plan.tasks * needed_flops(config, self.products(way.lora_r, 1, 1), tokens) / self.profile.matmul(precision.bf16)
+        wire = task.wire * most + refresh(precision, sizes, way.data)  # the last: of the outer step
         cross = sizes.crossing * (sizes.params // (way.data if precision.zero_stage else 1)) if room.groups > 1 else 0
-        return Layout(way, room.groups, sizes.rows, needed, lacking, needed.host * ranks, task.wire * most, cross, one, step,
+        return Layout(way, room.groups, sizes.rows, needed, lacking, needed.host * ranks, wire, cross, one, step,
                       seconds, useful / (plan.gpus * seconds))  # fmt: skip
 
     def _world(self, room: Room, one: Seconds, fixed_s: float) -> World:

@@ -1,7 +1,7 @@
 """From work and a machine to seconds of an outer step.
 
     step = tasks of the fullest group x task + outer step + cross
-    task = sum over passes (flops / matmul + wire / link + offloaded weights / PCIe + shard arithmetic / memory)
+    task = sum over passes (flops / matmul + wire / link + offloaded weights / PCIe + shard arithmetic / memory + anew * page_in)
 
 A ring all-reduce of n bytes over M ranks sends 2 (M - 1) / M n per rank, gather and scatter half of it. In-group communication of
 ZeRO 3 is hidden behind computing as far as the profile says; nothing else is. What is left out: Python, kernels of few flops,
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.footprint import Sizes
 from fmmeta.planning.hardware import Profile
-from fmmeta.planning.work import Task, Wire
+from fmmeta.planning.work import Task, Wire, refresh
 
 # Bytes that are read and written per element of a shard, or of the gradients, in fp32:
 UPDATE = 24  # theta -= rate g: 12; is g finite: 4; zeros: 4; a low-precision copy: 4
@@ -24,6 +24,11 @@ REDUCED = 24  # of all gradients: flattened, divided, copied back
 PLACED = {0: 0, 1: 16, 2: 16, 3: 24}  # of the shard: into the partition, flattened, into the weights
 WRITTEN = 8
 OUTER = 140  # mean, norm in fp64, AdamW's dozen reads and writes, write, zeros
+OUTER_ANEW = 8  # of it, what AdamW makes anew
+# Times that the payload of a collective is made anew (counted as page faults, docs/scaling.md): what is gathered, by gloo for
+# itself and by ZeRO 3 as the parameters; what is reduced, as the flattened copy and, but at ZeRO 0, as the bucket.
+GATHERED_ANEW = {0: 0, 1: 1, 2: 1, 3: 2}
+REDUCED_ANEW = {0: 1, 1: 2, 2: 2, 3: 2}
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ def task_seconds(task: Task, sizes: Sizes, precision: Precision, room: Room, pro
             wire -= profile.hidden * min(wire, took)
         compute += times * (took + (profile.step_overhead if one.update else 0.0))
         group += times * wire
+    group += task.writes * wire_seconds(task.refresh, precision.zero_stage, room, profile)
     shard = shard_of(sizes, precision, room)
     engine = room.size > 1 or precision.offload
     moved = task.updates * UPDATE * shard + CAPTURED * shard + task.writes * WRITTEN * shard
@@ -71,7 +77,8 @@ def task_seconds(task: Task, sizes: Sizes, precision: Precision, room: Room, pro
         moved += task.updates * ((REDUCED * sizes.params if room.data > 1 else 0) + PLACED[stage] * shard)
     rate = profile.host_memory if precision.offload and not sizes.lazy else profile.memory
     away = offloaded(task, sizes, precision, shard) / profile.host_link
-    return Seconds(compute, group, moved / rate + away, 0.0)
+    anew = GATHERED_ANEW[precision.zero_stage] * task.wire.gather + REDUCED_ANEW[precision.zero_stage] * task.wire.reduce
+    return Seconds(compute, group, moved / rate + away + anew * profile.page_in, 0.0)
 
 
 def step_seconds(one: Seconds, tasks: float, sizes: Sizes, precision: Precision, room: Room, profile: Profile) -> Seconds:
@@ -82,11 +89,14 @@ def step_seconds(one: Seconds, tasks: float, sizes: Sizes, precision: Precision,
     if (precision.offload or sizes.offload_outer) and not sizes.lazy:
         cross += 8 * shard / profile.host_link if room.groups > 1 else 0.0
     outer = OUTER * shard / (profile.host_memory if precision.offload and not sizes.lazy else profile.memory)
+    new = refresh(precision, sizes, room.data)
+    outer += (OUTER_ANEW * shard + GATHERED_ANEW[precision.zero_stage] * new.gather) * profile.page_in
+    group = tasks * one.group + wire_seconds(new, precision.zero_stage, room, profile)
     if sizes.offload_outer:
         outer += 2 * 4 * (2 + sizes.moments) * shard / profile.host_link
     if sizes.sums > 1:  # --outer_delay: behind the inner loops of the next outer step
         cross = max(0.0, cross - tasks * one.compute)
-    return Seconds(tasks * one.compute, tasks * one.group, tasks * one.shards + outer, cross)
+    return Seconds(tasks * one.compute, group, tasks * one.shards + outer, cross)
 
 
 def wire_seconds(wire: Wire, stage: int, room: Room, profile: Profile) -> float:

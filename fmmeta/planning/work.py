@@ -119,16 +119,22 @@ class Pass:
 
 @dataclass(frozen=True)
 class Task:
-    """All passes of one task, by kind and how often; `writes`: whole vectors put into the worker besides."""
+    """All passes of one task, by kind and how often; `writes`: whole vectors put into the worker besides, each with the wire of
+    `refresh`.
+    """
 
     passes: Sequence[tuple[int, Pass]]
-    wire: Wire
     updates: int
     writes: int
+    refresh: Wire
 
     @property
     def flops(self) -> float:
         return sum(times * one.flops for times, one in self.passes)
+
+    @property
+    def wire(self) -> Wire:
+        return sum((one.wire * times for times, one in self.passes), self.refresh * self.writes)
 
 
 def task_work(config: Config, precision: Precision, sizes: Sizes, asked: Products, data: int, row_tokens: int) -> Task:
@@ -139,8 +145,7 @@ def task_work(config: Config, precision: Precision, sizes: Sizes, asked: Product
              (many.query_forwards, query, False)]  # fmt: skip
     found = [(times, one_pass(config, precision, sizes, asked, data, rows, row_tokens, back))
              for times, rows, back in kinds if times]  # fmt: skip
-    wire = sum((one.wire * times for times, one in found), Wire()) + refresh(precision, sizes, data) * many.writes
-    return Task(found, wire, many.training, many.writes)
+    return Task(found, many.training, many.writes, refresh(precision, sizes, data))
 
 
 def leaves_open(config: Config, precision: Precision, data: int) -> bool:

@@ -2,106 +2,75 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.elastic import Trial, lines_of, parity, theta_of, undisturbed
+from benchmarks.elastic import SLEEP, Born, Trial, alone, lines_of, parity, theta_of
+from fmmeta.parallel import quorum
 from fmmeta.parallel.communicator import Communicator
-from fmmeta.parallel.crew import Crew, Lost, coordination
+from fmmeta.parallel.crew import Crew, Lost
+from fmmeta.parallel.quorum import Line, coordination
+from fmmeta.signals import Fault
 from fmmeta.supervisor import Group
 from tests.launch import run_ranks
-from tests.nursery import ROOT, Rank, environment, shared
-
-pytestmark = pytest.mark.cluster
+from tests.nursery import ROOT, environment, free_port
 
 os.environ.setdefault("RUST_LOG", "warn")
 pytest.importorskip("torchft", reason="elastic groups need torchft")
 
-SETTINGS = {"outer_steps": 60, "eval_episodes": 0, "logging_steps": 1, "save_steps": 60, "meta_batch_size": 3, "k_shot": 1,
+STEPS = 60
+SETTINGS = {"outer_steps": STEPS, "eval_episodes": 0, "logging_steps": 1, "save_steps": STEPS, "meta_batch_size": 3, "k_shot": 1,
             "num_query": 2, "inner_steps": 1, "num_workers": "0", "episode_transforms": ["benchmarks.elastic:slowly"],
             "heartbeat_timeout": 2.0}  # fmt: skip
-PATIENCE_S = 450
-
-
-class Born:
-    """A rank from the nursery, as subprocess would have it."""
-
-    lock = threading.Lock()  # of the nursery
-
-    def __init__(self, rank: Rank) -> None:
-        self.rank, self.pid = rank, rank.pid
-
-    def poll(self) -> int | None:
-        with self.lock:
-            shared().poll()
-        return self.rank.code
-
-    def wait(self) -> int:
-        while (code := self.poll()) is None:
-            time.sleep(0.02)
-        return code
-
-    def send_signal(self, sig: int) -> None:
-        os.kill(self.pid, sig)
-
-    def lines(self):
-        """What it prints, line by line, until it has ended."""
-        while not self.rank.log.exists() and self.poll() is None:
-            time.sleep(0.05)  # the rank opens it itself
-        with self.rank.log.open() as log:
-            text, over = "", False
-            while not over:
-                over = self.rank.code is not None
-                text += log.read()
-                *whole, text = text.split("\n")
-                yield from whole
-                time.sleep(0.05)
+TASK_S = 1.0
+PATIENCE_S = 200
 
 
 @pytest.fixture
 def trial(tmp_path):
     made: list[Trial] = []
-    count = itertools.count()
-
-    def spawn(name, command, env):
-        supervisor = made[-1].supervisor
-        with Born.lock:
-            born = Born(shared().start(command[1:], tmp_path / f"{name}-{next(count)}.log", env, before="os:setsid"))
-        threading.Thread(target=supervisor.pass_on, args=(name, born.lines()), daemon=True).start()
-        return born
 
     def make(**settings):
-        made.append(
-            Trial({**SETTINGS, "save_steps": SETTINGS["outer_steps"], "output_dir": str(tmp_path / "run"), **settings}, 2.0)
-        )
-        made[-1].supervisor.spawn = spawn
+        made.append(Trial({**SETTINGS, "output_dir": str(tmp_path / "run"), **settings}, TASK_S))
         return made[-1]
 
     yield make
     for one in made:
-        one.supervisor.config.max_restarts = 0
-        one.supervisor.asked = signal.SIGTERM
-        for group in one.supervisor.groups:
-            group.kill()
-        one.thread.join(30)
+        one.close()
 
 
-def whole(trial: Trial, steps: int) -> list[dict]:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The same run of one process alone, which goes on beside the tests: how far off a run ended."""
+    folder = tmp_path_factory.mktemp("alone")
+    config = alone(SETTINGS, folder / "run")
+    (folder / "config.json").write_text(json.dumps({name: getattr(config, name) for name in (*SETTINGS, "output_dir")
+                                                    if hasattr(config, name)}))  # fmt: skip
+    words = ["-m", "fmmeta", "train", "--config", str(folder / "config.json")]
+    rank = Born.of(words, folder / "log", environment(**{SLEEP: ""}))
+
+    def off(run: Trial) -> float:
+        assert rank.wait() == 0, rank.rank.text
+        return parity(config, run.folder, folder / "run")
+
+    return off
+
+
+def whole(trial: Trial) -> list[dict]:
     """The lines of a run that has finished: each outer step once, with its whole meta-batch."""
     lines = lines_of(trial.folder)
-    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert {line["tasks"] for line in lines} == {3}
     return lines
 
@@ -111,8 +80,8 @@ def writers_of(trial: Trial) -> list[str]:
     return [line.split("]")[0].strip("[") for line in trial.log if "writes the files of the run" in line]
 
 
-@pytest.mark.timeout(1500)
-def test_three_kills_do_not_show_in_theta(trial, tmp_path):
+@pytest.mark.timeout(500)
+def test_three_kills_do_not_show_in_theta(trial, undisturbed):
     """A group that does not write, the one that writes, and one of those that came back; each heals and joins."""
     run = trial(groups=3)
     run.start()
@@ -122,7 +91,7 @@ def test_three_kills_do_not_show_in_theta(trial, tmp_path):
     first, last = sorted(set(by_name) - {wrote})
     wrote_when_killed = 0
     for name in (first, wrote, first):
-        time.sleep(1.0)  # in the middle of a step
+        time.sleep(TASK_S / 2)  # in the middle of a step
         wrote_when_killed += writers_of(run)[-1] == name
         run.kill(by_name[name])
         run.wait_for(2, PATIENCE_S)
@@ -130,21 +99,21 @@ def test_three_kills_do_not_show_in_theta(trial, tmp_path):
     run.hurry()
     run.end(PATIENCE_S)
     assert run.code == 0, "\n".join(run.log[-50:])
-    lines = whole(run, 60)
+    lines = whole(run)
     assert {line["groups"] for line in lines} >= {2, 3}
     assert sum(line["retries"] > 0 for line in lines) + sum(line["lost_seconds"] > 0 for line in lines) >= 3
     assert [by_name[name].starts for name in (first, wrote, last)] == [3, 2, 1]
     healed = [line for line in run.log if "healed from" in line]
     assert len(healed) >= 3
-    config = undisturbed(SETTINGS, tmp_path / "plain")
-    assert parity(config, run.folder, tmp_path / "plain") < 1e-4
+    assert undisturbed(run) < 1e-4
     assert len(writers_of(run)) == 1 + wrote_when_killed >= 2
     assert (run.folder / "model/model.safetensors").is_file()
     assert json.loads((run.folder / "run.json").read_text())["finished"]
 
 
-@pytest.mark.timeout(1500)
-def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, tmp_path):
+@pytest.mark.cluster
+@pytest.mark.timeout(500)
+def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, undisturbed):
     """Groups of two with ZeRO 2. One joins a run that goes on; a rank of it dies, and the group with it; it comes back; the other
     one is asked to leave. theta is that of one process alone.
     """
@@ -157,6 +126,7 @@ def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, tmp_pat
     run.kills.append({"group": "late0", "at": time.monotonic()})
     late.processes[1].send_signal(signal.SIGKILL)
     run.wait_for(2, PATIENCE_S)
+    run.wait_for_step(2, PATIENCE_S)
     run.supervisor.groups[0].ask()  # the writer leaves; the other one takes over
     deadline = time.monotonic() + PATIENCE_S
     while run.supervisor.groups[0].ended is None and time.monotonic() < deadline:
@@ -164,14 +134,13 @@ def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, tmp_pat
     assert run.supervisor.groups[0].ended == 75
     run.hurry()
     run.end(PATIENCE_S)
-    lines = whole(run, 60)
+    lines = whole(run)
     assert {line["groups"] for line in lines} == {1, 2}
     assert lines[-1]["groups"] == 1
     assert late.starts == 2
     assert sum("healed from" in line for line in run.log) >= 2
-    config = undisturbed(SETTINGS, tmp_path / "plain")
-    assert parity(config, run.folder, tmp_path / "plain") < 1e-4
-    assert len(theta_of(run.folder / "checkpoint-60")) > 3
+    assert undisturbed(run) < 1e-4
+    assert len(theta_of(run.folder / f"checkpoint-{STEPS}")) > 3
 
 
 def without_torchft() -> None:
@@ -184,6 +153,7 @@ def without_torchft() -> None:
 NOWHERE = ("--lighthouse", "http://127.0.0.1:1")
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(("command", "flags", "torchft", "said"), [
     ("train", ("--elastic", "--output_dir", "OUT", *NOWHERE), True, "lighthouse=http://127.0.0.1:1 does not answer ("),
     ("train", ("--elastic", "--output_dir", "OUT"), True, "elastic=True needs a lighthouse; start `fmmeta lighthouse`"),
@@ -206,6 +176,7 @@ def test_what_is_missing_is_one_line(command, flags, torchft, said, tmp_path):
     assert "Traceback" not in ended.output[0]
 
 
+@pytest.mark.cluster
 def test_a_lighthouse_shines_until_it_is_asked_to_stop():
     from torchft.coordination import LighthouseClient
 
@@ -224,6 +195,94 @@ def test_a_lighthouse_shines_until_it_is_asked_to_stop():
         assert process.wait(30) == 0
 
 
+class Lit:
+    """A lighthouse in a process of its own, that can go out."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        words = ["-m", "fmmeta", "lighthouse", "--port", str(port)]
+        self.born = Born.of(words, folder / f"lighthouse-{time.monotonic_ns()}.log", environment())
+        self.address = next(line for line in self.born.lines() if "lighthouse" in line).split()[-1]
+
+    def goes_out(self) -> None:
+        self.born.send_signal(signal.SIGKILL)
+        self.born.wait()
+
+
+@pytest.mark.cluster
+def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone(monkeypatch, tmp_path):
+    """One asks while the other works, for longer than a silent lighthouse is put up with: one question, not one after the other,
+    since an answer to an earlier one would come to nobody. Then the lighthouse goes out while somebody asks; lit again at its
+    port, it answers; gone, it costs the patience.
+    """
+    monkeypatch.setattr(quorum, "LOOK_S", 0.2)
+    lit = Lit(tmp_path, port := free_port())
+    address = f"http://127.0.0.1:{port}"
+    lines, asked, question = [Line(address, name, coordination()) for name in "ab"], [], Line._question
+
+    def count(line, mine):
+        asked.append(line.name)
+        return question(line, mine)
+
+    def ask(line, step, patience_s=1.0):
+        found = line.ask(patience_s, address="", store_address="here:1", step=step, world_size=1, shrink_only=False)
+        return sorted(member.replica_id for member in found.participants)
+
+    monkeypatch.setattr(Line, "_question", count)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for line in lines:
+                line.begin_beating("here:1", 1)
+            assert list(pool.map(lambda line: ask(line, 0), lines)) == [["a", "b"]] * 2
+            del asked[:]
+            waiting = pool.submit(ask, lines[0], 1)
+            time.sleep(3.0)  # b is at work
+            assert not waiting.done()
+            assert ask(lines[1], 1) == waiting.result() == ["a", "b"]
+            assert asked == ["a", "b"]
+            waiting = pool.submit(ask, lines[0], 2, 60.0)
+            time.sleep(0.5)
+            lit.goes_out()
+            lines[1].stop_beating()
+            time.sleep(1.0)
+            lit = Lit(tmp_path, port)
+            assert waiting.result(30) == ["a"]
+            lit.goes_out()
+            began = time.monotonic()
+            with pytest.raises(Fault, match=rf"lighthouse={address} has been silent for 1 s \(.*\); look whether it runs"):
+                ask(lines[0], 3)
+            assert time.monotonic() - began < 10
+    finally:
+        for line in lines:
+            line.stop_beating()
+        lit.born.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.cluster
+def test_a_group_that_ends_between_its_question_and_the_meeting_is_missed_at_once():
+    """The lighthouse counts it until its beats are missed; the others do not wait for it at the meeting."""
+    server = coordination().LighthouseServer(bind="[::]:0", min_replicas=2, quorum_tick_ms=50)
+    crew = Crew(Communicator(None, 0, 1, torch.device("cpu")), server.address(), "a")
+    ended = Line(server.address(), "b:1", coordination())
+    venue = f"127.0.0.1:{free_port()}"
+    mine = {"fresh": False, "writes": False, "met": "", "mark": ""}
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            ended.begin_beating(venue, 1)
+            counted = pool.submit(
+                ended.ask, 30.0, address="", store_address=venue, step=1, world_size=1, shrink_only=False, data=mine
+            )
+            began = time.monotonic()
+            with pytest.raises(Lost, match="meeting the other groups: group b has ended"):
+                crew.form(1, 30.0)
+            assert time.monotonic() - began < 5
+            assert [member.replica_id for member in counted.result().participants] == [crew.name, "b:1"]
+    finally:
+        ended.stop_beating()
+        crew.leave()
+        server.shutdown()
+
+
+@pytest.mark.cluster
 def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
     """One comes late, and the others take a step without it; one loses its communicator. Who then still has an old one must meet
     with the others, and all must know it: what they do after a change is collective.

@@ -14,9 +14,8 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.namespaces import ADDRESSES, NAMES, Hosts
-from tests.distributed.test_trust import LONG, QUICK, model_of, off, same, until
+from tests.distributed.short import LONG, model_of, off, same, until
 from tests.launch import ROOT, environment, free_port, run_ranks
-from tests.models import write_classes
 
 pytestmark = pytest.mark.cluster
 
@@ -31,19 +30,6 @@ def hosts():
         pytest.skip(f"no two hosts here: {error}")
     yield two
     two.close()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_classes(tmp_path_factory.mktemp("rows") / "rows.jsonl")
-
-
-@pytest.fixture(scope="module")
-def flags(data):
-    def of(folder, **given):
-        return [f"--{key}={value}" for key, value in {**QUICK, "dataset": data, "output_dir": folder, **given}.items()]
-
-    return of
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import slurm
-from tests.distributed.test_trust import LONG, QUICK, same, steps_of, until
+from tests.distributed.short import LONG, same, steps_of, until
 from tests.launch import ROOT, environment, free_port, run_ranks
-from tests.models import write_classes
 
 pytestmark = pytest.mark.cluster
 
@@ -22,20 +22,10 @@ SLOWLY = {"DAWDLE_S": "0.3"}
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_classes(tmp_path_factory.mktemp("rows") / "rows.jsonl")
-
-
-@pytest.fixture(scope="module")
-def flags(data):
-    return [f"--{key}={value}" for key, value in {**QUICK, **LONG, "dataset": data}.items()]
-
-
-@pytest.fixture(scope="module")
 def straight(flags, tmp_path_factory):
     """Two ranks that nothing happens to."""
     run = tmp_path_factory.mktemp("straight") / "run"
-    run_ranks(["launch/train.py", *flags, f"--output_dir={run}"], 2, per_rank={r: {"DAWDLE_S": "0"} for r in (0, 1)}).ok()
+    run_ranks(["launch/train.py", *flags(run, **LONG)], 2, per_rank={r: {"DAWDLE_S": "0"} for r in (0, 1)}).ok()
     return run
 
 
@@ -51,7 +41,7 @@ def test_a_job_that_is_warned_saves_and_goes_on_from_the_queue(file, place, flag
     env = environment(PATH=f"{slurm.install(tmp_path / 'bin')}:{PATHS}", STAND_IN_FOLDER=str(tmp_path), **place, **SLOWLY,
                       MASTER_PORT=str(free_port()), RDZV_PORT=str(free_port()),
                       STAND_IN_SIGNAL_AT=f"{run / 'metrics.jsonl'}:3")  # fmt: skip
-    command = ["sbatch", f"launch/{file}", *flags]
+    command = ["sbatch", f"launch/{file}", *flags(None, **LONG)]
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=580, check=False)
     text = (tmp_path / "slurm-4711.out").read_text()
     assert ended.returncode == 0, ended.stderr + text[-6000:]
@@ -62,6 +52,50 @@ def test_a_job_that_is_warned_saves_and_goes_on_from_the_queue(file, place, flag
     assert not (tmp_path / "requeued").exists()
     assert f"resumed from {run.relative_to(tmp_path)}/checkpoint-" in text
     assert "2 groups of 1 rank" in text
+    assert same(run, straight)
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes that a process has started, and that they have started."""
+    below = {int(word) for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()}
+    return below.union(*(descendants(child) for child in below))
+
+
+LAUNCHERS = {"deepspeed": ["--num_gpus=2"], "torchrun": ["--nproc_per_node=2"]}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("launcher", "number", "to_all", "code"), [
+    ("deepspeed", signal.SIGTERM, False, -signal.SIGTERM),  # it dies of it, and leaves its launcher and the ranks behind
+    ("deepspeed", signal.SIGINT, True, -signal.SIGINT),  # Ctrl-C goes to the whole session; the launcher adds SIGTERM
+    ("torchrun", signal.SIGTERM, False, 1),
+])  # fmt: skip
+def test_a_launcher_that_is_told_to_stop_leaves_a_save_and_the_command_goes_on(launcher, number, to_all, code, flags, straight,
+                                                                               tmp_path):  # fmt: skip
+    """The ranks save and end with 75, and nothing is left; started again, the command ends with the bits of the run that nothing
+    happened to.
+    """
+    run = tmp_path / "run"
+    command = [launcher, *LAUNCHERS[launcher], f"--master_port={free_port()}", "launch/train.py", *flags(run, **LONG)]
+    env = environment(PATH=PATHS, DAWDLE_S="0.1")
+    with (tmp_path / "log").open("w") as log:
+        started = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
+        until(lambda: steps_of(run) >= 2 or started.poll() is not None, 150)
+        below = descendants(started.pid)
+        assert len(below) >= 2, (tmp_path / "log").read_text()[-3000:]
+        (os.killpg if to_all else os.kill)(started.pid, number)
+        ended = started.wait(60)
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), 60)
+    text = (tmp_path / "log").read_text()
+    assert ended == code, text[-3000:]
+    assert re.search(r"fmmeta: stopped by (SIGTERM|SIGINT|the end of the launcher) after outer step \d+, saved in ", text), text
+    assert not re.search(r'File ".*/fmmeta/', text), text  # tracebacks are the launchers' own
+    if number == signal.SIGTERM and launcher == "deepspeed":
+        assert "exits with return code = 75" in text  # says the launcher that was left behind
+    env["DAWDLE_S"] = "0"
+    again = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150, check=False)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert f"resumed from {run}/checkpoint-" in again.stdout
     assert same(run, straight)
 
 
@@ -108,9 +142,9 @@ def test_scripts_read_well(file):
 def test_submitit_queues_a_run_again_after_its_save(flags, straight, tmp_path):
     """The local executor does with the tasks what it does before its time limit: it sends them the signal."""
     pytest.importorskip("submitit")
-    words = ["--cluster=local", "--tasks_per_node=2", "--folder", str(tmp_path / "jobs"), f"--output_dir={tmp_path / 'run'}"]
+    words = ["--cluster=local", "--tasks_per_node=2", "--folder", str(tmp_path / "jobs")]
     env = environment(PATH=PATHS, MASTER_PORT=str(free_port()), **SLOWLY)
-    command = [sys.executable, "launch/submitit_train.py", *words, *flags]
+    command = [sys.executable, "launch/submitit_train.py", *words, *flags(tmp_path / "run", **LONG)]
     started = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert started.stdout is not None
     job = int(started.stdout.readline().split()[1].rstrip(";"))  # the controller's process

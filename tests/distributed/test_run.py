@@ -130,7 +130,7 @@ def test_metrics_and_run_json_hold_what_is_promised(tmp_path):
 
 @pytest.mark.timeout(600)
 def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
-    settings = {"outer_steps": 6, "save_steps": 2, "episode_transforms": "tests.distributed.test_trust:dawdle"}
+    settings = {"outer_steps": 6, "save_steps": 2, "episode_transforms": "tests.distributed.short:dawdle"}
     train(tmp_path / "whole", 2, **settings).ok()
     ranks = shared().train(words(tmp_path / "killed", **settings), 2, tmp_path / "logs", DAWDLE_S="0.5")
     deadline = time.monotonic() + 100

@@ -13,69 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
+from tests.distributed.short import LONG, model_of, off, same, steps_of, theta_of, until
 from tests.launch import ROOT, environment, free_port, run_ranks
-from tests.models import write_classes
-from tests.nursery import shared
-
-QUICK = {
-    "n_way": 2, "k_shot": 1, "num_query": 1, "meta_batch_size": 4, "inner_steps": 1, "max_length": 16, "num_workers": 0,
-    "eval_episodes": 0, "logging_steps": 1,
-}  # fmt: skip
-SLOW = "tests.distributed.test_trust:dawdle"
-
-
-def dawdle(episode, rng):
-    """A transform: an episode takes as long as the environment says, after the first outer step."""
-    if episode.task.seed[2]:
-        time.sleep(float(os.environ.get("DAWDLE_S", "0.05")))
-    return episode
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    return shared()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_classes(tmp_path_factory.mktemp("rows") / "rows.jsonl")
-
-
-@pytest.fixture(scope="module")
-def flags(data):
-    def of(folder, **given):
-        return [f"--{key}={value}" for key, value in {**QUICK, "dataset": data, "output_dir": folder, **given}.items()]
-
-    return of
-
-
-def theta_of(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "model.safetensors")
-
-
-def same(a: Path, b: Path) -> bool:
-    one, other = theta_of(a), theta_of(b)
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def steps_of(run: Path) -> int:
-    try:
-        return len((run / "metrics.jsonl").read_text().splitlines())
-    except OSError:
-        return 0
-
-
-def until(condition, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.01)
-
-
-LONG = {"outer_steps": 12, "save_steps": 5, "episode_transforms": SLOW}
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +118,7 @@ def test_a_run_alone_is_watched_too(nursery, flags, tmp_path):
     ranks = nursery.train(flags(tmp_path / "run", step_timeout=1.5, **{**LONG, "outer_steps": 3}), 1, tmp_path, DAWDLE_S="60")
     assert nursery.wait(ranks, 30) == [70]
     assert re.search(
-        r"watchdog: rank 0 \(.*\): in outer step 2, waiting for its tasks; stack: test_trust.py:\d+ dawdle", ranks[0].text
+        r"watchdog: rank 0 \(.*\): in outer step 2, waiting for its tasks; stack: short.py:\d+ dawdle", ranks[0].text
     )
 
 
@@ -209,7 +150,7 @@ time.sleep(1000)
 @pytest.mark.timeout(300)
 def test_torchrun_restarts_a_killed_run_without_any_flag(flags, straight, tmp_path):
     """The bare folder name too is found again: the run is made without --output_dir."""
-    arguments = [flag for flag in flags("x", **LONG) if not flag.startswith("--output_dir")]
+    arguments = flags(None, **LONG)
     command = [
         "torchrun",
         "--nproc_per_node=2",
@@ -267,19 +208,6 @@ def test_a_run_goes_on_on_another_layout_at_parity(nursery, flags, whole, tmp_pa
         assert not number or f"resumed from {resumed['resume_from_checkpoint']}" in started[0].text
         resumed = {"resume_from_checkpoint": run / f"checkpoint-{2 * number + 2}"}
         assert off(theta_of(run) if ranks == 1 else model_of(run), whole, begin, wanted) < 1e-4
-
-
-def model_of(run: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in (run / "model").glob("model*.safetensors") for name, value in load_file(file).items()}
-
-
-def off(found, whole: Path, begin, wanted) -> float:
-    """The error over the distance travelled since the first checkpoint (which is less than that since the start)."""
-    want = theta_of(whole)
-    assert found.keys() == want.keys()
-    error = sum(float((found[name] - want[name]).double().square().sum()) for name in want)
-    way = sum(float((wanted[key] - begin[key]).double().square().sum()) for key in wanted if key.startswith("theta/"))
-    return (error / way) ** 0.5
 
 
 def test_odd_replicas_are_named_on_all_ranks():

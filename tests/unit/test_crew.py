@@ -6,10 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from fmmeta.attendance import MOST, Elastic, mark_of
+from fmmeta.attendance import MOST, Elastic
 from fmmeta.config import Config
-from fmmeta.parallel.crew import Lost, Member, Roll, reachable_as
+from fmmeta.joining import mark_of
+from fmmeta.parallel.crew import Lost
 from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.quorum import reachable_as
+from fmmeta.parallel.roll import Member, Roll
 from fmmeta.signals import Fault
 from tests.unit.helpers import refusal
 

@@ -35,6 +35,7 @@ ORDER = [
     {"fewshot"},
     {"state"},
     {"journal"},
+    {"healing", "joining", "lighthouse"},
     {"attendance"},
     {"run"},
     {"train"},

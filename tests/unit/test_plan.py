@@ -159,7 +159,7 @@ def test_micro_batches_are_those_of_the_dealer(rows, data, most):
 
 # what is predicted
 
-RATES = Profile("round", "cuda", 1e12, 1e12, 1e9, 1e9, 5e8, 1e8, 1e8, 0.0, 0.0, 0.0, "made up")
+RATES = Profile("round", "cuda", 1e12, 1e12, 1e9, 1e9, 5e8, 1e8, 1e8, 0.0, 0.0, 0.0, 0.0, "made up")
 
 
 def seconds_of(config: Config, stage: int, group_size: int, groups: int = 1, profile: Profile = RATES, tasks: float = 1):
@@ -195,13 +195,29 @@ def test_bytes_on_the_wire_take_their_time(folders):
     assert slow.group == pytest.approx(1.5 * one.group)  # gloo scatters by an all-reduce
     hidden = seconds_of(config, 3, 4, profile=replace(RATES, matmul_fp32=1e3, hidden=0.5))[1]
     assert hidden.group == pytest.approx(0.5 * one.group)
-    sizes, _, step = seconds_of(config, 2, 4, groups=8)
+    sizes, one, step = seconds_of(config, 2, 4, groups=8)
+    assert step.group == pytest.approx(one.group + 3 / 4 * 4 * sizes.params / 1e9)  # the outer step's weights are gathered too
     assert step.cross == pytest.approx(2 * 7 / 8 * 4 * (sizes.params // 4) / 5e8)  # once, between nodes
     half = seconds_of(replace(config, reduce_dtype="bf16"), 2, 4, groups=8)[2]
     assert half.cross == pytest.approx(step.cross / 2)
     late, one, behind = seconds_of(replace(config, outer_delay=1), 2, 4, groups=8)
     assert behind.cross == pytest.approx(max(0.0, step.cross - one.compute))
     assert late.sums == 2
+
+
+@pytest.mark.parametrize(("stage", "copies", "gathers"), [(0, 1, 0), (1, 2, 1), (2, 2, 1), (3, 2, 2)])
+def test_what_is_made_anew_costs_page_faults(folders, stage, copies, gathers):
+    """The flattened gradients of each of four passes (and their bucket), what gloo gathers (and the parameters that ZeRO 3 makes
+    of it); after the outer step AdamW's two temporaries, and one gather more at ZeRO 1 and 2.
+    """
+    config = Config(model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=8, inner_steps=3)
+    sizes, before, ended = seconds_of(config, stage, 2, tasks=5)
+    _, one, step = seconds_of(config, stage, 2, profile=replace(RATES, page_in=1e-9), tasks=5)
+    assert one.shards - before.shards == pytest.approx(4 * (copies + gathers) * 4 * sizes.params * 1e-9)
+    shard = sizes.params // 2 if stage else sizes.params
+    outer = 8 * shard + (4 * sizes.params if stage in (1, 2) else 0)
+    assert step.shards - ended.shards == pytest.approx(5 * (one.shards - before.shards) + outer * 1e-9)
+    assert (one.compute, one.group) == (before.compute, before.group)
 
 
 def test_offloaded_weights_come_for_every_micro_batch(folders):

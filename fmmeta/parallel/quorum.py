@@ -1,0 +1,141 @@
+"""A group's line to torchft's lighthouse: the question who takes part in the next outer step, and the beats in between.
+
+    ask      one question until it is answered; once a second a sign of life is asked for, so that a lighthouse which waits for
+             others is told from one that is gone
+    beat     from the first question on: by torchft's ManagerServer, in threads that Python does not hold up
+
+A question is not given up while the lighthouse lives. It would count there as long as this group beats: an answer to it comes
+to nobody, and the others would wait at the meeting (crew.py) for a group that has not heard of it.
+
+Whoever reaches the lighthouse can take part or disturb: a network of trusted machines, as for any torch launcher.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+from fmmeta.config import UsageError
+from fmmeta.signals import Fault
+
+BEAT, CONNECT = timedelta(milliseconds=250), timedelta(seconds=10)
+LOOK_S = 1.0  # of a question without an answer, before the lighthouse is asked for a sign of life; and between two of them
+SIGN = timedelta(seconds=5)  # that it gets for the sign
+QUESTION = timedelta(days=1)
+
+
+class Line:
+    """One per group. `name`: of this group, used once; `ft`: torchft's low-level interface. Raises `UsageError` where nobody
+    answers.
+    """
+
+    def __init__(self, address: str, name: str, ft: Any) -> None:
+        self.address, self.name, self.ft = address, name, ft
+        self.host = reachable_as(address)
+        try:
+            self.client = ft.LighthouseClient(address, CONNECT)
+        except Exception as error:
+            raise UsageError(f"lighthouse={address} does not answer ({first_line(error)}); start `fmmeta lighthouse` "
+                             "there, or give the address that it prints") from None  # fmt: skip
+        self.beats: Any = None
+
+    def begin_beating(self, venue: str, size: int) -> None:
+        """From here on the others wait for this group."""
+        if self.beats is None:
+            self.beats = self.ft.ManagerServer(
+                replica_id=self.name, lighthouse_addr=self.address, hostname=self.host, bind="[::]:0", store_addr=venue,
+                world_size=size, heartbeat_interval=BEAT, connect_timeout=CONNECT, quorum_retries=0)  # fmt: skip
+
+    def stop_beating(self) -> None:
+        if self.beats is not None:
+            self.beats.shutdown()
+        self.beats = None
+
+    def ask(self, patience_s: float, **mine: Any) -> Any:
+        """The quorum that this group takes part in. mine: what torchft's `quorum` is told. Raises `Fault` where the lighthouse
+        is silent for `patience_s`.
+        """
+        heard, why = time.monotonic(), "no answer"
+        while True:
+            told = self._question(mine)
+            while True:
+                try:
+                    found = told.get(timeout=LOOK_S)
+                except queue.Empty:
+                    found = self._sign()
+                    if found is not None:
+                        break
+                    heard = time.monotonic()  # others are at work, and it waits for them
+                    continue
+                if not isinstance(found, Exception):
+                    return found
+                break
+            why = first_line(found)
+            if time.monotonic() - heard > patience_s:
+                raise Fault(f"lighthouse={self.address} has been silent for {patience_s:.0f} s ({why}); look whether it runs; "
+                            "the last checkpoint is whole") from None  # fmt: skip
+            time.sleep(0.1)
+
+    def _question(self, mine: dict[str, Any]) -> queue.SimpleQueue[Any]:
+        """Ask in a thread; the answer, or the exception, is put into what is returned."""
+        told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=put, args=(told, lambda: self.client.quorum(self.name, QUESTION, **mine)), daemon=True).start()
+        return told
+
+    def _sign(self) -> Exception | None:
+        """Why there is no sign of life of the lighthouse; None if there is one. What is asked next goes by a new connection, if
+        there is none.
+        """
+        try:
+            self.client.heartbeat(self.name, SIGN)
+        except Exception as error:
+            try:
+                self.client = self.ft.LighthouseClient(self.address, SIGN)
+            except Exception as second:
+                return second
+            return error
+        return None
+
+
+def put(told: queue.SimpleQueue[Any], asked: Callable[[], Any]) -> None:
+    try:
+        told.put(asked())
+    except Exception as error:
+        told.put(error)
+
+
+def coordination() -> Any:
+    """torchft's low-level interface. Raises `UsageError` where it is not installed."""
+    os.environ.setdefault("RUST_LOG", "warn")  # it tells every question otherwise
+    try:
+        return importlib.import_module("torchft.coordination")
+    except ImportError as error:
+        raise UsageError(f"elastic groups need torchft ({first_line(error)}); pip install 'fmmeta[elastic]'") from None
+
+
+def reachable_as(lighthouse: str) -> str:
+    """The address of this machine as the lighthouse's machine sees it. Raises `UsageError`."""
+    try:
+        there = urlsplit(lighthouse)
+        host, port = there.hostname, there.port
+        if there.scheme != "http" or not host or not port:
+            raise ValueError("no http://HOST:PORT")
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(found[4])  # sends nothing
+            return probe.getsockname()[0]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"lighthouse={lighthouse} is no address ({error}); give http://HOST:PORT as `fmmeta lighthouse` prints "
+                         "it") from None  # fmt: skip
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:200]

@@ -1,0 +1,45 @@
+"""Who takes part in an outer step of a run whose groups come and go, and what follows from it, as arithmetic alone.
+
+Every group computes the same from the same answer: who gives its state (`root`), who takes it (`heals`), who writes the files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Member:
+    """A group as it presents itself for an outer step."""
+
+    name: str
+    venue: str
+    step: int
+    fresh: bool  # it has not taken part yet
+    writes: bool
+    met: str  # the meeting that its communicator is from; empty: none, or it has failed
+    mark: str  # settings and layout, which all must share
+
+
+@dataclass(frozen=True)
+class Roll:
+    """Who takes part in a step, alike for all of them; `here` is this group. Members are in the order of their names."""
+
+    members: tuple[Member, ...]
+    here: int
+    anew: bool = False  # they have met for this step: what follows a change is judged by this, since each remembers other rolls
+
+    @property
+    def root(self) -> int:
+        """Whom the others heal from: the first of those furthest on, those that are new coming last."""
+        return min(range(len(self.members)), key=lambda n: (self.members[n].fresh, -self.members[n].step, n))
+
+    def heals(self, number: int) -> bool:
+        """Whether a member has to take its state from the root: it is new, or has missed the end of a step."""
+        member, root = self.members[number], self.members[self.root]
+        return number != self.root and (member.fresh or member.step != root.step)
+
+    @property
+    def writer(self) -> int:
+        """The one that writes checkpoints and metrics: who did so before, else the first that need not heal."""
+        return min(range(len(self.members)), key=lambda n: (not self.members[n].writes, self.heals(n), n))
