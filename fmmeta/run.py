@@ -243,12 +243,13 @@ class Run:
         state = self.state
         if not self.attendance.writes:
             return
+        if self.ranks.crew is None and not state.is_saved():  # other groups do not save; a crew compares when it meets
+            self.guard.begin_stage(f"outer step {state.outer_step}, comparing theta")  # with a step's bound: it waits for others
+            self.guard.check_replicas(state.outer_step, self.theta)
         self.guard.begin_stage(f"saving after outer step {state.outer_step}")
         if last:
             state.saver.wait()
         if not state.is_saved():
-            if self.ranks.crew is None:  # other groups do not save; a crew compares when it meets
-                self.guard.check_replicas(state.outer_step, self.theta)
             state.save(last)
 
     def finish(self) -> Result:
