@@ -307,8 +307,7 @@ def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
 
     try:
         with ThreadPoolExecutor(3) as pool:
-            while meet_size(pool, crews) < 3:  # the first of them may have begun alone
-                pass
+            list(pool.map(lambda crew: come(crew, 3), crews))
             assert meet(pool, crews, 0) == [False] * 3
             assert meet(pool, crews[:2], 1) == [True] * 2  # c is late; it knows nothing of this roll
             assert meet(pool, crews, 2) == [True] * 3
@@ -323,12 +322,9 @@ def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
         server.shutdown()
 
 
-def meet_size(pool, crews) -> int:
-    """How many are there; groups that did not meet try again."""
-
-    def form(crew):
+def come(crew: Crew, size: int) -> None:
+    """Ask until so many are there: the first may have begun without the last, whose question waits until they ask again."""
+    there = 0
+    while there < size:
         with suppress(Lost):
-            return len(crew.form(0, 60.0).members)
-        return 0
-
-    return min(pool.map(form, crews))
+            there = len(crew.form(0, 60.0).members)
