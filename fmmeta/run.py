@@ -29,7 +29,7 @@ from fmmeta.meta.outer import OuterStep
 from fmmeta.meta.tally import Tally
 from fmmeta.meta.together import together
 from fmmeta.parallel.communicator import Ranks
-from fmmeta.parallel.worker import WholeWorker
+from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.profiler import Profiler
 from fmmeta.progress import Progress
 from fmmeta.report import page

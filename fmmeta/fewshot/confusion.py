@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fmmeta.fewshot.heldout import TEST, HeldOut
-from fmmeta.parallel.worker import WholeWorker
+from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.tasks.source import TaskSource
 
 

@@ -30,7 +30,7 @@ from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.worker import WholeWorker
+from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.progress import Progress
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.schedule import Task

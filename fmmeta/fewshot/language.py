@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from fmmeta.config import Config
-from fmmeta.parallel.worker import WholeWorker
+from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.tasks.batch import IGNORE, Dealer, Example
 from fmmeta.tasks.encode import encode_pairs
 from fmmeta.tasks.source import Draw

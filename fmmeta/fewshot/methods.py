@@ -16,7 +16,8 @@ from fmmeta.fewshot.features import Features
 from fmmeta.fewshot.frozen import METHODS as FROZEN
 from fmmeta.fewshot.scores import BINS, EpisodeScore, counted, score_of
 from fmmeta.meta.inner import InnerLoop
-from fmmeta.parallel.worker import WholeWorker, Worker
+from fmmeta.parallel.whole_worker import WholeWorker
+from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.batch import Batches, MicroBatch
 from fmmeta.tasks.schedule import Task
 from fmmeta.tasks.source import Draw

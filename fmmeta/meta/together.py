@@ -20,7 +20,8 @@ from fmmeta.meta.inner import InnerLoop
 from fmmeta.models.learner import Learner
 from fmmeta.models.task_axis import TaskAxis
 from fmmeta.parallel.task_batch import TaskBatch, joined
-from fmmeta.parallel.worker import Pass, WholeWorker
+from fmmeta.parallel.whole_worker import WholeWorker
+from fmmeta.parallel.worker import Pass
 from fmmeta.tasks.batch import Batches
 
 

@@ -20,7 +20,8 @@ from fmmeta.parallel import shards
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.layout import Place
 from fmmeta.parallel.tensor import Cut, cut_of
-from fmmeta.parallel.worker import Pass, Update, WholeWorker, Worker
+from fmmeta.parallel.whole_worker import WholeWorker
+from fmmeta.parallel.worker import Pass, Update, Worker
 
 Names = Mapping[int, tuple[str, tuple[int, ...]]]
 """Id of a parameter -> its name and whole shape."""

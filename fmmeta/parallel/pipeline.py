@@ -26,7 +26,8 @@ from fmmeta.models.stream import Stream
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.engine import EngineWorker, Names, ShardTap, import_deepspeed
 from fmmeta.parallel.layout import Place
-from fmmeta.parallel.worker import Ahead, Answer, Part, Pass, Update, pulling, without_slope
+from fmmeta.parallel.whole_worker import pulling, without_slope
+from fmmeta.parallel.worker import Ahead, Answer, Part, Pass, Update
 from fmmeta.tasks.batch import MicroBatch
 
 Fed = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # what the first and the last stage load of a micro-batch

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.shards import Fragment, ParamMap
-from fmmeta.parallel.worker import Update, WholeWorker
+from fmmeta.parallel.whole_worker import WholeWorker
+from fmmeta.parallel.worker import Update
 
 
 class PlainWorker(WholeWorker):

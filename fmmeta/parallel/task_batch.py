@@ -21,7 +21,8 @@ from torch import Tensor
 
 from fmmeta.models.losses import per_row
 from fmmeta.models.task_axis import TaskAxis
-from fmmeta.parallel.worker import Pass, Update, WholeWorker
+from fmmeta.parallel.whole_worker import WholeWorker
+from fmmeta.parallel.worker import Pass, Update
 from fmmeta.tasks.batch import IGNORE, MicroBatch
 
 Sets = Sequence[Sequence[MicroBatch]]

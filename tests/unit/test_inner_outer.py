@@ -27,7 +27,8 @@ from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.engine import ShardTap
 from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
-from fmmeta.parallel.worker import Pass, without_slope
+from fmmeta.parallel.whole_worker import without_slope
+from fmmeta.parallel.worker import Pass
 from fmmeta.tasks.batch import Batches, Dealer, Example
 from fmmeta.tasks.loader import Loaded
 from fmmeta.tasks.schedule import Task
