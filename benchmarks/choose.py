@@ -9,15 +9,13 @@ last lines are the table; the best variant is that with the highest mean of both
 
 from __future__ import annotations
 
-import argparse
-import math
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import table
-from benchmarks.intents import EPISODES, METRIC, QUERIES, SETS, SHOTS, keep, read, trained
+from benchmarks.intents import EPISODES, METRIC, QUERIES, SETS, SHOTS, keep, parser_of, read, trained
 from fmmeta import evaluate
 
 RESULTS = Path(__file__).parent / "results" / "choose.json"
@@ -35,13 +33,8 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {  # rows of text in training,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--model", required=True)
+    parser = parser_of(__doc__, RESULTS)
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further cell after this long")
-    parser.add_argument("--json", default=str(RESULTS))
     asked = parser.parse_args()
     file, began = Path(asked.json), time.monotonic()
     for variant in asked.only:

@@ -43,10 +43,22 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
 
 
-def write_json(path: str | None, results: dict[str, Any]) -> None:
+def write_json(path: str | Path | None, results: dict[str, Any]) -> None:
+    """Write results beside the machine that they are of. Paths lose what is that machine's alone."""
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps({"machine": machine(), **results}, indent=1) + "\n")
+        Path(path).write_text(json.dumps({"machine": machine(), **portable(results)}, indent=1) + "\n", encoding="utf-8")
+
+
+def portable(value: Any) -> Any:
+    """The same with absolute paths cut to their last two names: /home/me/data/clinc150 -> data/clinc150."""
+    if isinstance(value, dict):
+        return {key: portable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [portable(item) for item in value]
+    if isinstance(value, (str, Path)) and Path(value).is_absolute():
+        return "/".join(Path(value).parts[1:][-2:])
+    return value
 
 
 def plot(path: str | None, draw: Any) -> None:

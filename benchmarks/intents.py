@@ -22,7 +22,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import machine, table
+from benchmarks.common import table, write_json
 from fmmeta import Config, MetaTrainer, evaluate
 
 RESULTS = Path(__file__).parent / "results" / "intents.json"
@@ -70,14 +70,9 @@ def rows_per_step(settings: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--model", required=True)
+    parser = parser_of(__doc__, RESULTS)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
-    parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
     parser.add_argument("--splits", nargs="+", default=list(SPLITS), choices=SPLITS)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further cell after this long")
-    parser.add_argument("--json", default=str(RESULTS))
     asked = parser.parse_args()
     file, began = Path(asked.json), time.monotonic()
     for split in asked.splits:
@@ -90,6 +85,17 @@ def main() -> None:
     print(show(read(file)))
 
 
+def parser_of(doc: str | None, results: Path) -> argparse.ArgumentParser:
+    """The flags of a table of cells that is filled over time."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further cell after this long")
+    parser.add_argument("--json", default=str(results))
+    return parser
+
+
 def read(file: Path) -> dict[str, Any]:
     """The cells that are known."""
     return json.loads(file.read_text(encoding="utf-8"))["cells"] if file.is_file() else {}
@@ -97,9 +103,7 @@ def read(file: Path) -> dict[str, Any]:
 
 def keep(file: Path, cells: dict[str, Any]) -> None:
     """Add cells to what the file holds by now."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = {"cells": {**read(file), **cells}, "machine": machine()}
-    file.write_text(json.dumps(new, indent=1) + "\n", encoding="utf-8")
+    write_json(file, {"cells": {**read(file), **cells}})
 
 
 def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str, dict[str, Any]]:
