@@ -29,9 +29,9 @@ from fmmeta.progress import Progress
 
 RESULTS = Path(__file__).parent / "results" / "instructions.json"
 SHOTS = 5  # examples; as many queries
-PRETRAINED, BUDGET = 12_000, 6_000  # pairs through forward and backward passes
-OUTER_LRS = (3e-3, 1e-3)
-INNER = {"inner_lrs": [0.1, 0.3, 1.0], "max_steps": 10}
+PRETRAINED, BUDGET = 60_000, 60_000  # pairs through forward and backward passes
+OUTER_LRS = (1e-3, 3e-3)
+INNER = {"inner_lrs": [0.03, 0.1, 0.3, 1.0], "max_steps": 10}
 VALID_EPISODES, TEST_EPISODES = 20, 110  # two of each of ten tasks, ten of each of eleven
 JOINT: dict[str, Any] = {"algorithm": "joint", "meta_batch_size": 4}
 PRETRAINING: dict[str, Any] = {**JOINT, "k_shot": 15, "num_query": 15}  # larger batches, of the same pairs
@@ -47,7 +47,7 @@ COMMON: dict[str, Any] = {
     "k_shot": SHOTS,
     "num_query": SHOTS,
     "max_length": 128,
-    "save_steps": 50,
+    "save_steps": 100,
     "eval_episodes": 0,
     "num_workers": "0",
     "lr_scheduler_type": "linear",

@@ -37,7 +37,7 @@ BUDGET = 4000  # rows of text that go forward and backward in the meta-training 
 BUDGETS = {"best": 8000}  # chosen with the rest of that recipe (choose.py)
 
 COMMON: dict[str, Any] = {"num_query": 1, "k_shot": 1, "max_length": 64, "save_steps": 0, "load_best_model_at_end": True,
-                          "lr_scheduler_type": "linear", "warmup_steps": 10, "micro_batch_size": 8}  # fmt: skip
+                          "lr_scheduler_type": "linear", "warmup_steps": 10, "micro_batch_size": 32}  # fmt: skip
 METRIC: dict[str, Any] = {"feature_norm": COSINE, "algorithm": "protonet", "n_way": 20, "meta_batch_size": 1, "eval_episodes": 20}
 TASKS: dict[str, Any] = {"n_way": 5, "meta_batch_size": 4, "eval_episodes": 10}
 INNER: dict[str, Any] = {**TASKS, "inner_steps": 5, "inner_lr": 0.1, "outer_lr": 5e-5}
@@ -117,7 +117,7 @@ def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str,
         methods = [ROWS[one][1] for one in FREE] if row in FREE else [method]
         found = []
         for shots in SHOTS:
-            episodes, size = (FINETUNED[shots], 8) if method == "finetune" else (EPISODES, 64)
+            episodes, size = (FINETUNED[shots], 32) if method == "finetune" else (EPISODES, 64)
             found += evaluate(model, data, split=split, method=methods, k_shot=[shots], n_way="5", num_query=QUERIES,
                               episodes=episodes, micro_batch_size=size, max_length=64)["cells"]  # fmt: skip
     rows = FREE if row in FREE else (row,)

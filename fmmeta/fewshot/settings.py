@@ -12,8 +12,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-import torch
-
 from fmmeta.config import (
     REMEMBERED,
     Config,
@@ -159,9 +157,7 @@ class AdaptConfig(FewShotConfig):
     output_dir: str = setting("", "Folder of the adapted model")
     early_stopping: bool = setting(True, "Choose the inner steps (up to twice inner_steps) by leaving out an example of each "
                                          "class in turn, where each class has two or more")  # fmt: skip
-    micro_batch_size: int = setting(
-        None, "Most examples of one forward pass (default: 8 on CPUs, which pay for padding to the longest one; 32 on GPUs)"
-    )
+    micro_batch_size: int = setting(32, "Most examples of one forward pass")
     bf16: bool = setting(False, "bf16 weights and activations over fp32 master weights")
     max_new_tokens: int = setting(64, "causal_lm: longest generated answer to a query")
 
@@ -170,8 +166,6 @@ class AdaptConfig(FewShotConfig):
             path = getattr(self, name)
             if path and not Path(path).is_file():
                 raise UsageError(f"{name}={path} is not a file; give a .jsonl, .csv or .parquet file")
-        if self.micro_batch_size is None:
-            self.micro_batch_size = 32 if torch.cuda.is_available() else 8
         for name in ("micro_batch_size", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")

@@ -73,7 +73,7 @@ def test_steps_are_chosen_by_leaving_examples_out(bert):
     from transformers import AutoModel
 
     base = AutoModel.from_pretrained(bert).eval()
-    for fold in range(3):
+    for fold in range(2):
         held = [4 * c + fold for c in range(3)]
         model, head = copy.deepcopy(base), torch.nn.Linear(32, 3)
         torch.nn.init.zeros_(head.weight)
@@ -99,17 +99,10 @@ def test_steps_are_chosen_by_leaving_examples_out(bert):
             with torch.no_grad():
                 loss, accuracy = loss_of(held)
             losses[step] += loss
-            right[step] += accuracy / 3
+            right[step] += accuracy / 2
     assert adapted.inner_steps == 1 + int(losses[1:].argmin())
     assert adapted.left_out == pytest.approx(float(right[adapted.inner_steps]))
 
-
-def test_cpus_take_few_rows_at_a_time(monkeypatch):
-    """On CPUs rows pay for padding to the longest of their micro-batch; on GPUs they do not."""
-    assert AdaptConfig(micro_batch_size=5).micro_batch_size == 5
-    for gpu, rows in ((False, 8), (True, 32)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        assert AdaptConfig().run_config().micro_batch_size == rows
     assert refusal(AdaptConfig, micro_batch_size=0) == "micro_batch_size=0 is below 1; use 1 or more"
 
 
