@@ -13,6 +13,8 @@ MOMENTS = {"adamw": 2, "sgd": 0, "nesterov": 1, "adagrad": 1, "adamax": 2, "nada
 """Vectors that each outer optimizer keeps."""
 WORK = 5  # vectors that a Hessian-vector product and the way back need beside the direction
 UNROLLED = ("maml", "boil", "proto_maml", "meta_sgd")
+PULLED = ("anil", "protonet")
+"""What a task says of a body that stands still is pulled back through it in one pass (algorithms/anil.py)."""
 
 
 class Passes(NamedTuple):
@@ -36,7 +38,7 @@ def keeps_means(config: Config, data: int) -> bool:
 
 def keeps_support(config: Config, data: int) -> bool:
     """Whether one of `data` ranks that share a set's rows may keep the activations of the support set while the query set goes
-    through the model (ANIL): a micro-batch may have as many rows.
+    through the model (PULLED): a micro-batch may have as many rows.
     """
     rows = [-(-each * config.most_classes // data) for each in (config.most_shots, config.num_query)]
     return sum(rows) <= config.micro_batch_size
@@ -59,10 +61,8 @@ def passes(config: Config, data: int = 1, keeps: bool = True) -> Passes:
             return Passes(3 * k + 2 + through, every, means, 0, 2 * k + 2 + every)
         case "imaml":
             return Passes(k + 2 * config.cg_steps + 2 + through, 1, means, 0, 2 * config.cg_steps + 3)
-        case "anil":
+        case "anil" | "protonet":
             return Passes(1, 1, int(not (keeps and keeps_support(config, data))))
-        case "protonet":
-            return Passes(1, 1, 2)
         case "joint":
             return Passes(1, 1)
     return Passes(0, 0)
@@ -80,8 +80,8 @@ def adds_directly(config: Config) -> bool:
     plain = config.inner_lr_learned == "no" and not config.multi_step_loss_steps and not config.prototype_gradient
     unbounded = config.max_task_loss is None and config.max_task_norm is None
     fomaml = config.algorithm == "fomaml" and plain and config.tensor_parallel_size == 1
-    anil = config.algorithm == "anil" and config.pipeline_stages == 1 and config.tensor_parallel_size == 1
-    return unbounded and (fomaml or anil or config.algorithm in ("reptile", "none"))
+    pulled = config.algorithm in PULLED and config.pipeline_stages == 1 and config.tensor_parallel_size == 1
+    return unbounded and (fomaml or pulled or config.algorithm in ("reptile", "none"))
 
 
 def shards(config: Config) -> Shards:
@@ -92,7 +92,7 @@ def shards(config: Config) -> Shards:
     if config.algorithm in UNROLLED:
         work += WORK
         trajectory = k if config.algorithm == "proto_maml" else k - 1
-    elif config.algorithm in ("imaml", "protonet", "joint"):
+    elif config.algorithm in ("imaml", "joint"):
         work += WORK if config.algorithm == "imaml" else 1
     elif config.multi_step_loss_steps:
         trajectory = k - 1

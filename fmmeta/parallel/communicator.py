@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from fmmeta.config import UsageError
 from fmmeta.parallel import network
-from fmmeta.parallel.home import CHUNK
+from fmmeta.parallel.home import chunk
 from fmmeta.parallel.layout import Launch, Layout
 from fmmeta.parallel.meeting import meet
 from fmmeta.parallel.nodes import Nodes
@@ -68,7 +68,7 @@ class Communicator:
         wire = wire or tensor.dtype
         away = tensor.device != self.device
         under_way: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
-        for part in tensor.view(-1).split(CHUNK) if away or wire != tensor.dtype else [tensor]:
+        for part in tensor.view(-1).split(chunk(self.device)) if away or wire != tensor.dtype else [tensor]:
             staged = part.to(self.device, wire)
             work = self.backend.allreduce([staged])
             if away:

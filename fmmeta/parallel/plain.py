@@ -68,7 +68,7 @@ class PlainWorker(WholeWorker):
 
     def apply(self, update: Update, agreed: bool) -> Tensor:
         bad = ~torch.isfinite(self.grad.sum())
-        if agreed:
+        if agreed and (self.device.type != "cpu" or bad):  # to look would make a GPU wait
             self.grad.masked_fill_(bad, 0.0)
         update(self.theta, self.grad, slice(0, self.theta.numel()))
         self.grad.zero_()

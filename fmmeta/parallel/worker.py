@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fmmeta.parallel.communicator import Communicator
-from fmmeta.parallel.home import CHUNK
+from fmmeta.parallel.home import chunk
 from fmmeta.parallel.shards import ParamMap
 from fmmeta.tasks.batch import MicroBatch
 
@@ -147,7 +147,7 @@ class Worker(ABC):
         """See add_gradient: of what `step` shows to an update, agreed or not."""
 
         def add(shard: Tensor, grad: Tensor, where: slice) -> None:
-            for part, more in zip(total[where].split(CHUNK), grad.split(CHUNK), strict=True):
+            for part, more in self._pieces(total[where], grad):
                 part.add_(more.to(part.device), alpha=weight)
             if restore is not None:
                 shard.copy_(restore[where])
@@ -160,7 +160,7 @@ class Worker(ABC):
     def add_travelled(self, total: Tensor, weight: float, theta: Tensor) -> None:
         """Add `weight` times (theta minus what the worker holds) to `total` [S], piece by piece."""
         for tensor, place in self.held():
-            for part, there, here in zip(*(vector.split(CHUNK) for vector in (total[place], theta[place], tensor)), strict=True):
+            for part, there, here in self._pieces(total[place], theta[place], tensor):
                 part.add_(there.to(here.device).sub(here).to(part.device), alpha=weight)
 
     @abstractmethod
@@ -183,7 +183,7 @@ class Worker(ABC):
     def travelled(self, theta: Tensor) -> Tensor:
         """theta minus what the worker holds, fp32 [S] beside the shards, wherever theta lies."""
         way = self.read().neg_()
-        for part, there in zip(way.split(CHUNK), theta.split(CHUNK), strict=True):
+        for part, there in self._pieces(way, theta):
             part.add_(there.to(part.device))
         return way
 
@@ -191,7 +191,7 @@ class Worker(ABC):
         """Inner product over the whole model. Collective: group (none if replicated)."""
         product = torch.zeros((), dtype=torch.float64, device=self.device)
         for run in self.params.counted():
-            for x, y in zip(a[run].split(CHUNK), b[run].split(CHUNK), strict=True):  # in pieces: fp64 copies are twice the size
+            for x, y in self._pieces(a[run], b[run]):  # fp64 copies are twice the size
                 product += torch.dot(x.to(self.device).double(), y.to(self.device).double())
         return float(product if self.params.replicated else self.group.sum_(product))
 
@@ -208,6 +208,11 @@ class Worker(ABC):
                     sums[layer] += torch.dot(a[here].double(), b[here].double())
         sums = sums.cpu()
         return sums if self.params.replicated else self.group.sum_(sums)
+
+    def _pieces(self, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Vectors of one length, cut alike into what is worked on at a time."""
+        size = chunk(self.device)
+        return zip(*(vector.split(size) for vector in vectors), strict=True)
 
     def whole(self, vector: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
         """One whole parameter out of the group's vectors. Collective: group."""

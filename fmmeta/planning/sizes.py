@@ -76,7 +76,7 @@ def most_rows(config: Config, data: int = 1) -> int:
     most = stage_rows(config, data) if config.pipeline_stages > 1 else config.micro_batch_size
     tasks = 1 if config.task_batch == "auto" else int(config.task_batch)
     found = [micro_batches(rows, data, most)[1] for rows in rows_of(config)]
-    if config.algorithm == "anil" and of_rules.keeps_support(config, data):
+    if config.algorithm in of_rules.PULLED and of_rules.keeps_support(config, data):
         return sum(found)  # the support set's activations wait for the query set
     return tasks * max(found)
 

@@ -32,7 +32,7 @@ def outer_of(worker: PlainWorker, offload: bool, **settings) -> Outer:
 @pytest.mark.parametrize("chunk", [64, 1000, 2**24])
 def test_offloaded_steps_are_the_same_steps(monkeypatch, optimizer, chunk):
     """In pieces of any size, and through a resumption."""
-    monkeypatch.setattr(home, "CHUNK", chunk)
+    monkeypatch.setattr(home, "chunk", lambda device: chunk)
     worker = worker_of(encoder("mean"), "zero")
     here, away = (outer_of(worker, offload, outer_optimizer=optimizer) for offload in (False, True))
     pieces = list(away.home.pieces(slice(7, 3007)))
@@ -58,7 +58,7 @@ def test_pieces_are_the_whole(monkeypatch, chunk):
     """torch's optimizer on the whole vector, and on pieces of it."""
     worker = worker_of(encoder("mean"))
     whole = outer_of(worker, False)
-    monkeypatch.setattr(home, "CHUNK", chunk)
+    monkeypatch.setattr(home, "chunk", lambda device: chunk)
     cut = outer_of(worker, False)
     assert len(cut.parts) > len(whole.parts) == 2
     for step in range(3):

@@ -67,7 +67,9 @@ class Anil:
         return head_of(worker, theta, head.names, head.classes, rows.features.shape[1])
 
     def _learn(self, head: Head, rows: Rows) -> tuple[Head, Pass]:
-        """The inner loop on the head; also loss and accuracy of its first step."""
+        """The inner loop on the head; also loss and accuracy where it begins."""
+        if self.inner.steps == 0:
+            return head, Pass(rows.losses(head)[1])
         momentum, table = self.inner.rule.momentum, self.inner.rates.table
         column = self.inner.rates.layers.names.index(HEAD)
         velocity = [torch.zeros_like(part) for part in head]

@@ -3,18 +3,20 @@
     g = d/dtheta L_query,  logits -|f(x) - mu_c|^2,  mu_c the mean feature of class c of the support set
 
 Snell, Swersky, Zemel, "Prototypical Networks for Few-shot Learning", 2017 (arXiv 1703.05175), equations 1 and 2. It is Proto-MAML
-with K = 0 and the gradient through the means. Evaluation classifies by the means, after `--inner_steps` of fine-tuning if asked.
-Cost per task: 2 forward and backward passes (query, and back through the support set), 2 forwards.
+with K = 0 and the gradient through the means, or ANIL that takes no step, whose way back it is (anil.py): the weights are never
+written. Evaluation classifies by the means, after `--inner_steps` of fine-tuning if asked.
+Cost per task: a forward and backward pass of either set, and a forward of the support set more where the activations of both are
+more than a rank may keep (costs.keeps_support).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from fmmeta.meta.algorithms.anil import Anil
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.direction import Rule
-from fmmeta.meta.unroll import Unrolled
 
 
 def rule(setup: Setup, outer_step: int) -> Rule:
-    return Unrolled(replace(setup.inner, steps=0, head=replace(setup.inner.head, through=True)), order=1)
+    return Anil(replace(setup.inner, steps=0, head=replace(setup.inner.head, through=True)), 1, setup.config)
