@@ -25,7 +25,7 @@ LEAST = {
 }  # fmt: skip
 POSITIVE = ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "rates_lr", "proximal_weight")
 OPEN = ("max_task_loss", "max_task_norm", "step_timeout", "max_file_gib")  # positive, where they are given
-BELOW_ONE = ("inner_momentum", "inner_beta1", "inner_beta2", "outer_momentum")
+BELOW_ONE = ("inner_momentum", "inner_beta1", "inner_beta2", "outer_momentum", "start_share")
 
 
 def of_choices(c: Any, settings: Iterable[Field[Any]]) -> Iterator[str]:

@@ -217,6 +217,9 @@ class MetaConfig:
     max_bad_steps: int = setting(3, "Stop after this many outer steps in a row without one finite task")
     max_task_loss: float = setting(None, "Drop a task whose support or query loss is above this, as if it were not finite")
     max_task_norm: float = setting(None, "Drop a task whose direction has a larger norm than this, as if it were not finite")
+    start_share: float = setting(
+        0.0, "Share of the weights at the start in the model that comes out, and in what is validated; 0.4 keeps much of both"
+    )
     seed: int = setting(42, "Seed of the tasks, the episodes and every fresh weight")
 
 

@@ -230,7 +230,8 @@ class Run:
 
     def _validate(self, source: TaskSource) -> None:
         """Scores on validation tasks. Collective: world."""
-        scores = self.held_out.scores(source, VALID, "validation")
+        with self.state.mixed():
+            scores = self.held_out.scores(source, VALID, "validation")
         if self.guard.stops():
             return  # they are not all
         accuracy, loss = mean_ci95([s.accuracy_after for s in scores])[0], mean_ci95([s.loss_after for s in scores])[0]
@@ -262,6 +263,8 @@ class Run:
             self.save(last=True)
         if state.best is not None:
             self.progress.notice(state.best.take())
+        if self.trains:
+            state.mix()
         self.guard.begin_stage("exporting the model")
         export(self.folder / "model", self.theta, self.worker, self.parts.frozen, config, self.plan.description,
                self.plan.tokenizer, self.ranks, self.parts.setup.inner.rates)  # fmt: skip

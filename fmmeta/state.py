@@ -5,12 +5,17 @@
     the best validated weights, recent losses      what later decisions need
     a meta-gradient on its way (--outer_delay)     what has not moved theta yet
 
+What comes out at the end, and is validated before, may be a mixture (--start_share s): s theta_0 + (1 - s) theta. Wortsman et al.,
+"Robust fine-tuning of zero-shot models", 2022 (arXiv 2109.01903), equation 1, with s = 1 - alpha: what pre-training knew of classes
+that training does not show is not unlearned.
+
 It changes only between two outer steps. Settings, seeds and data are no part of it: they are the run's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +36,13 @@ class State:
 
     def __init__(self, config: Config, plan: build.Plan, ranks: Ranks, parts: build.Parts, folder: Path,
                  notice: Callable[[str], None]) -> None:  # fmt: skip
-        self.config, self.plan, self.ranks, self.folder, self.params = config, plan, ranks, folder, parts.worker.params
+        self.config, self.plan, self.ranks, self.folder = config, plan, ranks, folder
+        self.worker, self.params = parts.worker, parts.worker.params
         self.theta, rates = parts.theta, parts.setup.inner.rates.meta_parameter
         self.live: dict[str, Tensor] = {"theta": self.theta} | ({} if rates is None else {"rates": rates})
-        # for the table at the end; in host memory
-        self.initial = {name: value.to("cpu", copy=True) for name, value in self.live.items()} if config.eval_episodes else None
+        # for the table at the end and for mixtures; in host memory
+        asked = config.eval_episodes or config.start_share
+        self.initial = {name: value.to("cpu", copy=True) for name, value in self.live.items()} if asked else None
         self.outer = Outer(self.theta, parts.worker, config, parts.setup.inner)
         self.updates = Updates(self.outer, ranks.cross, config)
         self.best = Best(self.live) if config.load_best_model_at_end else None
@@ -76,6 +83,26 @@ class State:
         assert self.initial is not None
         for name, value in self.live.items():
             value.copy_(self.initial[name])
+
+    def mix(self) -> None:
+        """Put the mixture in place of theta; learned rates stay. Local."""
+        if self.config.start_share and self.initial is not None:
+            for piece in self.outer.home.pieces(slice(0, len(self.theta))):
+                self.theta[piece].lerp_(self.initial["theta"][piece].to(self.theta.device), self.config.start_share)
+
+    @contextmanager
+    def mixed(self) -> Iterator[None]:
+        """Theta is the mixture for as long; the worker holds theta afterwards. Collective: group, where there is a share."""
+        if not self.config.start_share:
+            yield
+            return
+        kept = self.theta.to("cpu", copy=True)
+        self.mix()
+        try:
+            yield
+        finally:
+            self.theta.copy_(kept)
+        self.worker.write(self.theta)
 
     def warm(self) -> None:
         """Make room for the first save, beside training."""

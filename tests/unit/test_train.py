@@ -119,6 +119,35 @@ def test_exported_rates_are_those_that_were_learned(tmp_path, learned):
             assert all(abs(a - b) < 0.1 for name in told for a, b in zip(told[name], start[name], strict=True))
 
 
+def test_what_comes_out_is_a_mixture_of_start_and_theta(tmp_path):
+    """And so is what is validated, while theta itself goes its way as if there were none."""
+    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
+
+    def run(name, **settings):
+        config = Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(tmp_path / name), k_shot=1, num_query=2,
+                        n_way=3, outer_steps=4, eval_steps=2, eval_episodes=4, logging_steps=1, save_steps=4,
+                        lr_scheduler_type="constant", outer_lr=0.05, meta_batch_size=2, **settings)  # fmt: skip
+        result = MetaTrainer(config).train()
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        theta = load_file(tmp_path / name / "checkpoint-4" / "shard-00000.safetensors")
+        return load_file(tmp_path / name / "model" / "model.safetensors"), lines, theta, result
+
+    plain, mixed, nearly = run("plain"), run("mixed", start_share=0.25), run("nearly", start_share=0.999)
+    began = load_file(model / "model.safetensors")
+    assert all(torch.equal(value, plain[2][name]) for name, value in mixed[2].items())
+    assert [line["loss"] for line in mixed[1] if "loss" in line] == [line["loss"] for line in plain[1] if "loss" in line]
+    moved = 0.0
+    for name, value in mixed[0].items():
+        if name in began and began[name].shape == value.shape:  # the head is of other classes
+            torch.testing.assert_close(value, 0.25 * began[name] + 0.75 * plain[0][name])
+            moved += float((value - began[name]).abs().sum())
+    assert moved > 1.0
+    validated = [[line["valid_loss"] for line in lines if "valid_loss" in line] for _, lines, _, _ in (plain, mixed, nearly)]
+    assert abs(validated[2][1] - validated[2][0]) < 0.1 * abs(validated[0][1] - validated[0][0])
+    assert validated[1] != validated[0]
+    assert nearly[3].after == nearly[3].after_from_start
+
+
 def test_the_best_validated_weights_are_exported(tmp_path):
     """Bit for bit those of a run that ends there, also when the run went on from a checkpoint that had met them."""
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
