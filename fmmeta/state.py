@@ -5,9 +5,9 @@
     the best validated weights, recent losses      what later decisions need
     a meta-gradient on its way (--outer_delay)     what has not moved theta yet
 
-What comes out at the end, and is validated before, may be a mixture (--start_share s): s theta_0 + (1 - s) theta. Wortsman et al.,
-"Robust fine-tuning of zero-shot models", 2022 (arXiv 2109.01903), equation 1, with s = 1 - alpha: what pre-training knew of classes
-that training does not show is not unlearned.
+What comes out at the end, and is validated before, may be a mixture (--start_share s): s theta_0 + (1 - s) theta. Wortsman et
+al., "Robust fine-tuning of zero-shot models", 2022 (arXiv 2109.01903), equation 1, with s = 1 - alpha: what pre-training knew of
+classes that training does not show is not unlearned.
 
 It changes only between two outer steps. Settings, seeds and data are no part of it: they are the run's own.
 """

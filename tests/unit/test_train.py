@@ -124,8 +124,8 @@ def test_what_comes_out_is_a_mixture_of_start_and_theta(tmp_path):
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
 
     def run(name, **settings):
-        config = Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(tmp_path / name), k_shot=1, num_query=2,
-                        n_way=3, outer_steps=4, eval_steps=2, eval_episodes=4, logging_steps=1, save_steps=4,
+        config = Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(tmp_path / name), k_shot=1,
+                        num_query=2, n_way=3, outer_steps=4, eval_steps=2, eval_episodes=4, logging_steps=1, save_steps=4,
                         lr_scheduler_type="constant", outer_lr=0.05, meta_batch_size=2, **settings)  # fmt: skip
         result = MetaTrainer(config).train()
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
