@@ -29,18 +29,18 @@ from fmmeta.progress import Progress
 
 RESULTS = Path(__file__).parent / "results" / "instructions.json"
 SHOTS = 5  # examples; as many queries
-PRETRAINED, BUDGET = 60_000, 60_000  # pairs through forward and backward passes
-OUTER_LRS = (1e-3, 3e-3)
-INNER = {"inner_lrs": [0.03, 0.1, 0.3, 1.0], "max_steps": 10}
+PRETRAINED, BUDGET = 120_000, 60_000  # pairs through forward and backward passes
+OUTER_LRS = (1e-3, 3e-3, 3e-4)
+INNER = {"inner_lrs": [0.01, 0.03, 0.1, 0.3], "max_steps": 10}
 VALID_EPISODES, TEST_EPISODES = 20, 110  # two of each of ten tasks, ten of each of eleven
 JOINT: dict[str, Any] = {"algorithm": "joint", "meta_batch_size": 4}
-PRETRAINING: dict[str, Any] = {**JOINT, "k_shot": 15, "num_query": 15}  # larger batches, of the same pairs
+PRETRAINING_LR = 3e-3
 ROWS: dict[str, dict[str, Any] | None] = {
     "untrained": None,  # from the config
     "pre-trained": None,
     "joint": JOINT,
-    "reptile": {"algorithm": "reptile", "meta_batch_size": 4, "inner_steps": 5, "inner_lr": 0.3},
-    "fomaml": {"algorithm": "fomaml", "meta_batch_size": 4, "inner_steps": 5, "inner_lr": 0.3},
+    "reptile": {"algorithm": "reptile", "meta_batch_size": 4, "inner_steps": 5, "inner_lr": 0.03},
+    "fomaml": {"algorithm": "fomaml", "meta_batch_size": 4, "inner_steps": 3, "inner_lr": 0.1},
 }
 COMMON: dict[str, Any] = {
     "task_type": "causal_lm",
@@ -107,7 +107,7 @@ def made(row: str, rate: float, asked: argparse.Namespace, data: list[str]) -> s
         return "tiny"
     base = f"{asked.folder}/base"
     if not Path(base, "model").is_dir():
-        train(PRETRAINING, PRETRAINED, "tiny", base, 2e-3, data)
+        train(JOINT, PRETRAINED, "tiny", base, PRETRAINING_LR, data)
     settings = ROWS[row]
     if settings is None:
         return f"{base}/model"

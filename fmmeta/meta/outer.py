@@ -11,7 +11,7 @@ all of it but the rates lies in host memory (parallel/home.py) and comes to the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from fmmeta.meta.direction import Direction
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.home import Home
+from fmmeta.parallel.shards import overlap
 from fmmeta.parallel.worker import Worker
 
 
@@ -50,20 +51,31 @@ class MetaGradient:
 
         One reduction of the rank's shard, whatever the number of tasks and inner steps. Collective: cross.
         """
-        return self.begin(cross, weight, wire)()
+        means = self.begin(cross, weight, wire)
+        return None if means is None else self.end(means)
 
-    def begin(self, cross: Communicator, weight: float, wire: torch.dtype | None = None) -> Callable[[], Tensor | None]:
-        """Begin `reduce`; what is returned waits for it, once. Until then nothing may be added. Collective: cross."""
+    def begin(self, cross: Communicator, weight: float, wire: torch.dtype | None = None) -> Iterator[slice] | None:
+        """Begin `reduce`. What is returned has to be run through, once: places of `sum`, each a mean when it comes, all of
+        `extra` before them. Until then nothing may be added. Collective: cross.
+        """
         if weight == 0:
-            return lambda: None
-        ends = [cross.begin_sum_(total, wire) for total in (*self.extra.values(), self.sum)]
+            return None
+        begun = [cross.begin_sum_(total, wire) for total in (*self.extra.values(), self.sum)]
+        return self._means(begun, weight)
 
-        def end() -> Tensor:
-            for ended in ends:
-                ended().div_(weight)
-            return self.sum
+    def _means(self, begun: Sequence[Iterator[slice]], weight: float) -> Iterator[slice]:
+        for total, places in zip(self.extra.values(), begun, strict=False):
+            for place in places:
+                total.view(-1)[place].div_(weight)
+        for place in begun[-1]:
+            self.sum[place].div_(weight)
+            yield place
 
-        return end
+    def end(self, means: Iterator[slice]) -> Tensor:
+        """Wait for all of them."""
+        for _ in means:
+            pass
+        return self.sum
 
     def clear(self) -> None:
         for total in (self.sum, *self.extra.values()):
@@ -123,16 +135,16 @@ class Outer:
         """Learning rate of the outer step with this number, counted from 0."""
         return self.peak * self.factor(outer_step)
 
-    def step(self, meta_grad: Tensor | None, outer_step: int, extra: Mapping[str, Tensor] | None = None) -> OuterStep:
-        """Move theta against `meta_grad` [S], and the rest as `extra` says, unless one is None or not finite. Collective:
-        group."""
+    def step(self, meta_grad: Tensor | None, outer_step: int, extra: Mapping[str, Tensor] | None = None,
+             places: Iterator[slice] | None = None) -> OuterStep:  # fmt: skip
+        """Move theta against `meta_grad` [S], and the rest as `extra` says, unless one is None or not finite. `places`: where
+        they come bucket by bucket (MetaGradient.begin); the norm of one is taken while later ones travel. Collective: group.
+        """
         extra = extra or {}
         lr = self.lr(outer_step)
         if meta_grad is None:
             return OuterStep(math.nan, lr, False)
-        if self.head is not None:
-            meta_grad[self.head] = 0
-        norm = math.sqrt(self.worker.dot(meta_grad, meta_grad))
+        norm = math.sqrt(self.worker.dot(meta_grad, meta_grad, self._without_head(meta_grad, places)))
         if self.rates is not None and not self._finite(extra["rates"]):
             norm = math.nan
         if not math.isfinite(norm):
@@ -174,6 +186,12 @@ class Outer:
         moved = {name: item for name, item in optimizer.state[value].items() if item is not None}
         self.numbers = {name: float(item) for name, item in moved.items() if not is_vector(item)}
         return {name: item for name, item in moved.items() if is_vector(item)}
+
+    def _without_head(self, meta_grad: Tensor, places: Iterator[slice] | None) -> Iterator[slice]:
+        for place in places or [slice(0, len(meta_grad))]:
+            if self.head is not None:
+                meta_grad[overlap(place, self.head)] = 0
+            yield place
 
     def _finite(self, gradient: Tensor) -> bool:
         """Whether the gradient of the rates is finite on every rank of the group. Collective: group."""

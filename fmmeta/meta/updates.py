@@ -13,7 +13,7 @@ What is on its way belongs to the state of a run: a checkpoint holds it, summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,10 +30,12 @@ WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class Pending:
-    """The meta-gradient of an outer step, on its way. `end` waits for it. `unread`: no task of its step could be had."""
+    """The meta-gradient of an outer step, on its way: `means` as MetaGradient.begin gave it, None if no task was finite.
+    `unread`: no task of its step could be had.
+    """
 
     meta: MetaGradient
-    end: Callable[[], Tensor | None]
+    means: Iterator[slice] | None
     outer_step: int
     unread: bool
 
@@ -68,7 +70,7 @@ class Updates:
         return self._finish(waited) if waited else None
 
     def _finish(self, due: Pending) -> OuterStep:
-        moved = self.outer.step(due.end(), due.outer_step, due.meta.extra)
+        moved = self.outer.step(None if due.means is None else due.meta.sum, due.outer_step, due.meta.extra, due.means)
         due.meta.clear()
         return replace(moved, unread=due.unread)
 
@@ -77,12 +79,13 @@ class Updates:
         kept = OuterState({}, {}, {})
         if self.pending is None:
             return kept, None
-        mean, of = self.pending.end(), self.pending
-        of.end = lambda: mean
-        if mean is not None:
+        of = self.pending
+        if of.means is not None:
+            mean = of.meta.end(of.means)
+            of.means = whole(mean)
             for name, value in {"theta": mean, **of.meta.extra}.items():
                 (kept.vectors if value.shape == mean.shape else kept.tables)[f"{MARK}{name}"] = value
-        return kept, {"outer_step": of.outer_step, "unread": of.unread, "finite": mean is not None}
+        return kept, {"outer_step": of.outer_step, "unread": of.unread, "finite": of.means is not None}
 
     def shape(self) -> dict[str, Tensor]:
         """Vectors of the size of those that `state` may give, to make room for."""
@@ -99,5 +102,10 @@ class Updates:
         for name, value in {"theta": meta.sum, **meta.extra}.items():
             if known["finite"]:
                 value.copy_(kept[name])
-        mean = meta.sum if known["finite"] else None
-        self.pending = Pending(meta, lambda: mean, known["outer_step"], known["unread"])
+        means = whole(meta.sum) if known["finite"] else None
+        self.pending = Pending(meta, means, known["outer_step"], known["unread"])
+
+
+def whole(vector: Tensor) -> Iterator[slice]:
+    """All places of what has arrived."""
+    return iter([slice(0, len(vector))])

@@ -31,19 +31,26 @@ import torch.distributed as dist
 
 from fmmeta.config import UsageError
 from fmmeta.parallel import network
-from fmmeta.parallel.home import chunk
 from fmmeta.parallel.layout import Launch, Layout
 from fmmeta.parallel.meeting import meet
 from fmmeta.parallel.nodes import Nodes
 from fmmeta.safety import disk_trouble
 
 TIMEOUT = timedelta(minutes=30)
+BUCKET = 2**23  # elements of a reduction that travel together: 32 MiB in fp32
 SAY_S = 10.0  # between two words of a rank that waits for another one
 T = TypeVar("T")
 
 
 class PeerError(RuntimeError):
     """Another rank failed with something that is no user error; its own log holds the traceback."""
+
+
+def land(part: torch.Tensor, staged: torch.Tensor, work: Any) -> None:
+    """Wait for a reduction and bring the result to where it belongs."""
+    work.wait()
+    if staged is not part:
+        part.copy_(staged)
 
 
 class Communicator:
@@ -54,38 +61,40 @@ class Communicator:
         self.bytes_sent = 0  # payload handed to the reductions since it was last set to 0
 
     def sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> torch.Tensor:
-        """Replace `tensor` by its sum over the ranks; from another device it goes in pieces. `wire`: what travels and is added
-        (default: the tensor's own dtype). Collective: this communicator.
+        """Replace `tensor` by its sum over the ranks. `wire`: what travels and is added (default: the tensor's own dtype).
+        Collective: this communicator.
         """
-        return self.begin_sum_(tensor, wire)()
+        for _ in self.begin_sum_(tensor, wire):
+            pass
+        return tensor
 
-    def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Callable[[], torch.Tensor]:
-        """Begin `sum_`; what is returned waits for its end and must be called before `tensor` is looked at. Meanwhile other
-        communicators may be used. From another device nothing is left to wait for. Collective: this communicator.
+    def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Iterator[slice]:
+        """Begin `sum_`, bucket by bucket. What is returned has to be run through, once: places of the flat tensor, each of which
+        may be looked at as soon as it comes. Until then other communicators may be used. From another device than the
+        communicator's two buckets travel at a time, and nothing is left to wait for. Collective: this communicator.
         """
+        flat = tensor.view(-1)
         if self.size == 1:
-            return lambda: tensor
-        wire = wire or tensor.dtype
-        away = tensor.device != self.device
+            return iter([slice(0, flat.numel())])
+        wire, away = wire or tensor.dtype, tensor.device != self.device
         under_way: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
-        for part in tensor.view(-1).split(chunk(self.device)) if away or wire != tensor.dtype else [tensor]:
+        parts = flat.split(BUCKET)
+        for number, part in enumerate(parts):
             staged = part.to(self.device, wire)
-            work = self.backend.allreduce([staged])
-            if away:
-                work.wait()
-                part.copy_(staged)
-            else:
-                under_way.append((part, staged, work))
+            under_way.append((part, staged, self.backend.allreduce([staged])))
+            while away and len(under_way) > (number + 1 < len(parts)):
+                land(*under_way.pop(0))
         self.bytes_sent += tensor.numel() * wire.itemsize
+        return self._arrivals(under_way, [part.numel() for part in parts])
 
-        def end() -> torch.Tensor:
-            for part, staged, work in under_way:
-                work.wait()
-                if staged is not part:
-                    part.copy_(staged)
-            return tensor
-
-        return end
+    @staticmethod
+    def _arrivals(under_way: list[tuple[torch.Tensor, torch.Tensor, Any]], lengths: list[int]) -> Iterator[slice]:
+        begin = 0
+        for length in lengths:
+            if under_way:
+                land(*under_way.pop(0))
+            yield slice(begin, begin + length)
+            begin += length
 
     def broadcast_(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Replace `tensor` by the root's. Collective: this communicator."""

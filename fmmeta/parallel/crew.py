@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -102,11 +102,11 @@ class Crew(Communicator):
             self.met, self.backend = "", None  # sockets close: the others need not wait for a timeout
             raise Lost(f"{doing}: {failure or 'another rank of this group has failed'}")
 
-    def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Callable[[], torch.Tensor]:
+    def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Iterator[slice]:
         """As the base; it has ended when this returns. Raises `Lost`. Collective: this communicator, own."""
         if self.size > 1:
-            self._attempt(lambda: Communicator.begin_sum_(self, tensor, wire)(), "a sum")
-        return lambda: tensor
+            self._attempt(lambda: list(Communicator.begin_sum_(self, tensor, wire)), "a sum")
+        return iter([slice(0, tensor.numel())])
 
     def broadcast_(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """As the base. Raises `Lost`. Collective: this communicator, own."""
@@ -139,12 +139,12 @@ class Everyone(Communicator):
     def size(self) -> int:  # type: ignore[override]
         return self.crew.size * self.own.size
 
-    def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Callable[[], torch.Tensor]:
+    def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Iterator[slice]:
         """As the base; it has ended when this returns. Raises `Lost`. Collective: everyone."""
         sent = self.crew.bytes_sent
         self.crew.sum_(self.own.sum_(tensor, wire), wire)
         self.crew.bytes_sent = sent  # those of meta-gradients are counted, as without a crew
-        return lambda: tensor
+        return iter([slice(0, tensor.numel())])
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """As the base: groups in the order of their names, then ranks. Raises `Lost`. Collective: everyone."""

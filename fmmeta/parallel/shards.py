@@ -61,6 +61,12 @@ class Fragment:
         part.copy_(flat.view_as(part))
 
 
+def overlap(a: slice, b: slice) -> slice:
+    """What two stretches of a vector have in common; it may be empty."""
+    begin = max(a.start, b.start)
+    return slice(begin, max(begin, min(a.stop, b.stop)))
+
+
 @dataclass(frozen=True)
 class ParamMap:
     """Names for the elements of a rank's flat vector.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.home import chunk
-from fmmeta.parallel.shards import ParamMap
+from fmmeta.parallel.shards import ParamMap, overlap
 from fmmeta.tasks.batch import MicroBatch
 
 Update = Callable[[Tensor, Tensor, slice], None]
@@ -187,12 +187,14 @@ class Worker(ABC):
             part.add_(there.to(part.device))
         return way
 
-    def dot(self, a: Tensor, b: Tensor) -> float:
-        """Inner product over the whole model. Collective: group (none if replicated)."""
-        product = torch.zeros((), dtype=torch.float64, device=self.device)
-        for run in self.params.counted():
-            for x, y in self._pieces(a[run], b[run]):  # fp64 copies are twice the size
-                product += torch.dot(x.to(self.device).double(), y.to(self.device).double())
+    def dot(self, a: Tensor, b: Tensor, places: Iterable[slice] | None = None) -> float:
+        """Inner product over the whole model. `places`: all of the vector, each looked at when it comes. Collective: group (none
+        if replicated)."""
+        product, counted = torch.zeros((), dtype=torch.float64, device=self.device), self.params.counted()
+        for place in [slice(0, len(a))] if places is None else places:
+            for here in (overlap(place, run) for run in counted):
+                for x, y in self._pieces(a[here], b[here]):  # fp64 copies are twice the size
+                    product += torch.dot(x.to(self.device).double(), y.to(self.device).double())
         return float(product if self.params.replicated else self.group.sum_(product))
 
     def dots(self, a: Tensor, b: Tensor, segments: Sequence[tuple[int, int, int]], count: int) -> Tensor:
@@ -203,9 +205,8 @@ class Worker(ABC):
         sums = torch.zeros(count, dtype=torch.float64, device=a.device)
         for run in self.params.counted():
             for begin, end, layer in segments:
-                here = slice(max(begin, run.start), min(end, run.stop))
-                if here.start < here.stop:
-                    sums[layer] += torch.dot(a[here].double(), b[here].double())
+                here = overlap(slice(begin, end), run)
+                sums[layer] += torch.dot(a[here].double(), b[here].double())
         sums = sums.cpu()
         return sums if self.params.replicated else self.group.sum_(sums)
 

@@ -17,6 +17,7 @@ from fmmeta.cli import parse
 from fmmeta.config import Config, UsageError
 from fmmeta.feed import Reader
 from fmmeta.guard import Guard
+from fmmeta.meta.outer import MetaGradient
 from fmmeta.models.load import load_learner
 from fmmeta.parallel import communicator
 from fmmeta.parallel.communicator import PeerError, World, pick_device
@@ -47,6 +48,26 @@ def together(world: World) -> None:
         print(f"own {error}")
     gathered = world.comm.gather_bytes(f"after {rank}".encode() if rank else b"")
     print(gathered)
+
+
+def buckets(world: World) -> None:
+    """A sum comes bucket by bucket, each whole when it comes, whatever travels; its mean and norm are those of the whole."""
+    communicator.BUCKET = 8
+    comm, share = world.comm, world.launch.global_rank + 1.0
+    for wire in (None, torch.bfloat16):
+        vector, seen = torch.arange(20.0) * share, []
+        wanted = torch.arange(20.0) * sum(range(1, comm.size + 1))
+        for place in comm.begin_sum_(vector, wire):
+            assert torch.equal(vector[place], wanted[place])
+            seen.append((place.start, place.stop))
+        print(f"{wire} {seen}")
+    meta = MetaGradient(torch.zeros(20), {"rates": torch.zeros(2, 2)})
+    meta.sum += share
+    meta.extra["rates"] += share
+    means = meta.begin(comm, 3.0)
+    assert means is not None
+    for place in means:
+        print(f"mean {meta.sum[place].tolist()} {meta.extra['rates'].tolist()}")
 
 
 def equal_start(world: World) -> None:

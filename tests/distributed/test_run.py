@@ -312,6 +312,14 @@ def test_no_rank_raises_alone():
     assert all("[b'', b'after 1', b'after 2']" in text for text in outputs)
 
 
+def test_a_reduction_comes_bucket_by_bucket():
+    for text in scenario("buckets", 2):
+        places = "[(0, 8), (8, 16), (16, 20)]"
+        assert [line for line in text.splitlines() if places in line] == [f"None {places}", f"torch.bfloat16 {places}"]
+        means = [line for line in text.splitlines() if line.startswith("mean")]
+        assert means == [f"mean {[1.0] * length} [[1.0, 1.0], [1.0, 1.0]]" for length in (8, 8, 4)]
+
+
 def test_initial_weights_are_made_equal_and_checked():
     first, second = scenario("equal_start", 2)
     hashes = [re.findall(r"^hash (\S+) ", text, re.MULTILINE) for text in (first, second)]
