@@ -21,14 +21,14 @@ from fmmeta import evaluate
 RESULTS = Path(__file__).parent / "results" / "choose.json"
 SPLIT = "01"
 FROZEN = "frozen"
+DROPPED: dict[str, Any] = {"example_transforms": ["fmmeta.tasks.transforms:drop_words"]}
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {  # rows of text in training, settings beside METRIC
     FROZEN: (0, {}),
-    "lr 2e-5": (8000, {"outer_lr": 2e-5}),
-    "lr 5e-5": (8000, {"outer_lr": 5e-5}),
     "lr 1e-4": (8000, {"outer_lr": 1e-4}),
-    "lr 1e-4, temperature 0.1": (8000, {"outer_lr": 1e-4, "feature_norm": 5**0.5}),
-    "lr 1e-4, 25 ways, 3 queries": (8000, {"outer_lr": 1e-4, "n_way": 25, "num_query": 3}),
-    "lr 1e-4, twice as long": (16000, {"outer_lr": 1e-4}),
+    "lr 1e-4, share 0.4": (8000, {"outer_lr": 1e-4, "start_share": 0.4}),
+    "lr 1e-4, share 0.4, words dropped": (8000, {"outer_lr": 1e-4, "start_share": 0.4, **DROPPED}),
+    "lr 2e-4, share 0.6, words dropped": (8000, {"outer_lr": 2e-4, "start_share": 0.6, **DROPPED}),
+    "lr 1e-4, share 0.6, words dropped, twice as long": (16000, {"outer_lr": 1e-4, "start_share": 0.6, **DROPPED}),
 }
 
 
