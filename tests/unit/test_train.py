@@ -125,8 +125,8 @@ def test_what_comes_out_is_a_mixture_of_start_and_theta(tmp_path):
 
     def run(name, **settings):
         config = Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(tmp_path / name), k_shot=1,
-                        num_query=2, n_way=3, outer_steps=4, eval_steps=2, eval_episodes=4, logging_steps=1, save_steps=4,
-                        lr_scheduler_type="constant", outer_lr=0.05, meta_batch_size=2, **settings)  # fmt: skip
+                        num_query=2, n_way=3, outer_steps=4, logging_steps=1, save_steps=4, lr_scheduler_type="constant",
+                        outer_lr=0.05, meta_batch_size=2, **{"eval_steps": 2, "eval_episodes": 4, **settings})  # fmt: skip
         result = MetaTrainer(config).train()
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         theta = load_file(tmp_path / name / "checkpoint-4" / "shard-00000.safetensors")
@@ -134,6 +134,8 @@ def test_what_comes_out_is_a_mixture_of_start_and_theta(tmp_path):
 
     plain, mixed, nearly = run("plain"), run("mixed", start_share=0.25), run("nearly", start_share=0.999)
     began = load_file(model / "model.safetensors")
+    unseen = run("unseen", start_share=0.25, eval_episodes=0, eval_steps=0)[0]
+    assert all(torch.equal(value, unseen[name]) for name, value in mixed[0].items())
     assert all(torch.equal(value, plain[2][name]) for name, value in mixed[2].items())
     assert [line["loss"] for line in mixed[1] if "loss" in line] == [line["loss"] for line in plain[1] if "loss" in line]
     moved = 0.0
