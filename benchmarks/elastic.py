@@ -34,9 +34,9 @@ from safetensors import safe_open
 
 from benchmarks.common import spread, write_json
 from fmmeta import Config, MetaTrainer
+from fmmeta.elastic.supervisor import ElasticConfig as Elastic
+from fmmeta.elastic.supervisor import Group, Supervisor
 from fmmeta.models.load import describe, load_learner
-from fmmeta.supervisor import ElasticConfig as Elastic
-from fmmeta.supervisor import Group, Supervisor
 from fmmeta.tasks.transforms import TextEpisode
 from tests.nursery import Rank, shared
 

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from fmmeta import attendance, build, record
+from fmmeta import build, record
 from fmmeta.config import Config, UsageError
+from fmmeta.elastic import attendance
 from fmmeta.export import export
 from fmmeta.feed import Feed, Reader
 from fmmeta.fewshot.gains import against_start, show

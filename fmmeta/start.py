@@ -43,7 +43,7 @@ def open_run(config: Config, fingerprint: str, comm: Communicator) -> Start:
     with comm.together("opening output_dir"):
         if comm.rank == 0:
             folder = place_of(config, fingerprint)
-            if not config.elastic:  # there whoever writes has the lock (attendance.py)
+            if not config.elastic:  # there whoever writes has the lock (elastic/attendance.py)
                 lock = hold(folder)
                 checkpoint.put_back(folder)
             start = find_start(config, fingerprint, folder)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 
-from fmmeta import attendance, build
+from fmmeta import build
 from fmmeta.config import Config
+from fmmeta.elastic import attendance
 from fmmeta.guard import Guard
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch

@@ -7,7 +7,7 @@
 Tensors travel by gloo in host memory on every kind of device: a NCCL communicator that has lost a rank cannot be given up without
 the process. Each meeting has a communicator of its own, made at the first member's venue.
 
-Nothing here knows theta; who has to heal from whom is told (roll.py), and healing.py does it. No pickles: notes are JSON.
+Nothing here knows theta; who has to heal from whom is told (roll.py), and elastic/healing.py does it. No pickles: notes are JSON.
 """
 
 from __future__ import annotations

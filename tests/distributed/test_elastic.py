@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from benchmarks.elastic import SLEEP, Born, Trial, alone, lines_of, parity, theta_of
+from fmmeta.elastic.supervisor import Group
 from fmmeta.parallel import quorum
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.crew import Crew, Lost
 from fmmeta.parallel.quorum import Line, coordination
 from fmmeta.signals import Fault
-from fmmeta.supervisor import Group
 from tests.launch import run_ranks
 from tests.nursery import ROOT, environment, free_port
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fmmeta.attendance import MOST, Elastic
 from fmmeta.config import Config
-from fmmeta.joining import mark_of
+from fmmeta.elastic.attendance import MOST, Elastic
+from fmmeta.elastic.joining import mark_of
 from fmmeta.parallel.crew import Lost
 from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.quorum import reachable_as

@@ -35,11 +35,9 @@ ORDER = [
     {"fewshot"},
     {"state"},
     {"journal"},
-    {"healing", "joining", "lighthouse"},
-    {"attendance"},
+    {"elastic"},
     {"run"},
     {"train"},
-    {"supervisor"},
     {"cli"},
     {"__main__"},
 ]

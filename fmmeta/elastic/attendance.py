@@ -21,9 +21,9 @@ from typing import Any
 
 from fmmeta import checkpoint
 from fmmeta.config import Config, UsageError
+from fmmeta.elastic.healing import Running, heal
+from fmmeta.elastic.joining import join, with_crew
 from fmmeta.guard import Guard
-from fmmeta.healing import Running, heal
-from fmmeta.joining import join, with_crew
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.crew import Crew, Lost
 from fmmeta.parallel.roll import Roll
