@@ -31,7 +31,7 @@ SETTINGS = {"algorithm": "fomaml", "n_way": 5, "k_shot": 5, "num_query": 5, "inn
 
 
 class Floor:
-    """FOMAML as one would write it for one model and one device: autograd, foreach updates, torch's AdamW. Zero head per task."""
+    """FOMAML as one would write it for one model and one device: autograd, foreach updates, torch's fused AdamW. Zero head per task."""
 
     def __init__(self, model: Any, config: Config) -> None:
         self.model, self.config = model, config
@@ -40,8 +40,8 @@ class Floor:
         self.body = [p for p in self.params if p not in head]
         decayed = [p for p in self.body if p.ndim > 1]
         plain = [p for p in self.body if p.ndim < 2]
-        self.optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain}],
-                                           lr=config.outer_lr, eps=config.adam_epsilon, weight_decay=0.0)  # fmt: skip
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain}]
+        self.optimizer = torch.optim.AdamW(groups, lr=config.outer_lr, eps=config.adam_epsilon, weight_decay=0.0, fused=True)
         for p in head:
             nn.init.zeros_(p)
 
