@@ -31,7 +31,7 @@ SETTINGS = {"algorithm": "fomaml", "n_way": 5, "k_shot": 5, "num_query": 5, "inn
 
 
 class Floor:
-    """FOMAML as one would write it for one model and one device: autograd, foreach updates, torch's fused AdamW. Zero head per task."""
+    """FOMAML as one would write it for one model and one device: autograd, foreach updates, fused AdamW. Zero head per task."""
 
     def __init__(self, model: Any, config: Config) -> None:
         self.model, self.config = model, config
