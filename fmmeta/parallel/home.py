@@ -23,6 +23,11 @@ def chunk(device: torch.device) -> int:
     return 2**20 if device.type == "cpu" else 2**22
 
 
+def pieces(device: torch.device, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Vectors of one length, cut alike."""
+    return zip(*(vector.split(chunk(device)) for vector in vectors), strict=True)
+
+
 @dataclass(frozen=True)
 class Home:
     """`device`: where work happens; `offload`: whether idle vectors stay in host memory."""

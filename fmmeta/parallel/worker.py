@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fmmeta.parallel.communicator import Communicator
-from fmmeta.parallel.home import chunk
+from fmmeta.parallel.home import pieces
 from fmmeta.parallel.shards import ParamMap, overlap
 from fmmeta.tasks.batch import MicroBatch
 
@@ -147,7 +147,7 @@ class Worker(ABC):
         """See add_gradient: of what `step` shows to an update, agreed or not."""
 
         def add(shard: Tensor, grad: Tensor, where: slice) -> None:
-            for part, more in self._pieces(total[where], grad):
+            for part, more in pieces(self.device, total[where], grad):
                 part.add_(more.to(part.device), alpha=weight)
             if restore is not None:
                 shard.copy_(restore[where])
@@ -160,7 +160,7 @@ class Worker(ABC):
     def add_travelled(self, total: Tensor, weight: float, theta: Tensor) -> None:
         """Add `weight` times (theta minus what the worker holds) to `total` [S], piece by piece."""
         for tensor, place in self.held():
-            for part, there, here in self._pieces(total[place], theta[place], tensor):
+            for part, there, here in pieces(self.device, total[place], theta[place], tensor):
                 part.add_(there.to(here.device).sub(here).to(part.device), alpha=weight)
 
     @abstractmethod
@@ -183,7 +183,7 @@ class Worker(ABC):
     def travelled(self, theta: Tensor) -> Tensor:
         """theta minus what the worker holds, fp32 [S] beside the shards, wherever theta lies."""
         way = self.read().neg_()
-        for part, there in self._pieces(way, theta):
+        for part, there in pieces(self.device, way, theta):
             part.add_(there.to(part.device))
         return way
 
@@ -193,7 +193,7 @@ class Worker(ABC):
         product, counted = torch.zeros((), dtype=torch.float64, device=self.device), self.params.counted()
         for place in [slice(0, len(a))] if places is None else places:
             for here in (overlap(place, run) for run in counted):
-                for x, y in self._pieces(a[here], b[here]):  # fp64 copies are twice the size
+                for x, y in pieces(self.device, a[here], b[here]):  # fp64 copies are twice the size
                     product += torch.dot(x.to(self.device).double(), y.to(self.device).double())
         return float(product if self.params.replicated else self.group.sum_(product))
 
@@ -209,11 +209,6 @@ class Worker(ABC):
                 sums[layer] += torch.dot(a[here].double(), b[here].double())
         sums = sums.cpu()
         return sums if self.params.replicated else self.group.sum_(sums)
-
-    def _pieces(self, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Vectors of one length, cut alike into what is worked on at a time."""
-        size = chunk(self.device)
-        return zip(*(vector.split(size) for vector in vectors), strict=True)
 
     def whole(self, vector: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
         """One whole parameter out of the group's vectors. Collective: group."""
