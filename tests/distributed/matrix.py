@@ -53,7 +53,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp32", "bf16"),
     "outer": ("sgd", "adamw"),
     "head": ("zero", "learned", "prototype"),
-    "extra": ("none", "micro", "offload"),  # micro-batches of one row; optimizer offload
+    "extra": ("none", "micro", "offload"),  # micro-batches of two rows; optimizer offload
     "also": ("nothing", "lora", "checkpointing", "both", "offload_outer", "packing"),  # the others belong to stages
 }
 ALSO: dict[str, dict[str, Any]] = {
@@ -328,7 +328,7 @@ class Bench:
             config = {**self.settings(case), "deepspeed": str(ds), "group_size": str(group_size), "pipeline_stages": case.stages,
                       "tensor_parallel_size": case.tensor, "lora_merge": case.export and "lora_r" in case.settings,
                       "engine": "plain" if case.stage == "plain" else "deepspeed",
-                      "micro_batch_size": 1 if case.extra == "micro" else 32}  # fmt: skip
+                      "micro_batch_size": 2 if case.extra == "micro" else 32}  # fmt: skip
             listed.append({"id": case.id, "config": config, "export": case.export})
         file = self.folder / f"cases-{chosen[0].id}.json"
         file.write_text(json.dumps(listed))
