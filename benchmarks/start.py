@@ -2,9 +2,10 @@
 
     python -m benchmarks.start --json benchmarks/results/start.json
 
-The floors, measured in turn: an interpreter that does nothing, and one that imports torch and transformers' model classes, which
-every run has to. First outer step: its line in metrics.jsonl, of the built-in model and suite, by `fmmeta train` and by the
-`deepspeed` launcher on two ranks as in `make demo`. The first run of each warms the disk and is left out.
+The floors, measured in turn: an interpreter that does nothing, one that imports torch and transformers' model classes, which
+every run has to, and the `deepspeed` launcher with ranks that import those and DeepSpeed and do nothing else. First outer step:
+its line in metrics.jsonl, of the built-in model and suite, by `fmmeta train` and by the launcher, bare and on two ranks as in
+`make demo`. The first run of each warms the disk and is left out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from benchmarks.common import spread, table, write_json
 ROOT = Path(__file__).parent.parent
 TIMED = "import time; began = time.perf_counter(); {}; print(time.perf_counter() - began)"
 SHORT = ["--outer_steps", "1", "--eval_episodes", "0", "--save_steps", "0"]
+IMPORTS = "import torch, transformers.models.bert.modeling_bert"
+LAUNCHERS = {"deepspeed": ["deepspeed"], "deepspeed --num_gpus 2": ["deepspeed", "--master_port", "29871", "--num_gpus", "2"]}
 
 
 def environment() -> dict[str, str]:
@@ -62,24 +65,35 @@ def first_step(command: list[str]) -> tuple[float, float]:
     return seen, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def imports_alone(launcher: list[str]) -> tuple[float, float]:
+    """Seconds that the launcher needs for ranks that import what every rank has to, from start to end."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "imports.py")
+        script.write_text(f"{IMPORTS}, deepspeed\n")
+        subprocess.run([*launcher, str(script)], check=True, env=environment(), cwd=ROOT, capture_output=True)
+    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json")
     given = parser.parse_args()
     imports = {"nothing": "pass", "import fmmeta": "import fmmeta", "import fmmeta.cli": "import fmmeta.cli",
-               "torch and transformers": "import torch, transformers.models.bert.modeling_bert"}  # fmt: skip
-    commands = {
-        "fmmeta train": [sys.executable, "-m", "fmmeta", "train"],
-        "deepspeed --num_gpus 2": ["deepspeed", "--master_port", "29871", "--num_gpus", "2", "launch/train.py", "--deepspeed",
-                                   "ds_configs/zero2.json"],
-    }  # fmt: skip
+               "torch and transformers": IMPORTS}  # fmt: skip
+    script = ["launch/train.py", "--deepspeed", "ds_configs/zero2.json"]
+    commands = {"fmmeta train": [sys.executable, "-m", "fmmeta", "train"],
+                **{name: [*launcher, *script] for name, launcher in LAUNCHERS.items()}}  # fmt: skip
     found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(given.repeats + 1):
         for name, code in imports.items():
             found.setdefault(name, []).append(statement(code))
         for name, command in commands.items():
             found.setdefault(name, []).append(first_step(command))
+        for name, launcher in LAUNCHERS.items():
+            found.setdefault(f"{name}, imports alone", []).append(imports_alone(launcher))
     results: dict[str, Any] = {name: {"wall": spread([w for w, _ in costs[1:]]), "cpu": spread([c for _, c in costs[1:]])}
                                for name, costs in found.items()}  # fmt: skip
     print(table(["", "seconds", "quartiles", "CPU seconds of the process"],
