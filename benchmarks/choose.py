@@ -15,20 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import table
-from benchmarks.intents import EPISODES, METRIC, QUERIES, SETS, SHOTS, keep, parser_of, read, trained
+from benchmarks.intents import DROPPED, EPISODES, METRIC, QUERIES, SETS, SHOTS, keep, parser_of, read, trained
 from fmmeta import evaluate
 
 RESULTS = Path(__file__).parent / "results" / "choose.json"
 SPLIT = "01"
 FROZEN = "frozen"
-DROPPED: dict[str, Any] = {"example_transforms": ["fmmeta.tasks.transforms:drop_words"]}
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {  # rows of text in training, settings beside METRIC
     FROZEN: (0, {}),
     "lr 1e-4": (8000, {"outer_lr": 1e-4}),
     "lr 1e-4, share 0.4": (8000, {"outer_lr": 1e-4, "start_share": 0.4}),
     "lr 1e-4, share 0.4, words dropped": (8000, {"outer_lr": 1e-4, "start_share": 0.4, **DROPPED}),
-    "lr 2e-4, share 0.6, words dropped": (8000, {"outer_lr": 2e-4, "start_share": 0.6, **DROPPED}),
-    "lr 1e-4, share 0.6, words dropped, twice as long": (16000, {"outer_lr": 1e-4, "start_share": 0.6, **DROPPED}),
 }
 
 

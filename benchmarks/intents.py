@@ -39,6 +39,7 @@ BUDGETS = {"best": 8000}  # chosen with the rest of that recipe (choose.py)
 COMMON: dict[str, Any] = {"num_query": 1, "k_shot": 1, "max_length": 64, "save_steps": 0, "load_best_model_at_end": True,
                           "lr_scheduler_type": "linear", "warmup_steps": 10, "micro_batch_size": 32}  # fmt: skip
 METRIC: dict[str, Any] = {"feature_norm": COSINE, "algorithm": "protonet", "n_way": 20, "meta_batch_size": 1, "eval_episodes": 20}
+DROPPED: dict[str, Any] = {"example_transforms": ["fmmeta.tasks.transforms:drop_words"]}
 TASKS: dict[str, Any] = {"n_way": 5, "meta_batch_size": 4, "eval_episodes": 10}
 INNER: dict[str, Any] = {**TASKS, "inner_steps": 5, "inner_lr": 0.1, "outer_lr": 5e-5}
 ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-training, method of the test
@@ -54,7 +55,7 @@ ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-train
     ),
     "reptile": ({**INNER, "algorithm": "reptile"}, "finetune"),
     "anil": ({**INNER, "algorithm": "anil"}, "finetune"),
-    "best": ({**METRIC, "outer_lr": 5e-5}, "prototype"),
+    "best": ({**METRIC, "outer_lr": 1e-4, "start_share": 0.4, **DROPPED}, "prototype"),
 }
 FREE = ("none+prototype", "none+linear")  # one pass over the rows serves both
 
