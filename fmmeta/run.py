@@ -264,8 +264,9 @@ class Run:
             self.save(last=True)
         if state.best is not None:
             self.progress.notice(state.best.take())
-        if self.trains:
+        if self.trains and config.start_share:
             state.mix()
+            self.progress.notice(f"start_share={config.start_share:g}: that share of the model is the weights at the start")
         self.guard.begin_stage("exporting the model")
         export(self.folder / "model", self.theta, self.worker, self.parts.frozen, config, self.plan.description,
                self.plan.tokenizer, self.ranks, self.parts.setup.inner.rates)  # fmt: skip

@@ -86,9 +86,9 @@ class State:
 
     def mix(self) -> None:
         """Put the mixture in place of theta; learned rates stay. Local."""
-        if self.config.start_share and self.initial is not None:
-            for piece in self.outer.home.pieces(slice(0, len(self.theta))):
-                self.theta[piece].lerp_(self.initial["theta"][piece].to(self.theta.device), self.config.start_share)
+        assert self.initial is not None
+        for piece in self.outer.home.pieces(slice(0, len(self.theta))):
+            self.theta[piece].lerp_(self.initial["theta"][piece].to(self.theta.device), self.config.start_share)
 
     @contextmanager
     def mixed(self) -> Iterator[None]:
