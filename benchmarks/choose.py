@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import table
-from benchmarks.intents import DROPPED, EPISODES, METRIC, QUERIES, SETS, SHOTS, keep, parser_of, read, trained
+from benchmarks.common import keep, read, table
+from benchmarks.intents import DROPPED, EPISODES, METRIC, QUERIES, SETS, SHOTS, parser_of, trained
 from fmmeta import evaluate
 
 RESULTS = Path(__file__).parent / "results" / "choose.json"

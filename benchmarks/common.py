@@ -77,3 +77,13 @@ def plot(path: str | None, draw: Any) -> None:
     draw(axes)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The cells that are known."""
+    return json.loads(file.read_text(encoding="utf-8"))["cells"] if file.is_file() else {}
+
+
+def keep(file: Path, cells: dict[str, Any]) -> None:
+    """Add cells to what the file holds by now."""
+    write_json(file, {"cells": {**read(file), **cells}})

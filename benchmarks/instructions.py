@@ -14,13 +14,12 @@ Finished trainings lie in --folder, finished cells in benchmarks/results/instruc
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import machine, table
+from benchmarks.common import keep, read, table
 from fmmeta import Config, MetaTrainer, evaluate
 from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.fewshot.settings import TuneConfig
@@ -71,15 +70,11 @@ def main() -> None:
     parser.add_argument("--json", default=str(RESULTS))
     asked = parser.parse_args()
     file = Path(asked.json)
-    known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"cells": {}}
     plan = [(row, rate) for rate in OUTER_LRS for row in asked.rows if ROWS[row]]
     for row, rate in [*((row, 0.0) for row in asked.rows if not ROWS[row]), *plan]:
-        if f"{row} {rate:g}" not in known["cells"]:
-            known["cells"][f"{row} {rate:g}"] = cell(row, rate, asked)
-            known["machine"] = machine()
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    print(show(known["cells"]))
+        if f"{row} {rate:g}" not in read(file):
+            keep(file, {f"{row} {rate:g}": cell(row, rate, asked)})
+    print(show(read(file)))
 
 
 def cell(row: str, rate: float, asked: argparse.Namespace) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import table, write_json
+from benchmarks.common import keep, read, table
 from fmmeta import Config, MetaTrainer, evaluate
 
 RESULTS = Path(__file__).parent / "results" / "intents.json"
@@ -95,16 +95,6 @@ def parser_of(doc: str | None, results: Path) -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further cell after this long")
     parser.add_argument("--json", default=str(results))
     return parser
-
-
-def read(file: Path) -> dict[str, Any]:
-    """The cells that are known."""
-    return json.loads(file.read_text(encoding="utf-8"))["cells"] if file.is_file() else {}
-
-
-def keep(file: Path, cells: dict[str, Any]) -> None:
-    """Add cells to what the file holds by now."""
-    write_json(file, {"cells": {**read(file), **cells}})
 
 
 def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -70,8 +70,7 @@ class Unrolled:
     def _short(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None) -> Direction:
         """Order 1 and nothing else: the query gradient at phi_K; restoring theta costs no pass of its own."""
         adapted: Adapted = self.inner.adapt(worker, theta, episode.support)
-        passes = adapted.passes or [worker.forward(episode.support)]
-        v, more = None, []
+        passes, v, more = adapted.passes, None, []
         if total is not None:
             counts = 1.0 if all([step.finite for step in passes]) else 0.0
             query = worker.add_gradient(total, counts, episode.query, theta)
