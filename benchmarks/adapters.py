@@ -1,15 +1,16 @@
-"""Adapters of several tasks in one pass against one task after the other: the same episodes, the same directions.
+"""Several tasks in one pass against one task after the other: the same episodes, the same sum of directions.
 
     python -m benchmarks.adapters --json benchmarks/results/adapters.json
 
-One rank, one thread; FOMAML on LoRA adapters and a head over MiniLM, 8 tasks of clinc150, 5-way 1-shot and 5-shot. The floor is
-what `--task_batch 1` does, measured in turn with `--task_batch 8` on the same batches. The last line is how many times as many
-episodes per CPU second the batched path gets through.
+One rank, one thread; 8 tasks of clinc150, 5-way 1-shot and 5-shot with as many queries, MiniLM. Rows: FOMAML on LoRA adapters and
+a head, ANIL, prototypical networks. The floor is what `--task_batch 1` does, measured in turn with `--task_batch 8` on the same
+batches. The last line is how many times as many episodes per CPU second the batched path gets through.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,32 +21,41 @@ from benchmarks.floor import SETTINGS
 from benchmarks.stepping import Cost, alone, find_data, find_model, prepare
 from fmmeta.config import Config
 from fmmeta.meta.algorithms import RULES
+from fmmeta.meta.outer import MetaGradient
 from fmmeta.meta.together import together
+
+ROWS: dict[str, dict[str, Any]] = {
+    "lora": {"algorithm": "fomaml", "lora_r": 8},
+    "anil": {"algorithm": "anil", "micro_batch_size": 64},
+    "protonet": {"algorithm": "protonet", "inner_steps": 0, "micro_batch_size": 64},
+}
 
 
 def measure(config: Config, tasks: int, repeats: int, world: Any, ranks: Any) -> tuple[dict[str, Any], Any]:
     prepared, ranks = prepare(config, world, ranks)
     run = prepared.run
-    rule = RULES[config.algorithm](run.parts.setup, 0)
-    batched = together(replace(config, task_batch=str(tasks)), run.worker, run.parts.setup.inner, 1)
-    assert batched is not None
+    rule: Any = RULES[config.algorithm](run.parts.setup, 0)
+    several: Any = together(replace(config, task_batch=str(tasks)), run.worker, run.parts.setup.inner) or rule
     load = run.parts.load(prepared.plan.sources.train)
     costs: dict[str, list[Cost]] = {"alone": [], "together": []}
     apart = 0.0
     for number in range(repeats + 1):
         found = [load(task).batches for task in run.schedule.meta_batch(number)]
         episodes = [episode for episode in found if episode is not None]
-        kept: dict[str, list[Any]] = {}
+        ways: dict[str, Callable[[torch.Tensor], list[Any]]] = {
+            "alone": lambda total, all_=episodes: [rule.direction(run.worker, run.theta, one, total) for one in all_],
+            "together": lambda total, all_=episodes: several.directions(run.worker, run.theta, all_, total),
+        }
+        sums = []
+        for name, way in ways.items():
+            sums.append(MetaGradient(run.theta))
 
-        def alone_(kept: dict[str, list[Any]] = kept, episodes: Any = episodes) -> None:
-            kept["alone"] = [rule.direction(run.worker, run.theta, episode) for episode in episodes]
+            def take(way: Any = way, into: MetaGradient = sums[-1]) -> None:
+                for direction in way(into.sum):
+                    into.add(direction)
 
-        def at_once(kept: dict[str, list[Any]] = kept, episodes: Any = episodes) -> None:
-            kept["together"] = batched.directions(run.worker, run.theta, episodes)  # type: ignore[arg-type]
-
-        costs["alone"].append(Cost.of(alone_))
-        costs["together"].append(Cost.of(at_once))
-        a, b = (torch.stack([one.shards for one in kept[name]]) for name in ("alone", "together"))
+            costs[name].append(Cost.of(take))
+        a, b = (each.sum for each in sums)
         apart = max(apart, float((a - b).norm() / a.norm()))
     result: dict[str, Any] = {"apart": apart, "tasks": tasks}
     for kind in ("cpu", "wall"):
@@ -59,6 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path")
     parser.add_argument("--data")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--tasks", type=int, default=8)
     parser.add_argument("--shots", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--inner_steps", type=int, default=5)
@@ -66,13 +77,14 @@ def main() -> None:
     parser.add_argument("--json")
     given = parser.parse_args()
     world, ranks, results = alone(), None, {}
-    for shots in given.shots:
-        config = Config(**{**SETTINGS, "k_shot": shots, "num_query": shots}, lora_r=8, meta_batch_size=given.tasks,
-                        model_name_or_path=find_model(given.model_name_or_path), dataset=[find_data(given.data)],
-                        inner_steps=given.inner_steps, outer_steps=given.repeats + 1, group_size="1")  # fmt: skip
-        results[f"{shots}-shot"], ranks = measure(config, given.tasks, given.repeats, world, ranks)
+    for row in given.rows:
+        for shots in given.shots:
+            settings = {**SETTINGS, "k_shot": shots, "num_query": shots, "inner_steps": given.inner_steps, **ROWS[row]}
+            config = Config(**settings, meta_batch_size=given.tasks, model_name_or_path=find_model(given.model_name_or_path),
+                            dataset=[find_data(given.data)], outer_steps=given.repeats + 1, group_size="1")  # fmt: skip
+            results[f"{row} {shots}-shot"], ranks = measure(config, given.tasks, given.repeats, world, ranks)
     world.close()
-    print(table(["", "alone CPU s", "together CPU s", "speed-up", "quartiles", "wall", "directions apart"],
+    print(table(["", "alone CPU s", "together CPU s", "speed-up", "quartiles", "wall", "sums apart"],
                 [[name, f"{r['cpu']['alone']['median']:.3f}", f"{r['cpu']['together']['median']:.3f}",
                   f"{r['cpu']['speedup']['median']:.2f}",
                   f"{r['cpu']['speedup']['low']:.2f} to {r['cpu']['speedup']['high']:.2f}",
@@ -80,7 +92,7 @@ def main() -> None:
     write_json(given.json, {"adapters": results})
     worst = max(r["apart"] for r in results.values())
     if not worst < 1e-4:
-        raise SystemExit(f"adapters: the two paths' directions are {worst:.1e} apart")
+        raise SystemExit(f"adapters: the two paths' sums are {worst:.1e} apart")
     print("adapters: " + ", ".join(f"{name} {r['cpu']['speedup']['median']:.2f}x" for name, r in results.items()))
 
 

@@ -40,8 +40,8 @@ def peers(axes: Any, found: dict[str, Any]) -> None:
 
 
 def adapters(axes: Any, found: dict[str, Any]) -> None:
-    times = {name: r["cpu"]["speedup"]["median"] for name, r in found["adapters"].items()}
-    bars(axes, times, 1, "episodes per CPU second by one task at a time's", "LoRA on 8 tasks in one pass")
+    times = {name.replace(" ", "\n"): r["cpu"]["speedup"]["median"] for name, r in found["adapters"].items()}
+    bars(axes, times, 1, "episodes per CPU second by one task at a time's", "8 tasks in one pass")
 
 
 def start(axes: Any, found: dict[str, Any]) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 UNROLLED = ("fomaml", "maml", "boil", "proto_maml", "meta_sgd")  # a loss is differentiated through the inner loop
 SECOND_ORDER = ("maml", "boil", "proto_maml", "meta_sgd", "anil")
 DIFFERENCES = ("maml", "boil", "proto_maml", "meta_sgd", "imaml")  # take Hessian-vector products
+PULLED = ("anil", "protonet")  # the body stands still; tasks share its passes
+PLAIN = ("fomaml", "reptile")
 UNTRAINED = ("none", "in_context")
 HEAD_OF = {"proto_maml": "prototype", "protonet": "prototype", "boil": "learned"}
 
@@ -96,8 +98,8 @@ def _of_the_spread(c: Any) -> Iterator[str]:
     for name, why in (of_stages if stages > 1 else of_tensor).items():
         if getattr(c, name):
             yield f"{spread} with {name}={getattr(c, name)}: {why}; use ZeRO 3, or leave {name} out"
-    if tensor > 1 and (c.prototype_gradient or c.algorithm in ("anil", "protonet")):
-        what = f"algorithm={c.algorithm}" if c.algorithm in ("anil", "protonet") else "prototype_gradient=True"
+    if tensor > 1 and (c.prototype_gradient or c.algorithm in PULLED):
+        what = f"algorithm={c.algorithm}" if c.algorithm in PULLED else "prototype_gradient=True"
         yield (f"{spread} with {what}: gradients back through features are not implemented for cut layers (each rank of a tensor "
                "set needs those of its rows, and one of them holds the rows); use ZeRO 3 or pipeline stages")  # fmt: skip
     if c.algorithm == "in_context":
@@ -167,19 +169,25 @@ def _of_task_batches(c: Any) -> Iterator[str]:
     """What one pass for several tasks does not go with."""
     if c.task_batch == "1":
         return
-    wrong = {
-        "lora_r=0, whose tasks need a whole model each": not c.lora_r,
-        f"algorithm={c.algorithm}, which is no rule of first order": c.algorithm not in ("fomaml", "reptile"),
-        f"pipeline_stages={c.pipeline_stages}": c.pipeline_stages > 1,
-        f"n_way_max={c.n_way_max}, where tasks have heads of different sizes": c.n_way_max is not None,
-        "packing=True": c.packing,
-        f"inner_state={c.inner_state}": c.inner_state != "reset",
-        f"inner_lr_learned={c.inner_lr_learned}": c.inner_lr_learned != "no",
-        f"inner_lr_groups={' '.join(c.inner_lr_groups)}": bool(c.inner_lr_groups),
-        f"multi_step_loss_steps={c.multi_step_loss_steps}": c.multi_step_loss_steps > 0,
-        "prototype_gradient=True": c.prototype_gradient,
-        "offload_outer=True": c.offload_outer,
-    }
+    if c.algorithm in PULLED:
+        wrong = {
+            f"max_task_norm={c.max_task_norm}, which looks at each task's direction": c.max_task_norm is not None,
+            f"max_task_loss={c.max_task_loss}, which may drop a task of several": c.max_task_loss is not None,
+        }
+    else:
+        wrong = {
+            f"lora_r=0, where tasks of {c.algorithm} need a whole model each": not c.lora_r,
+            f"algorithm={c.algorithm}, which is neither of first order nor leaves the body alone": c.algorithm not in PLAIN,
+            f"pipeline_stages={c.pipeline_stages}": c.pipeline_stages > 1,
+            f"n_way_max={c.n_way_max}, where tasks have heads of different sizes": c.n_way_max is not None,
+            "packing=True": c.packing,
+            f"inner_state={c.inner_state}": c.inner_state != "reset",
+            f"inner_lr_learned={c.inner_lr_learned}": c.inner_lr_learned != "no",
+            f"inner_lr_groups={' '.join(c.inner_lr_groups)}": bool(c.inner_lr_groups),
+            f"multi_step_loss_steps={c.multi_step_loss_steps}": c.multi_step_loss_steps > 0,
+            "prototype_gradient=True": c.prototype_gradient,
+            "offload_outer=True": c.offload_outer,
+        }
     for what, is_so in wrong.items():
         if is_so:
             yield f"task_batch={c.task_batch} is not implemented with {what}; leave it out, or use --task_batch 1"
@@ -191,7 +199,8 @@ def _of_compiling(c: Any) -> Iterator[str]:
         f"pipeline_stages={c.pipeline_stages}, whose stages are no whole model": c.pipeline_stages > 1,
         f"tensor_parallel_size={c.tensor_parallel_size}, whose layers talk to each other": c.tensor_parallel_size > 1,
         "engine=deepspeed, which hooks into modules": c.engine == "deepspeed",
-        f"task_batch={c.task_batch}, whose tasks stand in for layers in each pass": c.task_batch != "1",
+        f"task_batch={c.task_batch}, whose tasks stand in for layers in each pass": c.task_batch != "1"
+        and c.algorithm not in PULLED,
         "gradient_checkpointing=True, which computes layers again": c.gradient_checkpointing,
         "packing=True": c.packing,
     }

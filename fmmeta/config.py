@@ -239,8 +239,8 @@ class ParallelConfig:
     )
     task_batch: str = setting(
         "1",
-        "With --lora_r: tasks of a group whose rows go through the frozen base together, each with adapters of its own; auto: as "
-        "many as fit into micro_batch_size rows",
+        "With anil, protonet or --lora_r: tasks of a group whose rows go through the body together, each with a head and "
+        "adapters of its own; auto: as many as fit into micro_batch_size rows",
     )
     elastic: bool = setting(
         False, "This launch is one group of a run whose groups come and go (`fmmeta elastic` starts them; docs/elastic.md)"

@@ -25,12 +25,11 @@ from fmmeta.guard import Guard
 from fmmeta.journal import Journal
 from fmmeta.meta.algorithms import NUMBERS, RULES
 from fmmeta.meta.check import Checked, check
-from fmmeta.meta.direction import Direction, Rule
+from fmmeta.meta.direction import Direction, Rule, Several
 from fmmeta.meta.outer import OuterStep
 from fmmeta.meta.tally import Tally
-from fmmeta.meta.together import together
+from fmmeta.meta.together import most_at_once, together
 from fmmeta.parallel.communicator import Ranks
-from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.profiler import Profiler
 from fmmeta.progress import Progress
 from fmmeta.report import page
@@ -66,8 +65,7 @@ class Run:
         self.trains = config.algorithm in RULES
         self.rule_at = partial(RULES[config.algorithm], parts.setup) if self.trains else None
         with ranks.world.together("making room for several tasks"):
-            rows = min(config.micro_batch_size, config.most_shots * (config.most_classes or 1))
-            self.together = together(config, self.worker, parts.setup.inner, rows)
+            self.together = together(config, self.worker, parts.setup.inner)
         self.held_out = HeldOut(config, self.worker, self.theta, parts.setup.learning, parts.load, ranks, progress)
         self.schedule = build.training_schedule(config, plan, ranks.layout)
         self.guard = guard or Guard(config, ranks, parts.worker)
@@ -164,12 +162,13 @@ class Run:
 
     def _directions(self, rule: Rule, episodes: list[Batches]) -> Iterator[tuple[Direction, int]]:
         """What each of this group's tasks says, and its tokens, until the group is to leave. Collective: group."""
-        most = self.together.most if self.together else 1
+        most, total = most_at_once(self.config), self.state.updates.meta.sum if self.guard.trusts else None
+        several = self.together or rule
         for begin in range(0, len(episodes), most):
             if self.guard.leaves():
                 return
-            some, total = episodes[begin : begin + most], self.state.updates.meta.sum if self.guard.trusts else None
-            found = (self.together.directions(cast(WholeWorker, self.worker), self.theta, some) if self.together
+            some = episodes[begin : begin + most]
+            found = (cast(Several, several).directions(self.worker, self.theta, some, total) if most > 1
                      else [rule.direction(self.worker, self.theta, some[0], total)])  # fmt: skip
             for episode in some:
                 yield found.pop(0), sum(episode.tokens)  # held nowhere else

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from fmmeta.combinations import PULLED
 from fmmeta.config import Config
 
 MOMENTS = {"adamw": 2, "sgd": 0, "nesterov": 1, "adagrad": 1, "adamax": 2, "nadam": 2, "radam": 2, "rmsprop": 1}
 """Vectors that each outer optimizer keeps."""
 WORK = 5  # vectors that a Hessian-vector product and the way back need beside the direction
 UNROLLED = ("maml", "boil", "proto_maml", "meta_sgd")
-PULLED = ("anil", "protonet")
-"""What a task says of a body that stands still is pulled back through it in one pass (algorithms/anil.py)."""
 
 
 class Passes(NamedTuple):
@@ -31,17 +30,22 @@ class Passes(NamedTuple):
         return self.support + self.query
 
 
+def rows_of(config: Config) -> tuple[int, int]:
+    """Rows of the largest support set, and of a query set."""
+    classes = config.most_classes or 1
+    return config.most_shots * classes, config.num_query * classes
+
+
 def keeps_means(config: Config, data: int) -> bool:
     """Whether the first inner step goes on from the features of the class means: the support set is one micro-batch."""
-    return config.inner_steps > 0 and -(-config.most_shots * config.most_classes // data) <= config.micro_batch_size
+    return config.inner_steps > 0 and -(-rows_of(config)[0] // data) <= config.micro_batch_size
 
 
 def keeps_support(config: Config, data: int) -> bool:
     """Whether one of `data` ranks that share a set's rows may keep the activations of the support set while the query set goes
     through the model (PULLED): a micro-batch may have as many rows.
     """
-    rows = [-(-each * config.most_classes // data) for each in (config.most_shots, config.num_query)]
-    return sum(rows) <= config.micro_batch_size
+    return sum(-(-rows // data) for rows in rows_of(config)) <= config.micro_batch_size
 
 
 def passes(config: Config, data: int = 1, keeps: bool = True) -> Passes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,4 +46,14 @@ class Rule(Protocol):
 
     def direction(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None = None) -> Direction:
         """Meta-gradient of one task; a rule that needs no vector for it may add it to `total` itself. Collective: group."""
+        ...
+
+
+class Several(Protocol):
+    """What takes several tasks in one pass."""
+
+    def directions(
+        self, worker: Worker, theta: Tensor, episodes: Sequence[Batches], total: Tensor | None = None
+    ) -> list[Direction]:
+        """Meta-gradients of some tasks, each a vector or added to `total`. Collective: group."""
         ...

@@ -14,28 +14,31 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fmmeta.config import Config
+from fmmeta.meta.costs import PULLED, rows_of
 from fmmeta.meta.direction import Direction
 from fmmeta.meta.head import class_means
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.models.learner import Learner
 from fmmeta.models.task_axis import TaskAxis
-from fmmeta.parallel.task_batch import TaskBatch, joined
+from fmmeta.parallel.task_batch import TaskBatch
 from fmmeta.parallel.whole_worker import WholeWorker
-from fmmeta.parallel.worker import Pass
-from fmmeta.tasks.batch import Batches
+from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.tasks.batch import Batches, joined
 
 
 @dataclass(frozen=True)
 class Together:
-    """`most` tasks at a time; the worker holds theta before, meanwhile and afterwards."""
+    """Several tasks at a time; the worker holds theta before, meanwhile and afterwards."""
 
     inner: InnerLoop
     axis: TaskAxis
-    most: int
     reptile: bool = False
 
-    def directions(self, worker: WholeWorker, theta: Tensor, episodes: Sequence[Batches]) -> list[Direction]:
-        """Meta-gradients of at most `most` tasks. Collective: group."""
+    def directions(
+        self, worker: Worker, theta: Tensor, episodes: Sequence[Batches], total: Tensor | None = None
+    ) -> list[Direction]:
+        """Meta-gradients of some tasks, each a vector of its own. Collective: group."""
+        assert isinstance(worker, WholeWorker)
         batch = TaskBatch(worker, self.axis, theta, len(episodes))
         support, query = [episode.support for episode in episodes], [episode.query for episode in episodes]
         if self.inner.head.kind == "prototype" and self.inner.head.names:
@@ -65,11 +68,17 @@ class Together:
                 batch.set(name, task, value)
 
 
-def together(config: Config, worker: object, inner: InnerLoop, rows: int) -> Together | None:
-    """What --task_batch asks for; None for one task at a time. rows: of a task's micro-batch, for `auto`. Raises `UsageError`."""
-    most = max(1, config.micro_batch_size // rows) if config.task_batch == "auto" else int(config.task_batch)
-    if most == 1 or not isinstance(worker, WholeWorker):
+def most_at_once(config: Config) -> int:
+    """Tasks of a group whose rows share a pass, as --task_batch asks; auto: as many as fit into micro_batch_size rows."""
+    if config.task_batch != "auto":
+        return int(config.task_batch)
+    support, query = (min(config.micro_batch_size, each) for each in rows_of(config))
+    return max(1, config.micro_batch_size // (support + query if config.algorithm in PULLED else support))
+
+
+def together(config: Config, worker: Worker, inner: InnerLoop) -> Together | None:
+    """The rules over adapters; None for one task at a time, and where the rule itself takes several. Raises `UsageError`."""
+    if most_at_once(config) == 1 or config.algorithm in PULLED or not isinstance(worker, WholeWorker):
         return None
-    learner = getattr(worker.model, "module", worker.model)
-    assert isinstance(learner, Learner)
-    return Together(inner, TaskAxis(learner), most, config.algorithm == "reptile")
+    assert isinstance(worker.learner, Learner)
+    return Together(inner, TaskAxis(worker.learner), config.algorithm == "reptile")

@@ -12,21 +12,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fmmeta.models.losses import per_row
 from fmmeta.models.task_axis import TaskAxis
 from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.parallel.worker import Pass, Update
-from fmmeta.tasks.batch import IGNORE, MicroBatch
-
-Sets = Sequence[Sequence[MicroBatch]]
-"""Micro-batches of one set of each task."""
+from fmmeta.tasks.batch import MicroBatch, Sets, joined
 
 
 class TaskBatch:
@@ -126,32 +121,3 @@ class TaskBatch:
             self.worker.group.sum_(flat)
         for block, part in zip(self.blocks.values(), flat.split([each.numel() for each in whole]), strict=True):
             block.copy_(part.view(1, *block.shape[1:]).expand_as(block))
-
-
-def joined(sets: Sets) -> list[MicroBatch]:
-    """The m-th micro-batches of all tasks as one, for every m: as many rows and tokens each, filled with rows of weight 0."""
-    found = []
-    for each in zip_longest(*sets):
-        present = [batch if batch is not None else empty(own[-1]) for batch, own in zip(each, sets, strict=True)]
-        rows, tokens = max(len(b.input_ids) for b in present), max(b.input_ids.shape[1] for b in present)
-        padded = [widened(batch, rows, tokens) for batch in present]
-        parts = [torch.cat([getattr(b, name) for b in padded]) for name in ("input_ids", "attention_mask", "labels", "weights")]
-        found.append(MicroBatch(*parts, classes=present[0].classes))
-    return found
-
-
-def empty(batch: MicroBatch) -> MicroBatch:
-    return MicroBatch(batch.input_ids, batch.attention_mask, batch.labels, torch.zeros_like(batch.weights), batch.classes)
-
-
-def widened(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
-    """Tokens that nobody looks at, and copies of the last row that count nothing."""
-    wider = tokens - batch.input_ids.shape[1]
-    more = rows - len(batch.input_ids)
-    ids = F.pad(batch.input_ids, (0, wider))
-    mask = F.pad(batch.attention_mask, (0, wider))
-    labels = F.pad(batch.labels, (0, wider), value=IGNORE) if batch.labels.ndim == 2 else batch.labels
-    if more == 0:
-        return MicroBatch(ids, mask, labels, batch.weights, batch.classes)
-    ids, mask, labels = (torch.cat([each, each[-1:].expand(more, *each.shape[1:])]) for each in (ids, mask, labels))
-    return MicroBatch(ids, mask, labels, F.pad(batch.weights, (0, more)), batch.classes)

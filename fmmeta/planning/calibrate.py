@@ -115,11 +115,12 @@ def product_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float
     import torch
 
     from fmmeta.config import Config
+    from fmmeta.meta.costs import rows_of
     from fmmeta.models.load import auto_class, describe
     from fmmeta.models.stages import FAMILIES
     from fmmeta.models.stream import initialise, wrap_without_storage
     from fmmeta.models.timing import layer_seconds
-    from fmmeta.planning.sizes import micro_batches, rows_of
+    from fmmeta.planning.sizes import micro_batches
     from fmmeta.planning.work import products
 
     alone = {"pipeline_stages": 1, "tensor_parallel_size": 1, "lora_r": 0, "gradient_checkpointing": False}

@@ -60,24 +60,18 @@ def counts(learner: Learner) -> tuple[int, int]:
     return trained, sum(param.numel() for param in learner.parameters()) - trained
 
 
-def rows_of(config: Config) -> tuple[int, int]:
-    """Rows of the largest support set, and of a query set."""
-    classes = config.most_classes or 1
-    return config.most_shots * classes, config.num_query * classes
-
-
 def stage_rows(config: Config, data: int = 1) -> int:
     """Most rows of a micro-batch in a pipeline, so small that every stage can work on one."""
-    return min(config.micro_batch_size, max(1, -(-rows_of(config)[0] // (data * config.pipeline_stages))))
+    return min(config.micro_batch_size, max(1, -(-of_rules.rows_of(config)[0] // (data * config.pipeline_stages))))
 
 
 def most_rows(config: Config, data: int = 1) -> int:
     """Most rows of a forward pass on one of `data` ranks: a micro-batch of each of the tasks that share it."""
     most = stage_rows(config, data) if config.pipeline_stages > 1 else config.micro_batch_size
     tasks = 1 if config.task_batch == "auto" else int(config.task_batch)
-    found = [micro_batches(rows, data, most)[1] for rows in rows_of(config)]
+    found = [micro_batches(rows, data, most)[1] for rows in of_rules.rows_of(config)]
     if config.algorithm in of_rules.PULLED and of_rules.keeps_support(config, data):
-        return sum(found)  # the support set's activations wait for the query set
+        return tasks * sum(found)  # the support set's activations wait for the query set
     return tasks * max(found)
 
 

@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 from fmmeta.config import Config
-from fmmeta.meta.costs import passes
+from fmmeta.meta.costs import passes, rows_of
 from fmmeta.models.learner import Learner
 from fmmeta.models.stages import plan_cut
 from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.footprint import Sizes
 from fmmeta.parallel.tensor import cut_patterns
-from fmmeta.planning.sizes import micro_batches, rows_of, stage_rows
+from fmmeta.planning.sizes import micro_batches, stage_rows
 
 COLUMNS = 5  # products cut by columns in a layer of parallel/tensor.py's plan: queries, keys, values, gate and up
 

@@ -1,16 +1,18 @@
 """Examples as tokens, and a set of them cut into this rank's micro-batches.
 
 A set (support or query) is dealt over the ranks of a group so that every rank gets the same number of micro-batches,
-rows of like length lie together, and the weights make the losses add up to the mean over the whole set.
+rows of like length lie together, and the weights make the losses add up to the mean over the whole set. Sets of several tasks
+are joined where their rows go through a model together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100  # no loss is taken at this label
@@ -161,3 +163,44 @@ def collate(rows: Sequence[Example], weight: float, pad_token_id: int, classes: 
         else:
             labels[i] = row.labels  # type: ignore[assignment]
     return MicroBatch(input_ids, mask, labels, torch.full((len(rows),), weight), classes)
+
+
+Sets = Sequence[Sequence[MicroBatch]]
+"""Micro-batches of one set of each task."""
+
+
+def joined(sets: Sets) -> list[MicroBatch]:
+    """The m-th micro-batches of all tasks as one, for every m: as many rows and tokens each, filled with rows of weight 0."""
+    found = []
+    for present in zip(*alike(sets), strict=True):
+        parts = [torch.cat([getattr(b, name) for b in present]) for name in ("input_ids", "attention_mask", "labels", "weights")]
+        found.append(MicroBatch(*parts, classes=present[0].classes))
+    return found
+
+
+def alike(sets: Sets) -> list[list[MicroBatch]]:
+    """Every task's micro-batches, as many as every other's, the m-th of all of one shape; what fills them counts nothing."""
+    found: list[list[MicroBatch]] = [[] for _ in sets]
+    for each in zip_longest(*sets):
+        present = [batch if batch is not None else empty(own[-1]) for batch, own in zip(each, sets, strict=True)]
+        rows, tokens = max(len(b.input_ids) for b in present), max(b.input_ids.shape[1] for b in present)
+        for own, batch in zip(found, present, strict=True):
+            own.append(widened(batch, rows, tokens))
+    return found
+
+
+def empty(batch: MicroBatch) -> MicroBatch:
+    return MicroBatch(batch.input_ids, batch.attention_mask, batch.labels, torch.zeros_like(batch.weights), batch.classes)
+
+
+def widened(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
+    """Tokens that nobody looks at, and copies of the last row that count nothing."""
+    wider = tokens - batch.input_ids.shape[1]
+    more = rows - len(batch.input_ids)
+    ids = F.pad(batch.input_ids, (0, wider))
+    mask = F.pad(batch.attention_mask, (0, wider))
+    labels = F.pad(batch.labels, (0, wider), value=IGNORE) if batch.labels.ndim == 2 else batch.labels
+    if more == 0:
+        return MicroBatch(ids, mask, labels, batch.weights, batch.classes)
+    ids, mask, labels = (torch.cat([each, each[-1:].expand(more, *each.shape[1:])]) for each in (ids, mask, labels))
+    return MicroBatch(ids, mask, labels, F.pad(batch.weights, (0, more)), batch.classes)

@@ -63,6 +63,7 @@ ALSO: dict[str, dict[str, Any]] = {
     "offload_outer": {"offload_outer": True},
     "packing": {"packing": True},
     "together": {"lora_r": 4, "task_batch": "2"},  # of 3 tasks
+    "pooled": {"task_batch": "2"},
     "both": {"lora_r": 4, "gradient_checkpointing": True},
     "delay": {"outer_delay": 1},  # test_delay.py has its cases
     "wire": {"reduce_dtype": "bf16"},

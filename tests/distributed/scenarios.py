@@ -154,13 +154,14 @@ def graph_of(node: Any) -> set[str]:
     return {each.name() for each in seen}
 
 
-def gathers(world: World, model: str, data: str) -> None:
+def gathers(world: World, model: str, data: str, kind: str) -> None:
     """An outer step of 8 tasks under ZeRO 3 on 2 ranks, one by one and all in one pass: how often anything is gathered, and where
     theta ends.
     """
     ends, ranks = {}, world.split(2)
+    settings = {"adapters": {"task_type": "causal_lm", "lora_r": 2}, "heads": {"algorithm": "anil", "n_way": 2}}[kind]
     for at_once in ("1", "8"):
-        config = Config(model_name_or_path=model, dataset=[data], task_type="causal_lm", lora_r=2, num_query=2, k_shot=2,
+        config = Config(model_name_or_path=model, dataset=[data], **settings, num_query=2, k_shot=2,
                         group_size="2", deepspeed="ds_configs/zero3.json", meta_batch_size=8, task_batch=at_once, outer_steps=2,
                         inner_steps=2, inner_lr=0.3, outer_optimizer="sgd", outer_lr=0.5, eval_episodes=0, save_steps=0,
                         num_workers="0")  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.matrix import Bench, Case, tolerance
 from tests.launch import run_ranks
-from tests.models import save_llama, write_pairs
+from tests.models import save_bert, save_llama, write_classes, write_pairs
 
 ROWS = [
     ((1, 2), 3, "fomaml", "llama", "fp32", "zero", "none"),
@@ -18,8 +18,16 @@ ROWS = [
     ((1, 2), 3, "fomaml", "llama", "bf16", "zero", "none"),
     ((2, 1), "plain", "fomaml", "bert", "fp32", "zero", "none"),
 ]
+POOLED = [
+    ((1, 2), 3, "anil", "zero", 1),
+    ((1, 2), 2, "protonet", "prototype", 1),
+    ((1, 2), 0, "anil", "learned", 2),  # stages
+    ((2, 1), "plain", "anil", "prototype", 1),
+]
 CASES = [Case(layout, stage, algorithm, "several", "default", model, dtype, "sgd", head, extra, "together")
          for layout, stage, algorithm, model, dtype, head, extra in ROWS]  # fmt: skip
+CASES += [Case(layout, stage, algorithm, "several", "default", "bert", "fp32", "sgd", head, "micro", "pooled", stages)
+          for layout, stage, algorithm, head, stages in POOLED]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +46,13 @@ def test_ends_where_the_oracle_ends(bench, layout):
 
 
 @pytest.mark.timeout(600)
-def test_zero_3_gathers_the_base_once_for_eight_tasks(tmp_path):
-    model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
-    ended = run_ranks(["-m", "tests.distributed.scenarios", "gathers", str(model), str(data)], 2, timeout_s=560).ok()
+@pytest.mark.parametrize("kind", ["adapters", "heads"])
+def test_zero_3_gathers_the_base_once_for_eight_tasks(kind, tmp_path):
+    if kind == "adapters":
+        model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
+    else:
+        model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl")
+    ended = run_ranks(["-m", "tests.distributed.scenarios", "gathers", str(model), str(data), kind], 2, timeout_s=560).ok()
     for text in ended.output:
         told = re.search(r"gathers (\d+) (\d+) apart (\S+)", text)
         assert told, text[-2000:]

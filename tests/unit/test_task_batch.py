@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.meta.algorithms import RULES
-from fmmeta.meta.together import Together, together
+from fmmeta.meta.together import Together, most_at_once, together
 from fmmeta.models.lora import inject
 from fmmeta.models.task_axis import TaskAxis, per_task
 from tests.models import save_bert, write_classes
@@ -47,7 +48,7 @@ def adapted(kind: str, **settings):
 def found(learner, config, episodes, poison: int | None = None):
     worker = worker_of(learner, config)
     theta = worker.read()
-    batched = together(config, worker, setup_of(worker, config).inner, 4)
+    batched = together(config, worker, setup_of(worker, config).inner)
     assert batched is not None
     cut = [batches_of(episode) for episode in episodes]
     if poison is not None:
@@ -108,7 +109,7 @@ def test_every_layer_of_the_base_is_called_once_per_pass():
         if kind:
             module.register_forward_hook(lambda *_, kind=kind: counts.update({kind: counts[kind] + 1}))
     layers = sum(name.endswith("base_layer") for name, _ in worker.model.named_modules())
-    batched = together(config, worker, setup_of(worker, config).inner, 4)
+    batched = together(config, worker, setup_of(worker, config).inner)
     assert batched is not None
     batched.directions(worker, worker.read(), [batches_of(episode) for episode in episodes])
     assert counts == {"base": layers * (config.inner_steps + 1), "lora": 0}
@@ -119,7 +120,7 @@ def test_bf16_rounds_as_the_worker_does():
     episodes = [episode_of(learner, 4, 4, seed=seed) for seed in range(2)]
     worker = worker_of(learner, config, bf16=True)
     theta, cut = worker.read(), [batches_of(episode) for episode in episodes]
-    batched = together(config, worker, setup_of(worker, config, True).inner, 4)
+    batched = together(config, worker, setup_of(worker, config, True).inner)
     assert batched is not None
     rule = RULES["fomaml"](setup_of(worker, config, True), 0)
     for direction, own in zip(batched.directions(worker, theta, cut), cut, strict=True):
@@ -131,14 +132,15 @@ def test_auto_takes_as_many_as_fit_a_micro_batch():
     learner, config = adapted("mean", algorithm="fomaml")
     worker = worker_of(learner, config)
 
-    def most(rows, **settings):
-        made = together(replace(config, **settings), worker, setup_of(worker, config).inner, rows)
-        return made.most if made else 1
+    def most(shots, **settings):
+        return most_at_once(replace(config, n_way=5, k_shot=shots, num_query=2, **settings))
 
-    assert most(5, task_batch="auto", micro_batch_size=32) == 6
-    assert most(25, task_batch="auto", micro_batch_size=32) == 1
-    assert most(25, task_batch="8") == 8
-    assert most(5, task_batch="1") == 1
+    assert most(1, task_batch="auto", micro_batch_size=32) == 6
+    assert most(5, task_batch="auto", micro_batch_size=32) == 1
+    assert most(5, task_batch="8") == 8
+    assert most(1, task_batch="1") == 1
+    assert most(1, task_batch="auto", micro_batch_size=32, algorithm="anil") == 2  # activations of 5 + 10 rows each
+    assert together(replace(config, task_batch="1"), worker, setup_of(worker, config).inner) is None
 
 
 def test_the_forward_functions_come_back():
@@ -167,14 +169,83 @@ def test_a_trained_layer_of_another_kind_is_refused_by_name():
     learner, config = adapted("mean", algorithm="fomaml")
     learner.hf.embeddings.LayerNorm.weight.requires_grad_(True)
     worker = worker_of(learner, config)
-    text = refusal(together, config, worker, setup_of(worker, config).inner, 4)
+    text = refusal(together, config, worker, setup_of(worker, config).inner)
     assert text == ("task_batch: hf.embeddings.LayerNorm.weight is trained, and belongs to no linear layer nor to an adapter of "
                     "one; use --task_batch 1")  # fmt: skip
 
 
+POOLED = [
+    {"algorithm": "anil", "head_init": "learned"},
+    {"algorithm": "anil", "head_init": "prototype", "prototype_gradient": True, "inner_optimizer": "momentum"},
+    {"algorithm": "anil", "first_order_steps": 9, "inner_lr_schedule": "linear"},
+    {"algorithm": "anil", "micro_batch_size": 4},  # the support set is not kept
+    {"algorithm": "protonet"},
+]
+
+
+def pooled(settings, count: int = 3):
+    """A worker, its rule, and episodes of which some have fewer micro-batches than others."""
+    learner = bert("mean")
+    config = config_of(learner, task_batch="3", **{"micro_batch_size": 32, "k_shot": 3, "num_query": 3, **settings})
+    worker = worker_of(learner, config)
+    episodes = [episode_of(learner, *rows, seed=seed) for seed, rows in enumerate(RARE[:count])]
+    return learner, config, worker, RULES[config.algorithm](setup_of(worker, config), 0), episodes
+
+
+@pytest.mark.parametrize("settings", POOLED, ids=lambda each: "-".join(map(str, each.values())))
+def test_tasks_of_one_body_say_in_one_pass_what_the_oracle_says_of_each(settings):
+    learner, config, worker, rule, episodes = pooled(settings)
+    theta, total = worker.read(), torch.zeros(worker.params.numel)
+    cut = [batches_of(episode) for episode in episodes]
+    found = rule.directions(worker, theta, cut, total)
+    assert torch.equal(worker.read(), theta)
+    wanted: dict = {}
+    for episode in episodes:
+        for name, value in told_by_oracle(learner, config, episode)[0].items():
+            wanted[name] = wanted.get(name, 0) + value
+    here = meta_parameters(learner, config, by_name(worker, total))
+    assert cosine_and_error(here, meta_parameters(learner, config, wanted))[1] < 1e-5
+    for direction, own in zip(found, cut, strict=True):
+        alone = rule.direction(worker, theta, own)
+        assert (direction.vector, direction.finite) == (None, True)
+        for mine, theirs in ((direction.support, alone.support), (direction.query, alone.query)):
+            assert mine.stats.tolist() == pytest.approx(theirs.stats.tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("settings", POOLED, ids=lambda each: "-".join(map(str, each.values())))
+def test_a_pooled_task_that_is_not_finite_leaves_the_others_alone(settings):
+    *_, worker, rule, episodes = pooled(settings)
+    theta, total, wanted = worker.read(), torch.ones(worker.params.numel), torch.ones(worker.params.numel)
+    cut = [batches_of(episode) for episode in episodes]
+    for own in (cut[0], cut[2]):
+        rule.direction(worker, theta, own, wanted)
+    cut[1].query[0].weights *= float("inf")
+    found = rule.directions(worker, theta, cut, total)
+    assert [direction.finite for direction in found] == [True, False, True]
+    assert torch.equal(total, wanted)
+
+
+@pytest.mark.parametrize(
+    ("settings", "calls"), [(POOLED[0], 2), (POOLED[3], 3 + 3 + 3), (POOLED[2], 2)], ids=["kept", "again", "first"]
+)
+def test_the_body_is_called_once_for_all_of_its_tasks(settings, calls):
+    *_, worker, rule, episodes = pooled(settings)
+    seen = []
+    worker.learner.hf.register_forward_hook(lambda *_: seen.append(1))
+    size = rule.config.micro_batch_size
+    cut = [batches_of(episode, size) for episode in episodes]
+    rule.directions(worker, worker.read(), cut, torch.zeros(worker.params.numel))
+    assert len(seen) == calls
+
+
 @pytest.mark.parametrize(("settings", "text"), [
-    ({}, "task_batch=4 is not implemented with lora_r=0, whose tasks need a whole model each"),
-    ({"lora_r": 4, "algorithm": "maml"}, "task_batch=4 is not implemented with algorithm=maml, which is no rule of first order"),
+    ({}, "task_batch=4 is not implemented with lora_r=0, where tasks of fomaml need a whole model each"),
+    ({"lora_r": 4, "algorithm": "maml"},
+     "task_batch=4 is not implemented with algorithm=maml, which is neither of first order nor leaves the body alone"),
+    ({"algorithm": "anil", "max_task_norm": 3.0},
+     "task_batch=4 is not implemented with max_task_norm=3.0, which looks at each task's direction"),
+    ({"algorithm": "protonet", "max_task_loss": 3.0},
+     "task_batch=4 is not implemented with max_task_loss=3.0, which may drop a task of several"),
     ({"lora_r": 4, "n_way_max": 7},
      "task_batch=4 is not implemented with n_way_max=7, where tasks have heads of different sizes"),
     ({"lora_r": 4, "pipeline_stages": 2}, "task_batch=4 is not implemented with pipeline_stages=2"),
@@ -198,7 +269,7 @@ def test_a_run_uses_it(tmp_path, monkeypatch):
     seen = []
     original = Together.directions
 
-    def counting(self, worker, theta, episodes):
+    def counting(self, worker, theta, episodes, total=None):
         seen.append(len(episodes))
         return original(self, worker, theta, episodes)
 
@@ -208,3 +279,19 @@ def test_a_run_uses_it(tmp_path, monkeypatch):
                        task_batch="2", meta_batch_size=5, outer_steps=1, inner_steps=1, eval_episodes=0, save_steps=0,
                        k_shot=1, num_query=1, num_workers="0", output_dir=str(tmp_path / "out"))).train()  # fmt: skip
     assert seen == [2, 2, 1]
+
+
+@pytest.mark.parametrize("settings", [{}, {"n_way_max": 3}], ids=["plain", "ways"])
+def test_a_run_of_pooled_tasks_ends_where_one_after_the_other_does(settings, tmp_path):
+    data, model, ends = write_classes(tmp_path / "rows.jsonl"), save_bert(tmp_path / "bert"), []
+    for at_once in ("1", "3"):
+        folder = tmp_path / at_once
+        MetaTrainer(Config(model_name_or_path=str(model), dataset=[str(data)], algorithm="anil", task_batch=at_once,
+                           meta_batch_size=5, outer_steps=2, n_way=2, outer_optimizer="sgd", outer_lr=0.5, eval_episodes=0,
+                           save_steps=0, k_shot=1, num_query=1, num_workers="0", output_dir=str(folder),
+                           **settings)).train()  # fmt: skip
+        ends.append(load_file(folder / "model" / "model.safetensors"))
+    began = load_file(model / "model.safetensors")
+    for name, value in ends[0].items():
+        assert torch.allclose(value, ends[1][name], atol=1e-5)
+    assert any(not torch.equal(ends[1][name], value) for name, value in began.items() if name in ends[1])

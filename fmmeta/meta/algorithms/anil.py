@@ -8,11 +8,13 @@ itself (meta/head_only.py), with autograd, which also differentiates it exactly.
 through the body.
 Cost per task, whatever K is: a forward and backward pass of the query set; for the exact gradient a forward and backward pass of
 the support set too, and one forward more where the activations of both sets are more than a rank may keep (costs.keeps_support);
-of first order (`--first_order_steps`) a forward of the support set alone. No trajectory; the weights are never written.
+of first order (`--first_order_steps`) a forward of the support set alone. No trajectory; the weights are never written. With
+`--task_batch` N tasks share these passes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +28,7 @@ from fmmeta.meta.head_only import Asked, Head, Rows, gather, head_of
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.meta.rates import HEAD
 from fmmeta.parallel.worker import Ahead, Answer, Part, Pass, Worker
-from fmmeta.tasks.batch import Batches
+from fmmeta.tasks.batch import Batches, MicroBatch, Sets, alike, joined
 
 
 @dataclass(frozen=True)
@@ -36,27 +38,59 @@ class Anil:
     config: Config
 
     def direction(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None = None) -> Direction:
-        head, support = self.inner.head, episode.support
-        through = head.kind == "prototype" and head.through
-        exact = self.order > 1 or through
+        [found] = self._directions(worker, theta, [episode], total)
+        return found
+
+    def directions(
+        self, worker: Worker, theta: Tensor, episodes: Sequence[Batches], total: Tensor | None = None
+    ) -> list[Direction]:
+        """Of several tasks, whose rows go through the body together: what they say is pulled back as one sum, into `total`.
+        If it is not finite, nothing was added, and they are taken one after the other; so they are without a `total`.
+        Collective: group.
+        """
+        if total is not None:
+            found = self._directions(worker, theta, episodes, total)
+            if all(each.finite for each in found):
+                return found
+        return [self.direction(worker, theta, episode, total) for episode in episodes]
+
+    def _directions(self, worker: Worker, theta: Tensor, episodes: Sequence[Batches], total: Tensor | None) -> list[Direction]:
+        """Of one pass; of one task without a `total`."""
+        support, supports = at_once([episode.support for episode in episodes])
+        query, queries = at_once([episode.query for episode in episodes])
+        exact = self.order > 1 or self._through
         keeps = exact and keeps_support(self.config, worker.data_ranks)
         ahead = worker.ahead(support) if keeps else Ahead(worker.features(support))
-        rows = gather(worker, support, ahead.features)
-        rows.features.requires_grad_()
-        start = self._start(worker, theta, rows)
-        leaves = [part.detach().requires_grad_() for part in start]
-        adapted, first = self._learn(start if through else leaves, rows)
-        asked = Asked(worker, episode.query, adapted, torch.where(first.stats[3] > 0, torch.nan, 1.0))
-        back = Back(asked, adapted, rows, [] if through else leaves)
-        parts = [Part(episode.query, lambda: asked), *([Part(support, back.begin, ahead)] if exact else [])]
+        features = zip(*(rows.chunk(len(episodes)) for rows in ahead.features), strict=True)
+        tasks = [self._task(worker, theta, *each) for each in zip(supports, queries, features, strict=True)]
+        parts = [Part(query, lambda: each_its_own([task.asked for task in tasks]))]
+        if exact:
+            parts.append(Part(support, lambda: each_its_own([task.begin() for task in tasks]), ahead))
         gradient, pulled = worker.pull(parts, total)
-        if not exact:
-            back.begin()
+        for task in () if exact else tasks:
+            task.begin()
         into = total if gradient is None else gradient
         if into is not None and (into is gradient or pulled.finite):
-            for name, value in zip(head.names, back.of_start, strict=False):
-                worker.params.add(into, name, value)
-        return Direction(gradient, 1.0, pulled.finite, first, back.query)
+            for task in tasks:
+                for name, value in zip(self.inner.head.names, task.of_start, strict=False):
+                    worker.params.add(into, name, value)
+        return [Direction(gradient, 1.0, pulled.finite, task.first, task.query) for task in tasks]
+
+    def _task(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], query: Sequence[MicroBatch],
+              features: Sequence[Tensor]) -> Task:  # fmt: skip
+        """The inner loop of a task, up to where its query set is asked. Collective: group."""
+        rows = gather(worker, support, features)
+        rows.features.requires_grad_()
+        start = self._start(worker, theta, rows)
+        leaves = [] if self._through else [part.detach().requires_grad_() for part in start]
+        adapted, first = self._learn(start if self._through else leaves, rows)
+        asked = Asked(worker, query, adapted, torch.where(first.stats[3] > 0, torch.nan, 1.0))
+        return Task(asked, adapted, rows, leaves, first)
+
+    @property
+    def _through(self) -> bool:
+        """Whether the gradient goes through class means."""
+        return self.inner.head.kind == "prototype" and self.inner.head.through
 
     def _start(self, worker: Worker, theta: Tensor, rows: Rows) -> Head:
         """What the task starts with. Collective: group."""
@@ -86,11 +120,13 @@ class Anil:
         return head, first
 
 
-class Back:
-    """From what the query set says of the adapted head to what it says of the support rows' features and of the first head."""
+class Task:
+    """A task between its inner loop and the way back: from what the query set says of the adapted head to what it says of the
+    support rows' features and of the first head.
+    """
 
-    def __init__(self, asked: Asked, adapted: Head, rows: Rows, leaves: Head) -> None:
-        self.asked, self.adapted, self.rows, self.leaves = asked, adapted, rows, leaves
+    def __init__(self, asked: Asked, adapted: Head, rows: Rows, leaves: Head, first: Pass) -> None:
+        self.asked, self.adapted, self.rows, self.leaves, self.first = asked, adapted, rows, leaves, first
 
     def begin(self) -> Answer:
         """After the query set. Collective: group."""
@@ -100,6 +136,20 @@ class Back:
         )
         mine = self.rows.mine
         return lambda number, _: features[mine[number]] * (mine[number] >= 0)[:, None]
+
+
+def at_once(sets: Sets) -> tuple[Sequence[MicroBatch], Sequence[Sequence[MicroBatch]]]:
+    """Micro-batches with the rows of all tasks, and each task's part of them."""
+    if len(sets) == 1:
+        return sets[0], sets
+    return joined(sets), alike(sets)
+
+
+def each_its_own(answers: Sequence[Answer]) -> Answer:
+    """Every task's answer to its part of the rows."""
+    return lambda number, features: torch.cat(
+        [answer(number, own) for answer, own in zip(answers, features.chunk(len(answers)), strict=True)]
+    )
 
 
 def rule(setup: Setup, outer_step: int) -> Rule:
