@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.meta.head import HeadStart, Means
-from fmmeta.meta.head_only import Rows, gather, head_of
+from fmmeta.meta.head_only import Head, Rows, gather, head_of
 from fmmeta.meta.inner_rules import InnerRule, State, proximal
 from fmmeta.meta.rates import Rates
 from fmmeta.meta.trajectory import Trajectory
@@ -89,11 +89,15 @@ class InnerLoop:
         phi0, means = self.head.start(worker, theta, support, None if ahead is None else ahead.features)
         return Begun(phi0, means, ahead, on_features)
 
-    def run(self, worker: Worker, begun: Begun, support: Sequence[MicroBatch], path: Trajectory | None = None) -> Adapted:
-        """The steps on the support set, from phi_0, which the worker holds. Collective: group."""
+    def run(self, worker: Worker, begun: Begun, support: Sequence[MicroBatch], path: Trajectory | None = None,
+            after: Callable[[Head], None] = lambda head: None) -> Adapted:  # fmt: skip
+        """The steps on the support set, from phi_0, which the worker holds. Collective: group.
+
+        after: called after each, with the head where the body stays and the worker waits for the last, else with nothing.
+        """
         phi0, ahead = begun.phi0, begun.ahead
         if begun.on_features and ahead is not None:
-            return self._run_head(worker, begun, gather(worker, support, ahead.features))
+            return self._run_head(worker, begun, gather(worker, support, ahead.features), after)
         support = [batch.to(worker.device) for batch in support]  # once, and not in every step
         state = self.rule.fresh(phi0.numel(), phi0.device)
         pull = proximal(phi0, self.proximal) if self.proximal else None
@@ -104,15 +108,16 @@ class InnerLoop:
             passes.append(worker.step(support, update, ahead=ahead if k == 0 else None))
             if path is not None:
                 path.add(worker.read() if k + 1 < self.steps else None, record)
+            after([])
         return Adapted(phi0, begun.means, state, passes)
 
     def _only_head(self) -> bool:
         """Whether the steps are a small problem on features, without anything that is kept by element of theta."""
         return self.steps > 0 and self.rates.only_head and not self.proximal and self.rule.kept is None
 
-    def _run_head(self, worker: Worker, begun: Begun, rows: Rows) -> Adapted:
+    def _run_head(self, worker: Worker, begun: Begun, rows: Rows, after: Callable[[Head], None]) -> Adapted:
         """The same steps on the head alone; one write at the end. Collective: group."""
-        head = head_of(worker, begun.phi0, self.head.names, self.head.classes, rows.features.shape[1])
+        head = self._head(worker, begun, rows)
         flat = torch.cat([part.reshape(-1) for part in head])
         parts = [part.view_as(like) for part, like in zip(flat.split([p.numel() for p in head]), head, strict=True)]
         rates, state, passes = self.rates.of_head(flat.numel()), self.rule.fresh(flat.numel(), flat.device), []
@@ -122,6 +127,7 @@ class InnerLoop:
             gradient = torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, leaves)])
             self.rule.update(k, state, rates)(flat, gradient, slice(0, flat.numel()))
             passes.append(Pass(told))
+            after(parts)
         phi = begun.phi0.clone()
         for name, part in zip(self.head.names, parts, strict=True):
             worker.params.put(phi, name, part.float())
@@ -130,10 +136,16 @@ class InnerLoop:
 
     def path(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], query: Sequence[MicroBatch]) -> list[Pass]:
         """The query set after 0, 1, ... K steps; the worker holds theta before and phi_K afterwards. Collective: group."""
-        phi0, _ = self.head.start(worker, theta, support)
-        state = self.rule.fresh(phi0.numel(), phi0.device)
-        passes = [worker.forward(query)]
-        for k in range(self.steps):
-            worker.step(support, self.rule.update(k, state, self.rates, None, None))
-            passes.append(worker.forward(query))
-        return passes
+        begun = self.begin(worker, theta, support)
+        if not begun.on_features:
+            passes = [worker.forward(query)]
+            self.run(worker, begun, support, after=lambda head: passes.append(worker.forward(query)))
+            return passes
+        rows = gather(worker, query, worker.features(query))
+        heads = [self._head(worker, begun, rows)]
+        self.run(worker, begun, support, after=lambda head: heads.append([part.clone() for part in head]))
+        return [Pass(rows.losses(head)[1]) for head in heads]
+
+    def _head(self, worker: Worker, begun: Begun, rows: Rows) -> Head:
+        """The head of phi_0. Collective: group."""
+        return head_of(worker, begun.phi0, self.head.names, self.head.classes, rows.features.shape[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 
@@ -48,6 +49,29 @@ def test_anil_adapts_as_it_is_trained(model):
     assert found.support.loss == pytest.approx(adapted.passes[0].loss, rel=1e-6)
     assert found.support.accuracy == adapted.passes[0].accuracy
     assert found.query.loss == pytest.approx(worker.forward(batches_of(episode).query).loss, rel=1e-6)
+
+
+@pytest.mark.parametrize(("settings", "calls"), [
+    ({"algorithm": "anil"}, 2 + 3), ({"algorithm": "anil", **PROTOTYPE_HEAD}, 2 + 3),
+    ({"algorithm": "fomaml", **PROTOTYPE_HEAD}, 3 + 4 * 2 + 3 * 3), ({"algorithm": "imaml"}, 4 * 2 + 3 * 3),
+], ids=identity)  # fmt: skip
+def test_a_path_is_the_query_set_after_every_number_of_steps(settings, calls):
+    """9 + 6 rows in micro-batches of 4: 3 and 2. Where the body stays, each goes through it once."""
+    learner = LEARNERS["bert"]
+    config, episode = config_of(learner, **settings), batches_of(episode_of(learner))
+    worker = worker_of(learner, config)
+    inner, theta, seen = setup_of(worker, config).inner, worker.read(), list[int]()
+    hook = worker.learner.hf.register_forward_hook(lambda *_: seen.append(1))
+    found = inner.path(worker, theta, episode.support, episode.query)
+    assert len(seen) == calls
+    hook.remove()
+    end = worker.read()
+    for steps, one in enumerate(found):
+        worker.write(theta)
+        dataclasses.replace(inner, steps=steps).adapt(worker, theta, episode.support)
+        assert one.stats.tolist() == pytest.approx(worker.forward(episode.query).stats.tolist(), rel=1e-6)
+    torch.testing.assert_close(worker.read(), end)
+    assert len({one.loss for one in found}) == len(found) == 4
 
 
 @pytest.mark.parametrize("steps", [1, 5, 10])
