@@ -77,7 +77,7 @@ class Anil:
         return [Direction(gradient, 1.0, pulled.finite, task.first, task.query) for task in tasks]
 
     def _task(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], query: Sequence[MicroBatch],
-              features: Sequence[Tensor]) -> Task:  # fmt: skip
+              features: Sequence[Tensor]) -> Solved:  # fmt: skip
         """The inner loop of a task, up to where its query set is asked. Collective: group."""
         rows = gather(worker, support, features)
         rows.features.requires_grad_()
@@ -85,7 +85,7 @@ class Anil:
         leaves = [] if self._through else [part.detach().requires_grad_() for part in start]
         adapted, first = self._learn(start if self._through else leaves, rows)
         asked = Asked(worker, query, adapted, torch.where(first.stats[3] > 0, torch.nan, 1.0))
-        return Task(asked, adapted, rows, leaves, first)
+        return Solved(asked, adapted, rows, leaves, first)
 
     @property
     def _through(self) -> bool:
@@ -120,7 +120,7 @@ class Anil:
         return head, first
 
 
-class Task:
+class Solved:
     """A task between its inner loop and the way back: from what the query set says of the adapted head to what it says of the
     support rows' features and of the first head.
     """
