@@ -1,4 +1,4 @@
-"""Draw the tables of docs/performance.md from benchmarks/results/*.json: nothing is measured.
+"""Draw the tables of docs/performance.md and docs/fewshot.md from benchmarks/results/*.json: nothing is measured.
 
 python -m benchmarks.draw
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import plot
+from benchmarks.intents import ROWS, SETS, by_split, estimate, gains
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,8 +64,22 @@ def growth(axes: Any, found: dict[str, Any]) -> None:
     axes.legend()
 
 
+def intents(axes: Any, found: dict[str, Any]) -> None:
+    rows = list(reversed([row for row in ROWS if row != "none+prototype"]))
+    for above, name in zip((0.15, -0.15), SETS, strict=True):
+        there = [(row, *estimate(gains(ours, frozen, "1"))) for set_, row, ours, frozen in by_split(found["cells"])
+                 if set_ == name and row in rows]  # fmt: skip
+        axes.errorbar([mean for _, mean, _ in there], [rows.index(row) + above for row, *_ in there],
+                      xerr=[half or 0 for *_, half in there], fmt="o", capsize=3, label=name)  # fmt: skip
+    axes.axvline(0, color="black", linewidth=1, linestyle="--")
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(xlabel="points over frozen prototypes, same episodes", title="New intents from one example each, 5-way, 95 %")
+    axes.legend()
+
+
 DRAWN: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "floor": floor, "peers": peers, "adapters": adapters, "start": start, "weak": weak, "growth": growth,
+    "intents": intents,
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import math
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,34 +158,42 @@ def gains(ours: dict[str, Any], frozen: dict[str, Any], shot: str) -> list[list[
 
 def show(cells: dict[str, Any]) -> str:
     """The table: a row per recipe and data set; accuracies in percent."""
+    lines = []
+    for name, row, ours, frozen in by_split(cells):
+        line = [name, row, str(len(ours))]
+        for shot in map(str, SHOTS):
+            line.append(interval([accuracies(cell, shot) for cell in ours.values()]))
+            found = gains(ours, frozen, shot) if row != "none+prototype" else []
+            line.append(interval(found, "+") if found else "")
+        lines.append([*line, f"{sum(cell['cpu_minutes'] for cell in ours.values()) / len(ours):.1f}"])
+    return table(["data set", "row", "splits", "1 shot", "gain", "5 shots", "gain", "CPU min"], lines)
+
+
+def by_split(cells: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+    """Data set, row, its cells by split, and those of frozen prototypes."""
     found: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
     for key, cell in cells.items():
         row, name, split = key.split()
         found[name, row][split] = cell
-    lines = []
     for name in SETS:
         for row in ROWS:
-            by_split = found.get((name, row), {})
-            if not by_split:
-                continue
-            frozen, line = found.get((name, "none+prototype"), {}), [name, row, str(len(by_split))]
-            for shot in map(str, SHOTS):
-                line.append(interval([accuracies(cell, shot) for cell in by_split.values()]))
-                found_gains = gains(by_split, frozen, shot) if row != "none+prototype" else []
-                line.append(interval(found_gains, "+") if found_gains else "")
-            lines.append([*line, f"{sum(cell['cpu_minutes'] for cell in by_split.values()) / len(by_split):.1f}"])
-    return table(["data set", "row", "splits", "1 shot", "gain", "5 shots", "gain", "CPU min"], lines)
+            if (name, row) in found:
+                yield name, row, found[name, row], found.get((name, "none+prototype"), {})
 
 
 def interval(splits: list[list[float]], sign: str = "") -> str:
-    """Mean of what episodes of splits have, 95 % interval: over three splits or more, else over episodes."""
+    mean, half = estimate(splits)
+    return f"{mean:{sign}.2f}" if half is None else f"{mean:{sign}.2f} ± {half:.2f}"
+
+
+def estimate(splits: list[list[float]]) -> tuple[float, float | None]:
+    """Mean of what episodes of splits have, half its 95 % interval: over three splits or more, else over episodes."""
     means = [sum(values) / len(values) for values in splits]
     over = means if len(splits) > 2 else [value for values in splits for value in values]
     if len(over) < 2:
-        return f"{means[0]:{sign}.2f}"
+        return means[0], None
     middle = sum(over) / len(over)
-    spread = math.sqrt(sum((value - middle) ** 2 for value in over) / (len(over) - 1) / len(over))
-    return f"{sum(means) / len(means):{sign}.2f} ± {1.96 * spread:.2f}"
+    return sum(means) / len(means), 1.96 * math.sqrt(sum((value - middle) ** 2 for value in over) / (len(over) - 1) / len(over))
 
 
 if __name__ == "__main__":
