@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
+from heapq import heapify, heapreplace
+from operator import or_
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -53,7 +57,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp32", "bf16"),
     "outer": ("sgd", "adamw"),
     "head": ("zero", "learned", "prototype"),
-    "extra": ("none", "micro", "offload"),  # micro-batches of two rows; optimizer offload
+    "extra": ("none", "micro", "offload"),  # micro-batches of four rows; optimizer offload
     "also": ("nothing", "lora", "checkpointing", "both", "offload_outer", "packing"),  # the others belong to stages
 }
 ALSO: dict[str, dict[str, Any]] = {
@@ -133,6 +137,12 @@ class Case:
         return ALSO[self.also]
 
     @property
+    def work(self) -> int:
+        """About how long a case takes, by others: ranks, passes of a task, micro-batches, DeepSpeed's hooks at every layer."""
+        passes = 9 if self.algorithm in SECOND_ORDER else 3
+        return math.prod(self.layout) * passes * (4 if self.extra == "micro" else 1) * (6 if self.stage == 3 else 1)
+
+    @property
     def possible(self) -> bool:
         """Whether the values fit together: offload shards something, plain holds everything, only ZeRO 3 has sub-groups."""
         return (
@@ -166,24 +176,43 @@ def full() -> list[Case]:
 @cache
 def pairwise() -> list[Case]:
     """Greedy cover: every pair of values that some possible case holds is held by a chosen one."""
-    everything = [(case, pairs(case)) for case in cases()]
-    return covering(everything)
+    return covering([(case, pairs(case)) for case in cases()])
 
 
-def covering(marked: Sequence[tuple[Case, set[tuple[Any, ...]]]]) -> list[Case]:
-    """Few cases that bear all marks between them, chosen greedily."""
-    open_marks = set().union(*(marks for _, marks in marked))
+def covering(marked: Sequence[tuple[Case, int]]) -> list[Case]:
+    """Few cases that bear all marks between them with little work, chosen greedily: by marks that they add over the root of their
+    work. Marks are bits.
+
+    What a case would add only shrinks, so that a number that is out of date is looked at again when its turn comes.
+    """
+    missing = reduce(or_, (marks for _, marks in marked), 0)
+    worth = [1 / math.sqrt(case.work) for case, _ in marked]
+    waiting = [(-marks.bit_count() * worth[number], number) for number, (_, marks) in enumerate(marked)]
+    heapify(waiting)
     chosen = []
-    while open_marks:
-        case, found = max(marked, key=lambda entry: len(entry[1] & open_marks))
+    while missing:
+        number = waiting[0][1]
+        case, marks = marked[number]
+        now = (-(marks & missing).bit_count() * worth[number], number)
+        if now > waiting[0]:
+            heapreplace(waiting, now)
+            continue
         chosen.append(case)
-        open_marks -= found
+        missing &= ~marks
     return chosen
 
 
-def pairs(case: Case) -> set[tuple[Any, ...]]:
+def pairs(case: Case) -> int:
+    """A bit for every pair of values of two axes."""
     values = [(name, value) for name, value in vars(case).items() if name in AXES]
-    return set(itertools.combinations(values, 2))
+    return reduce(or_, (bits_of_pairs()[pair] for pair in itertools.combinations(values, 2)))
+
+
+@cache
+def bits_of_pairs() -> dict[tuple[Any, Any], int]:
+    axes = [[(name, value) for value in values] for name, values in AXES.items()]
+    named = (pair for two in itertools.combinations(axes, 2) for pair in itertools.product(*two))
+    return {pair: 1 << number for number, pair in enumerate(named)}
 
 
 def spread() -> list[Case]:
@@ -271,7 +300,8 @@ def spread_cover() -> list[Case]:
         return {(case.layout, case.stages, case.tensor), (way, case.model), (way, case.algorithm), (way, case.dtype, case.stage),
                 (way, case.also), (way, case.head), (way, case.outer)}  # fmt: skip
 
-    return covering([(case, marks(case)) for case in spread()])
+    numbers: dict[tuple[Any, ...], int] = defaultdict(lambda: len(numbers))
+    return covering([(case, sum(1 << numbers[mark] for mark in marks(case))) for case in spread()])
 
 
 class Bench:
@@ -329,7 +359,7 @@ class Bench:
             config = {**self.settings(case), "deepspeed": str(ds), "group_size": str(group_size), "pipeline_stages": case.stages,
                       "tensor_parallel_size": case.tensor, "lora_merge": case.export and "lora_r" in case.settings,
                       "engine": "plain" if case.stage == "plain" else "deepspeed",
-                      "micro_batch_size": 2 if case.extra == "micro" else 32}  # fmt: skip
+                      "micro_batch_size": 4 if case.extra == "micro" else 32}  # fmt: skip
             listed.append({"id": case.id, "config": config, "export": case.export})
         file = self.folder / f"cases-{chosen[0].id}.json"
         file.write_text(json.dumps(listed))
