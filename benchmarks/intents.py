@@ -37,8 +37,9 @@ COSINE = 10**0.5  # feature length at which prototypes have the temperature 0.05
 BUDGET = 4000  # rows of text that go forward and backward in the meta-training of a cell
 BUDGETS = {"best": 8000}  # chosen with the rest of that recipe (choose.py)
 
-COMMON: dict[str, Any] = {"num_query": 1, "k_shot": 1, "max_length": 64, "save_steps": 0, "load_best_model_at_end": True,
-                          "lr_scheduler_type": "linear", "warmup_steps": 10, "micro_batch_size": 32}  # fmt: skip
+COMMON: dict[str, Any] = {"num_query": 1, "k_shot": 1, "max_length": 64, "save_steps": 0, "test_episodes": 0,
+                          "load_best_model_at_end": True, "lr_scheduler_type": "linear", "warmup_steps": 10,
+                          "micro_batch_size": 32}  # fmt: skip
 METRIC: dict[str, Any] = {"feature_norm": COSINE, "algorithm": "protonet", "n_way": 20, "meta_batch_size": 1, "eval_episodes": 20}
 DROPPED: dict[str, Any] = {"example_transforms": ["fmmeta.tasks.transforms:drop_words"]}
 TASKS: dict[str, Any] = {"n_way": 5, "meta_batch_size": 4, "eval_episodes": 10}

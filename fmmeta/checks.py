@@ -20,7 +20,7 @@ LEAST = {
     "outer_delay": 0,
     "micro_batch_size": 1, "max_tokens_per_micro_batch": 0, "pipeline_stages": 1, "tensor_parallel_size": 1,
     "feature_norm": 0, "save_steps": 0, "save_total_limit": 1, "max_failed_saves": 1, "check_replicas_steps": 0,
-    "eval_steps": 0, "eval_episodes": 0,
+    "eval_steps": 0, "eval_episodes": 0, "test_episodes": 0,
     "logging_steps": 1, "weight_decay": 0, "prefetch_factor": 1, "prepare_timeout": 1,
 }  # fmt: skip
 POSITIVE = ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "rates_lr", "proximal_weight")
@@ -45,6 +45,7 @@ def resolved(c: Any) -> dict[str, Any]:
     open_settings = {
         "outer_lr": {"sgd": 1.0, "nesterov": 0.7}.get(c.outer_optimizer, adamw),
         "adam_epsilon": 1e-3 if builtin else 1e-6,
+        "test_episodes": c.eval_episodes,
         "lora_alpha": 2.0 * c.lora_r if c.lora_r else None,
         **combinations.defaults(c),
     }

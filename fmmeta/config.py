@@ -286,6 +286,7 @@ class RunConfig:
         False, "Export the weights with the highest validation accuracy (of equals, the lowest loss) instead of the last ones"
     )
     eval_episodes: int = setting(100, "Episodes of each evaluation; 0: evaluate nothing")
+    test_episodes: int = setting(None, "Episodes of the table on held-out tasks at the end (default: eval_episodes); 0: no table")
     logging_steps: int = setting(10, "Outer steps between lines of metrics.jsonl")
     profile: bool = setting(False, "Look at one outer step: a trace per rank in output_dir, and a table of where its time went")
     report_to: list[str] = setting(["none"], "One or more trackers that get the lines of metrics.jsonl as well", TRACKERS)
@@ -344,7 +345,8 @@ REMEMBERED = (
 # Settings that may differ between a run and its continuation: they do not change theta.
 FREE_ON_RESUME = {
     "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
-    "eval_episodes", "group_size", "pipeline_stages", "tensor_parallel_size", "micro_batch_size", "engine", "deepspeed",
+    "eval_episodes", "test_episodes", "group_size", "pipeline_stages", "tensor_parallel_size", "micro_batch_size", "engine",
+    "deepspeed",
     "pipeline_balance", "group_layout", "max_bad_steps", "attn_implementation", "report_to",
     "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
     "save_async", "max_failed_saves", "accept_changed_settings", "step_timeout", "check_replicas_steps", "max_file_gib",

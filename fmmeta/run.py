@@ -272,7 +272,7 @@ class Run:
         result, facts = Result(self.folder, state.outer_step), dict[str, Any]()
         if test is None:
             self.progress.notice("no held-out tasks: nothing to compare")
-        elif config.eval_episodes:
+        elif config.test_episodes:
             gains, facts = against_start(self.held_out, test, state.begin_anew if self.trains else None, self._stop_if_asked)
             show(gains, config, self.progress.table)
             result.before, result.after, result.after_from_start = gains.accuracies

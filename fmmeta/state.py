@@ -41,7 +41,7 @@ class State:
         self.theta, rates = parts.theta, parts.setup.inner.rates.meta_parameter
         self.live: dict[str, Tensor] = {"theta": self.theta} | ({} if rates is None else {"rates": rates})
         # for the table at the end and for mixtures; in host memory
-        asked = config.eval_episodes or config.start_share
+        asked = config.test_episodes or config.start_share
         self.initial = {name: value.to("cpu", copy=True) for name, value in self.live.items()} if asked else None
         self.outer = Outer(self.theta, parts.worker, config, parts.setup.inner)
         self.updates = Updates(self.outer, ranks.cross, config)

@@ -47,15 +47,16 @@ class HeldOut:
         self.leaves: Callable[[], bool] = lambda: False  # whether this group leaves the rest out; then the scores are not all
 
     def scores(self, source: TaskSource, stream: int, what: str) -> list[Score]:
-        """Scores of the episodes of a stream, `eval_episodes` of them: the same ones every time. Collective: world."""
+        """Scores of the episodes of a stream: the same ones every time. Collective: world."""
         self.progress.start(what)
         return evaluate_tasks(self.worker, self.theta, self.learning, self.tasks(source, stream), self.reader(source), self.ranks,
                               lambda done, total: self.progress.line(what, done, total), self.leaves)  # fmt: skip
 
     def tasks(self, source: TaskSource, stream: int) -> list[Task]:
-        """The tasks of a stream's episodes."""
+        """The tasks of a stream's episodes, `eval_episodes` of validation or `test_episodes`."""
         config = self.config
-        schedule = Schedule(source.items, config.eval_episodes, config.seed, stream, shuffle=False, sizes=source.size)
+        count = config.test_episodes if stream == TEST else config.eval_episodes
+        schedule = Schedule(source.items, count, config.seed, stream, shuffle=False, sizes=source.size)
         return schedule.meta_batch(0)
 
     def reader(self, source: TaskSource) -> Reader:

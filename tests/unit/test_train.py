@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer
+from fmmeta.fewshot import heldout
 from fmmeta.meta.reference import reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.load import load_sources
@@ -148,6 +149,29 @@ def test_what_comes_out_is_a_mixture_of_start_and_theta(tmp_path):
     assert abs(validated[2][1] - validated[2][0]) < 0.1 * abs(validated[0][1] - validated[0][0])
     assert validated[1] != validated[0]
     assert nearly[3].after == nearly[3].after_from_start
+
+
+@pytest.mark.parametrize(("settings", "validated", "tested"), [({}, 4, 4), ({"test_episodes": 2}, 4, 2),
+                                                               ({"test_episodes": 0}, 4, 0), ({"eval_episodes": 0}, 0, 0),
+                                                               ({"eval_episodes": 0, "test_episodes": 3}, 0, 3)])  # fmt: skip
+def test_the_table_has_a_number_of_episodes_of_its_own(settings, validated, tested, tmp_path, monkeypatch):
+    scored, original = [], heldout.evaluate_tasks
+
+    def counting(worker, theta, learning, tasks, *rest):
+        scored.append(len(tasks))
+        return original(worker, theta, learning, tasks, *rest)
+
+    monkeypatch.setattr(heldout, "evaluate_tasks", counting)
+    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
+    given = {"eval_episodes": 4, **settings}
+    config = Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(tmp_path / "run"), k_shot=1, num_query=2,
+                    n_way=3, inner_steps=1, outer_steps=1, meta_batch_size=1, save_steps=0, eval_steps=int(validated > 0),
+                    **given)  # fmt: skip
+    result = MetaTrainer(config).train()
+    assert scored == [validated] * (validated > 0) + [tested] * 2 * (tested > 0)
+    assert (result.after is None) == (tested == 0)
+    held_out = json.loads((tmp_path / "run" / "run.json").read_text())["held_out"]
+    assert held_out.get("episodes", 0) == tested
 
 
 def test_the_best_validated_weights_are_exported(tmp_path):
