@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -31,6 +32,13 @@ def files(tmp_path_factory):
     return folder, save_llama(folder / "llama"), write_pairs(folder / "pairs.jsonl")
 
 
+@pytest.fixture(scope="module")
+def wanted(files):
+    """What an algorithm ends at with a poison, on any layout."""
+    _, model, data = files
+    return cache(lambda algorithm, name: oracle(Config(**settings(model, data, algorithm=algorithm)), POISONS[name]))
+
+
 def settings(model, data, **extra):
     return {"model_name_or_path": str(model), "dataset": [str(data)], "task_type": "causal_lm", "k_shot": 5, "num_query": 3,
             "meta_batch_size": 3, "inner_steps": 2, "outer_steps": 3, "outer_optimizer": "sgd", "outer_lr": 0.5,
@@ -40,10 +48,10 @@ def settings(model, data, **extra):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("groups", "group_size", "spread"), [(2, 1, {}), (2, 2, {}), (2, 2, {"pipeline_stages": 2}),
                                                               (2, 2, {"tensor_parallel_size": 2})])  # fmt: skip
-def test_theta_is_what_the_other_tasks_make_it(files, groups, group_size, spread):
+def test_theta_is_what_the_other_tasks_make_it(files, wanted, groups, group_size, spread):
     folder, model, data = files
     stages = ("plain", 0) if group_size == 1 else (0, 1) if spread else (0, 1, 2, 3)
-    listed = []
+    listed, ends = [], {}
     for stage in stages:
         ds = folder / f"zero{stage}.json"
         ds.write_text(json.dumps({"zero_optimization": {"stage": 0 if stage == "plain" else stage}}))
@@ -55,15 +63,16 @@ def test_theta_is_what_the_other_tasks_make_it(files, groups, group_size, spread
                 own = {"deepspeed": str(ds), "algorithm": algorithm, "group_size": str(group_size), "engine": engine}
                 config = settings(model, data, **own, **spread)
                 listed.append({"id": f"{stage}-{algorithm}-{name}", "config": config, "poison": poison})
+                ends[listed[-1]["id"]] = wanted(algorithm, name)
     out = folder / f"out-{groups}x{group_size}-{'-'.join(spread)}"
     out.mkdir()
     (out / "cases.json").write_text(json.dumps(listed))
     run_ranks(["-m", "tests.distributed.run_cases", str(out / "cases.json"), str(out)], groups * group_size, timeout_s=500).ok()
     for case in listed:
-        wanted, began = oracle(Config(**case["config"]), case["poison"])
+        final, began = ends[case["id"]]
         theta = load_file(out / f"{case['id']}.safetensors")
-        off = torch.cat([(theta[name] - wanted[name]).flatten() for name in wanted]).norm()
-        travelled = torch.cat([(wanted[name] - began[name]).flatten() for name in wanted]).norm()
+        off = torch.cat([(theta[name] - final[name]).flatten() for name in final]).norm()
+        travelled = torch.cat([(final[name] - began[name]).flatten() for name in final]).norm()
         assert off / travelled < 1e-5, case["id"]
         metrics = [json.loads(line) for line in (out / case["id"] / "metrics.jsonl").read_text().splitlines()]
         skipped = [sum(step == line["step"] - 1 for step, *_ in case["poison"]) for line in metrics]
