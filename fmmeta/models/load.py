@@ -13,7 +13,7 @@ import torch
 from fmmeta.config import Config, UsageError
 from fmmeta.models.forward import check_packing, check_positions, checkpoint_layers, unsupported
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
-from fmmeta.models.lora import import_peft, inject, merged
+from fmmeta.models.lora import BASE_FOLDER, import_peft, inject, merged
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
 
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "resid_pdrop", "embd_pdrop",
@@ -81,6 +81,9 @@ def base_of(model_name_or_path: str) -> str:
     path = cached_file(model_name_or_path, "adapter_config.json")
     if path is None:
         return model_name_or_path
+    inside = Path(path).parent / BASE_FOLDER
+    if (inside / "config.json").is_file():
+        return str(inside)  # wherever the folder has been moved to
     try:
         base = json.loads(Path(path).read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -166,7 +169,9 @@ def restore_head(learner: Learner, config: Config) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path = cached_file(config.model_name_or_path, HEAD_FILE) if isinstance(learner, PooledClassifier) else None
+    if config.builtin_model or not isinstance(learner, PooledClassifier):
+        return
+    path = cached_file(config.model_name_or_path, HEAD_FILE)
     if path is None:
         return
     try:
