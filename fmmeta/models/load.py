@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,12 @@ def describe(config: Config) -> Description:
         if not Path(name).exists() and (name.startswith((".", "/")) or name.count("/") > 1):
             raise UsageError(f"model_name_or_path={name} is not a folder; check the path")
         try:
-            hf_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+            hf_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code,
+                                                   local_files_only=not reachable(name))  # fmt: skip
         except (OSError, ValueError, KeyError) as error:
+            if not reachable(name) and cached_file(name, "config.json") is None:
+                raise UsageError(f"model_name_or_path={name} is no folder, and the hub cannot be reached for a model of that name; "
+                                 "check the path, or the network") from None  # fmt: skip
             raise UsageError(f"model_name_or_path={name} cannot be read: {one_line(error)}") from None
     if any((getattr(hf_config, key, None) or 0) > 1 for key in EXPERTS):
         raise UsageError(f"model_name_or_path={name} is a mixture of experts ({hf_config.model_type}), which is not "
@@ -121,10 +126,30 @@ def cached_file(model_name_or_path: str, name: str) -> str | None:
     from transformers.utils import cached_file as find
 
     try:
-        return find(model_name_or_path, name, _raise_exceptions_for_missing_entries=False,
-                    _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False)  # fmt: skip
+        return find(model_name_or_path, name, local_files_only=not reachable(model_name_or_path),
+                    _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False)  # fmt: skip
     except (OSError, ValueError):
         return None
+
+
+def reachable(model_name_or_path: str) -> bool:
+    """Whether a folder or hub id can be asked for files that are not here."""
+    return Path(model_name_or_path).is_dir() or hub_answers()
+
+
+@cache
+def hub_answers() -> bool:
+    """Asked once and briefly: the hub's own client asks six times for every file, which takes a minute without a network."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception:  # no connection, by whichever client the hub uses
+        return False
+    return True
 
 
 def load_tokenizer(config: Config, description: Description, notice: Callable[[str], None]) -> Any:
