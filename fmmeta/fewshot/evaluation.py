@@ -190,8 +190,8 @@ def refuse(settings: EvaluateConfig, config: Config) -> None:
     if "finetune" not in settings.method:
         for name in ("head_init", *(item.name for item in fields(InnerConfig))):
             if (value := getattr(settings, name)) not in (None, []):
-                raise UsageError(f"{name}={value} is of the inner loop, and method={' '.join(settings.method)} has none; leave it "
-                                 "out, or use finetune")  # fmt: skip
+                raise UsageError(f"{name}={value} is of the inner loop, and method={' '.join(settings.method)} has none; leave "
+                                 "it out, or use finetune")  # fmt: skip
     for method in settings.method:
         if causal and method in FROZEN:
             raise UsageError(

@@ -35,7 +35,8 @@ def results_of(settings: EvaluateConfig, cells: Sequence[Cell]) -> dict[str, Any
     ways = None if settings.task_type == "causal_lm" else settings.n_way
     top = {name: value for name, value in listed[0].items() if name not in ("scores", "episodes_fingerprint")}
     return {"model": settings.model_name_or_path, "dataset": settings.dataset, "part": settings.part, "n_way": ways,
-            "n_way_max": settings.n_way_max, "k_shot_max": settings.k_shot_max, "seed": settings.seed, **top, "cells": listed}  # fmt: skip
+            "n_way_max": settings.n_way_max, "k_shot_max": settings.k_shot_max, "seed": settings.seed, **top,
+            "cells": listed}  # fmt: skip
 
 
 def read_cells(path: str) -> list[Cell]:
@@ -82,6 +83,8 @@ def check_output(path: Path) -> None:
         path.open("a").close()
         if new:
             path.resolve().unlink()
+    except FileExistsError:
+        raise UsageError(f"output={path} cannot be written ({path.parent} is no folder); give another file") from None
     except OSError as error:
         raise UsageError(f"output={path} cannot be written ({error.strerror}); give another file") from None
 
@@ -120,7 +123,8 @@ def show(results: dict[str, Any], progress: Progress) -> None:
                        [[name, f"{100 * value:.1f}"] for name, value in strata.items()])  # fmt: skip
     if "compare" in results:
         rows = [[cell["method"], f"{cell['k_shot']}{most}", percent(cell["accuracy_gain"], cell["ci95"], "+"),
-                 f"{cell['loss_gain']:+.4f} ± {number(cell['loss_ci95'], '.4f')}"] for cell in results["compare"]["cells"]]  # fmt: skip
+                 f"{cell['loss_gain']:+.4f} ± {number(cell['loss_ci95'], '.4f')}"]
+                for cell in results["compare"]["cells"]]  # fmt: skip
         progress.table(f"better than {results['compare']['with']} by (paired)", ["method", "shots", "accuracy %", "loss"], rows)
 
 

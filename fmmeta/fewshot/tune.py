@@ -35,7 +35,6 @@ from fmmeta.progress import Progress
 from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import Load
 
-
 DIVERGED = 1e3  # nats: a mean query loss above this counts as infinite, since no step size that is of use comes near it
 
 
@@ -72,8 +71,8 @@ def tune(settings: TuneConfig, progress: Progress) -> list[Choice]:
         bench = Bench(settings, world, progress)
         tried = sorted(bench.choices(), key=lambda choice: choice.loss)
         if not math.isfinite(tried[0].loss):
-            raise UsageError(f"inner_lrs={' '.join(f'{rate:g}' for rate in settings.inner_lrs)}: the loss diverges with every one "
-                             "of them, and nothing is stored; try lower ones")  # fmt: skip
+            raise UsageError(f"inner_lrs={' '.join(f'{rate:g}' for rate in settings.inner_lrs)}: the loss diverges with every "
+                             "one of them, and nothing is stored; try lower ones")  # fmt: skip
         rows = [[one.head_init, f"{one.inner_lr:.4g}", str(one.inner_steps), f"{one.loss:.4f}", f"{100 * one.accuracy:.1f}"]
                 if math.isfinite(one.loss) else [one.head_init, f"{one.inner_lr:.4g}", "-", "diverged", "-"]
                 for one in tried]  # fmt: skip

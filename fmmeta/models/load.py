@@ -65,8 +65,8 @@ def describe(config: Config) -> Description:
                                                    local_files_only=not reachable(name))  # fmt: skip
         except (OSError, ValueError, KeyError) as error:
             if not reachable(name) and cached_file(name, "config.json") is None:
-                raise UsageError(f"model_name_or_path={name} is no folder, and the hub cannot be reached for a model of that name; "
-                                 "check the path, or the network") from None  # fmt: skip
+                raise UsageError(f"model_name_or_path={name} is no folder, and the hub cannot be reached for a model of that "
+                                 "name; check the path, or the network") from None  # fmt: skip
             raise UsageError(f"model_name_or_path={name} cannot be read: {one_line(error)}") from None
     if any((getattr(hf_config, key, None) or 0) > 1 for key in EXPERTS):
         raise UsageError(f"model_name_or_path={name} is a mixture of experts ({hf_config.model_type}), which is not "
@@ -127,7 +127,8 @@ def cached_file(model_name_or_path: str, name: str) -> str | None:
 
     try:
         return find(model_name_or_path, name, local_files_only=not reachable(model_name_or_path),
-                    _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False)  # fmt: skip
+                    _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+                    _raise_exceptions_for_gated_repo=False)  # fmt: skip
     except (OSError, ValueError):
         return None
 
