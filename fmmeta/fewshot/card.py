@@ -48,7 +48,8 @@ def served_by(adapted: Adapted) -> tuple[dict[str, str], str]:
     if adapted.labels and single.description.pooling != "model":
         return {"library_name": "fmmeta"}, (
             "`fmmeta predict` serves it: the classes are in `head.safetensors`, which transformers alone does not read; "
-            "`AutoModel` gives the encoder without them, and a `text-classification` pipeline would give it a random head.")  # fmt: skip
+            "`AutoModel` gives the encoder without them, and a `text-classification` pipeline would give it a random "
+            "head.")  # fmt: skip
     if single.config.lora_r and names:
         return {"library_name": "peft"}, (
             "The folder holds adapters; transformers puts them on the base with\n\n```python\n"
