@@ -114,9 +114,10 @@ def show(results: dict[str, Any], progress: Progress) -> None:
     rows = [[cell["method"], f"{cell['k_shot']}{most}", percent(cell["accuracy"], cell["ci95"]), f"{cell['loss']:.4f}",
              "-" if cell["ece"] is None else f"{100 * cell['ece']:.1f}", *(f"{100 * cell[name]['mean']:.1f}" for name in extra)]
             for cell in results["cells"]]  # fmt: skip
-    ways = f"{results['n_way']} to {results['n_way_max']}" if results["n_way_max"] else results["n_way"]
-    way = f"{ways}-way " if ways else ""
-    progress.table(f"{results['model']}: {results['episodes']} {way}episodes of the {results['part']} part", header, rows)
+    what = f"{results['n_way']}-way episodes" if results["n_way"] else "episodes"
+    if results["n_way_max"]:
+        what = f"episodes of {results['n_way']} to {results['n_way_max']} classes"
+    progress.table(f"{results['model']}: {results['episodes']} {what} of the {results['part']} part", header, rows)
     strata = results["per_stratum"]
     if len(strata) > 1:
         progress.table(f"accuracy % by stratum ({results['method']}, {results['k_shot']}{most} shots)", ["", "accuracy %"],

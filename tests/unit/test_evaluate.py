@@ -414,7 +414,7 @@ def test_shots_and_ways_that_vary_are_shown_so(bert, classes, capsys):
     flags: dict[str, Any] = {"n_way": "2", "n_way_max": 3, "k_shot": [1], "k_shot_max": 4, "num_query": 2, "episodes": 4}
     evaluation.run(EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, method=["prototype"]))
     out = capsys.readouterr().out
-    assert "4 2 to 3-way episodes of the test part" in out
+    assert "4 episodes of 2 to 3 classes of the test part" in out
     assert "prototype  1 to 4 " in out
     assert "(prototype, 1 to 4 shots)" in out
 
