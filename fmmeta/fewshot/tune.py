@@ -164,7 +164,7 @@ class Bench:
 def heads_of(settings: TuneConfig, base: Config, description: Description) -> list[str]:
     """The heads that are tried: those given, or those of zero and prototype that this model can use.
 
-    Raises `UsageError` as `evaluate` does for a given one that it cannot use.
+    Raises `UsageError` as `evaluate` does for a given one that it cannot use, or for zeros.
     """
     if base.task_type != "classification":
         return [base.head_init]
@@ -174,7 +174,7 @@ def heads_of(settings: TuneConfig, base: Config, description: Description) -> li
             empty_learner(replace(base, head_init=head), description)
             found.append(head)
         except UsageError:
-            if settings.head_inits:
+            if settings.head_inits or head == "zero":
                 raise
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -57,7 +58,7 @@ def describe(config: Config) -> Description:
         name = base_of(name)
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
             raise UsageError(f"model_name_or_path={name} holds no config.json; give a Hugging Face folder or hub id")
-        if not Path(name).exists() and (name.startswith((".", "/")) or name.count("/") > 1):
+        if not Path(name).exists() and is_path(name):
             raise UsageError(f"model_name_or_path={name} is not a folder; check the path")
         try:
             hf_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code,
@@ -146,23 +147,30 @@ def cached_file(model_name_or_path: str, name: str) -> str | None:
 
 
 def reachable(model_name_or_path: str) -> bool:
-    """Whether a folder or hub id can be asked for files that are not here."""
-    return Path(model_name_or_path).is_dir() or hub_answers()
+    """Whether files of a folder or hub id can be looked for without waiting for a hub that does not answer."""
+    return is_path(model_name_or_path) or Path(model_name_or_path).is_dir() or hub_answers()
+
+
+def is_path(model_name_or_path: str) -> bool:
+    """Whether a name can be no hub id."""
+    return model_name_or_path.startswith((".", "/")) or model_name_or_path.count("/") > 1
 
 
 @cache
 def hub_answers() -> bool:
-    """Asked once and briefly: the hub's own client asks six times for every file, which takes a minute without a network."""
+    """Asked once per process: the hub's own client asks six times for every file, which takes minutes without a network."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
-    try:
-        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception:  # no connection, by whichever client the hub uses
-        return False
-    return True
+    for wait_s in (1.0, 2.0, 0.0):  # a network may stumble
+        try:
+            get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            return True
+        except Exception:  # no connection, by whichever client the hub uses
+            time.sleep(wait_s)
+    return False
 
 
 def load_tokenizer(config: Config, description: Description, notice: Callable[[str], None]) -> Any:

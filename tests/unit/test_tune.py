@@ -111,6 +111,7 @@ def test_heads_that_the_model_cannot_use_are_left_out_or_refused(llama, classes,
     for call in (lambda: tune(TuneConfig(**flags, head_inits=["zero", "prototype"]), Progress(False)),
                  lambda: fmmeta.evaluate(str(llama), str(classes), n_way="3", k_shot=2, head_init="prototype")):  # fmt: skip
         assert refusal(call) == f"{told}mean or another --head_init"
+    assert refusal(lambda: tune(TuneConfig(**flags, feature_norm=2.0), Progress(False))).startswith("feature_norm=2 scales ")
 
 
 def test_rates_that_diverge_are_never_the_best(bert, classes, tmp_path, capsys):
