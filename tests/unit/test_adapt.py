@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import fmmeta
+from fmmeta.config import Config
 from fmmeta.fewshot import predict
-from fmmeta.fewshot.adaptation import leave_out, table_of
+from fmmeta.fewshot.adaptation import leave_out, read_task
 from fmmeta.fewshot.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from tests.launch import python
@@ -107,8 +108,10 @@ def test_steps_are_chosen_by_leaving_examples_out(bert):
 
 
 def test_one_example_of_a_class_leaves_none_to_leave_out():
-    assert leave_out(table_of([("a", "x"), ("b", "x"), ("c", "y")]), ["x", "y"]) == []
-    assert leave_out(table_of([("a", "x"), ("b", "y"), ("c", "x"), ("d", "y"), ("e", "y")]), ["x", "y"]) == [[0, 1], [2, 3]]
+    few = read_task("support", [("a", "x"), ("b", "x"), ("c", "y")], Config(), print)
+    more = read_task("support", [("a", "x"), ("b", "y"), ("c", "x"), ("d", "y"), ("e", "y")], Config(), print)
+    assert leave_out(few, ["x", "y"]) == []
+    assert leave_out(more, ["x", "y"]) == [[0, 1], [2, 3]]
 
 
 def test_adapters_come_out_as_adapters(bert, tmp_path):
@@ -154,7 +157,7 @@ def test_the_commands(bert, tmp_path):
     asked.write_text(lines + '{"words": "x"}\n')
     ended = command("predict", "--model_name_or_path", out, "--input", str(asked))
     assert (ended.returncode, ended.stderr.strip()) == (
-        2, "fmmeta: error: input line 4 has no text under text, sentence, utterance, input, prompt, question; name the key with "
+        2, f"fmmeta: error: {asked}:4 has no text under text, sentence, utterance, input, prompt, question; name the key with "
            "--text_column")  # fmt: skip
     ended = command("adapt", "--model_name_or_path", str(bert), "--support", str(support), "--output_dir", out)
     assert (ended.returncode, ended.stderr.strip()) == (
