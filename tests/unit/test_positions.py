@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,7 +53,8 @@ def test_every_command_stays_within_the_positions(short, tmp_path, family, task_
     for call in (lambda **of: fmmeta.adapt(folder, PAIRS[:12], task_type=task_type, **of),
                  lambda **of: fmmeta.evaluate(folder, rows, task_type=task_type, **of),
                  lambda **of: predict.load(PredictConfig(str(out), **of)),
-                 lambda **of: train(Config(str(folder), task_type, dataset=[str(rows)], **of))):  # fmt: skip
+                 lambda **of: train(Config(model_name_or_path=str(folder), task_type=task_type, dataset=[str(rows)],
+                                           **of))):  # fmt: skip
         message = refusal(call, max_length=100)
         assert message.startswith(f"max_length=100 is above the {most} positions of model_name_or_path=")
         assert message.endswith(f"; use {most} or less")
@@ -61,17 +62,17 @@ def test_every_command_stays_within_the_positions(short, tmp_path, family, task_
 
 def test_a_run_lowers_the_default_and_its_model_remembers_it(short, tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": text, "label": label} for text, label in PAIRS])
-    config = Config(str(short["bert"]), dataset=[str(rows)], n_way=2, k_shot=1, num_query=1, outer_steps=1, meta_batch_size=1,
-                    inner_steps=1, eval_episodes=0, save_steps=0, output_dir=str(tmp_path / "run"))  # fmt: skip
+    config = Config(model_name_or_path=str(short["bert"]), dataset=[str(rows)], n_way=2, k_shot=1, num_query=1,
+                    outer_steps=1, meta_batch_size=1, inner_steps=1, eval_episodes=0, save_steps=0,
+                    output_dir=str(tmp_path / "run"))  # fmt: skip
     result = train(config)
     assert json.loads((result.output_dir / "model" / "fmmeta.json").read_text())["max_length"] == 64
     assert f"fmmeta: max_length 64: {short['bert']} has no more positions\n" in capsys.readouterr().out
 
 
-def test_a_length_that_fits_and_a_model_without_a_limit_are_left_alone(short, tmp_path):
-    config = Config(str(short["bert"]), max_length=20)
-    assert fitted(config, describe(config).hf_config) is config
-    endless = shutil.copytree(short["bert"], tmp_path / "endless")
-    facts = json.loads((endless / "config.json").read_text())
-    (endless / "config.json").write_text(json.dumps({**facts, "max_position_embeddings": None}))
-    assert positions(describe(Config(str(endless))).hf_config) is None
+def test_a_length_that_fits_and_a_model_without_a_limit_are_left_alone(short):
+    config = Config(model_name_or_path=str(short["bert"]), max_length=20)
+    hf_config = describe(config).hf_config
+    assert fitted(config, hf_config) is config
+    for unlimited in (None, -1):
+        assert positions(SimpleNamespace(max_position_embeddings=unlimited, model_type="xlnet")) is None
