@@ -235,13 +235,13 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
 
 def dealer_of(config: Config, plan: Plan, place: Place) -> Dealer:
     """Deals a task's rows over the data ranks of a group, in micro-batches small enough for every stage to work on one."""
-    pad, most = plan.tokenizer.pad_token_id, config.micro_batch_size
+    most = config.micro_batch_size
     if place.stages > 1:
         rows = config.most_shots * (config.most_classes or 1)
         most = min(most, max(1, -(-rows // (place.data * place.stages))))
     packing = partial(pack, length=config.max_length) if config.packing else None
-    return Dealer(plan.description.hf_config.pad_token_id if pad is None else pad, most, place.data_rank, place.data,
-                  packing, config.max_tokens_per_micro_batch)  # fmt: skip
+    return Dealer(plan.description.hf_config.pad_token_id, most, place.data_rank, place.data, packing,
+                  config.max_tokens_per_micro_batch)  # fmt: skip
 
 
 def hash_vector(vector: Tensor) -> int:

@@ -339,6 +339,9 @@ REMEMBERED = (
     "head_init",
     "max_length",
     "prompt_template",
+    "lora_r",
+    "lora_alpha",
+    "lora_target_modules",
     *(item.name for item in fields(InnerConfig)),
 )
 

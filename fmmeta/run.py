@@ -66,6 +66,9 @@ class Run:
         self.rule_at = partial(RULES[config.algorithm], parts.setup) if self.trains else None
         with ranks.world.together("making room for several tasks"):
             self.together = together(config, self.worker, parts.setup.inner)
+        if config.task_batch == "auto":
+            progress.notice(f"task_batch auto: {most_at_once(config)} task(s) in a pass, as many as fit into micro_batch_size="
+                            f"{config.micro_batch_size} rows")  # fmt: skip
         self.held_out = HeldOut(config, self.worker, self.theta, parts.setup.learning, parts.load, ranks, progress)
         self.schedule = build.training_schedule(config, plan, ranks.layout)
         self.guard = guard or Guard(config, ranks, parts.worker)

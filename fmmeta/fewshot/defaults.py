@@ -15,7 +15,7 @@ from fmmeta.parallel.worker import Worker
 
 
 def stored_rates(config: Config, rates: Rates, worker: Worker) -> Rates:
-    """The rates in the model's folder; `rates` where it has none, or none that fit its layers and inner_steps."""
+    """The rates in the model's folder; `rates` where it has none. Raises `UsageError` for those of other layers."""
     stored = remembered(config.model_name_or_path).get("inner_rates")
     if stored == RATES_FILE:
         return element_rates(config, rates, worker)
@@ -23,7 +23,8 @@ def stored_rates(config: Config, rates: Rates, worker: Worker) -> Rates:
         return rates
     columns = [column_of(stored, name, rates.table.shape[0]) for name in rates.layers.names]
     if any(column is None for column in columns):
-        return rates
+        raise UsageError(f"model_name_or_path={config.model_name_or_path}: the inner rates in fmmeta.json are of other layers "
+                         f"than lora_r={config.lora_r} trains; leave --lora_r out, or give --inner_lr")  # fmt: skip
     return replace(rates, table=torch.tensor(columns, dtype=torch.float64).T.contiguous())
 
 

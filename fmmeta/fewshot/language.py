@@ -103,7 +103,7 @@ def generate(
 ) -> list[str]:
     """Greedy answers to prompts of tokens."""
     hf: Any = worker.model.hf
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else hf.config.pad_token_id
+    pad = hf.config.pad_token_id
     answers = []
     for begin in range(0, len(prompts), batch_size):
         part = prompts[begin : begin + batch_size]

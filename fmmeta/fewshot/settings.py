@@ -45,6 +45,8 @@ class FewShotConfig(ModelConfig, RowConfig, InnerConfig):
     feature_norm: float = setting(None, "Length that sentence vectors are scaled to; 0: as they are" + OPEN)
     max_length: int = setting(None, "Longest text in tokens; the rest is cut off" + OPEN)
     prompt_template: str = setting(None, "causal_lm: plain, chat or a format string" + OPEN)
+    lora_r: int = setting(None, "Rank of LoRA adapters; 0: all weights" + OPEN)
+    lora_target_modules: list[str] = setting([], "LoRA: which linear layers get adapters" + OPEN)
     inner_steps: int = setting(None, "Gradient steps on the support set" + OPEN)
     inner_lr: float = setting(None, "Step size of the inner optimizer" + OPEN)
     inner_optimizer: str = setting(None, "sgd, momentum or adamw" + OPEN)
@@ -69,6 +71,8 @@ class FewShotConfig(ModelConfig, RowConfig, InnerConfig):
         kept = {name: memory[name] for name in REMEMBERED if name in memory and name not in given}
         if "inner_optimizer" in given:  # what belongs to the model's own optimizer goes with it
             kept = {name: value for name, value in kept.items() if name not in OF_OPTIMIZER}
+        if "lora_r" in given:
+            kept = {name: value for name, value in kept.items() if not name.startswith("lora_")}
         run = {**kept, **given, "algorithm": "none", **values}
         if kept.get("head_init") == "learned" and run.get("n_way") != memory.get("n_way"):
             run["head_init"] = "zero"  # the learned head has outputs for other tasks

@@ -49,8 +49,7 @@ def start(config: Config, progress: Progress, labels: Sequence[str] = (), bf16: 
     ranks = World(Launch(), pick_device(Launch())).split(1, default_group=False)
     started = start_worker(config, description, *ds_config.read(None, bf16, progress.notice), "plain", ranks)
     assert isinstance(started.worker, PlainWorker)
-    pad = tokenizer.pad_token_id
-    dealer = Dealer(description.hf_config.pad_token_id if pad is None else pad, config.micro_batch_size)
+    dealer = Dealer(description.hf_config.pad_token_id, config.micro_batch_size)
     return Single(config, description, tokenizer, ranks, started.worker, started.head_names, started.frozen, dealer)
 
 

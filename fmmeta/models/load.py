@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fmmeta.config import Config, UsageError
 from fmmeta.models.forward import check_packing, check_positions, checkpoint_layers, unsupported
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
-from fmmeta.models.lora import import_peft, inject, merged
+from fmmeta.models.lora import import_peft, inject, merged, restore_adapters
 from fmmeta.models.positions import DEFAULT, positions
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
 
@@ -53,9 +55,6 @@ def describe(config: Config) -> Description:
         hf_config = tiny_config(config.task_type, max(512, config.max_length))
     else:
         name = base_of(name)
-        if name != config.model_name_or_path and config.lora_r:
-            raise UsageError(f"model_name_or_path={config.model_name_or_path} holds adapters, and lora_r={config.lora_r} would "
-                             "put others on top; give a merged/ folder that --lora_merge wrote")  # fmt: skip
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
             raise UsageError(f"model_name_or_path={name} holds no config.json; give a Hugging Face folder or hub id")
         if not Path(name).exists() and (name.startswith((".", "/")) or name.count("/") > 1):
@@ -64,6 +63,9 @@ def describe(config: Config) -> Description:
             hf_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
             raise UsageError(f"model_name_or_path={name} cannot be read: {one_line(error)}") from None
+    if config.task_type == "causal_lm" and looks_ahead(hf_config):
+        raise UsageError(f"model_name_or_path={name} is a {hf_config.model_type}, whose tokens see those behind them, answers "
+                         "included; give a decoder, or use --task_type classification")  # fmt: skip
     if any((getattr(hf_config, key, None) or 0) > 1 for key in EXPERTS):
         raise UsageError(f"model_name_or_path={name} is a mixture of experts ({hf_config.model_type}), which is not "
                          "supported yet; use a dense model")  # fmt: skip
@@ -75,6 +77,16 @@ def describe(config: Config) -> Description:
     if hf_config.pad_token_id is None:
         hf_config.pad_token_id = first_of(hf_config.eos_token_id) or 0
     return Description(hf_config, resolve_pooling(config), dropouts)
+
+
+def looks_ahead(hf_config: Any) -> bool:
+    """Whether a token sees those behind it: in the models that transformers also knows as masked language models, unless they say
+    that they are decoders.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    decodes = getattr(hf_config, "is_decoder", False) or getattr(hf_config, "is_encoder_decoder", False)
+    return hf_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes
 
 
 def base_of(model_name_or_path: str) -> str:
@@ -135,10 +147,11 @@ def load_tokenizer(config: Config, description: Description, notice: Callable[[s
         files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
         if any(cached_file(config.model_name_or_path, name) for name in files):
             try:
-                return AutoTokenizer.from_pretrained(config.model_name_or_path, trust_remote_code=config.trust_remote_code)
+                found = AutoTokenizer.from_pretrained(config.model_name_or_path, trust_remote_code=config.trust_remote_code)
             except Exception as error:
                 raise UsageError(f"model_name_or_path={config.model_name_or_path}: its tokenizer cannot be read: "
                                  f"{one_line(error)}") from None  # fmt: skip
+            return pad_alike(description, found)
         notice(f"{config.model_name_or_path} has no tokenizer: texts are read as bytes")
     tokenizer = byte_tokenizer()
     if description.hf_config.vocab_size < len(tokenizer):
@@ -146,6 +159,14 @@ def load_tokenizer(config: Config, description: Description, notice: Callable[[s
             f"model_name_or_path={config.model_name_or_path} has no tokenizer, and its vocab_size="
             f"{description.hf_config.vocab_size} is below the byte tokenizer's {len(tokenizer)}; add a tokenizer"
         )
+    return pad_alike(description, tokenizer)
+
+
+def pad_alike(description: Description, tokenizer: Any) -> Any:
+    """The tokenizer, whose padding the model knows from now on: sequence classifiers and RoBERTa look for it among the ids."""
+    pad, hf_config = tokenizer.pad_token_id, description.hf_config
+    if pad is not None and pad < getattr(hf_config, "vocab_size", math.inf):
+        hf_config.pad_token_id = pad
     return tokenizer
 
 
@@ -154,6 +175,8 @@ def load_learner(config: Config, description: Description) -> Learner:
     hf = load_hf(config, description)
     torch.manual_seed(config.seed)
     learner = wrap(hf, config, description)
+    if config.lora_r and (adapters := adapters_in(config)):
+        restore_adapters(learner, config, *adapters)
     if config.head_init != "learned":
         for name in learner.head_names:
             learner.get_parameter(name).data.zero_()
@@ -162,6 +185,23 @@ def load_learner(config: Config, description: Description) -> Learner:
     if config.packing:
         check_packing(learner)
     return learner.train()
+
+
+def adapters_in(config: Config) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """peft's settings and the tensors of an adapter folder; None for a whole model. Raises `UsageError`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    name = config.model_name_or_path
+    if config.builtin_model or base_of(name) == name:
+        return None
+    try:
+        settings = json.loads(Path(str(cached_file(name, "adapter_config.json"))).read_text(encoding="utf-8"))
+        return settings, load_file(str(cached_file(name, "adapter_model.safetensors")))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(
+            f"model_name_or_path={name}: its adapters cannot be read ({one_line(error)}); fetch them again"
+        ) from None
 
 
 def restore_head(learner: Learner, config: Config) -> None:
@@ -193,7 +233,7 @@ def load_hf(config: Config, description: Description) -> Any:
         hf = auto.from_pretrained(base, config=description.hf_config, dtype=torch.float32, use_safetensors=True,
                                   trust_remote_code=config.trust_remote_code,
                                   ignore_mismatched_sizes=config.task_type == "classification", **kwargs)  # fmt: skip
-        if base == config.model_name_or_path:
+        if base == config.model_name_or_path or config.lora_r:  # adapters that are trained on stay beside their base
             return hf
         return merged(hf, Path(config.model_name_or_path), config).requires_grad_(True)  # peft had frozen the base
     except (OSError, ValueError, ImportError, RuntimeError) as error:

@@ -63,7 +63,7 @@ def settings_of(learner: Learner, config: Config) -> Any:
     targets = None if not given else given[0] if given == ["all-linear"] else given
     without = [name.removeprefix("hf.") for name, module in learner.named_modules() if isinstance(module, nn.Linear)
                and name.startswith(tuple(f"hf.{block}" for block in unreachable(learner)))]  # fmt: skip
-    name = config.model_name_or_path
+    name = learner.hf.config.name_or_path or config.model_name_or_path  # of adapters that are trained on: their base
     base = os.path.abspath(name) if Path(name).exists() else name
     return peft.LoraConfig(r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=targets,
                            exclude_modules=without or None, task_type=kind, base_model_name_or_path=base)  # fmt: skip
@@ -125,9 +125,31 @@ def save_adapter(folder: Path, learner: Learner, weights: dict[str, Tensor], con
         settings.base_model_name_or_path = os.path.abspath(folder / "base")
     settings.save_pretrained(folder)
     trained = {name for name, param in learner.named_parameters() if param.requires_grad and name.startswith("hf.")}
-    named = {f"base_model.model.{name.removeprefix('hf.').replace(f'.{ADAPTER}.', '.')}": weights[name].contiguous()
-             for name in trained}  # fmt: skip
+    named = {file_name(name): weights[name].contiguous() for name in trained}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def restore_adapters(learner: Learner, config: Config, settings: dict[str, Any], stored: dict[str, Tensor]) -> None:
+    """Go on with adapters that were trained before: `settings` and tensors as `save_adapter` wrote them. A head of other classes
+    is left as it is. Raises `UsageError` where they are not those that `config` describes.
+    """
+    there = {name: learner.get_parameter(name) for name, param in learner.named_parameters() if ".lora_" in name}
+    named = {file_name(name): param for name, param in there.items()}
+    found = {name: tuple(value.shape) for name, value in stored.items() if ".lora_" in name}
+    scale = settings.get("lora_alpha", 0) / (settings.get("r") or 1)
+    if found != {name: tuple(param.shape) for name, param in named.items()} or scale != config.lora_alpha / config.lora_r:
+        raise UsageError(f"lora_r={config.lora_r}: {config.model_name_or_path} holds adapters of rank {settings.get('r')}, alpha "
+                         f"{settings.get('lora_alpha')} and of {len(found) // 2} layers, not these; give the same --lora_r, "
+                         "--lora_alpha and --lora_target_modules to go on with them, or a merged/ folder for others")  # fmt: skip
+    whole = {file_name(name): learner.get_parameter(name) for name in trained_whole(learner) if name.startswith("hf.")}
+    for name, param in (named | whole).items():
+        if name in stored and stored[name].shape == param.shape:
+            param.data.copy_(stored[name])
+
+
+def file_name(name: str) -> str:
+    """A trained parameter's name in an adapter folder."""
+    return f"base_model.model.{name.removeprefix('hf.').replace(f'.{ADAPTER}.', '.')}"
 
 
 def merged(hf: Any, folder: Path, config: Config) -> Any:

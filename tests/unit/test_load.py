@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from fmmeta.config import Config
+from fmmeta.fewshot.single import class_logits, start
 from fmmeta.models.learner import NativeClassifier
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
-from tests.models import save_bert, save_llama
+from fmmeta.progress import Progress
+from fmmeta.tasks.batch import Example
+from tests.models import save_bert, save_family, save_llama
 from tests.unit.helpers import refusal
 
 
@@ -129,6 +132,30 @@ def test_a_decoder_as_classifier(tmp_path):
     ids, mask = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11]]), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     features = learner(ids, mask, want="features")
     torch.testing.assert_close(features @ learner.get_parameter("hf.score.weight").T, learner(ids, mask))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_padding_is_the_tokenizers_for_the_model_too(kind, tmp_path):
+    """A sequence classifier looks for the last token that is no padding: what a row gets does not depend on its neighbours."""
+    folder = save_family(tmp_path / kind, kind, layers=1)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**facts, "pad_token_id": None}))
+    config = Config(model_name_or_path=str(folder), pooling="model", n_way=3, head_init="learned")
+    single = start(config, Progress(speaks=False))
+    assert single.description.hf_config.pad_token_id == single.tokenizer.pad_token_id == 0
+    rows = [Example([5, 6, 7, 8, 9, 10][:length], 0) for length in (2, 6, 4)]
+    together, alone = class_logits(single, rows), torch.cat([class_logits(single, [row]) for row in rows])
+    assert together.std(0).min() > 1e-3
+    torch.testing.assert_close(together, alone)
+
+
+def test_an_encoder_is_no_language_model(bert, tmp_path):
+    text = refusal(describe, Config(model_name_or_path=str(bert), task_type="causal_lm"))
+    assert text == (f"model_name_or_path={bert} is a bert, whose tokens see those behind them, answers included; give a decoder, "
+                    "or use --task_type classification")  # fmt: skip
+    facts = json.loads((bert / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**facts, "is_decoder": True}))
+    assert describe(Config(model_name_or_path=str(tmp_path), task_type="causal_lm")).hf_config.is_decoder
 
 
 def test_prototypes_need_a_bias(tmp_path):

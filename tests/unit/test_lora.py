@@ -11,9 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fmmeta import Config, MetaTrainer
+from fmmeta import Config, MetaTrainer, adapt, evaluate
 from fmmeta.build import form_groups, plan
+from fmmeta.fewshot.predict import answer
+from fmmeta.fewshot.predict import load as predict_from
+from fmmeta.fewshot.settings import PredictConfig
 from fmmeta.models.load import describe, empty_learner, load_learner
+from fmmeta.models.lora import settings_of
 from fmmeta.parallel.communicator import World
 from fmmeta.parallel.layout import Launch
 from tests.models import save, save_bert, save_llama, write_classes
@@ -239,11 +243,63 @@ def test_an_adapter_folder_is_read_as_its_merged_model(source, tmp_path, sources
     theirs = load_learner(merged, describe(merged)).state_dict()
     assert set(ours) == set(theirs)
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
-    adapted = Config(model_name_or_path=str(tmp_path / "model"), lora_r=3)
-    assert refusal(describe, adapted) == (
-        f"model_name_or_path={tmp_path / 'model'} holds adapters, and lora_r=3 would put others on top; give a merged/ folder "
-        "that --lora_merge wrote"
-    )
+
+
+@pytest.mark.parametrize("source", ["bert", "llama", "roberta"])
+def test_adapters_are_gone_on_with(source, tmp_path, sources):
+    _, worker = exported(sources[source], tmp_path / "model", lora_r=3, lora_alpha=5)
+    config = Config(model_name_or_path=str(tmp_path / "model"), lora_r=3, lora_alpha=5, head_init="learned")
+    learner = load_learner(config, describe(config))
+    stored = {name: param for name, param in worker.model.named_parameters() if param.requires_grad}
+    assert {name for name, param in learner.named_parameters() if param.requires_grad} == set(stored)
+    heads = set(worker.model.head_names)
+    assert all(torch.equal(learner.get_parameter(name), param) for name, param in stored.items() if name not in heads)
+    assert settings_of(learner, config).base_model_name_or_path == sources[source]
+    for other, rank in (({"lora_r": 4, "lora_alpha": 5}, 4), ({"lora_r": 3}, 3),
+                        ({"lora_r": 3, "lora_alpha": 5, "lora_target_modules": ["all-linear"]}, 3)):  # fmt: skip
+        config = Config(model_name_or_path=str(tmp_path / "model"), **other)
+        layers = len([name for name in stored if "lora_A" in name])
+        assert refusal(lambda config: load_learner(config, describe(config)), config) == (
+            f"lora_r={rank}: {tmp_path / 'model'} holds adapters of rank 3, alpha 5 and of {layers} layers, not these; give "
+            "the same --lora_r, --lora_alpha and --lora_target_modules to go on with them, or a merged/ folder for others"
+        )
+
+
+@pytest.mark.parametrize("algorithm", ["fomaml", "anil"])
+def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, sources):
+    """The numbers of the table at the end of the run, from its folder alone; without adapters its rates fit no layer."""
+    data = write_classes(tmp_path / "rows.jsonl", classes=15)
+    shared = {"n_way": 3, "k_shot": 2, "num_query": 2}
+    config = Config(model_name_or_path=sources["bert"], dataset=[str(data)], algorithm=algorithm, lora_r=2, lora_alpha=3,
+                    lora_target_modules=["key"], inner_lr=0.5, outer_lr=0.05, outer_steps=2, meta_batch_size=2, save_steps=0,
+                    test_episodes=3, output_dir=str(tmp_path / "run"), **shared)  # fmt: skip
+    MetaTrainer(config).train()
+    table = json.loads((tmp_path / "run" / "run.json").read_text())["held_out"]["after adaptation, meta-trained"]
+    model, given = str(tmp_path / "run" / "model"), {**shared, "n_way": "3", "k_shot": [2], "episodes": 3}
+    [cell] = evaluate(model, str(data), **given)["cells"]
+    assert cell["accuracy"] == pytest.approx(table["accuracy"][0])
+    assert cell["loss"] == pytest.approx(table["loss"][0], rel=1e-4)
+    [prototypes] = evaluate(model, str(data), method=["prototype"], **given)["cells"]
+    assert 0 < prototypes["accuracy"] <= 1
+    said = refusal(evaluate, model, str(data), lora_r=0, **given)
+    assert said == (f"model_name_or_path={model}: the inner rates in fmmeta.json are of other layers than lora_r=0 trains; leave "
+                    "--lora_r out, or give --inner_lr")  # fmt: skip
+
+
+def test_an_adapted_adapter_stands_beside_the_base(tmp_path, sources):
+    data = write_classes(tmp_path / "rows.jsonl", classes=3)
+    exported(sources["bert"], tmp_path / "model", lora_r=3, lora_alpha=5)
+    adapted = adapt(str(tmp_path / "model"), str(data), output_dir=str(tmp_path / "own"), early_stopping=False)
+    settings = json.loads((tmp_path / "own" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["base_model_name_or_path"]) == (3, sources["bert"])
+    before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("model", "own"))
+    moved = [float((after[name] - value).norm() / value.norm()) for name, value in before.items() if "lora_A" in name]
+    assert 0 < max(moved) < 0.5  # it began where the other ended
+    texts = ["alpha beta", "gamma"]
+    again = answer(predict_from(PredictConfig(model_name_or_path=str(tmp_path / "own"))), texts, 8)
+    for one, wanted in zip(again, adapted.predict(texts), strict=True):
+        assert one.output == wanted.output
+        assert one.score == pytest.approx(wanted.score, abs=1e-5)
 
 
 def test_a_broken_adapter_folder_is_refused(tmp_path):

@@ -143,6 +143,17 @@ def test_auto_takes_as_many_as_fit_a_micro_batch():
     assert together(replace(config, task_batch="1"), worker, setup_of(worker, config).inner) is None
 
 
+@pytest.mark.parametrize(("rows", "tasks"), [(32, 8), (6, 1)])
+def test_auto_says_how_many(rows, tasks, tmp_path, capsys):
+    data, model = write_classes(tmp_path / "rows.jsonl"), save_bert(tmp_path / "bert")
+    MetaTrainer(Config(model_name_or_path=str(model), dataset=[str(data)], algorithm="anil", task_batch="auto", n_way=2,
+                       k_shot=1, num_query=1, micro_batch_size=rows, meta_batch_size=2, outer_steps=1, eval_episodes=0,
+                       save_steps=0, num_workers="0", output_dir=str(tmp_path / "out"))).train()  # fmt: skip
+    assert (
+        f"task_batch auto: {tasks} task(s) in a pass, as many as fit into micro_batch_size={rows} rows" in capsys.readouterr().out
+    )
+
+
 def test_the_forward_functions_come_back():
     learner, _ = adapted("mean", algorithm="fomaml")
     axis = TaskAxis(learner)
