@@ -88,9 +88,13 @@ def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progre
                         f"{config.inner_steps} steps")  # fmt: skip
     dealt = single.dealer.deal(rows)
     passes = replace(inner, steps=steps).adapt(single.worker, single.worker.read(), dealt).passes
-    if not all(one.finite for one in (*passes, single.worker.forward(dealt))):  # the last step's loss as well
+    after = single.worker.forward(dealt)  # the last step's loss as well
+    if not all(one.finite for one in (*passes, after)):
         raise UsageError(f"inner_lr={config.inner_lr}: the loss on the support set is not finite after {steps} inner steps; "
                          "lower --inner_lr")  # fmt: skip
+    if passes and after.loss > passes[0].loss:
+        progress.notice(f"inner_lr={config.inner_lr}: the loss on the support set rose from {passes[0].loss:.3g} to "
+                        f"{after.loss:.3g}; lower --inner_lr")  # fmt: skip
     return Adapted(labels, steps, left_out, single)
 
 

@@ -203,6 +203,15 @@ def test_an_inner_loop_that_runs_away_leaves_no_folder(bert, tmp_path):
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+def test_a_loss_that_rises_is_told(bert, capsys):
+    mixed = [(text, f"class {place % 3}") for place, (text, _) in enumerate(PAIRS)]  # other classes than the words tell
+    for rate, rises in ((100.0, True), (0.1, False)):
+        fmmeta.adapt(bert, mixed, inner_lr=rate, inner_steps=2, early_stopping=False, quiet=False)
+        said = capsys.readouterr().out
+        assert (f"fmmeta: inner_lr={rate}: the loss on the support set rose from 1.1 to " in said) == rises  # ln 3
+        assert ("rose" in said) == rises
+
+
 def test_every_query_row_gets_its_answer_and_support_rows_count_once(bert, tmp_path, capsys):
     rows = [{"text": text, "label": label} for text, label in PAIRS]
     support = write_rows(tmp_path / "support.jsonl", rows + rows[:2])
@@ -222,7 +231,7 @@ def test_python_takes_rows_and_paths_as_files_have_them(bert, tmp_path):
     shared = {"inner_steps": 1, "early_stopping": False}
     adapted = fmmeta.adapt(bert, rows, query=PAIRS[:2] * 2, **shared)
     assert [one.input for one in adapted.predictions] == [text for text, _ in PAIRS[:2] * 2]
-    assert adapted.predict(ASKED) == fmmeta.adapt(bert, iter(PAIRS), **shared).predict(ASKED)
+    assert adapted.predict(ASKED) == fmmeta.adapt(bert, tuple(PAIRS), **shared).predict(ASKED)
     assert adapted.predict([]) == []
     for texts, said in (
         ("hello", "texts='hello' is one text; give a list of texts"), ([None], "texts[0]=None is no text; give strings"),
