@@ -2,7 +2,7 @@
 
 `from_pretrained` reads it without fmmeta. An encoder with fmmeta's pooling becomes a sentence-transformers folder.
 A model is written file by file, each by the rank that holds its tensors or the first one; nobody holds all of it. LoRA leaves
-adapters there, which peft loads on their base, and on request an ordinary model in merged/ beside it.
+adapters there, which peft loads on their base, and on request an ordinary model in another folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fmmeta.config import REMEMBERED, Config
 from fmmeta.meta.rates import RATES_FILE, Rates
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.models.load import HEAD_FILE, Description, cached_file, empty_learner, load_hf
-from fmmeta.models.lora import merged, save_adapter
+from fmmeta.models.lora import BASE_FOLDER, merged, save_adapter
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
 
@@ -27,9 +27,10 @@ FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this l
 
 
 def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor], config: Config, description: Description,
-           tokenizer: Any, ranks: Ranks, rates: Rates | None = None) -> None:  # fmt: skip
+           tokenizer: Any, ranks: Ranks, rates: Rates | None = None, merge_into: Path | None = None) -> None:  # fmt: skip
     """Write `folder`. `frozen`: tensors that are not trained, by name, on the ranks that write them; `rates`: written if they
-    were learned. Collective: world.
+    were learned; `merge_into`: folder of lora_merge's model,
+    merged/ beside `folder` if not given. Collective: world.
     """
     skeleton = empty_learner(config, replace(description, classes=0))
     shapes = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}
@@ -39,7 +40,7 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
         weights = gather(theta, worker, shapes, ranks) | heads
         with ranks.world.together("exporting the adapters"):
             if ranks.first:
-                write_adapters(folder, skeleton, weights, config, description, tokenizer, rates)
+                write_adapters(folder, skeleton, weights, config, description, tokenizer, rates, merge_into)
     else:
         with ranks.world.together("exporting the configuration"):
             if ranks.first:
@@ -78,16 +79,16 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 
 def write_adapters(
     folder: Path, skeleton: Any, weights: dict[str, Tensor], config: Config, description: Description, tokenizer: Any,
-    rates: Rates | None,
+    rates: Rates | None, merge_into: Path | None,
 ) -> None:  # fmt: skip
-    """Write adapters (whole, by name) as peft does; with --lora_merge merged/ beside the folder too."""
+    """Write adapters (whole, by name) as peft does, with --lora_merge an ordinary model too."""
     folder.mkdir(parents=True, exist_ok=True)
     save_adapter(folder, skeleton, weights, config)
     if config.builtin_model:
-        save_model(folder / "base", load_hf(config, description), description)
+        save_model(folder / BASE_FOLDER, load_hf(config, description), description)
     folders = [folder]
     if config.lora_merge:
-        folders.append(folder.with_name("merged"))
+        folders.append(merge_into or folder.with_name("merged"))
         save_model(folders[1], merged(load_hf(config, description), folder, config), description)
     for each in folders:
         accompany(each, skeleton, config, description, tokenizer, rates)

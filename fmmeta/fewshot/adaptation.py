@@ -101,9 +101,11 @@ def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progre
 def write(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table) -> None:
     """The adapted model as a folder: weights, head, card, answers."""
     single = adapted.single
-    config = replace(single.config, head_init="learned", inner_steps=adapted.inner_steps)
+    taught = settings.run_config(n_way=len(adapted.labels) or 2).inner_steps  # what the model remembers; the card has this task's
+    config = replace(single.config, head_init="learned", inner_steps=taught)
     phi = single.worker.read()
-    export(folder, phi, single.worker, single.frozen, config, single.description, single.tokenizer, single.ranks)
+    export(folder, phi, single.worker, single.frozen, config, single.description, single.tokenizer, single.ranks,
+           merge_into=folder / "merged")  # fmt: skip
     write_card(adapted, folder, settings, support)
     if adapted.predictions:
         lines = "".join(json.dumps(one.as_dict(), ensure_ascii=False) + "\n" for one in adapted.predictions)

@@ -15,12 +15,13 @@ def write_card(adapted: Adapted, folder: Path, settings: AdaptConfig, support: T
     """Write README.md into the adapted model's folder."""
     config, base = adapted.single.config, settings.model_name_or_path
     classes = config.task_type == "classification"
-    header = {"base_model": base, "library_name": "transformers", "tags": ["fmmeta", "few-shot"],
-              "pipeline_tag": "text-classification" if classes else "text-generation"}  # fmt: skip
+    header, served = served_by(adapted)
+    header = {"base_model": base, **header, "tags": ["fmmeta", "few-shot"]}
+    source = f"`{Path(settings.support).name}`" if settings.support else "given in Python"
     facts = [
         ("base model", f"`{base}`"),
         ("meta-training", origin(base)),
-        ("support", f"`{Path(settings.support).name}`: {len(support.left)} examples"
+        ("support", f"{source}: {len(support.left)} examples"
                     + (f" of {len(adapted.labels)} classes" if classes else "")),
         ("inner loop", f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"
                        + (f", LoRA of rank {config.lora_r}" if config.lora_r else "")),
@@ -37,8 +38,26 @@ def write_card(adapted: Adapted, folder: Path, settings: AdaptConfig, support: T
     text = f"---\n{yaml}---\n\n# {Path(folder).resolve().name}\n\nAdapted by fmmeta from a few examples.\n\n"
     text += f"| | |\n|---|---|\n{table}"
     text += f"\n## Classes\n\n{listed}" if classes else ""
-    text += f"\n## Use\n\n```bash\nfmmeta predict --model_name_or_path {folder} --input texts.txt\n```\n"
+    text += f"\n## Use\n\n```bash\nfmmeta predict --model_name_or_path {folder} --input texts.txt\n```\n\n{served}\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def served_by(adapted: Adapted) -> tuple[dict[str, str], str]:
+    """What the hub may be told of who reads the folder, and a sentence for people. No pipeline that answers wrongly is named."""
+    single, names = adapted.single, dict(enumerate(adapted.labels))
+    if adapted.labels and single.description.pooling != "model":
+        return {"library_name": "fmmeta"}, (
+            "`fmmeta predict` serves it: the classes are in `head.safetensors`, which transformers alone does not read; "
+            "`AutoModel` gives the encoder without them, and a `text-classification` pipeline would give it a random "
+            "head.")  # fmt: skip
+    if single.config.lora_r and names:
+        return {"library_name": "peft"}, (
+            "The folder holds adapters; transformers puts them on the base with\n\n```python\n"
+            "AutoModelForSequenceClassification.from_pretrained(\n"
+            f"    folder, num_labels={len(names)}, id2label={names}, ignore_mismatched_sizes=True\n)\n```")  # fmt: skip
+    pipeline = "text-classification" if names else "text-generation"
+    library = "peft" if single.config.lora_r else "transformers"
+    return {"library_name": library, "pipeline_tag": pipeline}, f"transformers reads it as it is (`{pipeline}`)."
 
 
 def origin(base: str) -> str:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fmmeta import build
-from fmmeta.config import Config, UsageError
+from fmmeta.config import Config, InnerConfig, UsageError
 from fmmeta.feed import Reader
 from fmmeta.fewshot.defaults import stored_rates
 from fmmeta.fewshot.episodes import Episodes, episodes_of, run_config
@@ -24,10 +24,11 @@ from fmmeta.fewshot.features import embed
 from fmmeta.fewshot.frozen import METHODS as FROZEN
 from fmmeta.fewshot.language import LanguageMetrics
 from fmmeta.fewshot.methods import Finetune, InContext, frozen_score
-from fmmeta.fewshot.results import Cell, check_comparable, differences, read_cells, results_of, show, write
+from fmmeta.fewshot.results import Cell, check_comparable, check_output, differences, read_cells, results_of, show, write
 from fmmeta.fewshot.scores import EpisodeScore, gather
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.meta.algorithms.in_context import prompted
+from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.whole_worker import WholeWorker
@@ -39,24 +40,34 @@ from fmmeta.tasks.schedule import Task
 def run(settings: EvaluateConfig) -> None:
     """`fmmeta evaluate`: the results as a table. Collective: world."""
     progress = Progress(speaks=Launch.from_env(os.environ).global_rank == 0)
-    show(evaluate(settings, progress), progress)
+    evaluate(settings, progress, partial(show, progress=progress))
 
 
-def evaluate(settings: EvaluateConfig, progress: Progress | None = None) -> dict[str, Any]:
-    """Evaluate as `settings` say; the results, as results.json has them. Raises `UsageError`. Collective: world."""
+def evaluate(settings: EvaluateConfig, progress: Progress | None = None,
+             tell: Callable[[dict[str, Any]], None] = lambda results: None) -> dict[str, Any]:  # fmt: skip
+    """Evaluate as `settings` say; the results, as results.json has them. `tell` gets them before they are written.
+
+    Raises `UsageError`. Collective: world.
+    """
+    settings = replace(settings, method=list(dict.fromkeys(settings.method)), k_shot=list(dict.fromkeys(settings.k_shot)))
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
     progress = progress or Progress(speaks=launch.global_rank == 0)
     try:
         bench, others = Bench(world, progress), None
-        if settings.compare is not None and settings.compare.endswith(".json"):
-            with world.comm.together("reading the other results"):
+        with world.comm.together("reading settings"):
+            if launch.global_rank == 0 and settings.output:
+                check_output(Path(settings.output))
+            if settings.compare is not None and settings.compare.endswith(".json"):
                 others = read_cells(settings.compare)
+            elif settings.compare is not None and launch.global_rank == 0:
+                check_other(settings)
         cells = bench.cells(settings, others)
         results = results_of(settings, cells)
         if settings.compare is not None:
             others = others or bench.cells(replace(settings, model_name_or_path=settings.compare, compare=None), cells)
             results["compare"] = {"with": settings.compare, "cells": differences(cells, others)}
+        tell(results)
         with world.comm.together("writing the results"):
             if launch.global_rank == 0 and settings.output:
                 write(Path(settings.output), results)
@@ -159,9 +170,28 @@ class Model:
         return lambda: metrics.of(episodes.source.draw(task))
 
 
+def check_other(settings: EvaluateConfig) -> None:
+    """Raise `UsageError` for a model to compare with that is not there, or that does other tasks."""
+    first, other = run_config(settings, 1), replace(settings, model_name_or_path=str(settings.compare), compare=None)
+    try:
+        second = run_config(other, 1)
+        if second.task_type != first.task_type:
+            raise UsageError(f"compare={settings.compare} is a model for task_type={second.task_type}, and model_name_or_path="
+                             f"{settings.model_name_or_path} one for task_type={first.task_type}; give another model, or "
+                             "--task_type")  # fmt: skip
+        empty_learner(second, describe(second))
+    except UsageError as error:
+        raise UsageError(str(error).replace("model_name_or_path=", "compare=", not str(error).startswith("compare="))) from None
+
+
 def refuse(settings: EvaluateConfig, config: Config) -> None:
-    """Raise `UsageError` for methods and metrics that the kind of task does not have."""
+    """Raise `UsageError` for methods and metrics that the kind of task does not have, and for what no method looks at."""
     causal = config.task_type == "causal_lm"
+    if "finetune" not in settings.method:
+        for name in ("head_init", *(item.name for item in fields(InnerConfig))):
+            if (value := getattr(settings, name)) not in (None, []):
+                raise UsageError(f"{name}={value} is of the inner loop, and method={' '.join(settings.method)} has none; leave "
+                                 "it out, or use finetune")  # fmt: skip
     for method in settings.method:
         if causal and method in FROZEN:
             raise UsageError(

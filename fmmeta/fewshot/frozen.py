@@ -9,7 +9,9 @@ Features are scaled to unit length first. S support rows, Q query rows, D featur
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +33,8 @@ def prototype(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> T
 def linear(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
     from sklearn.linear_model import LogisticRegression
 
-    model = LogisticRegression(max_iter=1000).fit(F.normalize(support).numpy(), labels.numpy())
+    with labels_are_classes():
+        model = LogisticRegression(max_iter=1000).fit(F.normalize(support).numpy(), labels.numpy())
     return spread(model, torch.from_numpy(model.predict_log_proba(F.normalize(query).numpy())).float(), classes)
 
 
@@ -39,9 +42,19 @@ def knn(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
     from sklearn.neighbors import KNeighborsClassifier
 
     nearest = max(1, len(labels) // classes)  # as many as a class has rows, on average
-    model = KNeighborsClassifier(nearest, metric="cosine", weights="distance").fit(F.normalize(support).numpy(), labels.numpy())
+    model = KNeighborsClassifier(nearest, metric="cosine", weights="distance")
+    with labels_are_classes():
+        model.fit(F.normalize(support).numpy(), labels.numpy())
     found = torch.from_numpy(model.predict_proba(F.normalize(query).numpy())).float().clamp(min=FLOOR)
     return spread(model, found.log(), classes).log_softmax(1)
+
+
+@contextmanager
+def labels_are_classes() -> Iterator[None]:
+    """Where most rows have a class of their own scikit-learn asks whether a regression is meant; it has no setting to say no."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The number of unique classes is greater than 50%", UserWarning)
+        yield
 
 
 def spread(model: Any, found: Tensor, classes: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +35,8 @@ def results_of(settings: EvaluateConfig, cells: Sequence[Cell]) -> dict[str, Any
     ways = None if settings.task_type == "causal_lm" else settings.n_way
     top = {name: value for name, value in listed[0].items() if name not in ("scores", "episodes_fingerprint")}
     return {"model": settings.model_name_or_path, "dataset": settings.dataset, "part": settings.part, "n_way": ways,
-            "seed": settings.seed, **top, "cells": listed}  # fmt: skip
+            "n_way_max": settings.n_way_max, "k_shot_max": settings.k_shot_max, "seed": settings.seed, **top,
+            "cells": listed}  # fmt: skip
 
 
 def read_cells(path: str) -> list[Cell]:
@@ -42,7 +44,8 @@ def read_cells(path: str) -> list[Cell]:
     try:
         cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
         return [Cell(cell["method"], cell["k_shot"], cell["episodes_fingerprint"],
-                     [EpisodeScore(**score) for score in cell["scores"]]) for cell in cells]  # fmt: skip
+                     [EpisodeScore(**{**score, "loss": math.nan if score["loss"] is None else score["loss"]})
+                      for score in cell["scores"]]) for cell in cells]  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"compare={path} holds no results of fmmeta evaluate ({error}); give such a file, or a model") from None
 
@@ -68,32 +71,67 @@ def differences(cells: Sequence[Cell], others: Sequence[Cell]) -> list[dict[str,
             for cell in cells if (cell.method, cell.k_shot) in by_name]  # fmt: skip
 
 
+def check_output(path: Path) -> None:
+    """Raise `UsageError` for a file that cannot be written, before its content is computed. Makes its folder."""
+    if path.is_dir():
+        raise UsageError(f"output={path} is a folder; give a file in it, such as {path / 'results.json'}")
+    new = not path.exists()
+    if not new and not path.is_file():
+        return  # a pipe or a device, which a look would disturb
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+        if new:
+            path.resolve().unlink()
+    except FileExistsError:
+        raise UsageError(f"output={path} cannot be written ({path.parent} is no folder); give another file") from None
+    except OSError as error:
+        raise UsageError(f"output={path} cannot be written ({error.strerror}); give another file") from None
+
+
 def write(path: Path, results: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(strict(results), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"output={path} cannot be written ({error.strerror}); give another file") from None
+
+
+def strict(value: Any) -> Any:
+    """The same with None for numbers that JSON has not: the interval of one episode, a loss that diverged."""
+    if isinstance(value, dict):
+        return {name: strict(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [strict(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show(results: dict[str, Any], progress: Progress) -> None:
     """The table that a person reads."""
     extra = [name for name in ("rouge_l", "options") if name in results]
     header = ["method", "shots", "accuracy %", "loss", "ECE", *extra]
-    rows = [[cell["method"], str(cell["k_shot"]), percent(cell["accuracy"], cell["ci95"]), f"{cell['loss']:.4f}",
+    most = f" to {results['k_shot_max']}" if results["k_shot_max"] else ""  # goes with one k_shot
+    rows = [[cell["method"], f"{cell['k_shot']}{most}", percent(cell["accuracy"], cell["ci95"]), f"{cell['loss']:.4f}",
              "-" if cell["ece"] is None else f"{100 * cell['ece']:.1f}", *(f"{100 * cell[name]['mean']:.1f}" for name in extra)]
             for cell in results["cells"]]  # fmt: skip
-    way = f"{results['n_way']}-way " if results["n_way"] else ""
-    progress.table(f"{results['model']}: {results['episodes']} {way}episodes of the {results['part']} part", header, rows)
+    what = f"{results['n_way']}-way episodes" if results["n_way"] else "episodes"
+    if results["n_way_max"]:
+        what = f"episodes of {results['n_way']} to {results['n_way_max']} classes"
+    progress.table(f"{results['model']}: {results['episodes']} {what} of the {results['part']} part", header, rows)
     strata = results["per_stratum"]
     if len(strata) > 1:
-        progress.table(f"accuracy % by stratum ({results['method']}, {results['k_shot']} shots)", ["", "accuracy %"],
+        progress.table(f"accuracy % by stratum ({results['method']}, {results['k_shot']}{most} shots)", ["", "accuracy %"],
                        [[name, f"{100 * value:.1f}"] for name, value in strata.items()])  # fmt: skip
     if "compare" in results:
-        rows = [[cell["method"], str(cell["k_shot"]), percent(cell["accuracy_gain"], cell["ci95"], "+"),
-                 f"{cell['loss_gain']:+.4f} ± {cell['loss_ci95']:.4f}"] for cell in results["compare"]["cells"]]  # fmt: skip
+        rows = [[cell["method"], f"{cell['k_shot']}{most}", percent(cell["accuracy_gain"], cell["ci95"], "+"),
+                 f"{cell['loss_gain']:+.4f} ± {number(cell['loss_ci95'], '.4f')}"]
+                for cell in results["compare"]["cells"]]  # fmt: skip
         progress.table(f"better than {results['compare']['with']} by (paired)", ["method", "shots", "accuracy %", "loss"], rows)
 
 
 def percent(mean: float, half: float, sign: str = "") -> str:
-    return f"{100 * mean:{sign}.2f} ± {100 * half:.2f}"
+    return f"{100 * mean:{sign}.2f} ± {number(100 * half, '.2f')}"
+
+
+def number(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else "-"

@@ -128,7 +128,7 @@ class TuneConfig(EvaluateConfig):
     episodes: int = setting(40, "Episodes; the same ones for every choice")
     inner_lrs: list[float] = setting([0.01, 0.03, 0.1, 0.3, 1.0], "Rates to try; for optuna the least and the greatest")
     max_steps: int = setting(10, "Most inner steps")
-    head_inits: list[str] = setting(["zero", "prototype"], "Heads to try")
+    head_inits: list[str] = setting([], "Heads to try (default: zero, and prototype where the model can use it)")
     tuner: str = setting("grid", "grid: every head with every rate; optuna: as many --trials as asked", ("grid", "optuna"))
     trials: int = setting(20, "optuna: trials")
     output: str | None = setting(None, "JSON file for the choice (default: the model's own fmmeta.json)")
@@ -150,8 +150,8 @@ class TuneConfig(EvaluateConfig):
         for name in ("max_steps", "trials"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
-        if not self.inner_lrs or not self.head_inits:
-            raise UsageError("inner_lrs and head_inits name what is tried; give one or more of each")
+        if not self.inner_lrs:
+            raise UsageError("inner_lrs names nothing to try; give one or more")
         if self.tuner not in ("grid", "optuna"):
             raise UsageError(f"tuner={self.tuner} is unknown; use grid or optuna")
 

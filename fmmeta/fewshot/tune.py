@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,22 +21,26 @@ import torch
 from torch import Tensor
 
 from fmmeta import build
-from fmmeta.config import UsageError
+from fmmeta.config import Config, UsageError
 from fmmeta.feed import Reader
 from fmmeta.fewshot.defaults import stored_rates
 from fmmeta.fewshot.episodes import episodes_of, run_config
+from fmmeta.fewshot.results import check_output
 from fmmeta.fewshot.settings import EvaluateConfig, TuneConfig, remembered
 from fmmeta.meta.inner import InnerLoop
+from fmmeta.models.load import Description, empty_learner
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
 from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import Load
 
+DIVERGED = 1e3  # nats: a mean query loss above this counts as infinite, since no step size that is of use comes near it
+
 
 @dataclass(frozen=True)
 class Choice:
-    """A head, a rate, and after how many steps the mean query loss was lowest (nats); accuracy there."""
+    """A head, a rate, and after how many steps the mean query loss was lowest (nats, inf if it diverged); accuracy there."""
 
     head_init: str
     inner_lr: float
@@ -60,9 +65,16 @@ def tune(settings: TuneConfig, progress: Progress) -> list[Choice]:
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
     try:
+        with world.comm.together("reading settings"):
+            if launch.global_rank == 0 and settings.output:
+                check_output(target)
         bench = Bench(settings, world, progress)
         tried = sorted(bench.choices(), key=lambda choice: choice.loss)
+        if not math.isfinite(tried[0].loss):
+            raise UsageError(f"inner_lrs={' '.join(f'{rate:g}' for rate in settings.inner_lrs)}: the loss diverges with every "
+                             "one of them, and nothing is stored; try lower ones")  # fmt: skip
         rows = [[one.head_init, f"{one.inner_lr:.4g}", str(one.inner_steps), f"{one.loss:.4f}", f"{100 * one.accuracy:.1f}"]
+                if math.isfinite(one.loss) else [one.head_init, f"{one.inner_lr:.4g}", "-", "diverged", "-"]
                 for one in tried]  # fmt: skip
         progress.table(f"{settings.episodes} episodes of the {settings.part} part: the best number of steps for each rate",
                        ["head", "inner_lr", "steps", "loss", "accuracy %"], rows)  # fmt: skip
@@ -85,6 +97,8 @@ class Bench:
         with world.comm.together("reading settings"):
             self.base = run_config(asked, settings.k_shot[0], inner_steps=settings.max_steps)
         plan = build.plan(self.base, world, progress.notice)
+        with world.comm.together("choosing heads"):
+            self.heads = heads_of(settings, self.base, plan.description)
         with world.comm.together("choosing episodes"):
             episodes = episodes_of(asked, settings.k_shot[0], plan.tokenizer)
         if episodes.most_classes > self.base.most_classes:
@@ -101,7 +115,7 @@ class Bench:
     def choices(self) -> Iterator[Choice]:
         """The best number of steps for every head and rate that is tried. Collective: world."""
         settings = self.settings
-        heads = settings.head_inits if self.base.task_type == "classification" else [self.base.head_init]
+        heads = self.heads
         if settings.tuner == "optuna":
             yield from self._by_optuna(heads)
             return
@@ -137,7 +151,7 @@ class Bench:
         if self.ranks.layout.group_rank:
             sums.zero_()  # one voice per group
         loss, accuracy, count = self.ranks.world.sum_(sums)
-        loss = (loss / count).nan_to_num(float("inf"))
+        loss = torch.where(loss / count <= DIVERGED, loss / count, float("inf"))  # NaN too
         best = 1 + int(loss[1:].argmin())
         return Choice(head, rate, best, float(loss[best]), float(accuracy[best] / count[best]))
 
@@ -145,6 +159,24 @@ class Bench:
         inner = self.parts.setup.inner
         table: Tensor = self.rates.table * (rate / self.base.inner_lr)
         return replace(inner, rates=replace(self.rates, table=table), head=replace(inner.head, kind=head))
+
+
+def heads_of(settings: TuneConfig, base: Config, description: Description) -> list[str]:
+    """The heads that are tried: those given, or those of zero and prototype that this model can use.
+
+    Raises `UsageError` as `evaluate` does for a given one that it cannot use, or for zeros.
+    """
+    if base.task_type != "classification":
+        return [base.head_init]
+    found = []
+    for head in dict.fromkeys(settings.head_inits or ["zero", "prototype"]):
+        try:
+            empty_learner(replace(base, head_init=head), description)
+            found.append(head)
+        except UsageError:
+            if settings.head_inits or head == "zero":
+                raise
+    return found
 
 
 def place_of(settings: TuneConfig) -> Path:

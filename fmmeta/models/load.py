@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,12 @@ from torch import Tensor
 from fmmeta.config import Config, UsageError
 from fmmeta.models.forward import check_packing, check_positions, checkpoint_layers, unsupported
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
+<<<<<<< HEAD
 from fmmeta.models.lora import import_peft, inject, merged, restore_adapters
 from fmmeta.models.positions import DEFAULT, positions
+=======
+from fmmeta.models.lora import BASE_FOLDER, import_peft, inject, merged, restore_adapters
+>>>>>>> main
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
 
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "resid_pdrop", "embd_pdrop",
@@ -57,11 +63,15 @@ def describe(config: Config) -> Description:
         name = base_of(name)
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
             raise UsageError(f"model_name_or_path={name} holds no config.json; give a Hugging Face folder or hub id")
-        if not Path(name).exists() and (name.startswith((".", "/")) or name.count("/") > 1):
+        if not Path(name).exists() and is_path(name):
             raise UsageError(f"model_name_or_path={name} is not a folder; check the path")
         try:
-            hf_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+            hf_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code,
+                                                   local_files_only=not reachable(name))  # fmt: skip
         except (OSError, ValueError, KeyError) as error:
+            if not reachable(name) and cached_file(name, "config.json") is None:
+                raise UsageError(f"model_name_or_path={name} is no folder, and the hub cannot be reached for a model of that "
+                                 "name; check the path, or the network") from None  # fmt: skip
             raise UsageError(f"model_name_or_path={name} cannot be read: {one_line(error)}") from None
     if config.task_type == "causal_lm" and looks_ahead(hf_config):
         raise UsageError(f"model_name_or_path={name} is a {hf_config.model_type}, whose tokens see those behind them, answers "
@@ -94,6 +104,9 @@ def base_of(model_name_or_path: str) -> str:
     path = cached_file(model_name_or_path, "adapter_config.json")
     if path is None:
         return model_name_or_path
+    inside = Path(path).parent / BASE_FOLDER
+    if (inside / "config.json").is_file():
+        return str(inside)  # wherever the folder has been moved to
     try:
         base = json.loads(Path(path).read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -131,10 +144,38 @@ def cached_file(model_name_or_path: str, name: str) -> str | None:
     from transformers.utils import cached_file as find
 
     try:
-        return find(model_name_or_path, name, _raise_exceptions_for_missing_entries=False,
-                    _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False)  # fmt: skip
+        return find(model_name_or_path, name, local_files_only=not reachable(model_name_or_path),
+                    _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+                    _raise_exceptions_for_gated_repo=False)  # fmt: skip
     except (OSError, ValueError):
         return None
+
+
+def reachable(model_name_or_path: str) -> bool:
+    """Whether files of a folder or hub id can be looked for without waiting for a hub that does not answer."""
+    return is_path(model_name_or_path) or Path(model_name_or_path).is_dir() or hub_answers()
+
+
+def is_path(model_name_or_path: str) -> bool:
+    """Whether a name can be no hub id."""
+    return model_name_or_path.startswith((".", "/")) or model_name_or_path.count("/") > 1
+
+
+@cache
+def hub_answers() -> bool:
+    """Asked once per process: the hub's own client asks six times for every file, which takes minutes without a network."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    for wait_s in (1.0, 2.0, 0.0):  # a network may stumble
+        try:
+            get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            return True
+        except Exception:  # no connection, by whichever client the hub uses
+            time.sleep(wait_s)
+    return False
 
 
 def load_tokenizer(config: Config, description: Description, notice: Callable[[str], None]) -> Any:
@@ -209,7 +250,9 @@ def restore_head(learner: Learner, config: Config) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path = cached_file(config.model_name_or_path, HEAD_FILE) if isinstance(learner, PooledClassifier) else None
+    if config.builtin_model or not isinstance(learner, PooledClassifier):
+        return
+    path = cached_file(config.model_name_or_path, HEAD_FILE)
     if path is None:
         return
     try:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fmmeta.config import Config, UsageError
 from fmmeta.models.learner import Learner, NativeClassifier, PooledClassifier
 
+BASE_FOLDER = "base"  # in the folder of adapters of the built-in model, which is nowhere else
 ADAPTER = "default"  # peft's name for an only adapter; its files leave it out
 
 
@@ -122,7 +123,7 @@ def save_adapter(folder: Path, learner: Learner, weights: dict[str, Tensor], con
         if isinstance(getattr(settings, name), set):
             setattr(settings, name, sorted(getattr(settings, name)))
     if config.builtin_model:
-        settings.base_model_name_or_path = os.path.abspath(folder / "base")
+        settings.base_model_name_or_path = os.path.abspath(folder / BASE_FOLDER)
     settings.save_pretrained(folder)
     trained = {name for name, param in learner.named_parameters() if param.requires_grad and name.startswith("hf.")}
     named = {file_name(name): weights[name].contiguous() for name in trained}

@@ -54,7 +54,8 @@ def test_a_folder_holds_what_a_plain_loop_learns(bert, tmp_path):
     assert [one.score for one in answers] == pytest.approx(theirs.softmax(1).amax(1).tolist(), abs=1e-5)
     card = (tmp_path / "out" / "README.md").read_text()
     assert f'base_model: "{bert}"' in card
-    assert "12 examples of 3 classes" in card
+    assert "| support | given in Python: 12 examples of 3 classes |" in card
+    assert 'library_name: "transformers"\npipeline_tag: "text-classification"\n' in card
     assert "- class lantern" in card
 
 
@@ -64,6 +65,10 @@ def test_a_pooled_encoder_keeps_its_head_beside_it(bert, tmp_path):
     single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
     assert predict.answer(single, ASKED, 8) == adapted.predict(ASKED)
     assert (tmp_path / "out" / "head.safetensors").is_file()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert 'library_name: "fmmeta"\n' in card
+    assert "pipeline_tag" not in card  # transformers would give it a random head under the names of the classes
+    assert "`fmmeta predict` serves it: the classes are in `head.safetensors`" in card
 
 
 def test_steps_are_chosen_by_leaving_examples_out(bert):
@@ -121,6 +126,53 @@ def test_adapters_come_out_as_adapters(bert, tmp_path):
     ours, theirs = predict.answer(single, ASKED, 8), adapted.predict(ASKED)
     assert [one.output for one in ours] == [one.output for one in theirs]
     assert [one.score for one in ours] == pytest.approx([one.score for one in theirs], abs=1e-5)
+    from transformers import AutoModelForSequenceClassification
+
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert 'library_name: "peft"\n' in card
+    assert "pipeline_tag" not in card
+    line = card.split("```python\n")[1].split("```")[0]  # the base has 15 classes, and the adapters 3
+    model = eval(line, {"AutoModelForSequenceClassification": AutoModelForSequenceClassification, "folder": tmp_path / "out"})
+    with torch.no_grad():
+        shares = model.eval()(**batch(ASKED)).logits.softmax(1)
+    assert [model.config.id2label[i] for i in shares.argmax(1).tolist()] == [one.output for one in theirs]
+    assert shares.amax(1).tolist() == pytest.approx([one.score for one in theirs], abs=1e-5)
+
+
+def test_the_merged_model_lies_in_the_folder_of_its_adapters(bert, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    flags = {"lora_r": 4, "lora_merge": True, "inner_steps": 1, "early_stopping": False}
+    for name, rate in (("one", 0.5), ("merged", 0.1)):
+        adapted = fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / name, inner_lr=rate, **flags)
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "merged").eval()
+        with torch.no_grad():
+            shares = model(**batch(ASKED)).logits.softmax(1)
+        assert shares.amax(1).tolist() == pytest.approx([one.score for one in adapted.predict(ASKED)], abs=1e-5)
+        assert not (tmp_path / name / "model.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "one"]
+
+
+def test_adapters_of_the_builtin_model_can_be_moved(tmp_path):
+    adapted = fmmeta.adapt("tiny", PAIRS, output_dir=tmp_path / "out", lora_r=4, inner_steps=1, early_stopping=False)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "moved")))
+    assert [one.output for one in predict.answer(single, ASKED, 8)] == [one.output for one in adapted.predict(ASKED)]
+
+
+def test_adapting_again_takes_the_steps_that_the_first_model_remembers(bert, tmp_path):
+    flags = {"inner_lr": 0.5, "pooling": "mean"}
+    fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "one", inner_steps=3, **flags)
+    fmmeta.adapt(tmp_path / "one", PAIRS, output_dir=tmp_path / "two", **flags)
+    for name in ("one", "two"):
+        assert json.loads((tmp_path / name / "fmmeta.json").read_text())["inner_steps"] == 3
+
+
+def test_a_learned_head_of_the_builtin_model_asks_no_hub(monkeypatch):
+    asked = []
+    monkeypatch.setattr("fmmeta.models.load.cached_file", lambda name, file: asked.append((name, file)))
+    fmmeta.adapt("tiny", PAIRS, head_init="learned", inner_steps=1, early_stopping=False)
+    assert not asked
 
 
 def test_a_language_model_learns_pairs_and_answers(llama, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,15 @@ import torch
 import torch.nn.functional as F
 
 import fmmeta
-from fmmeta.config import Config
+from fmmeta.config import Config, UsageError
+from fmmeta.fewshot import evaluation
 from fmmeta.fewshot.episodes import episodes_of, run_config
+from fmmeta.fewshot.frozen import knn, linear
 from fmmeta.fewshot.language import longest_common, rouge_l
+from fmmeta.fewshot.results import read_cells, write
 from fmmeta.fewshot.scores import EpisodeScore, calibration_error, counted, paired, score_of
 from fmmeta.fewshot.settings import EvaluateConfig
-from fmmeta.models.load import describe, load_tokenizer
+from fmmeta.models.load import describe, hub_answers, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
 from tests.models import write_pairs
 from tests.unit.helpers import refusal
@@ -299,6 +303,11 @@ def test_paired_differences_are_over_common_episodes():
     ({"method": ["in_context"], "task_type": "causal_lm", "pipeline_stages": 2},
      "method=in_context is not tested with pipeline_stages and tensor_parallel_size: whole support sets travel as prompts; use "
      "ZeRO 3"),
+    ({"method": ["knn", "linear"], "inner_lr": 0.5},
+     "inner_lr=0.5 is of the inner loop, and method=knn linear has none; leave it out, or use finetune"),
+    ({"method": ["prototype"], "inner_lr_groups": ["head=2"]},
+     "inner_lr_groups=['head=2'] is of the inner loop, and method=prototype has none; leave it out, or use finetune"),
+    ({"compare": "./nowhere"}, "compare=./nowhere is not a folder; check the path"),
     ({"compare": "nowhere.json"},
      "compare=nowhere.json holds no results of fmmeta evaluate ([Errno 2] No such file or directory: 'nowhere.json'); give "
      "such a file, or a model"),
@@ -327,6 +336,7 @@ def test_features_of_a_given_length_make_prototypes_of_cosines(bert, classes):
                        "mean or cls, or leave it out")  # fmt: skip
 
 
+<<<<<<< HEAD
 def test_scores_that_are_not_numbers_are_wrong():
     """By hand: two rows, one of them not a number, of confidence 0 and infinite loss."""
     rows = torch.tensor([[0.75, 0.25], [float("nan"), 0.5]]).log()
@@ -360,3 +370,95 @@ def test_settings_from_python_that_do_not_fit(settings, said):
 def test_one_value_from_python_is_a_list_of_one(classes):
     message = refusal(fmmeta.evaluate, "tiny", classes, metrics="rouge_l", n_way=3)  # classes: a Path
     assert message == "metrics=rouge_l look at answers, and task_type=classification has none; leave them out"
+=======
+def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even_so(bert, classes, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    flags: dict[str, Any] = {"n_way": "3", "k_shot": [1], "num_query": 2, "episodes": 1, "method": ["prototype"]}
+    settings = EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, output=str(tmp_path / "there.json"))
+
+    def break_disk(*_):
+        raise UsageError("output=there.json cannot be written (No space left on device); give another file")
+
+    with monkeypatch.context() as full:
+        full.setattr(evaluation, "write", break_disk)
+        assert refusal(evaluation.run, settings).startswith("output=there.json cannot be written")
+    assert "prototype" in capsys.readouterr().out.split("accuracy %")[1]
+    monkeypatch.setattr(evaluation.Bench, "cells", lambda *_: pytest.fail("computed before the check"))
+    for output, told in ((tmp_path, f"is a folder; give a file in it, such as {tmp_path / 'results.json'}"),
+                         (tmp_path / "file" / "x.json",
+                          f"cannot be written ({tmp_path / 'file'} is no folder); give another file")):  # fmt: skip
+        assert refusal(fmmeta.evaluate, str(bert), str(classes), **flags, output=str(output)) == f"output={output} {told}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]  # what was tried is taken away
+
+
+def test_a_model_to_compare_with_is_checked_first(bert, llama, classes, tmp_path, monkeypatch):
+    other = shutil.copytree(llama, tmp_path / "other")
+    (other / "fmmeta.json").write_text('{"task_type": "causal_lm"}')
+    monkeypatch.setattr(evaluation.Bench, "cells", lambda *_: pytest.fail("computed before the check"))
+    assert refusal(fmmeta.evaluate, str(bert), str(classes), compare=str(other)) == (
+        f"compare={other} is a model for task_type=causal_lm, and model_name_or_path={bert} one for task_type=classification; "
+        "give another model, or --task_type")  # fmt: skip
+    assert refusal(fmmeta.evaluate, str(bert), str(classes), compare=str(tmp_path)) == (
+        f"compare={tmp_path} holds no config.json; give a Hugging Face folder or hub id")  # fmt: skip
+    hub_answers.cache_clear()
+    tried = []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+    def no_network():
+        tried.append(1)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.utils.get_session", no_network)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    assert refusal(fmmeta.evaluate, str(bert), str(classes), compare="no-such-folder") == (
+        "compare=no-such-folder is no folder, and the hub cannot be reached for a model of that name; check the path, or the "
+        "network")  # fmt: skip
+    assert len(tried) == 3  # and not for every file
+    hub_answers.cache_clear()
+
+
+def test_one_episode_has_no_interval_and_results_are_json(bert, classes, tmp_path, capsys):
+    flags: dict[str, Any] = {"n_way": "2", "k_shot": [1, 1], "num_query": 2, "episodes": 1, "method": ["knn", "prototype", "knn"]}
+    results = fmmeta.evaluate(str(bert), str(classes), **flags, output=str(tmp_path / "one.json"), quiet=True)
+    assert [cell["method"] for cell in results["cells"]] == ["knn", "prototype"]  # once each
+
+    def refuse_constant(name):
+        pytest.fail(f"{name} is no JSON")
+
+    told = json.loads((tmp_path / "one.json").read_text(), parse_constant=refuse_constant)
+    assert told["ci95"] is None
+    assert told["accuracy"] == results["accuracy"]
+    flags |= {"k_shot": [1], "method": ["knn"]}
+    evaluation.run(
+        EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, compare=str(tmp_path / "one.json"))
+    )
+    out = capsys.readouterr().out
+    assert f"{100 * results['accuracy']:.2f} ± -" in out
+    assert "+0.00 ± -" in out
+    assert "nan" not in out
+
+
+def test_a_loss_that_diverged_is_read_back(tmp_path):
+    cell = {"method": "knn", "k_shot": 1, "episodes_fingerprint": "x"}
+    score = {"slot": 0, "task": "t", "stratum": "s", "loss": float("inf"), "accuracy": 0.5}
+    write(tmp_path / "results.json", {"cells": [{**cell, "scores": [score]}]})
+    (found,) = read_cells(str(tmp_path / "results.json"))
+    assert np.isnan(found.scores[0].loss)
+
+
+def test_shots_and_ways_that_vary_are_shown_so(bert, classes, capsys):
+    flags: dict[str, Any] = {"n_way": "2", "n_way_max": 3, "k_shot": [1], "k_shot_max": 4, "num_query": 2, "episodes": 4}
+    evaluation.run(EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, method=["prototype"]))
+    out = capsys.readouterr().out
+    assert "4 episodes of 2 to 3 classes of the test part" in out
+    assert "prototype  1 to 4 " in out
+    assert "(prototype, 1 to 4 shots)" in out
+
+
+@pytest.mark.parametrize("method", [knn, linear])
+def test_one_example_of_each_of_many_classes_is_no_regression(method, recwarn):
+    features = torch.randn(30, 8, generator=torch.Generator().manual_seed(0))
+    found = method(features, torch.arange(30), features, 30)
+    assert torch.equal(found.argmax(1), torch.arange(30))
+    assert [str(one.message) for one in recwarn] == []
+>>>>>>> main

@@ -61,7 +61,9 @@ def test_model_and_data_set_by_id(offline, tmp_path):
 
 @pytest.mark.parametrize(("flags", "text"), [
     (["--dataset", "acme/absent"], "dataset=acme/absent is neither a path nor a readable hub data set"),
-    (["--model_name_or_path", "acme/absent"], "model_name_or_path=acme/absent cannot be read"),
+    (["--model_name_or_path", "acme/absent"],
+     "model_name_or_path=acme/absent is no folder, and the hub cannot be reached for a model of that name; check the path, "
+     "or the network"),
 ])  # fmt: skip
 def test_an_id_that_is_not_there_is_one_line(offline, tmp_path, flags, text):
     ended = offline(tmp_path, *flags)

@@ -84,7 +84,7 @@ def test_optuna_finds_a_rate(bert, classes, tmp_path):
     ({"inner_lrs": [0.0]}, "inner_lrs=0.0 is no positive number; use some such as 0.01 0.1 1"),
     ({"head_inits": ["best"]}, "head_inits=best is unknown; use zero, prototype or learned"),
     ({"max_steps": 0}, "max_steps=0 is below 1; use 1 or more"),
-    ({"inner_lrs": []}, "inner_lrs and head_inits name what is tried; give one or more of each"),
+    ({"inner_lrs": []}, "inner_lrs names nothing to try; give one or more"),
     ({"tuner": "luck"}, "tuner=luck is unknown; use grid or optuna"),
     ({"model_name_or_path": "acme/model"},
      "model_name_or_path=acme/model is no folder to store the choice in; give --output FILE"),
@@ -100,3 +100,33 @@ def test_a_missing_optuna_is_said(tmp_path, monkeypatch):
     )
     assert message.startswith("tuner=optuna needs optuna (")
     assert message.endswith("; pip install 'fmmeta[tune]', or use grid")
+
+
+def test_heads_that_the_model_cannot_use_are_left_out_or_refused(llama, classes, tmp_path):
+    """The score layer of a Llama has no bias, so that it cannot hold prototypes."""
+    flags = {**FLAGS, "model_name_or_path": str(llama), "dataset": [str(classes)], "inner_lrs": [0.1], "max_steps": 1,
+             "output": str(tmp_path / "choice.json")}  # fmt: skip
+    assert [one.head_init for one in tune(TuneConfig(**flags), Progress(False))] == ["zero"]
+    told = "head_init=prototype needs a head with a bias, and that of LlamaForSequenceClassification has none; use --pooling "
+    for call in (lambda: tune(TuneConfig(**flags, head_inits=["zero", "prototype"]), Progress(False)),
+                 lambda: fmmeta.evaluate(str(llama), str(classes), n_way="3", k_shot=2, head_init="prototype")):  # fmt: skip
+        assert refusal(call) == f"{told}mean or another --head_init"
+    assert refusal(lambda: tune(TuneConfig(**flags, feature_norm=2.0), Progress(False))).startswith("feature_norm=2 scales ")
+
+
+def test_rates_that_diverge_are_never_the_best(bert, classes, tmp_path, capsys):
+    choice = tmp_path / "choice.json"
+    flags = {**FLAGS, "model_name_or_path": str(bert), "dataset": [str(classes)], "output": str(choice), "head_inits": ["zero"]}
+    message = refusal(lambda: tune(TuneConfig(**flags, inner_lrs=[1e30, 1e35]), Progress(True)))
+    assert message == ("inner_lrs=1e+30 1e+35: the loss diverges with every one of them, and nothing is stored; try lower ones")
+    assert not choice.exists()
+    assert [one.inner_lr for one in tune(TuneConfig(**flags, inner_lrs=[1e30, 0.1]), Progress(True))] == [0.1, 1e30]
+    assert json.loads(choice.read_text())["inner_lr"] == 0.1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "1e+30" in line]
+    assert line.split() == ["zero", "1e+30", "-", "diverged", "-"]
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr("fmmeta.fewshot.tune.Bench", lambda *_: pytest.fail("computed before the check"))
+    assert refusal(lambda: tune(TuneConfig(output=str(tmp_path)), Progress(False))) == (
+        f"output={tmp_path} is a folder; give a file in it, such as {tmp_path / 'results.json'}")  # fmt: skip
