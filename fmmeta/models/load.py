@@ -17,12 +17,8 @@ from torch import Tensor
 from fmmeta.config import Config, UsageError
 from fmmeta.models.forward import check_packing, check_positions, checkpoint_layers, unsupported
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
-<<<<<<< HEAD
-from fmmeta.models.lora import import_peft, inject, merged, restore_adapters
-from fmmeta.models.positions import DEFAULT, positions
-=======
 from fmmeta.models.lora import BASE_FOLDER, import_peft, inject, merged, restore_adapters
->>>>>>> main
+from fmmeta.models.positions import DEFAULT, positions
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
 
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "resid_pdrop", "embd_pdrop",
