@@ -20,6 +20,8 @@ from fmmeta.config import UsageError
 from fmmeta.safety import redact
 from fmmeta.signals import ENDED, STOPPED, Fault, Signals, Stopped
 
+INTERRUPTED, CUT_OFF = 130, 141  # as shells have them: 128 + SIGINT, 128 + SIGPIPE (nobody reads standard output any more)
+
 
 class Command(NamedTuple):
     """What it does, its settings and what runs with them, both as `module:name`, so that nothing is imported before its turn."""
@@ -76,6 +78,7 @@ def run(command: str, argv: list[str]) -> NoReturn:
         try:
             config = parse(argv, command)
             find(COMMANDS[command].run)(config, *([signals] if signals else []))
+            sys.stdout.flush()
         except UsageError as error:
             end(signals)
             fail(str(error))
@@ -84,6 +87,13 @@ def run(command: str, argv: list[str]) -> NoReturn:
         except Fault as fault:
             end(signals)
             leave(f"fmmeta: error: {fault}", ENDED)
+        except KeyboardInterrupt:
+            leave("fmmeta: interrupted", INTERRUPTED)
+        except BrokenPipeError:
+            if signals:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes nowhere
+            sys.exit(CUT_OFF)
         end(signals)
         sys.exit(0)
 

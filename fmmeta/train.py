@@ -9,6 +9,8 @@ from fmmeta import build
 from fmmeta.config import Config
 from fmmeta.elastic import attendance
 from fmmeta.guard import Guard
+from fmmeta.models.load import describe
+from fmmeta.models.positions import fitted
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
@@ -44,6 +46,8 @@ class MetaTrainer:
             if world.comm.rank == 0:
                 check_installed(config)
         crew = attendance.join(config, world.comm)
+        what = f"model_name_or_path={config.model_name_or_path} is being read"
+        config = world.first_on_node(what, lambda: fitted(config, describe(config).hf_config), config.prepare_timeout)
         plan = build.plan(config, world, notice)
         start = open_run(config, plan.sources.fingerprint, world.comm)
         self.lock = start.lock

@@ -8,26 +8,30 @@ The inner loop is the one of meta-training, from the model's own memory (fmmeta.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.fewshot.adapted import Adapted
 from fmmeta.fewshot.card import write_card
 from fmmeta.fewshot.defaults import stored_rates
-from fmmeta.fewshot.settings import AdaptConfig
+from fmmeta.fewshot.settings import AdaptConfig, shortened
 from fmmeta.fewshot.single import Single, start
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.progress import Progress
 from fmmeta.tasks.batch import Example
 from fmmeta.tasks.encode import encode
-from fmmeta.tasks.rows import read_file
+from fmmeta.tasks.rows import Row, read_file
 from fmmeta.tasks.table import Table, tabulate
 
+Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
+"""Text and class, or input and output; or as rows of a file have them."""
 FOLDS = 2  # most examples of a class that are left out in turn; each costs an inner loop
 
 
@@ -44,17 +48,19 @@ def run(settings: AdaptConfig) -> None:
     progress.notice(f"model {settings.output_dir}")
 
 
-def adapt(settings: AdaptConfig, progress: Progress, examples: Sequence[tuple[str, str]] = ()) -> Adapted:
-    """Learn the task of `settings.support`, or of `examples` (text and class, or input and output) where they are given.
+def adapt(settings: AdaptConfig, progress: Progress, support_set: Examples | None = None,
+          query_set: Examples | None = None) -> Adapted:  # fmt: skip
+    """Learn the task of `settings.support`, or of `support_set` where it is given; so for the query set.
 
     The folder is written if `output_dir` says where. Raises `UsageError`.
     """
     config = settings.run_config(n_way=2)
-    support = table_of(examples) if examples else read_task(settings.support, config, progress.notice)
+    support = read_task("support", support_set or settings.support, config, progress.notice)
     labels = tuple(sorted(set(support.right))) if config.task_type == "classification" else ()
     if len(labels) == 1:
         raise UsageError(f"support={settings.support} has one class only, {labels[0]!r}; give examples of two or more")
-    query = read_task(settings.query, config, progress.notice) if settings.query else None
+    asked = query_set or settings.query
+    query = read_task("query", asked, config, progress.notice, unique=False) if asked else None
     unknown = sorted(set(query.right) - set(labels)) if query is not None and labels else []
     if unknown:
         raise UsageError(f"query={settings.query} has the class {unknown[0]!r}, of which the support set has none; add some")
@@ -80,10 +86,15 @@ def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progre
         steps, left_out = choose_steps(single, inner, rows, folds, progress)
         progress.notice(f"{steps} inner steps: {100 * left_out:.1f} % right of examples that were left out, of up to "
                         f"{config.inner_steps} steps")  # fmt: skip
-    passes = replace(inner, steps=steps).adapt(single.worker, single.worker.read(), single.dealer.deal(rows)).passes
-    if not all(one.finite for one in passes):
+    dealt = single.dealer.deal(rows)
+    passes = replace(inner, steps=steps).adapt(single.worker, single.worker.read(), dealt).passes
+    after = single.worker.forward(dealt)  # the last step's loss as well
+    if not all(one.finite for one in (*passes, after)):
         raise UsageError(f"inner_lr={config.inner_lr}: the loss on the support set is not finite after {steps} inner steps; "
                          "lower --inner_lr")  # fmt: skip
+    if passes and after.loss > passes[0].loss:
+        progress.notice(f"inner_lr={config.inner_lr}: the loss on the support set rose from {passes[0].loss:.3g} to "
+                        f"{after.loss:.3g}; lower --inner_lr")  # fmt: skip
     return Adapted(labels, steps, left_out, single)
 
 
@@ -112,14 +123,30 @@ def make_folder(output_dir: str) -> Path:
     return folder
 
 
-def read_task(path: str, config: Config, notice: Callable[[str], None]) -> Table:
-    """The rows of a file as one task. Raises `UsageError`."""
-    return tabulate(path, read_file(Path(path)), config, notice, one_task=True)
+def read_task(setting: str, given: str | Examples, config: Config, notice: Callable[[str], None], unique: bool = True) -> Table:
+    """The rows of a file, or examples, as one task; unique: what is said twice counts once. Raises `UsageError`."""
+    name = given if isinstance(given, str) else setting
+    rows = rows_of(setting, given, config)
+    return tabulate(name, rows, config, lambda text: notice(f"{name}: {text}"), one_task=True, unique=unique)
 
 
-def table_of(examples: Sequence[tuple[str, str]]) -> Table:
-    left, right = ([str(pair[side]) for pair in examples] for side in (0, 1))
-    return Table(right, ["all"] * len(left), [""] * len(left), left, right)
+def rows_of(setting: str, given: str | Examples, config: Config) -> list[Row]:
+    """The rows of a file, or examples as if they came from one. Raises `UsageError`."""
+    if isinstance(given, str):
+        return read_file(Path(given))
+    causal = config.task_type == "causal_lm"
+    left = (config.input_column or "input") if causal else (config.text_column or "text")
+    right = (config.output_column or "output") if causal else (config.label_column or "label")
+    rows = []
+    for place, one in enumerate(given):
+        origin = f"{setting}[{place}]"
+        if isinstance(one, Mapping):
+            rows.append(Row({str(name): value for name, value in one.items()}, origin))
+        elif isinstance(one, (list, tuple)) and len(one) == 2:
+            rows.append(Row({left: one[0], right: one[1]}, origin))
+        else:
+            raise UsageError(f"{origin}={shortened(one)} is no pair; give ({left}, {right}) or {{'{left}': ..., '{right}': ...}}")
+    return rows
 
 
 def encode_task(single: Single, table: Table, labels: Sequence[str]) -> list[Example]:
@@ -161,4 +188,7 @@ def choose_steps(single: Single, inner: InnerLoop, rows: Sequence[Example], fold
             right[step] += one.accuracy / len(folds)
         worker.write(theta)
     best = min(range(1, inner.steps + 1), key=lambda step: losses[step])
+    if not math.isfinite(losses[best]):
+        raise UsageError(f"inner_lr={single.config.inner_lr}: the loss on examples left out is not finite after any of "
+                         f"{inner.steps} inner steps; lower --inner_lr")  # fmt: skip
     return best, right[best]

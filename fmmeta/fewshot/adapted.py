@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from fmmeta.config import UsageError
 from fmmeta.fewshot.predict import Answer, answer
+from fmmeta.fewshot.settings import shortened
 from fmmeta.fewshot.single import Single
+from fmmeta.tasks.table import broken_text
 
 
 @dataclass
@@ -25,5 +28,14 @@ class Adapted:
         return sum(one.output == one.truth for one in self.predictions) / len(self.predictions) if self.predictions else None
 
     def predict(self, texts: Sequence[str], max_new_tokens: int = 64) -> list[Answer]:
-        """Answers to new inputs."""
+        """Answers to new inputs, in their order. Raises `UsageError` for what is no list of texts."""
+        if isinstance(texts, str):
+            raise UsageError(f"texts={shortened(texts)} is one text; give a list of texts")
+        for place, text in enumerate(texts := list(texts)):
+            if not isinstance(text, str):
+                raise UsageError(f"texts[{place}]={shortened(text)} is no text; give strings")
+            if wrong := broken_text(text):
+                raise UsageError(f"texts[{place}] has {wrong}; mend it")
+        if not texts:
+            return []
         return answer(self.single, texts, max_new_tokens)

@@ -7,32 +7,92 @@ adapted.predict(["has my card been sent?"])[0].output
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+import difflib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from numbers import Integral, Real
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from fmmeta.config import UsageError
 from fmmeta.fewshot import adaptation, evaluation
+from fmmeta.fewshot.adaptation import Examples
 from fmmeta.fewshot.adapted import Adapted
-from fmmeta.fewshot.settings import AdaptConfig, EvaluateConfig
+from fmmeta.fewshot.settings import AdaptConfig, EvaluateConfig, shortened
 from fmmeta.progress import Progress
 
+Name = str | os.PathLike[str]
+T = TypeVar("T")
 
-def evaluate(model_name_or_path: str, dataset: Sequence[str] | str, *, quiet: bool = True, **settings: Any) -> dict[str, Any]:
+
+def evaluate(model_name_or_path: Name, dataset: Sequence[Name] | Name, *, quiet: bool = True, **settings: Any) -> dict[str, Any]:
     """Few-shot scores of a model, as results.json has them. `settings`: the flags of `fmmeta evaluate`. Raises `UsageError`."""
-    names = [dataset] if isinstance(dataset, str) else list(dataset)
-    given: dict[str, Any] = {**settings}
-    for name in {"method", "k_shot"} & set(given):
-        given[name] = list(given[name]) if isinstance(given[name], (list, tuple)) else [given[name]]
-    return evaluation.evaluate(EvaluateConfig(model_name_or_path=str(model_name_or_path), dataset=names, **given),
-                             Progress(speaks=not quiet))  # fmt: skip
+    given = settings_of(EvaluateConfig, {"model_name_or_path": model_name_or_path, "dataset": dataset, **settings})
+    return evaluation.evaluate(given, Progress(speaks=not quiet))
 
 
-def adapt(model_name_or_path: str, support: Sequence[tuple[str, str]] | str | Path, *, output_dir: str | Path | None = None,
-          quiet: bool = True, **settings: Any) -> Adapted:  # fmt: skip
-    """Learn one task from a file, or from pairs of text and class (input and output for causal_lm).
+def adapt(model_name_or_path: Name, support: Examples | Name, *, query: Examples | Name | None = None,
+          output_dir: Name | None = None, quiet: bool = True, **settings: Any) -> Adapted:  # fmt: skip
+    """Learn one task from a file, or from pairs of text and class (input and output for causal_lm); so for the query set.
 
     settings: the flags of `fmmeta adapt`. Writes an HF folder if `output_dir` says where. Raises `UsageError`.
     """
-    file = str(support) if isinstance(support, (str, Path)) else ""
-    given = AdaptConfig(model_name_or_path=str(model_name_or_path), support=file, output_dir=str(output_dir or ""), **settings)
-    return adaptation.adapt(given, Progress(speaks=not quiet), () if file else [tuple(pair) for pair in support])  # type: ignore[misc]
+    files, examples = dict[str, Any](), dict[str, Examples | None]()
+    for name, value in (("support", support), ("query", query)):
+        if value is None or isinstance(value, (str, os.PathLike)):
+            files[name], examples[name] = value, None
+        else:
+            examples[name] = listed(name, value)
+    if examples["support"] is None and not files["support"]:
+        raise UsageError(f"support={shortened(support)} names no file; give one, or pairs of text and class")
+    given = settings_of(
+        AdaptConfig, {"model_name_or_path": model_name_or_path, "output_dir": output_dir or "", **files, **settings}
+    )
+    return adaptation.adapt(given, Progress(speaks=not quiet), examples["support"], examples["query"])
+
+
+def listed(name: str, examples: Any) -> Examples:
+    """Examples as a list. Raises `UsageError` for none."""
+    if isinstance(examples, Mapping) or not isinstance(examples, Iterable):
+        raise UsageError(f"{name}={shortened(examples)} is neither a file nor pairs; give [(text, class), ...]")
+    if not (found := list(examples)):
+        raise UsageError(f"{name}=[] holds no examples; give pairs of text and class")
+    return found
+
+
+def settings_of(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Settings by name, as flags would give them: of their types, and one value where a list is expected is a list of one.
+
+    Raises `UsageError` for names and types that do not fit.
+    """
+    hints, known = get_type_hints(kind), {item.name: item for item in fields(cast(Any, kind))}
+    given = {}
+    for name, value in values.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+            raise UsageError(
+                f"{name}={shortened(value)} is no setting; {f'did you mean {close[0]}?' if close else 'leave it out'}"
+            )
+        if value is None and known[name].default is None:
+            continue
+        hint = next(one for one in (get_args(hints[name]) or (hints[name],)) if one is not type(None))
+        if get_origin(hints[name]) is list:
+            given[name] = [typed(name, one, hint) for one in (value if isinstance(value, (list, tuple)) else [value])]
+        else:
+            given[name] = typed(name, value, hint)
+    return kind(**given)
+
+
+def typed(name: str, value: Any, kind: type) -> Any:
+    """A value as the flag's text would have become it."""
+    if isinstance(value, bool) or kind is bool:
+        if isinstance(value, bool) and kind is bool:
+            return value
+    elif kind is str and isinstance(value, (str, os.PathLike, int)):
+        return str(value)
+    elif kind is int and isinstance(value, Integral):
+        return int(value)
+    elif kind is float and isinstance(value, Real):
+        return float(value)
+    wanted = {bool: "True or False", str: "a text", int: "a whole number", float: "a number"}[kind]
+    raise UsageError(f"{name}={shortened(value)} is not {wanted}; give one")

@@ -5,6 +5,7 @@ The worker holds theta before and after. Every method is a pure function of weig
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,8 @@ def query_score(worker: Worker, slot: int, task: Task, query: Sequence[MicroBatc
     """Loss, accuracy and, where each rank has logits of classes, confidences. Collective: group."""
     if not (classes and isinstance(worker, WholeWorker)):
         result = worker.forward(query)
-        return EpisodeScore(slot, task.name, task.stratum, result.loss, result.accuracy)
+        loss = math.inf if math.isnan(result.loss) else result.loss
+        return EpisodeScore(slot, task.name, task.stratum, loss, result.accuracy)
     numbers = torch.zeros(2 + 3 * BINS, dtype=torch.float64)
     for batch, logits in zip(query, worker.logits(query), strict=True):
         real = batch.weights > 0

@@ -52,12 +52,18 @@ class EpisodeScore:
 
 
 def counted(log_probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Of [Q, C] and [Q]: float64 [2 + 3 BINS], the summed loss, the rows, then the bins; adds up over parts of a query set."""
+    """Of [Q, C] and [Q]: float64 [2 + 3 BINS], the summed loss, the rows, then the bins; adds up over parts of a query set.
+
+    A row that is not a number counts as wrong, with confidence 0 and an infinite loss.
+    """
+    sound = ~log_probabilities.isnan().any(1)
     confidence, guess = log_probabilities.double().exp().max(1)
+    confidence, guess = confidence.where(sound, 0.0), guess.where(sound, -1)
     place = (confidence * BINS).long().clamp(max=BINS - 1)
     bins = torch.zeros(3, BINS, dtype=torch.float64)
     bins.index_add_(1, place, torch.stack([confidence, (guess == labels).double(), torch.ones_like(confidence)]))
-    loss = -log_probabilities.double().gather(1, labels[:, None]).sum()
+    losses = -log_probabilities.double().gather(1, labels[:, None])[:, 0]
+    loss = losses.where(sound, math.inf).sum()
     return torch.cat([torch.stack([loss, torch.tensor(float(len(labels)), dtype=torch.float64)]), bins.flatten()])
 
 
@@ -68,9 +74,11 @@ def score_of(slot: int, task: str, stratum: str, numbers: Tensor) -> EpisodeScor
 
 
 def mean_ci95(values: Sequence[float]) -> Interval:
-    """Mean, and half the width of its 95 % interval over episodes (1.96 standard errors)."""
+    """Mean, and half the width of its 95 % interval over episodes (1.96 standard errors); both infinite if a value is."""
     n = len(values)
     mean = sum(values) / n
+    if math.isinf(mean):
+        return mean, math.inf
     if n < 2:
         return mean, math.nan
     variance = sum((value - mean) ** 2 for value in values) / (n - 1)
@@ -110,5 +118,5 @@ def paired(scores: Sequence[EpisodeScore], others: Sequence[EpisodeScore]) -> di
     by_slot = {other.slot: other for other in others}
     pairs = [(score, by_slot[score.slot]) for score in scores if score.slot in by_slot]
     gain = mean_ci95([a.accuracy - b.accuracy for a, b in pairs])
-    fall = mean_ci95([b.loss - a.loss for a, b in pairs])
+    fall = mean_ci95([b.loss - a.loss if a.loss != b.loss else 0.0 for a, b in pairs])  # infinite ones may be equal too
     return {"accuracy_gain": gain[0], "ci95": gain[1], "loss_gain": fall[0], "loss_ci95": fall[1], "episodes": len(pairs)}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fmmeta.config import (
+    POOLINGS,
     REMEMBERED,
     Config,
     InnerConfig,
@@ -23,7 +24,9 @@ from fmmeta.config import (
     UsageError,
     setting,  # fmt: skip
 )
-from fmmeta.models.load import cached_file
+from fmmeta.models.load import cached_file, describe
+from fmmeta.models.positions import fitted
+from fmmeta.tasks.rows import ENDINGS, ending
 
 METHODS = ("finetune", "prototype", "linear", "knn", "in_context")
 METRICS = ("rouge_l", "options")
@@ -73,7 +76,8 @@ class FewShotConfig(ModelConfig, RowConfig, InnerConfig):
         run = {**kept, **given, "algorithm": "none", **values}
         if kept.get("head_init") == "learned" and run.get("n_way") != memory.get("n_way"):
             run["head_init"] = "zero"  # the learned head has outputs for other tasks
-        return Config(**run)
+        config = Config(**run)
+        return config if config.builtin_model else fitted(config, describe(config).hf_config)
 
     def own_rates(self) -> bool:
         """Whether the user sets the inner rates, and the model's learned ones are left alone."""
@@ -170,25 +174,31 @@ class AdaptConfig(FewShotConfig):
             path = getattr(self, name)
             if path and not Path(path).is_file():
                 raise UsageError(f"{name}={path} is not a file; give a .jsonl, .csv or .parquet file")
+            if path and not ending(Path(path)):
+                raise UsageError(f"{name}={path} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them")
         for name in ("micro_batch_size", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
 
 
 @dataclass
-class PredictConfig(ModelConfig):
+class PredictConfig:
     """`fmmeta predict`."""
 
     model_name_or_path: str = setting("", "Folder that `fmmeta adapt` wrote, or any classifier or language model")
     task_type: str = setting(None, "classification or causal_lm" + OPEN)
-    head_init: str = setting("learned", "Leave it alone: the head is the adapted one")
-    input: str = setting("-", "File of inputs, or - for standard input: one text per line, or JSON objects with text (input)")
+    pooling: str = setting("auto", "Sentence vector of an encoder; auto: as the folder says, else the model's own", POOLINGS)
+    feature_norm: float = setting(None, "Length that sentence vectors are scaled to; 0: as they are" + OPEN)
+    input: str = setting("-", "File of inputs, or - for standard input: a text or a JSON object with text (input) on every "
+                              "line, or a .csv or .parquet file (.gz too) with such a column")  # fmt: skip
     output: str = setting("-", "File for the answers, or - for standard output: one JSON object per line")
-    text_column: str | None = setting(None, "Key of the text in JSON lines (default: text, sentence, utterance or input)")
+    text_column: str | None = setting(None, "Key or column of the text (default: text, sentence, utterance or input)")
     max_length: int = setting(None, "Longest text in tokens; the rest is cut off" + OPEN)
     prompt_template: str = setting(None, "causal_lm: plain, chat or a format string" + OPEN)
     micro_batch_size: int = setting(32, "Most inputs of one forward pass, when they come from a file")
     max_new_tokens: int = setting(64, "causal_lm: longest answer")
+    attn_implementation: str | None = setting(None, "Passed to transformers: eager, sdpa, flash_attention_2, ...")
+    trust_remote_code: bool = setting(False, "Let transformers run code that comes with the checkpoint")
 
     def __post_init__(self) -> None:
         if not self.model_name_or_path:
@@ -198,6 +208,8 @@ class PredictConfig(ModelConfig):
                 raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
         if self.input != "-" and not Path(self.input).is_file():
             raise UsageError(f"input={self.input} is not a file; give one, or - for standard input")
+        if self.input != "-" and Path(self.output).is_file() and Path(self.output).samefile(self.input):
+            raise UsageError(f"output={self.output} is the input too; give another file")
 
 
 def remembered(model_name_or_path: str) -> dict[str, Any]:
@@ -232,3 +244,9 @@ def misfit(name: str, value: Any) -> str | None:
     allowed = (int, float) if kind is float else kind
     right = all(isinstance(one, allowed) and not isinstance(one, bool) for one in values) and isinstance(value, list) == listed
     return None if right else f"{'a list of ' if listed else ''}{kind.__name__}"
+
+
+def shortened(value: Any) -> str:
+    """A value as a message shows it: on one line, not too long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -18,6 +18,7 @@ from fmmeta.config import Config, UsageError
 from fmmeta.models.forward import check_packing, check_positions, checkpoint_layers, unsupported
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
 from fmmeta.models.lora import BASE_FOLDER, import_peft, inject, merged, restore_adapters
+from fmmeta.models.positions import DEFAULT, positions
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
 
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "resid_pdrop", "embd_pdrop",
@@ -177,6 +178,8 @@ def load_tokenizer(config: Config, description: Description, notice: Callable[[s
     """The checkpoint's tokenizer; bytes for the built-in model and for checkpoints that have none."""
     from transformers import AutoTokenizer
 
+    if config.max_length < DEFAULT and config.max_length == positions(description.hf_config):
+        notice(f"max_length {config.max_length}: {config.model_name_or_path} has no more positions")
     if not config.builtin_model:
         files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
         if any(cached_file(config.model_name_or_path, name) for name in files):

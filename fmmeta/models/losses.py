@@ -15,7 +15,8 @@ def objective(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor
     """Return this micro-batch's part of the set's mean loss, the rows it gets right, and its rows.
 
     Summed over all micro-batches of all ranks the loss is the mean over the set: over rows for [B, C] logits, over
-    label tokens for [B, T, V] ones. A causal_lm row is right when each of its label tokens is the most likely one.
+    label tokens for [B, T, V] ones. A causal_lm row is right when each of its label tokens is the most likely one. Logits that
+    are not numbers are wrong.
     """
     losses, right, rows = per_row(logits, batch)
     return losses.sum(), right.sum(), rows.sum()
@@ -27,13 +28,13 @@ def per_row(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
     if logits.ndim == 2:
         logits = logits[:, : batch.classes or None]  # an episode of fewer classes than the head has
         losses = F.cross_entropy(logits.float(), batch.labels, reduction="none")
-        rows, right = counted.long(), (logits.argmax(-1) == batch.labels).long()
+        rows, right = counted.long(), ((logits.argmax(-1) == batch.labels) & ~losses.isnan()).long()
     else:
         logits, labels = logits[:, :-1].float(), batch.labels[:, 1:]
-        losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none").sum(1)
-        wrong = (logits.argmax(-1) != labels) & (labels != IGNORE)
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
+        wrong = ((logits.argmax(-1) != labels) & (labels != IGNORE)) | losses.isnan()
         numbers = batch.attention_mask  # rows of a sequence; one, unless they are packed
         failed = numbers.new_zeros(len(numbers), numbers.shape[1] + 1).scatter_reduce(1, numbers[:, 1:], wrong.long(), "amax")
-        rows = numbers.amax(1)
+        losses, rows = losses.sum(1), numbers.amax(1)
         right = rows - failed[:, 1:].sum(1)
     return losses * batch.weights, right * counted, rows * counted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ USUAL = {
     "stratum_column": ("stratum", "category", "domain"), "task_column": ("task",),
     "input_column": ("input", "prompt", "question"), "output_column": ("output", "answer", "target"),
 }  # fmt: skip
+HALF_PAIR = re.compile(r"[\ud800-\udfff]")
 
 
 @dataclass
@@ -27,10 +29,10 @@ class Table:
 
 
 def tabulate(name: str, rows: Sequence[Row], config: Config, notice: Callable[[str], None], bad: Bad = refuse,
-             one_task: bool = False) -> Table:  # fmt: skip
+             one_task: bool = False, unique: bool = True) -> Table:  # fmt: skip
     """Pick the columns of data set `name`, check that every row fills them, and drop rows that say the same twice.
 
-    one_task: the rows are one task, whatever they say of tasks and strata.
+    one_task: the rows are one task, whatever they say of tasks and strata. unique: False keeps what is said twice.
     """
     columns = sorted({column for row in rows for column in row.values})
     causal = config.task_type == "causal_lm"
@@ -51,7 +53,7 @@ def tabulate(name: str, rows: Sequence[Row], config: Config, notice: Callable[[s
             wrong += 1
             continue
         key = (values.get("task"), values["left"], values["right"])
-        if key in seen:
+        if key in seen and unique:
             continue
         seen.add(key)
         table.left.append(values["left"])
@@ -59,8 +61,8 @@ def tabulate(name: str, rows: Sequence[Row], config: Config, notice: Callable[[s
         table.task.append(values.get("task", ""))
         table.member.append(values.get("task", values["right"]))
         table.stratum.append(values.get("stratum", "all"))
-    if len(seen) + wrong < len(rows):
-        notice(f"{len(rows) - len(seen) - wrong} of {len(rows)} rows repeat another one and are left out")
+    if left_out := len(rows) - len(table.left) - wrong:
+        notice(f"{left_out} of {len(rows)} rows repeat another one and are left out")
     return table
 
 
@@ -81,9 +83,18 @@ def pick(name: str, config: Config, columns: Sequence[str], setting: str, also: 
 
 def cell(row: Row, column: str) -> str:
     value = row.values.get(column)
-    if value is None or isinstance(value, (dict, list)) or value == "":
+    empty = value is None or value == "" or (isinstance(value, float) and value != value)
+    if empty or isinstance(value, (dict, list)):
         raise UsageError(f"{row.origin} has {column}={value!r}, which is no text; mend the row")
     text = str(value)
-    if "\0" in text:
-        raise UsageError(f"{row.origin} has NUL bytes in {column}; mend the row")
+    if wrong := broken_text(text):
+        raise UsageError(f"{row.origin} has {wrong} in {column}; mend the row")
     return text
+
+
+def broken_text(text: str) -> str | None:
+    """What no tokenizer takes or no file holds."""
+    if "\0" in text:
+        return "NUL bytes"
+    half = HALF_PAIR.search(text)
+    return f"half of a surrogate pair (\\u{ord(half[0]):x})" if half else None

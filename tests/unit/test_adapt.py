@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import fmmeta
+from fmmeta.config import Config
 from fmmeta.fewshot import predict
-from fmmeta.fewshot.adaptation import leave_out, table_of
+from fmmeta.fewshot.adaptation import leave_out, read_task
 from fmmeta.fewshot.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from tests.launch import python
@@ -112,8 +113,10 @@ def test_steps_are_chosen_by_leaving_examples_out(bert):
 
 
 def test_one_example_of_a_class_leaves_none_to_leave_out():
-    assert leave_out(table_of([("a", "x"), ("b", "x"), ("c", "y")]), ["x", "y"]) == []
-    assert leave_out(table_of([("a", "x"), ("b", "y"), ("c", "x"), ("d", "y"), ("e", "y")]), ["x", "y"]) == [[0, 1], [2, 3]]
+    few = read_task("support", [("a", "x"), ("b", "x"), ("c", "y")], Config(), print)
+    more = read_task("support", [("a", "x"), ("b", "y"), ("c", "x"), ("d", "y"), ("e", "y")], Config(), print)
+    assert leave_out(few, ["x", "y"]) == []
+    assert leave_out(more, ["x", "y"]) == [[0, 1], [2, 3]]
 
 
 def test_adapters_come_out_as_adapters(bert, tmp_path):
@@ -183,6 +186,13 @@ def test_a_language_model_learns_pairs_and_answers(llama, tmp_path):
     assert predict.answer(single, [word for word, _ in pairs], 4) == answers
 
 
+def test_half_a_surrogate_pair_is_named_with_its_line(bert, tmp_path):
+    support = tmp_path / "support.jsonl"
+    support.write_text('{"text": "a", "label": "x"}\n{"text": "b\\ud800", "label": "y"}\n')
+    assert refusal(fmmeta.adapt, bert, support) == (
+        f"{support}:2 has half of a surrogate pair (\\ud800) in text; mend the row")  # fmt: skip
+
+
 def test_the_commands(bert, tmp_path):
     support = write_rows(tmp_path / "support.jsonl", [{"text": text, "label": label} for text, label in PAIRS])
     query = write_rows(tmp_path / "query.csv", [{"text": f"{word} harbor", "label": f"class {word}"} for word in WORDS[:3]])
@@ -206,7 +216,7 @@ def test_the_commands(bert, tmp_path):
     asked.write_text(lines + '{"words": "x"}\n')
     ended = command("predict", "--model_name_or_path", out, "--input", str(asked))
     assert (ended.returncode, ended.stderr.strip()) == (
-        2, "fmmeta: error: input line 4 has no text under text, sentence, utterance, input, prompt, question; name the key with "
+        2, f"fmmeta: error: {asked}:4 has no text under text, sentence, utterance, input, prompt, question; name the key with "
            "--text_column")  # fmt: skip
     ended = command("adapt", "--model_name_or_path", str(bert), "--support", str(support), "--output_dir", out)
     assert (ended.returncode, ended.stderr.strip()) == (
@@ -225,5 +235,96 @@ def test_what_cannot_be_learned_is_said(bert, tmp_path):
     assert not (tmp_path / "out").exists()
     message = refusal(fmmeta.adapt, bert, PAIRS, inner_lr=3e38, early_stopping=False)
     assert message == "inner_lr=3e+38: the loss on the support set is not finite after 5 inner steps; lower --inner_lr"
+    for name in ("notes.txt", "notes.json"):
+        (tmp_path / name).write_text("{}")
+        for setting in ("support", "query"):
+            assert refusal(AdaptConfig, **{setting: str(tmp_path / name)}) == (
+                f"{setting}={tmp_path / name} is no .jsonl, .csv, .parquet file (.gz too); convert it to one of them"
+            )
     assert refusal(PredictConfig) == "model_name_or_path is missing; give the folder that fmmeta adapt wrote"
     assert refusal(PredictConfig, "x", input="nowhere") == "input=nowhere is not a file; give one, or - for standard input"
+
+
+def test_an_inner_loop_that_runs_away_leaves_no_folder(bert, tmp_path):
+    """The loss before the only step is finite, and nothing is after it."""
+    for stops, said in ((False, "the support set is not finite after"), (True, "examples left out is not finite after any of")):
+        message = refusal(
+            fmmeta.adapt, bert, PAIRS, output_dir=tmp_path / "out", inner_lr=3e38, inner_steps=1, early_stopping=stops
+        )
+        assert message == f"inner_lr=3e+38: the loss on {said} {1 + stops} inner steps; lower --inner_lr"
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_loss_that_rises_is_told(bert, capsys):
+    mixed = [(text, f"class {place % 3}") for place, (text, _) in enumerate(PAIRS)]  # other classes than the words tell
+    for rate, rises in ((100.0, True), (0.1, False)):
+        fmmeta.adapt(bert, mixed, inner_lr=rate, inner_steps=2, early_stopping=False, quiet=False)
+        said = capsys.readouterr().out
+        assert (f"fmmeta: inner_lr={rate}: the loss on the support set rose from 1.1 to " in said) == rises  # ln 3
+        assert ("rose" in said) == rises
+
+
+def test_every_query_row_gets_its_answer_and_support_rows_count_once(bert, tmp_path, capsys):
+    rows = [{"text": text, "label": label} for text, label in PAIRS]
+    support = write_rows(tmp_path / "support.jsonl", rows + rows[:2])
+    query = [rows[3], rows[0], rows[3], rows[3]]
+    asked = write_rows(tmp_path / "query.jsonl", query)
+    adapted = fmmeta.adapt(
+        bert, support, query=asked, output_dir=tmp_path / "out", inner_steps=1, early_stopping=False, quiet=False
+    )
+    told = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    assert [(one["text"], one["truth"]) for one in told] == [(row["text"], row["label"]) for row in query]
+    assert adapted.accuracy == sum(one["label"] == one["truth"] for one in told) / 4
+    assert f"fmmeta: {support}: 2 of 14 rows repeat another one and are left out\n" in capsys.readouterr().out
+
+
+def test_python_takes_rows_and_paths_as_files_have_them(bert, tmp_path):
+    rows = [{"text": text, "label": label} for text, label in PAIRS]
+    shared = {"inner_steps": 1, "early_stopping": False}
+    adapted = fmmeta.adapt(bert, rows, query=PAIRS[:2] * 2, **shared)
+    assert [one.input for one in adapted.predictions] == [text for text, _ in PAIRS[:2] * 2]
+    assert adapted.predict(ASKED) == fmmeta.adapt(bert, tuple(PAIRS), **shared).predict(ASKED)
+    assert adapted.predict([]) == []
+    for texts, said in (
+        ("hello", "texts='hello' is one text; give a list of texts"), ([None], "texts[0]=None is no text; give strings"),
+        (["a", "\ud800"], "texts[1] has half of a surrogate pair (\\ud800); mend it"),
+    ):  # fmt: skip
+        assert refusal(adapted.predict, texts) == said
+
+
+@pytest.mark.parametrize(("support", "said"), [
+    ([], "support=[] holds no examples; give pairs of text and class"),
+    ("", "support='' names no file; give one, or pairs of text and class"),
+    (None, "support=None names no file; give one, or pairs of text and class"),
+    (5, "support=5 is neither a file nor pairs; give [(text, class), ...]"),
+    ([("a",)], "support[0]=('a',) is no pair; give (text, label) or {'text': ..., 'label': ...}"),
+    (["ab", "cd"], "support[0]='ab' is no pair; give (text, label) or {'text': ..., 'label': ...}"),
+    ([("a", "x"), ("b", None)], "support[1] has label=None, which is no text; mend the row"),
+    ([("a", "x"), ("b", float("nan"))], "support[1] has label=nan, which is no text; mend the row"),
+    ([("a", "x"), ("\ud800b", "y")], "support[1] has half of a surrogate pair (\\ud800) in text; mend the row"),
+    ([{"words": "a", "label": "x"}], "dataset=support has none of the columns text, sentence, utterance; it has label, words: "
+                                     "name one with --text_column"),
+])  # fmt: skip
+def test_examples_from_python_that_are_none(support, said):
+    assert refusal(fmmeta.adapt, "tiny", support) == said
+
+
+def test_a_query_set_from_python_has_the_same_shape():
+    assert refusal(fmmeta.adapt, "tiny", PAIRS, query=["ab"]) == (
+        "query[0]='ab' is no pair; give (text, label) or {'text': ..., 'label': ...}")  # fmt: skip
+    assert refusal(fmmeta.adapt, "tiny", PAIRS, query=[]) == "query=[] holds no examples; give pairs of text and class"
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"inner_step": 3}, "inner_step=3 is no setting; did you mean inner_steps?"),
+    ({"quite_else": 3}, "quite_else=3 is no setting; leave it out"),
+    ({"inner_steps": "3"}, "inner_steps='3' is not a whole number; give one"),
+    ({"inner_steps": 1.5}, "inner_steps=1.5 is not a whole number; give one"),
+    ({"inner_steps": True}, "inner_steps=True is not a whole number; give one"),
+    ({"inner_lr": "0.1"}, "inner_lr='0.1' is not a number; give one"),
+    ({"early_stopping": "false"}, "early_stopping='false' is not True or False; give one"),
+    ({"micro_batch_size": None}, "micro_batch_size=None is not a whole number; give one"),
+    ({"text_column": ["a"]}, "text_column=['a'] is not a text; give one"),
+])  # fmt: skip
+def test_settings_from_python_that_do_not_fit(settings, said):
+    assert refusal(fmmeta.adapt, "tiny", PAIRS, **settings) == said

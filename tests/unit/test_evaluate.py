@@ -426,3 +426,38 @@ def test_one_example_of_each_of_many_classes_is_no_regression(method, recwarn):
     found = method(features, torch.arange(30), features, 30)
     assert torch.equal(found.argmax(1), torch.arange(30))
     assert [str(one.message) for one in recwarn] == []
+
+
+def test_scores_that_are_not_numbers_are_wrong():
+    """By hand: two rows, one of them not a number, of confidence 0 and infinite loss."""
+    rows = torch.tensor([[0.75, 0.25], [float("nan"), 0.5]]).log()
+    score = score_of(0, "t", "s", counted(rows, torch.tensor([0, 0])))
+    assert (score.accuracy, score.loss) == (0.5, float("inf"))
+    assert (score.bins[0][0], score.bins[1][0], score.bins[2][0]) == (0, 0, 1)
+    assert calibration_error([score]) == pytest.approx(0.25 / 2)
+    assert paired([score], [score])["loss_gain"] == 0
+
+
+@pytest.mark.parametrize("model", ["bert", "llama"])
+def test_an_inner_loop_that_runs_away_is_wrong_everywhere(model, request, classes, pairs):
+    kind = {"task_type": "causal_lm"} if model == "llama" else {"n_way": "3"}
+    results = fmmeta.evaluate(request.getfixturevalue(model), pairs if model == "llama" else classes, k_shot=1, num_query=2,
+                              episodes=3, inner_lr=3e38, **kind)  # fmt: skip
+    assert (results["accuracy"], results["loss"], results["loss_ci95"]) == (0, float("inf"), float("inf"))
+    assert results["ece"] == (None if model == "llama" else 0)
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"k_shot": 1.5}, "k_shot=1.5 is not a whole number; give one"),
+    ({"k_shot": [1, "2"]}, "k_shot='2' is not a whole number; give one"),
+    ({"metrics": "rouge"}, "metrics=rouge is unknown; use rouge_l, options"),
+    ({"episode": 3}, "episode=3 is no setting; did you mean episodes?"),
+    ({"dataset": 1.5}, "dataset=1.5 is not a text; give one"),
+])  # fmt: skip
+def test_settings_from_python_that_do_not_fit(settings, said):
+    assert refusal(fmmeta.evaluate, "tiny", **{"dataset": "letters", **settings}) == said
+
+
+def test_one_value_from_python_is_a_list_of_one(classes):
+    message = refusal(fmmeta.evaluate, "tiny", classes, metrics="rouge_l", n_way=3)  # classes: a Path
+    assert message == "metrics=rouge_l look at answers, and task_type=classification has none; leave them out"

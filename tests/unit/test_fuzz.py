@@ -21,7 +21,7 @@ from fmmeta import checkpoint
 from fmmeta.cli import COMMANDS, find, parse
 from fmmeta.config import Config, UsageError
 from fmmeta.fewshot.adaptation import leave_out, read_task
-from fmmeta.fewshot.predict import opened, read_texts
+from fmmeta.fewshot.inputs import opened, read_texts
 from fmmeta.fewshot.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.parallel import ds_config
@@ -129,7 +129,7 @@ def test_support_files(rows, raw, name, task_type, apart):
         file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     with one_line_at_most():
         config = AdaptConfig(support=str(file), task_type=task_type, model_name_or_path="tiny").run_config(n_way=2)
-        table = read_task(str(file), config, lambda text: None)
+        table = read_task("support", str(file), config, lambda text: None)
         assert len(table.left) == len(table.right)
         leave_out(table, sorted(set(table.right)))
     file.unlink(missing_ok=True)
@@ -142,8 +142,9 @@ def test_support_files(rows, raw, name, task_type, apart):
 def test_lines_to_predict(content, column, apart):
     file = apart / "lines"
     file.write_bytes(content)
-    with one_line_at_most(), opened(str(file), "r", "input") as source:
-        assert all(isinstance(text, str) and text for text in read_texts(source, PredictConfig(text_column=column)))
+    with one_line_at_most(), opened(file, "r", "input") as source:
+        settings = PredictConfig(model_name_or_path="x", text_column=column)
+        assert all(isinstance(text, str) for text in read_texts(source, settings))
     assert files_in(apart) == {file}
 
 

@@ -1,0 +1,35 @@
+"""How long a text a model can take: the positions that its configuration names, less those it keeps for itself.
+
+A length that the user gave is refused where the model has fewer positions; the default becomes what it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fmmeta.config import Config, UsageError
+
+DEFAULT = Config.max_length
+AFTER_PADDING = {"roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "longformer", "mpnet", "esm",
+                 "data2vec-text", "ibert", "xmod", "luke", "layoutlmv3"}  # fmt: skip
+"""Model types that count positions from pad_token_id + 1."""
+
+
+def positions(hf_config: Any) -> int | None:
+    """Most tokens of a text; None where the configuration sets no limit."""
+    most = getattr(hf_config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most <= 0:
+        return None
+    return most - (hf_config.pad_token_id + 1 if hf_config.model_type in AFTER_PADDING else 0)
+
+
+def fitted(config: Config, hf_config: Any) -> Config:
+    """The settings with a max_length that the model has positions for. Raises `UsageError` for a larger one than the default."""
+    most = positions(hf_config)
+    if most is None or config.max_length <= most:
+        return config
+    if config.max_length != DEFAULT:
+        raise UsageError(f"max_length={config.max_length} is above the {most} positions of model_name_or_path="
+                         f"{config.model_name_or_path}; use {most} or less")  # fmt: skip
+    return replace(config, max_length=most)

@@ -1,0 +1,173 @@
+"""`fmmeta predict`: every file that `adapt` reads, answers that appear when they are whole, and models that cannot answer."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import fmmeta
+from fmmeta.cli import parse
+from fmmeta.fewshot import predict
+from fmmeta.fewshot.settings import PredictConfig
+from fmmeta.models.tiny import byte_tokenizer
+from tests.launch import environment
+from tests.models import WORDS, save_llama
+from tests.unit.helpers import refusal, write_rows
+
+PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
+TEXTS = [f"{word} {WORDS[10]}" for word in WORDS[:3]]
+
+
+@pytest.fixture(scope="module")
+def adapted(bert, tmp_path_factory):
+    """A folder that `adapt` wrote, and its answers to TEXTS."""
+    folder = tmp_path_factory.mktemp("adapted") / "out"
+    model = fmmeta.adapt(bert, PAIRS, output_dir=folder, inner_steps=4, inner_lr=0.5, early_stopping=False)
+    return folder, [one.as_dict() for one in model.predict(TEXTS)]
+
+
+def answers(folder, source, tmp_path, **settings):
+    target = tmp_path / "answers.jsonl"
+    predict.run(PredictConfig(str(folder), input=str(source), output=str(target), **settings))
+    return [json.loads(line) for line in target.read_text().splitlines()]
+
+
+def same(found, expected):
+    assert [one["text"] for one in found] == [one["text"] for one in expected]
+    assert [one["label"] for one in found] == [one["label"] for one in expected]
+    assert [one["score"] for one in found] == pytest.approx([one["score"] for one in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.jsonl.gz", "a.csv.gz", "a.parquet.gz"])
+def test_the_files_that_adapt_reads(adapted, tmp_path, name):
+    folder, expected = adapted
+    rows = [{"label": "not read", "text": text} for text in TEXTS]
+    same(answers(folder, write_rows(tmp_path / name, rows), tmp_path), expected)
+
+
+@pytest.mark.parametrize(("name", "data"), [
+    ("a.txt", "\n".join(TEXTS).encode()),
+    ("a.txt", b"\xef\xbb\xbf" + "\r\n".join(TEXTS).encode()),  # a byte order mark, before text and before JSON
+    ("a.jsonl", b"\xef\xbb\xbf" + "\n".join(json.dumps({"text": text}) for text in TEXTS).encode()),
+    ("a.txt.gz", gzip.compress("\n".join(TEXTS).encode(), mtime=0)),
+])  # fmt: skip
+def test_lines(adapted, tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    same(answers(adapted[0], tmp_path / name, tmp_path), adapted[1])
+
+
+def test_standard_input_with_a_byte_order_mark(adapted, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + "\n".join(json.dumps({"text": text}) for text in TEXTS)))
+    same(answers(adapted[0], "-", tmp_path), adapted[1])
+
+
+@pytest.mark.parametrize(("name", "data", "said"), [
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', ":2 has half of a surrogate pair (\\ud800) in text; mend it"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": 5}\n', ":2 has no text under text, sentence, utterance, input, prompt, question; name "
+                                               "the key with --text_column"),
+    ("a.csv", b"words,label\nx,y\n", ":2 has no text under text, sentence, utterance, input, prompt, question; name the key with "
+                                     "--text_column"),
+    ("a.csv", b"text,label\nx\n", ":2 has another number of fields than the header; mend the line"),
+    ("a.txt", b"x\n\xff\n", "input is not UTF-8 at line"),
+    ("a.txt.gz", b"plain", " cannot be read: Not a gzipped file (b'pl'); mend it, or give another file"),
+])  # fmt: skip
+def test_what_cannot_be_read_leaves_the_answers_of_before(adapted, tmp_path, name, data, said):
+    source, target = tmp_path / name, tmp_path / "answers.jsonl"
+    source.write_bytes(data)
+    target.write_text("of before")
+    assert said in refusal(answers, adapted[0], source, tmp_path, micro_batch_size=1)
+    assert target.read_text() == "of before"
+    assert {path.name for path in tmp_path.iterdir()} == {name, "answers.jsonl"}
+
+
+def test_answers_never_replace_the_input(tmp_path):
+    path, link = write_rows(tmp_path / "same.jsonl", [{"text": "a"}]), tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    for other in (path, link):
+        message = refusal(PredictConfig, "x", input=str(path), output=str(other))
+        assert message == f"output={other} is the input too; give another file"
+    assert path.read_text() == '{"text": "a"}\n'
+
+
+def test_answers_that_cannot_be_written(adapted, tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
+    for target, reason in ((tmp_path, "Is a directory"), (tmp_path / "none" / "b", "No such file or directory")):
+        message = refusal(predict.run, PredictConfig(str(adapted[0]), input=str(source), output=str(target)))
+        assert message == f"output={target} cannot be opened: {reason}; give another file"
+
+
+def test_a_head_that_has_learned_nothing_does_not_answer(bert, tmp_path):
+    """The built-in model, an encoder without a head, a head beside the model's own, and what a meta-trained run leaves."""
+    plain, run = shutil.copytree(bert, tmp_path / "plain"), shutil.copytree(bert, tmp_path / "run")
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"]}))
+    (run / "fmmeta.json").write_text(json.dumps({"algorithm": "fomaml", "head_init": "zero", "n_way": 5}))
+    for name, pooling in (("tiny", "auto"), (plain, "auto"), (bert, "mean"), (run, "auto")):
+        assert refusal(predict.load, PredictConfig(str(name), pooling=pooling)) == (
+            f"model_name_or_path={name} has no trained head, and would answer at random; run fmmeta adapt first, and give the "
+            "folder that it writes")  # fmt: skip
+
+
+def test_a_classifier_of_other_origin_answers(bert):
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(bert).eval()
+    logits = model(**byte_tokenizer()(TEXTS, padding=True, return_tensors="pt")).logits
+    found = predict.answer(predict.load(PredictConfig(str(bert))), TEXTS, 1)
+    assert [one.output for one in found] == [f"LABEL_{place}" for place in logits.argmax(1).tolist()]
+
+
+def test_what_predict_does_not_read_is_refused(bert):
+    assert refusal(predict.load, PredictConfig(str(bert), max_length=0)) == "max_length=0 is below 4; use 4 or more"
+    for flag, value in (("--lora_r", "4"), ("--head_init", "zero"), ("--gradient_checkpointing", "true")):
+        message = refusal(parse, ["--model_name_or_path", "x", flag, value], "predict")
+        assert message.startswith(f"{flag} is not a flag")
+
+
+def test_scores_that_are_not_finite_are_not_answers(bert, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    broken = shutil.copytree(bert, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["classifier.bias"][0] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    single = predict.load(PredictConfig(str(broken)))
+    assert refusal(predict.answer, single, ["a"], 1) == (
+        f"model_name_or_path={broken} gives no finite scores for 'a'; adapt it with a lower --inner_lr")  # fmt: skip
+
+
+def test_a_language_model_answers_a_table(tmp_path):
+    source = write_rows(tmp_path / "a.csv", [{"input": "stone", "output": "not read"}])
+    (one,) = answers(save_llama(tmp_path / "llama"), source, tmp_path, task_type="causal_lm", max_new_tokens=2)
+    assert one["input"] == "stone"
+
+
+@pytest.mark.parametrize(("leave", "code", "said"), [("closed", 141, ""), ("interrupted", 130, "fmmeta: interrupted")])
+def test_a_reader_that_leaves_and_ctrl_c_end_it_quietly(adapted, leave, code, said):
+    """As `fmmeta predict | head -1` does, and Ctrl-C while standard input is waited for."""
+    process = subprocess.Popen([sys.executable, "-m", "fmmeta", "predict", "--model_name_or_path", str(adapted[0])],
+                               env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, bufsize=1)  # fmt: skip
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
+    try:
+        process.stdin.write("first\n")
+        assert json.loads(process.stdout.readline())["text"] == "first"
+        if leave == "closed":
+            process.stdout.close()
+            process.stdin.write("second\n")
+        else:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(60) == code
+        assert process.stderr.read().strip() == said
+    finally:
+        process.kill()
+        process.wait()
