@@ -37,6 +37,7 @@ class ShardTap(torch.optim.Optimizer):
         self.update: Update | None = None
         self.veto: Callable[[Tensor], Tensor] | None = None
         self.where: dict[int, slice] = {}  # address of a shard -> its place in the vector
+        self.gaps: dict[int, list[slice]] = {}  # and its padding, whose gradient may be anything
         self.bad: Tensor | None = None
 
     @torch.no_grad()
@@ -49,7 +50,9 @@ class ShardTap(torch.optim.Optimizer):
             return
         shown = [(param, param.grad.reshape(-1).float()) for group in self.param_groups for param in group["params"]
                  if param.grad is not None]  # fmt: skip
-        for _, grad in shown:
+        for param, grad in shown:
+            for gap in self.gaps.get(param.data_ptr(), ()):
+                grad[gap] = 0
             bad = ~torch.isfinite(grad.sum())
             self.bad = bad if self.bad is None else self.bad | bad
         refused = None if self.veto is None else self.veto(torch.zeros((), dtype=torch.bool) if self.bad is None else self.bad)
@@ -74,8 +77,11 @@ class EngineWorker(Worker):
         self.params = self.shards.param_map(names, copies, replicated, cuts)
         self.home = self.shards.tensors[0].device
         begin = 0
-        for tensor in self.shards.tensors:
+        for tensor, gaps in zip(self.shards.tensors, self.shards.gaps(), strict=True):
             self.tap.where[tensor.data_ptr()] = slice(begin, begin + tensor.numel())
+            self.tap.gaps[tensor.data_ptr()] = gaps
+            for gap in gaps:
+                tensor[gap] = 0
             begin += tensor.numel()
         self.places = list(self.tap.where.values())
 
@@ -156,6 +162,8 @@ class DeepSpeedWorker(EngineWorker, WholeWorker):
 
     def apply(self, update: Update, agreed: bool) -> Tensor:
         self.prepare(update, agreed)
+        if self.shards.tails:
+            torch._foreach_zero_(self.shards.tails)
         self.engine.step()
         self.tap.update = None
         return self.refused()

@@ -340,11 +340,11 @@ class Bench:
             **case.settings,
         }  # fmt: skip
 
-    def run(self, chosen: Sequence[Case]) -> Outcomes:
-        """Run cases of one layout in one set of processes; return theta and facts by case."""
-        return self.start(chosen)()
+    def run(self, chosen: Sequence[Case], before: Callable[[], None] | None = None) -> Outcomes:
+        """Run cases of one layout in one set of processes, which call `before` first; return theta and facts by case."""
+        return self.start(chosen, before)()
 
-    def start(self, chosen: Sequence[Case]) -> Callable[[], Outcomes]:
+    def start(self, chosen: Sequence[Case], before: Callable[[], None] | None = None) -> Callable[[], Outcomes]:
         """Begin to run cases; what comes back waits for the end."""
         num_groups, group_size = chosen[0].layout
         listed = []
@@ -365,7 +365,8 @@ class Bench:
         file.write_text(json.dumps(listed))
         out = self.folder / f"out-{num_groups}x{group_size}"
         out.mkdir(exist_ok=True)
-        running = start_ranks(["-m", "tests.distributed.run_cases", str(file), str(out)], num_groups * group_size)
+        running = start_ranks(["-m", "tests.distributed.run_cases", str(file), str(out)], num_groups * group_size,
+                              before=before)  # fmt: skip
 
         def end() -> Outcomes:
             running.end(timeout_s=1500).ok()

@@ -14,6 +14,8 @@ from fmmeta.meta.reference import reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.load import load_sources
 from fmmeta.tasks.schedule import Schedule
+from tests.distributed.matrix import Bench, Case, tolerance
+from tests.distributed.nan_memory import fill
 from tests.launch import run_ranks
 from tests.models import save_llama, write_pairs
 
@@ -77,6 +79,16 @@ def test_theta_is_what_the_other_tasks_make_it(files, wanted, groups, group_size
         metrics = [json.loads(line) for line in (out / case["id"] / "metrics.jsonl").read_text().splitlines()]
         skipped = [sum(step == line["step"] - 1 for step, *_ in case["poison"]) for line in metrics]
         assert [line["skipped_tasks"] for line in metrics] == skipped, case["id"]
+
+
+def test_what_memory_held_before_does_not_matter(tmp_path):
+    """ZeRO 3 pads parameters and gradients that its ranks cannot share evenly with what it finds in memory: here, no numbers."""
+    rows = [(3, "reptile", "together"), (3, "fomaml", "nothing"), (3, "reptile", "nothing"), (2, "fomaml", "nothing")]
+    cases = [Case((1, 2), stage, algorithm, "several", "default", "bert", "fp32", "sgd", "learned", "micro", also)
+             for stage, algorithm, also in rows]  # fmt: skip
+    bench = Bench(tmp_path)
+    outcomes = bench.run(cases, fill)
+    assert {case.id: error for case in cases if (error := bench.error(case, outcomes[case.id][0])) >= tolerance(case)} == {}
 
 
 def test_no_stage_adds_what_another_one_refuses(files):

@@ -149,12 +149,17 @@ def test_a_language_model_answers_a_table(tmp_path):
     assert one["input"] == "stone"
 
 
+def not_ignored() -> None:
+    """What a shell starts in the background ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(("leave", "code", "said"), [("closed", 141, ""), ("interrupted", 130, "fmmeta: interrupted")])
 def test_a_reader_that_leaves_and_ctrl_c_end_it_quietly(adapted, leave, code, said):
     """As `fmmeta predict | head -1` does, and Ctrl-C while standard input is waited for."""
     process = subprocess.Popen([sys.executable, "-m", "fmmeta", "predict", "--model_name_or_path", str(adapted[0])],
                                env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, bufsize=1)  # fmt: skip
+                               text=True, bufsize=1, preexec_fn=not_ignored)  # fmt: skip
     assert process.stdin
     assert process.stdout
     assert process.stderr
