@@ -17,9 +17,10 @@ from torch import Tensor
 
 from fmmeta.config import REMEMBERED, Config
 from fmmeta.meta.rates import RATES_FILE, Rates
+from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, cached_file
 from fmmeta.models.learner import PooledClassifier
-from fmmeta.models.load import HEAD_FILE, Description, cached_file, empty_learner, load_hf
-from fmmeta.models.lora import BASE_FOLDER, merged, save_adapter
+from fmmeta.models.load import Description, empty_learner, load_hf
+from fmmeta.models.lora import merged, save_adapter
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
 
@@ -29,8 +30,7 @@ FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this l
 def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor], config: Config, description: Description,
            tokenizer: Any, ranks: Ranks, rates: Rates | None = None, merge_into: Path | None = None) -> None:  # fmt: skip
     """Write `folder`. `frozen`: tensors that are not trained, by name, on the ranks that write them; `rates`: written if they
-    were learned; `merge_into`: folder of lora_merge's model,
-    merged/ beside `folder` if not given. Collective: world.
+    were learned; `merge_into`: folder of lora_merge's model, merged/ beside `folder` if not given. Collective: world.
     """
     skeleton = empty_learner(config, replace(description, classes=0))
     shapes = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}

@@ -31,8 +31,12 @@ def disk_trouble(error: BaseException) -> str | None:
         return f"{error.filename or 'the disk'}: {error.strerror}"
     found = re.search(r"\(os error (\d+)\)", str(error))
     if found and int(found[1]) in DISK:
-        return " ".join(str(error).split())
+        return one_line(error)
     return None
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def inside(root: Path, path: Path) -> Path:

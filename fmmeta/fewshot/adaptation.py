@@ -70,7 +70,7 @@ def adapt(settings: AdaptConfig, progress: Progress, support_set: Examples | Non
         answers = adapted.predict(query.left, settings.max_new_tokens)
         adapted.predictions = [replace(one, truth=truth) for one, truth in zip(answers, query.right, strict=True)]
     if folder is not None:
-        write(adapted, folder, settings, support)
+        write(adapted, folder, settings, support, config.inner_steps)
     return adapted
 
 
@@ -98,11 +98,10 @@ def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progre
     return Adapted(labels, steps, left_out, single)
 
 
-def write(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table) -> None:
-    """The adapted model as a folder: weights, head, card, answers."""
+def write(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table, inner_steps: int) -> None:
+    """The adapted model as a folder: weights, head, card, answers. It remembers `inner_steps`, not those of this task."""
     single = adapted.single
-    taught = settings.run_config(n_way=len(adapted.labels) or 2).inner_steps  # what the model remembers; the card has this task's
-    config = replace(single.config, head_init="learned", inner_steps=taught)
+    config = replace(single.config, head_init="learned", inner_steps=inner_steps)
     phi = single.worker.read()
     export(folder, phi, single.worker, single.frozen, config, single.description, single.tokenizer, single.ranks,
            merge_into=folder / "merged")  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from fmmeta.config import Config, UsageError
 from fmmeta.fewshot.settings import remembered
 from fmmeta.meta.rates import RATES_FILE, Rates
-from fmmeta.models.load import cached_file
+from fmmeta.models.files import cached_file
 from fmmeta.parallel.worker import Worker
 
 

@@ -16,7 +16,8 @@ from fmmeta.fewshot.inputs import batched, sink, texts_of
 from fmmeta.fewshot.language import generate
 from fmmeta.fewshot.settings import PredictConfig, remembered, shortened
 from fmmeta.fewshot.single import Single, class_logits, start
-from fmmeta.models.load import HEAD_FILE, Description, base_of, cached_file, describe
+from fmmeta.models.files import HEAD_FILE, base_of, cached_file
+from fmmeta.models.load import Description, describe
 from fmmeta.models.positions import fitted
 from fmmeta.progress import Progress
 from fmmeta.tasks.batch import IGNORE

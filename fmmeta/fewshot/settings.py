@@ -24,7 +24,8 @@ from fmmeta.config import (
     UsageError,
     setting,  # fmt: skip
 )
-from fmmeta.models.load import cached_file, describe
+from fmmeta.models.files import cached_file
+from fmmeta.models.load import describe
 from fmmeta.models.positions import fitted
 from fmmeta.tasks.rows import ENDINGS, ending
 

@@ -12,6 +12,7 @@ import torch
 
 from fmmeta.config import Config, UsageError
 from fmmeta.models.learner import Learner
+from fmmeta.safety import one_line
 
 
 def check_attention(config: Config, bf16: bool, device: str) -> None:
@@ -36,7 +37,7 @@ def check_attention(config: Config, bf16: bool, device: str) -> None:
 
 def unsupported(config: Config, error: BaseException) -> UsageError:
     """What to say when transformers does not build a model with the settings given."""
-    why = " ".join(str(error).split()).split(". ")[0]
+    why = one_line(error).split(". ")[0]
     if config.attn_implementation:
         return UsageError(f"attn_implementation={config.attn_implementation} does not work with "
                           f"model_name_or_path={config.model_name_or_path} here ({why}); use eager, or leave it out")  # fmt: skip

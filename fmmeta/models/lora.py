@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fmmeta.config import Config, UsageError
+from fmmeta.models.files import BASE_FOLDER
 from fmmeta.models.learner import Learner, NativeClassifier, PooledClassifier
 
-BASE_FOLDER = "base"  # in the folder of adapters of the built-in model, which is nowhere else
 ADAPTER = "default"  # peft's name for an only adapter; its files leave it out
 
 

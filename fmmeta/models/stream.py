@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fmmeta.config import Config, UsageError
+from fmmeta.models.files import base_of, cached_file
 from fmmeta.models.learner import Learner
-from fmmeta.models.load import Description, auto_class, base_of, cached_file, load_learner, one_line, restore_head, wrap
+from fmmeta.models.load import Description, auto_class, load_learner, restore_head, wrap
+from fmmeta.safety import one_line
 
 Entry = tuple[str, str]  # file, key in it
 

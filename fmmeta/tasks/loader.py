@@ -25,6 +25,7 @@ from typing import Any
 import torch.utils.data
 
 from fmmeta.config import UsageError
+from fmmeta.safety import one_line
 from fmmeta.tasks.batch import Batches, Dealer, Example
 from fmmeta.tasks.schedule import Task
 from fmmeta.tasks.source import Draw, Episode, TaskSource
@@ -220,4 +221,4 @@ def cause_of_death(stream: Any, error: RuntimeError) -> str:
         time.sleep(0.02)
     said = [f"process {pid} " + (f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}")
             for pid, code in ended.items()]  # fmt: skip
-    return ", ".join(said) or " ".join(str(error).split())
+    return ", ".join(said) or one_line(error)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from fmmeta.config import UsageError
-from fmmeta.safety import GIB, Bounded, inside
+from fmmeta.safety import GIB, Bounded, inside, one_line
 
 MOST_GIB = 16.0  # that a compressed file may hold, unless told otherwise
 ENDINGS = (".jsonl", ".csv", ".parquet")
@@ -150,8 +150,9 @@ def open_hub(dataset: str, config_name: str | None) -> dict[str, Any]:
     try:
         return {str(split): part for split, part in datasets.load_dataset(dataset, config_name).items()}
     except Exception as error:  # the hub has many ways to say no
-        text = " ".join(str(error).split())
-        raise UsageError(f"dataset={dataset} is neither a path nor a readable hub data set ({text}); check the name") from None
+        raise UsageError(
+            f"dataset={dataset} is neither a path nor a readable hub data set ({one_line(error)}); check the name"
+        ) from None
 
 
 def hub_rows(dataset: str, splits: dict[str, Any]) -> list[Row]:

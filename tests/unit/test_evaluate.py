@@ -21,7 +21,8 @@ from fmmeta.fewshot.language import longest_common, rouge_l
 from fmmeta.fewshot.results import read_cells, write
 from fmmeta.fewshot.scores import EpisodeScore, calibration_error, counted, paired, score_of
 from fmmeta.fewshot.settings import EvaluateConfig
-from fmmeta.models.load import describe, hub_answers, load_tokenizer
+from fmmeta.models.files import hub_answers
+from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
 from tests.models import write_pairs
 from tests.unit.helpers import refusal
