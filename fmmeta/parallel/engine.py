@@ -37,7 +37,6 @@ class ShardTap(torch.optim.Optimizer):
         self.update: Update | None = None
         self.veto: Callable[[Tensor], Tensor] | None = None
         self.where: dict[int, slice] = {}  # address of a shard -> its place in the vector
-        self.gaps: dict[int, list[slice]] = {}  # and its padding, whose gradient may be anything
         self.bad: Tensor | None = None
 
     @torch.no_grad()
@@ -50,9 +49,7 @@ class ShardTap(torch.optim.Optimizer):
             return
         shown = [(param, param.grad.reshape(-1).float()) for group in self.param_groups for param in group["params"]
                  if param.grad is not None]  # fmt: skip
-        for param, grad in shown:
-            for gap in self.gaps.get(param.data_ptr(), ()):
-                grad[gap] = 0
+        for _, grad in shown:
             bad = ~torch.isfinite(grad.sum())
             self.bad = bad if self.bad is None else self.bad | bad
         refused = None if self.veto is None else self.veto(torch.zeros((), dtype=torch.bool) if self.bad is None else self.bad)
@@ -79,7 +76,6 @@ class EngineWorker(Worker):
         begin = 0
         for tensor, gaps in zip(self.shards.tensors, self.shards.gaps(), strict=True):
             self.tap.where[tensor.data_ptr()] = slice(begin, begin + tensor.numel())
-            self.tap.gaps[tensor.data_ptr()] = gaps
             for gap in gaps:
                 tensor[gap] = 0
             begin += tensor.numel()
@@ -162,8 +158,6 @@ class DeepSpeedWorker(EngineWorker, WholeWorker):
 
     def apply(self, update: Update, agreed: bool) -> Tensor:
         self.prepare(update, agreed)
-        if self.shards.tails:
-            torch._foreach_zero_(self.shards.tails)
         self.engine.step()
         self.tap.update = None
         return self.refused()

@@ -13,7 +13,7 @@ has no name.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -135,10 +135,7 @@ Piece = tuple[nn.Parameter, int, int, int]  # parameter, offset in its shard, of
 
 @dataclass(frozen=True)
 class Shards:
-    """The fp32 tensors that a DeepSpeed optimizer wrapper owns, what lies in them, and how the model learns of a change.
-
-    tails: gradients of padding, which ZeRO 3 takes from memory as it finds it: no numbers, perhaps, that would refuse a step.
-    """
+    """The fp32 tensors that a DeepSpeed optimizer wrapper owns, what lies in them, and how the model learns of a change."""
 
     tensors: list[Tensor]
     pieces: list[list[Piece]]
@@ -146,7 +143,6 @@ class Shards:
     refresh: Callable[[], None]
     replicated: bool
     agreement: Agreement = "engine"
-    tails: list[Tensor] = field(default_factory=list)
 
     def gaps(self) -> list[list[slice]]:
         """Padding of each tensor: what no parameter lies in."""
@@ -239,8 +235,7 @@ def _zero_1_bf16(wrapper: Any, group_rank: int) -> Shards:
 
 def _zero_3(wrapper: Any, group_rank: int) -> Shards:
     """ZeRO 3: every parameter is cut into equal parts over the ranks; parts lie one after another in sub-groups."""
-    pieces, tails = [], []
-    grads = wrapper._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    pieces = []
     for sub_group in wrapper.fp16_groups:
         at, found = 0, []
         for param in sub_group:
@@ -249,8 +244,6 @@ def _zero_3(wrapper: Any, group_rank: int) -> Shards:
             length = max(0, min(part, param.ds_numel - offset))
             if length:
                 found.append((param, at, offset, length))
-            if length < part:
-                tails.append(grads[param.ds_id][length:part])
             at += part
         pieces.append(found)
     names = [wrapper.optimizer.param_groups[wrapper.sub_group_to_group_id[i]]["name"] for i in range(len(pieces))]
@@ -263,7 +256,7 @@ def _zero_3(wrapper: Any, group_rank: int) -> Shards:
             wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
 
     tensors = [t.data for t in wrapper.fp32_partitioned_groups_flat]
-    return Shards(tensors, pieces, names, refresh, replicated=False, tails=tails)
+    return Shards(tensors, pieces, names, refresh, replicated=False)
 
 
 ADAPTERS: dict[str, Callable[[Any, int], Shards]] = {
