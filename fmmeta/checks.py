@@ -12,6 +12,7 @@ from dataclasses import Field
 from typing import Any
 
 from fmmeta import combinations
+from fmmeta.values import LARGEST
 
 LEAST = {
     "lora_r": 0, "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
@@ -67,8 +68,12 @@ def _of_numbers(c: Any) -> Iterator[str]:
     for name, least in LEAST.items():
         if getattr(c, name) < least:
             yield f"{name}={getattr(c, name)} is below {least}; use {least} or more"
+        if not getattr(c, name) <= LARGEST:
+            yield f"{name}={getattr(c, name)} is no number to compute with; use {least} or more, up to {LARGEST:g}"
     for name in POSITIVE:
-        if not 0 < getattr(c, name) < math.inf:
+        if getattr(c, name) > LARGEST:
+            yield f"{name}={getattr(c, name)} is no number to compute with; use one up to {LARGEST:g}"
+        if not getattr(c, name) > 0:
             yield f"{name}={getattr(c, name)} is no positive number; use one, such as 0.1 for inner SGD"
     for name in OPEN:
         value = getattr(c, name)
@@ -85,8 +90,6 @@ def _of_numbers(c: Any) -> Iterator[str]:
         yield f"task_batch={c.task_batch} is neither a positive number nor auto; use auto, 1, 8, ..."
     if c.load_best_model_at_end and not (c.eval_steps and c.eval_episodes):
         yield "load_best_model_at_end=True needs validation scores; give --eval_steps and --eval_episodes"
-    if not c.feature_norm < math.inf:
-        yield f"feature_norm={c.feature_norm} is no number; use 3, say"
     for name in c.accept_changed_settings:
         if name not in (*type(c).__dataclass_fields__, "dataset_fingerprint"):
             yield f"accept_changed_settings={name} is no setting; name those that the refusal names"

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from fmmeta.values import LARGEST
+
 UNROLLED = ("fomaml", "maml", "boil", "proto_maml", "meta_sgd")  # a loss is differentiated through the inner loop
 SECOND_ORDER = ("maml", "boil", "proto_maml", "meta_sgd", "anil")
 DIFFERENCES = ("maml", "boil", "proto_maml", "meta_sgd", "imaml")  # take Hessian-vector products
@@ -157,7 +159,7 @@ def _of_inner_settings(c: Any) -> Iterator[str]:
                "steps; use constant, or inner_lr_learned=layer")  # fmt: skip
     for item in c.inner_lr_groups:
         pattern, _, factor = item.rpartition("=")
-        if not pattern or not is_number(factor) or float(factor) < 0:
+        if not pattern or not is_number(factor) or not 0 <= float(factor) * c.inner_lr < LARGEST:
             yield (f"inner_lr_groups={item} is no PATTERN=FACTOR with a factor of 0 or more; write, say, head=10 or "
                    f"'*embeddings*=0'")  # fmt: skip
     if c.inner_lr_groups and name in ("anil", "boil"):

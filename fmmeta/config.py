@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from fmmeta import checks, combinations
+from fmmeta.values import UsageError, of_type
 
 TASK_TYPES = ("classification", "causal_lm")
 POOLINGS = ("auto", "model", "mean", "cls")
@@ -27,10 +28,6 @@ ENGINES = ("auto", "deepspeed", "plain")
 SHARDINGS = ("global", "node")
 TRACKERS = ("none", "tensorboard", "wandb", "mlflow", "trackio")
 ON_BAD_TASK = ("raise", "skip")
-
-
-class UsageError(ValueError):
-    """Something the user gave cannot work. The text is one line: the value, what is wrong, what to do."""
 
 
 def setting(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -298,11 +295,8 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
 
     def __post_init__(self) -> None:
         """Fill in what was left open, then refuse what cannot work."""
-        if isinstance(self.dataset, str):
-            self.dataset = [self.dataset]
-        if isinstance(self.report_to, str):
-            self.report_to = [self.report_to]
-        self.group_size, self.num_workers, self.task_batch = str(self.group_size), str(self.num_workers), str(self.task_batch)
+        for item in fields(self):
+            setattr(self, item.name, of_type(type(self), item.name, getattr(self, item.name)))
         for problem in checks.of_choices(self, fields(self)):
             raise UsageError(problem)
         for name, value in checks.resolved(self).items():

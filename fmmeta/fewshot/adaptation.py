@@ -20,7 +20,7 @@ from fmmeta.export import export
 from fmmeta.fewshot.adapted import Adapted
 from fmmeta.fewshot.card import write_card
 from fmmeta.fewshot.defaults import stored_rates
-from fmmeta.fewshot.settings import AdaptConfig, shortened
+from fmmeta.fewshot.settings import AdaptConfig
 from fmmeta.fewshot.single import Single, start
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner import InnerLoop
@@ -29,6 +29,7 @@ from fmmeta.tasks.batch import Example
 from fmmeta.tasks.encode import encode
 from fmmeta.tasks.rows import Row, read_file
 from fmmeta.tasks.table import Table, tabulate
+from fmmeta.values import shortened
 
 Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
 """Text and class, or input and output; or as rows of a file have them."""

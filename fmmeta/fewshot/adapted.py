@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from fmmeta.config import UsageError
 from fmmeta.fewshot.predict import Answer, answer
-from fmmeta.fewshot.settings import shortened
 from fmmeta.fewshot.single import Single
 from fmmeta.tasks.table import broken_text
+from fmmeta.values import shortened
 
 
 @dataclass

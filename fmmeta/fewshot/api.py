@@ -11,15 +11,14 @@ import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from numbers import Integral, Real
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast
 
-from fmmeta.config import UsageError
 from fmmeta.fewshot import adaptation, evaluation
 from fmmeta.fewshot.adaptation import Examples
 from fmmeta.fewshot.adapted import Adapted
-from fmmeta.fewshot.settings import AdaptConfig, EvaluateConfig, shortened
+from fmmeta.fewshot.settings import AdaptConfig, EvaluateConfig
 from fmmeta.progress import Progress
+from fmmeta.values import UsageError, of_type, shortened
 
 Name = str | os.PathLike[str]
 T = TypeVar("T")
@@ -65,34 +64,12 @@ def settings_of(kind: type[T], values: Mapping[str, Any]) -> T:
 
     Raises `UsageError` for names and types that do not fit.
     """
-    hints, known = get_type_hints(kind), {item.name: item for item in fields(cast(Any, kind))}
-    given = {}
+    known, given = {item.name: item for item in fields(cast(Any, kind))}, {}
     for name, value in values.items():
         if name not in known:
             close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
             raise UsageError(
                 f"{name}={shortened(value)} is no setting; {f'did you mean {close[0]}?' if close else 'leave it out'}"
             )
-        if value is None and known[name].default is None:
-            continue
-        hint = next(one for one in (get_args(hints[name]) or (hints[name],)) if one is not type(None))
-        if get_origin(hints[name]) is list:
-            given[name] = [typed(name, one, hint) for one in (value if isinstance(value, (list, tuple)) else [value])]
-        else:
-            given[name] = typed(name, value, hint)
+        given[name] = of_type(kind, name, value)
     return kind(**given)
-
-
-def typed(name: str, value: Any, kind: type) -> Any:
-    """A value as the flag's text would have become it."""
-    if isinstance(value, bool) or kind is bool:
-        if isinstance(value, bool) and kind is bool:
-            return value
-    elif kind is str and isinstance(value, (str, os.PathLike, int)):
-        return str(value)
-    elif kind is int and isinstance(value, Integral):
-        return int(value)
-    elif kind is float and isinstance(value, Real):
-        return float(value)
-    wanted = {bool: "True or False", str: "a text", int: "a whole number", float: "a number"}[kind]
-    raise UsageError(f"{name}={shortened(value)} is not {wanted}; give one")

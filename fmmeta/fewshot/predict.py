@@ -14,7 +14,7 @@ from typing import Any
 from fmmeta.config import Config, UsageError
 from fmmeta.fewshot.inputs import batched, sink, texts_of
 from fmmeta.fewshot.language import generate
-from fmmeta.fewshot.settings import PredictConfig, remembered, shortened
+from fmmeta.fewshot.settings import PredictConfig, remembered
 from fmmeta.fewshot.single import Single, class_logits, start
 from fmmeta.models.files import HEAD_FILE, base_of, cached_file
 from fmmeta.models.load import Description, describe
@@ -22,6 +22,7 @@ from fmmeta.models.positions import fitted
 from fmmeta.progress import Progress
 from fmmeta.tasks.batch import IGNORE
 from fmmeta.tasks.encode import encode
+from fmmeta.values import shortened
 
 
 @dataclass(frozen=True)

@@ -245,9 +245,3 @@ def misfit(name: str, value: Any) -> str | None:
     allowed = (int, float) if kind is float else kind
     right = all(isinstance(one, allowed) and not isinstance(one, bool) for one in values) and isinstance(value, list) == listed
     return None if right else f"{'a list of ' if listed else ''}{kind.__name__}"
-
-
-def shortened(value: Any) -> str:
-    """A value as a message shows it: on one line, not too long."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."

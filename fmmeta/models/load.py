@@ -62,7 +62,7 @@ def describe(config: Config) -> Description:
         try:
             hf_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code,
                                                    local_files_only=not reachable(name))  # fmt: skip
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # transformers has many ways to say no
             if not reachable(name) and cached_file(name, "config.json") is None:
                 raise UsageError(f"model_name_or_path={name} is no folder, and the hub cannot be reached for a model of that "
                                  "name; check the path, or the network") from None  # fmt: skip

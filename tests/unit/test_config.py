@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
+import numpy
 import pytest
 
 from fmmeta.checks import LEAST
@@ -39,8 +41,38 @@ def test_choices_are_checked(name):
 
 @pytest.mark.parametrize(("name", "least"), LEAST.items())
 def test_lower_bounds(name, least):
-    assert refusal(Config, **{name: least - 1}) == f"{name}={least - 1} is below {least}; use {least} or more"
+    below = type(getattr(Config(), name))(least - 1)
+    assert refusal(Config, **{name: below}) == f"{name}={below} is below {least}; use {least} or more"
     assert getattr(Config(**{name: least}, algorithm=LEAST_NEEDS.get(name, "fomaml")), name) == least
+
+
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("n_way", "5", "n_way='5' is not a whole number; give one"),
+    ("n_way", 5.0, "n_way=5.0 is not a whole number; give one"),
+    ("n_way", None, "n_way=None is not a whole number; give one"),
+    ("inner_lr", "0.1", "inner_lr='0.1' is not a number; give one"),
+    ("packing", 1, "packing=1 is not True or False; give one"),
+    ("k_shot", True, "k_shot=True is not a whole number; give one"),
+    ("mix_weights", ["1"], "mix_weights='1' is not a number; give one"),
+    ("algorithm", None, "algorithm=None is not a text; give one"),
+    ("inner_lr", 1e39, "inner_lr=1e+39 is no number to compute with; use one up to 3.4e+38"),
+    ("inner_lr", math.nan, "inner_lr=nan is no positive number; use one, such as 0.1 for inner SGD"),
+    ("max_grad_norm", math.nan, "max_grad_norm=nan is no number to compute with; use 0 or more, up to 3.4e+38"),
+    ("weight_decay", math.inf, "weight_decay=inf is no number to compute with; use 0 or more, up to 3.4e+38"),
+    ("inner_lr_groups", ["head=1e40"], "inner_lr_groups=head=1e40 is no PATTERN=FACTOR with a factor of 0 or more; write, say, "
+     "head=10 or '*embeddings*=0'"),
+    ("inner_lr_groups", ["head=nan"], "inner_lr_groups=head=nan is no PATTERN=FACTOR with a factor of 0 or more; write, say, "
+     "head=10 or '*embeddings*=0'"),
+])  # fmt: skip
+def test_values_are_of_their_types(name, value, said):
+    assert refusal(Config, **{name: value}) == said
+
+
+def test_what_stands_for_a_flag_becomes_it(tmp_path):
+    config = Config(n_way=numpy.int64(5), inner_lr=1, dataset=tmp_path, group_size=2, report_to="tensorboard")
+    assert (config.n_way, config.inner_lr, config.dataset) == (5, 1.0, [str(tmp_path)])
+    assert (config.group_size, config.report_to) == ("2", ["tensorboard"])
+    assert [type(value) for value in (config.n_way, config.inner_lr)] == [int, float]
 
 
 @pytest.mark.parametrize("value", ["0", "-2", "many", "1.5", ""])
@@ -55,7 +87,7 @@ def test_group_size_is_kept_as_text(value):
     assert Config(group_size=value).group_size == str(value)
 
 
-@pytest.mark.parametrize("value", [0, -0.1])
+@pytest.mark.parametrize("value", [0.0, -0.1])
 def test_inner_lr_is_positive(value):
     assert refusal(Config, inner_lr=value) == f"inner_lr={value} is no positive number; use one, such as 0.1 for inner SGD"
 
@@ -141,4 +173,4 @@ def test_settings_of_lora_need_a_rank(settings, named):
 def test_lora_alpha_is_positive_and_twice_the_rank_by_default():
     assert Config(lora_r=6).lora_alpha == 12
     assert Config(lora_r=6, lora_alpha=3).lora_alpha == 3
-    assert refusal(Config, lora_r=6, lora_alpha=0) == "lora_alpha=0 is no positive number; use one, such as 12"
+    assert refusal(Config, lora_r=6, lora_alpha=0) == "lora_alpha=0.0 is no positive number; use one, such as 12"

@@ -15,6 +15,7 @@ from tests.unit.helpers import ROOT
 
 PACKAGE = ROOT / "fmmeta"
 ORDER = [
+    {"values"},
     {"combinations"},
     {"checks"},
     {"config"},

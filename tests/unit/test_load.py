@@ -81,6 +81,8 @@ def test_other_poolings_are_refused(tmp_path, bert):
     ({"num_experts": 8}, "is a mixture of experts (bert), which is not supported yet; use a dense model"),
     ({"quantization_config": {"quant_method": "gptq"}}, "is quantised, and its weights cannot be trained; use the full one"),
     ({"model_type": "nonsense"}, "cannot be read: "),
+    ({"hidden_size": "many"}, "cannot be read: "),
+    ({"num_labels": "two"}, "cannot be read: "),
 ])  # fmt: skip
 def test_models_that_cannot_be_trained(tmp_path, bert, values, said):
     message = refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert, **values))))

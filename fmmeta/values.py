@@ -1,0 +1,51 @@
+"""What users give as settings: of the type that was asked for, or refused in one line."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from numbers import Integral, Real
+from typing import Any, get_args, get_origin, get_type_hints
+
+LARGEST = 3.4e38  # what fp32 holds
+WANTED = {bool: "True or False", str: "a text", int: "a whole number", float: "a number"}
+
+
+class UsageError(ValueError):
+    """Something the user gave cannot work. The text is one line: the value, what is wrong, what to do."""
+
+
+hints_of = cache(get_type_hints)
+"""The types of a dataclass's fields, by name."""
+
+
+def of_type(settings: type, name: str, value: Any) -> Any:
+    """A value of a dataclass's field as the flag's text would have become it: one where a list is expected is a list of one, None
+    is what it may be where it is the default. Raises `UsageError`.
+    """
+    if value is None and settings.__dataclass_fields__[name].default is None:  # type: ignore[attr-defined]
+        return None
+    hint = hints_of(settings)[name]
+    kind = next(one for one in get_args(hint) or (hint,) if one is not type(None))
+    if get_origin(hint) is list:
+        return [_of_kind(kind, name, one) for one in (value if isinstance(value, (list, tuple)) else [value])]
+    return _of_kind(kind, name, value)
+
+
+def _of_kind(kind: type, name: str, value: Any) -> Any:
+    if isinstance(value, bool) or kind is bool:
+        if isinstance(value, bool) and kind is bool:
+            return value
+    elif kind is str and isinstance(value, (str, os.PathLike, int)):
+        return str(value)
+    elif kind is int and isinstance(value, Integral):
+        return int(value)
+    elif kind is float and isinstance(value, Real):
+        return float(value)
+    raise UsageError(f"{name}={shortened(value)} is not {WANTED[kind]}; give one")
+
+
+def shortened(value: Any) -> str:
+    """A value as a message shows it: on one line, not too long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
