@@ -355,6 +355,8 @@ class Bench:
                 zero["sub_group_size"] = 1000
             if case.extra == "offload":
                 zero["offload_optimizer"] = {"device": "cpu"}
+            if before:
+                zero["reduce_bucket_size"] = 10**6  # DeepSpeed's 2 GB are never touched, unless somebody fills memory
             ds.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
             config = {**self.settings(case), "deepspeed": str(ds), "group_size": str(group_size), "pipeline_stages": case.stages,
                       "tensor_parallel_size": case.tensor, "lora_merge": case.export and "lora_r" in case.settings,
