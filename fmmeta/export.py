@@ -54,7 +54,7 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
             if failure is not None:
                 raise failure
     if rates is not None and rates.element is not None:
-        named = gather(rates.element, worker, shapes, ranks)
+        named = gather(rates.scale_layers(0, rates.element.clone()), worker, shapes, ranks)
         with ranks.world.together("exporting the inner rates"):
             if ranks.first:
                 save_tensors({name.removeprefix("hf."): value for name, value in named.items()}, folder / RATES_FILE)
@@ -163,7 +163,8 @@ def accompany(folder: Path, skeleton: Any, config: Config, description: Descript
     tokenizer.save_pretrained(folder)
     if isinstance(skeleton, PooledClassifier):
         sentence_transformers(folder, config, description)
-    facts = {"algorithm": config.algorithm, "pooling": description.pooling, "n_way": config.n_way, "k_shot": config.k_shot}
+    facts = {"algorithm": config.algorithm, "pooling": description.pooling, "n_way": config.n_way,
+             "classes": config.most_classes, "k_shot": config.k_shot}  # fmt: skip
     facts |= {name: getattr(config, name) for name in REMEMBERED} | {"inner_rates": rates_of(rates)}
     if description.labels:
         facts["labels"] = list(description.labels)

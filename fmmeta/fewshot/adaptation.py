@@ -78,6 +78,8 @@ def adapt(settings: AdaptConfig, progress: Progress, support_set: Examples | Non
 def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progress: Progress) -> Adapted:
     """Choose the steps and take them."""
     config = settings.run_config(n_way=len(labels) or 2)
+    if lost := settings.lost_head(config):
+        progress.notice(lost)
     chooses = settings.early_stopping and config.inner_lr_schedule == "constant" and config.inner_steps > 0
     folds = leave_out(support, labels) if chooses else []
     config = replace(config, inner_steps=config.inner_steps * (2 if folds else 1))
@@ -103,9 +105,10 @@ def write(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table,
     """The adapted model as a folder: weights, head, card, answers. It remembers `inner_steps`, not those of this task."""
     single = adapted.single
     config = replace(single.config, head_init="learned", inner_steps=inner_steps)
-    phi = single.worker.read()
-    export(folder, phi, single.worker, single.frozen, config, single.description, single.tokenizer, single.ranks,
-           merge_into=folder / "merged")  # fmt: skip
+    learned = settings.remembered().get("inner_rates") is not None and not settings.own_rates()
+    rates = inner_loop(settings, single).rates if learned else None
+    export(folder, single.worker.read(), single.worker, single.frozen, config, single.description, single.tokenizer, single.ranks,
+           rates, folder / "merged")  # fmt: skip
     write_card(adapted, folder, settings, support)
     if adapted.predictions:
         lines = "".join(json.dumps(one.as_dict(), ensure_ascii=False) + "\n" for one in adapted.predictions)

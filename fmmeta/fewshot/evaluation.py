@@ -100,6 +100,8 @@ class Bench:
         most = max(episodes.most_classes for episodes in chosen.values())
         if most > config.most_classes:
             config = run_config(settings, max(shots), n_way_max=most)
+        if lost := settings.lost_head(config):
+            notice(lost)
         self.ranks = self.ranks or build.form_groups(config, plan, self.world, notice)
         if settings.metrics and self.ranks.layout.group_size > 1:
             raise UsageError(f"metrics={' '.join(settings.metrics)} need the whole model on one rank, and group_size="

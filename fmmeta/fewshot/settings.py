@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -74,15 +74,23 @@ class FewShotConfig(ModelConfig, RowConfig, InnerConfig):
             kept = {name: value for name, value in kept.items() if name not in OF_OPTIMIZER}
         if "lora_r" in given:
             kept = {name: value for name, value in kept.items() if not name.startswith("lora_")}
-        run = {**kept, **given, "algorithm": "none", **values}
-        if kept.get("head_init") == "learned" and run.get("n_way") != memory.get("n_way"):
-            run["head_init"] = "zero"  # the learned head has outputs for other tasks
-        config = Config(**run)
+        config = Config(**{**kept, **given, "algorithm": "none", **values})
+        if "head_init" in kept and self.lost_head(config):
+            config = replace(config, head_init="zero")
         return config if config.builtin_model else fitted(config, describe(config).hf_config)
+
+    def lost_head(self, config: Config) -> str | None:
+        """What to say where the model's learned head has outputs for other tasks, and a task's begins with zeros instead."""
+        memory = self.remembered()
+        classes = memory.get("classes", memory.get("n_way"))
+        if config.task_type != "classification" or self.head_init or memory.get("head_init") != "learned":
+            return None
+        asked = config.most_classes
+        return None if classes == asked else f"the model's head is for {classes} classes; those of {asked} begin with zeros"
 
     def own_rates(self) -> bool:
         """Whether the user sets the inner rates, and the model's learned ones are left alone."""
-        return any(getattr(self, name) is not None for name in ("inner_lr", "inner_steps")) or bool(self.inner_lr_groups)
+        return self.inner_lr is not None or bool(self.inner_lr_groups)
 
 
 @dataclass
@@ -236,8 +244,8 @@ def remembered(model_name_or_path: str) -> dict[str, Any]:
 
 def misfit(name: str, value: Any) -> str | None:
     """What the value of a setting in fmmeta.json should be, if it is not. Other facts are read where they count."""
-    types = {**get_type_hints(Config), "labels": list[str]}
-    if name not in (*REMEMBERED, "n_way", "labels"):
+    types = {**get_type_hints(Config), "labels": list[str], "classes": int}
+    if name not in (*REMEMBERED, "n_way", "classes", "labels"):
         return None
     listed = get_origin(types[name]) is list
     kind = get_args(types[name])[0] if listed else types[name]

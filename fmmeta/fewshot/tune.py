@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fmmeta import build
-from fmmeta.config import Config, UsageError
+from fmmeta.config import REMEMBERED, Config, UsageError
 from fmmeta.feed import Reader
 from fmmeta.fewshot.defaults import stored_rates
 from fmmeta.fewshot.episodes import episodes_of, run_config
@@ -80,14 +80,14 @@ def tune(settings: TuneConfig, progress: Progress) -> list[Choice]:
                        ["head", "inner_lr", "steps", "loss", "accuracy %"], rows)  # fmt: skip
         with world.comm.together("storing the choice"):
             if launch.global_rank == 0:
-                store(settings, target, tried[0], bench.table)
+                store(settings, target, tried[0], bench.base)
         return tried
     finally:
         world.close()
 
 
 class Bench:
-    """A model and its validation episodes. `table`: its own rates by layer, None if they are all alike or by element."""
+    """A model and its validation episodes."""
 
     def __init__(self, settings: TuneConfig, world: World, progress: Progress) -> None:
         self.settings, self.progress = settings, progress
@@ -102,7 +102,9 @@ class Bench:
         with world.comm.together("choosing episodes"):
             episodes = episodes_of(asked, settings.k_shot[0], plan.tokenizer)
         if episodes.most_classes > self.base.most_classes:
-            self.base = replace(self.base, n_way_max=episodes.most_classes)
+            self.base = run_config(asked, settings.k_shot[0], inner_steps=settings.max_steps, n_way_max=episodes.most_classes)
+        if "learned" in self.heads:
+            self.base = replace(self.base, head_init="learned")
         self.ranks: Ranks = build.form_groups(self.base, plan, world, progress.notice)
         self.parts = build.build(self.base, plan, self.ranks)
         load = Load(episodes.source, self.parts.dealer, None, self.parts.setup.inner.head.classes)
@@ -110,7 +112,6 @@ class Bench:
         self.episodes: list[Batches] = [batches for _, batches in found]
         inner = self.parts.setup.inner
         self.rates = stored_rates(self.base, inner.rates, self.parts.worker)
-        self.table = remembered(settings.model_name_or_path).get("inner_rates")
 
     def choices(self) -> Iterator[Choice]:
         """The best number of steps for every head and rate that is tried. Collective: world."""
@@ -158,23 +159,23 @@ class Bench:
     def _inner(self, head: str, rate: float) -> InnerLoop:
         inner = self.parts.setup.inner
         table: Tensor = self.rates.table * (rate / self.base.inner_lr)
-        return replace(inner, rates=replace(self.rates, table=table), head=replace(inner.head, kind=head))
+        return replace(inner, rates=replace(self.rates, table=table), head=replace(inner.head, kind=head, anew=head == "zero"))
 
 
 def heads_of(settings: TuneConfig, base: Config, description: Description) -> list[str]:
-    """The heads that are tried: those given, or those of zero and prototype that this model can use.
+    """The heads that are tried: those given, or the model's learned one, and those of zero and prototype that it can use.
 
     Raises `UsageError` as `evaluate` does for a given one that it cannot use, or for zeros.
     """
     if base.task_type != "classification":
         return [base.head_init]
     found = []
-    for head in dict.fromkeys(settings.head_inits or ["zero", "prototype"]):
+    for head in dict.fromkeys(settings.head_inits or [base.head_init, "zero", "prototype"]):
         try:
             empty_learner(replace(base, head_init=head), description)
             found.append(head)
         except UsageError:
-            if settings.head_inits or head == "zero":
+            if settings.head_inits or head != "prototype":
                 raise
     return found
 
@@ -193,13 +194,16 @@ def place_of(settings: TuneConfig) -> Path:
     return folder / "fmmeta.json"
 
 
-def store(settings: TuneConfig, target: Path, best: Choice, table: Any) -> None:
-    """The model's memory with the choice in it; everything else in it stays."""
-    memory = remembered(settings.model_name_or_path)
-    scale = best.inner_lr / memory.get("inner_lr", best.inner_lr)
-    facts = {**memory, "head_init": best.head_init, "inner_lr": best.inner_lr, "inner_steps": best.inner_steps}
-    if isinstance(table, dict):
-        facts["inner_rates"] = {layer: [rate * scale for rate in column] for layer, column in table.items()}
+def store(settings: TuneConfig, target: Path, best: Choice, base: Config) -> None:
+    """The model's memory with the choice in it, and with the settings that it was made with; everything else in it stays."""
+    memory, scale = remembered(settings.model_name_or_path), best.inner_lr / base.inner_lr
+    facts = {**memory, **{name: getattr(base, name) for name in REMEMBERED}}
+    facts |= {"head_init": best.head_init, "inner_lr": best.inner_lr, "inner_steps": best.inner_steps}
+    rates = memory.get("inner_rates")
+    if isinstance(rates, dict):
+        facts["inner_rates"] = {layer: [rate * scale for rate in column] for layer, column in rates.items()}
+    elif rates is not None:
+        facts["inner_rates_scale"] = scale * memory.get("inner_rates_scale", 1.0)
     temporary = target.with_name(f"{target.name}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

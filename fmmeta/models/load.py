@@ -180,8 +180,13 @@ def restore_head(learner: Learner, config: Config) -> None:
         raise UsageError(f"model_name_or_path={config.model_name_or_path}: {HEAD_FILE} cannot be read ({one_line(error)}); "
                          "fetch it again") from None  # fmt: skip
     for name in learner.head_names:
-        if name in stored and stored[name].shape == learner.get_parameter(name).shape:
-            learner.get_parameter(name).data.copy_(stored[name])
+        param, found = learner.get_parameter(name), stored.get(name)
+        if found is not None and found.shape == param.shape:
+            param.data.copy_(found)
+        elif config.algorithm == "none":  # nothing would train it
+            raise UsageError(f"head_init=learned: the head of {config.model_name_or_path} has the shape "
+                             f"{list(found.shape) if found is not None else None}, and that of these tasks {list(param.shape)}; "
+                             "use --head_init zero, or tasks of as many classes")  # fmt: skip
 
 
 def load_hf(config: Config, description: Description) -> Any:

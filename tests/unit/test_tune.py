@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from transformers import AutoModel
 
 import fmmeta
+from fmmeta import Config, MetaTrainer
 from fmmeta.fewshot.settings import TuneConfig
 from fmmeta.fewshot.tune import tune
 from fmmeta.progress import Progress
@@ -54,6 +59,87 @@ def test_rates_of_a_model_keep_their_proportions(bert, classes, tmp_path):
     assert memory["algorithm"] == "anil"
     found = fmmeta.evaluate(str(model), str(classes), part="valid", n_way="3", k_shot=2, num_query=3, episodes=4)
     assert found["loss"] == pytest.approx(tried[0].loss, rel=1e-5)
+
+
+def trained(folder, **settings):
+    """The folder of a model that was trained for two outer steps on 3-way tasks."""
+    few: dict[str, Any] = {"n_way": 3, "k_shot": 2, "num_query": 3, "inner_steps": 2, "outer_steps": 2, "meta_batch_size": 2}
+    config = Config(**{**few, **settings}, outer_lr=0.05, eval_episodes=0, save_steps=0, output_dir=str(folder))
+    return str(MetaTrainer(config).train().output_dir / "model")
+
+
+SAME: dict[str, Any] = {"part": "valid", "n_way": "3", "k_shot": 2, "num_query": 3, "episodes": 4}
+
+
+def test_a_learned_head_is_tried_beside_zeros(tmp_path):
+    model = trained(tmp_path / "run", head_init="learned")
+    settings = TuneConfig(model_name_or_path=model, dataset=["letters"], inner_lrs=[0.1], output=str(tmp_path / "tuned"), **FLAGS)
+    tried = {one.head_init: one for one in tune(settings, Progress(False))}
+    assert sorted(tried) == ["learned", "prototype", "zero"]
+    for head, one in tried.items():
+        found = fmmeta.evaluate(model, "letters", **SAME, head_init=head, inner_lr=0.1, inner_steps=one.inner_steps)
+        assert found["loss"] == pytest.approx(one.loss, rel=1e-5), head
+    assert tried["zero"].loss != pytest.approx(tried["learned"].loss, rel=1e-3)
+
+
+@pytest.mark.parametrize(("run", "flags"), [
+    ({"algorithm": "meta_sgd"}, {"inner_lrs": [0.5]}),
+    ({}, {"inner_lrs": [0.01], "inner_optimizer": "adamw", "feature_norm": 2.0}),
+])  # fmt: skip
+def test_what_was_scored_is_what_the_model_then_does(run, flags, tmp_path):
+    """Rates by element are scaled; settings that flags gave are remembered too."""
+    model = trained(tmp_path / "run", **run)
+    for _ in range(2):  # again: from what the first one stored
+        settings = TuneConfig(model_name_or_path=model, dataset=["letters"], head_inits=["zero"], **flags, **FLAGS)
+        best = tune(settings, Progress(False))[0]
+        found = fmmeta.evaluate(model, "letters", **SAME)
+        assert found["loss"] == pytest.approx(best.loss, rel=1e-5)
+    memory = json.loads((Path(model) / "fmmeta.json").read_text())
+    assert {name: memory[name] for name in flags if name != "inner_lrs"} == {
+        name: value for name, value in flags.items() if name != "inner_lrs"
+    }
+
+
+def test_a_learned_head_is_of_as_many_classes(tmp_path, capsys):
+    model = trained(tmp_path / "run", head_init="learned", n_way_max=5)
+    head = load_file(Path(model) / "head.safetensors")["head.weight"]
+    assert len(head) == 5
+    assert json.loads((Path(model) / "fmmeta.json").read_text())["classes"] == 5
+    flags = {**SAME, "inner_steps": 0}
+    chance = fmmeta.evaluate(model, "letters", **flags, quiet=False)["loss"]
+    assert "the model's head is for 5 classes; those of 3 begin with zeros" in capsys.readouterr().out
+    assert chance == pytest.approx(math.log(3))
+    assert fmmeta.evaluate(model, "letters", **flags, n_way_max=5)["loss"] != pytest.approx(math.log(3), abs=1e-3)
+    assert refusal(fmmeta.evaluate, model, "letters", **flags, head_init="learned") == (
+        f"head_init=learned: the head of {model} has the shape [5, {head.shape[1]}], and that of these tasks "
+        f"[3, {head.shape[1]}]; use --head_init zero, or tasks of as many classes")  # fmt: skip
+
+
+def test_a_head_that_never_moves_needs_its_own_classes(tmp_path):
+    model = trained(tmp_path / "run", algorithm="boil")
+    assert fmmeta.evaluate(model, "letters", **SAME)["accuracy"] > 0
+    assert refusal(fmmeta.evaluate, model, "letters", **{**SAME, "n_way": "4"}) == (
+        f"model_name_or_path={model} keeps its head as it learned it, for 3 classes, and nothing moves under a head of zeros; "
+        "give tasks of as many classes, --head_init prototype, or --inner_lr")  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", ["anil", "meta_sgd"])
+def test_rates_outlive_other_numbers_of_steps_and_an_adaptation(algorithm, tmp_path):
+    model = trained(tmp_path / "run", algorithm=algorithm)
+    pairs = [(letter * 4, letter) for letter in "abc" for _ in range(2)]
+    pairs = [(f"{text}{place}", letter) for place, (text, letter) in enumerate(pairs)]
+    adapted = fmmeta.adapt(model, pairs, output_dir=tmp_path / "one", inner_steps=3, early_stopping=False)
+    began, here = AutoModel.from_pretrained(model), AutoModel.from_pretrained(tmp_path / "one")
+    moved = [name for name, param in here.named_parameters() if not param.equal(began.get_parameter(name))]
+    assert adapted.inner_steps == 3
+    assert (moved == []) == (algorithm == "anil")
+    rates = [json.loads((Path(folder) / "fmmeta.json").read_text())["inner_rates"] for folder in (model, tmp_path / "one")]
+    if algorithm == "anil":
+        first, second = ({name: column[0] for name, column in one.items()} for one in rates)
+        assert first == second
+    else:
+        files = [load_file(Path(folder) / "inner_lr.safetensors") for folder in (model, tmp_path / "one")]
+        assert all(files[0][name].equal(files[1][name]) for name in files[0])
 
 
 def test_language_models_have_rates_and_steps_only(tmp_path):
