@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class LanguageMetrics:
     def __init__(self, names: Sequence[str], worker: WholeWorker, tokenizer: Any, config: Config, dealer: Dealer,
                  max_new_tokens: int) -> None:  # fmt: skip
         self.names, self.worker, self.tokenizer, self.config = names, worker, tokenizer, config
-        self.dealer, self.max_new_tokens = dealer, max_new_tokens
+        self.dealer, self.max_new_tokens = replace(dealer, pack=None), max_new_tokens  # every row is looked at by itself
 
     def of(self, draw: Draw) -> dict[str, float]:
         return {name: getattr(self, f"_{name}")(draw) for name in self.names}

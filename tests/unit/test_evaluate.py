@@ -17,7 +17,7 @@ from fmmeta.config import Config, UsageError
 from fmmeta.fewshot import evaluation
 from fmmeta.fewshot.episodes import episodes_of, run_config
 from fmmeta.fewshot.frozen import knn, linear
-from fmmeta.fewshot.language import longest_common, rouge_l
+from fmmeta.fewshot.language import LanguageMetrics, longest_common, rouge_l
 from fmmeta.fewshot.results import read_cells, write
 from fmmeta.fewshot.scores import EpisodeScore, calibration_error, counted, paired, score_of
 from fmmeta.fewshot.settings import EvaluateConfig
@@ -232,6 +232,24 @@ def test_language_metrics(llama, pairs):
     shown = fmmeta.evaluate(str(llama), str(pairs), **flags, method=["in_context", "finetune"])
     assert shown["cells"][0]["loss"] != shown["cells"][1]["loss"]
     assert shown["cells"][1]["loss"] == results["loss"]
+
+
+def test_options_of_packed_runs_are_scored_row_by_row(llama, pairs, monkeypatch):
+    """A model that takes packed rows gives the likelihoods that any other does."""
+    plain, told = LanguageMetrics.log_likelihoods, list[list[float]]()
+
+    def kept(self, examples):
+        told.append(plain(self, examples))
+        return told[-1]
+
+    monkeypatch.setattr(LanguageMetrics, "log_likelihoods", kept)
+    flags: dict[str, Any] = {"task_type": "causal_lm", "k_shot": 2, "num_query": 3, "episodes": 2, "metrics": "options"}
+    for packing in (False, True):
+        fmmeta.evaluate(llama, pairs, **flags, inner_steps=1, packing=packing)
+    assert len(told) == 4
+    assert max(map(len, told)) > 3
+    for apart, packed in zip(told[:2], told[2:], strict=True):
+        assert packed == pytest.approx(apart, rel=1e-4)
 
 
 def test_greedy_answers_are_those_of_transformers(llama):
