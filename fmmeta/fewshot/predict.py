@@ -75,13 +75,19 @@ def load(settings: PredictConfig) -> Single:
 
 
 def refuse_fresh_head(config: Config, description: Description, memory: dict[str, Any]) -> None:
-    """Raise `UsageError` for a classifier whose head has learned nothing: it would answer at random."""
-    name = config.model_name_or_path
+    """Raise `UsageError` for a classifier whose head has learned nothing, or of other features: it would answer at random."""
+    name, pooled = config.model_name_or_path, description.pooling != "model"
     if "algorithm" in memory:  # a folder that fmmeta wrote: what a task begins from, or with labels a task's model
         learned = bool(memory.get("labels"))
+        own = memory.get("pooling", description.pooling)
+        if learned and description.pooling != own:
+            raise UsageError(f"pooling={description.pooling} does not fit the head of model_name_or_path={name}, which was "
+                             f"trained with {own}; use --pooling {own}")  # fmt: skip
+        if learned and pooled and cached_file(name, HEAD_FILE) is None:
+            raise UsageError(f"model_name_or_path={name} holds no {HEAD_FILE}, where its classes are; fetch it again")
     elif config.builtin_model:
         learned = False
-    elif description.pooling != "model":
+    elif pooled:
         learned = cached_file(name, HEAD_FILE) is not None
     else:  # adapters of other origin bring their head along
         heads = [kind for kind in description.hf_config.architectures or () if kind.endswith("ForSequenceClassification")]

@@ -115,6 +115,20 @@ def test_a_head_that_has_learned_nothing_does_not_answer(bert, tmp_path):
             "folder that it writes")  # fmt: skip
 
 
+def test_a_head_of_other_features_does_not_answer(bert, adapted, tmp_path):
+    """A folder is read with the pooling that it was adapted with, and its head must be there."""
+    fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "mean", pooling="mean", inner_steps=1, early_stopping=False)
+    for folder, own, others in ((adapted[0], "model", ("mean", "cls")), (tmp_path / "mean", "mean", ("model", "cls"))):
+        for other in others:
+            assert refusal(predict.load, PredictConfig(str(folder), pooling=other)) == (
+                f"pooling={other} does not fit the head of model_name_or_path={folder}, which was trained with {own}; use "
+                f"--pooling {own}")  # fmt: skip
+        assert predict.load(PredictConfig(str(folder), pooling=own)).description.pooling == own
+    (tmp_path / "mean" / "head.safetensors").unlink()
+    assert refusal(predict.load, PredictConfig(str(tmp_path / "mean"))) == (
+        f"model_name_or_path={tmp_path / 'mean'} holds no head.safetensors, where its classes are; fetch it again")  # fmt: skip
+
+
 def test_a_classifier_of_other_origin_answers(bert):
     from transformers import AutoModelForSequenceClassification
 
