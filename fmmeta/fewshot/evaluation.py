@@ -19,7 +19,7 @@ from fmmeta import build
 from fmmeta.config import Config, InnerConfig, UsageError
 from fmmeta.feed import Reader
 from fmmeta.fewshot.defaults import stored_rates
-from fmmeta.fewshot.episodes import Episodes, episodes_of, run_config
+from fmmeta.fewshot.episodes import Episodes, episodes_of, run_config, skipped
 from fmmeta.fewshot.features import embed
 from fmmeta.fewshot.frozen import METHODS as FROZEN
 from fmmeta.fewshot.language import LanguageMetrics
@@ -95,6 +95,9 @@ class Bench:
         plan = build.plan(config, self.world, notice)
         with self.world.comm.together("choosing episodes"):
             chosen = {k: episodes_of(settings, k, plan.tokenizer) for k in shots}
+        if config.on_bad_task == "skip":
+            chosen = {k: skipped(k, episodes, config, self.world, notice) for k, episodes in chosen.items()}
+        with self.world.comm.together("choosing episodes"):
             prints = {k: episodes.fingerprint() for k, episodes in chosen.items()}
             check_comparable(settings, prints, others)
         most = max(episodes.most_classes for episodes in chosen.values())

@@ -24,7 +24,7 @@ from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
-from tests.models import write_pairs
+from tests.models import WORDS, write_pairs
 from tests.unit.helpers import refusal
 
 
@@ -250,6 +250,27 @@ def test_options_of_packed_runs_are_scored_row_by_row(llama, pairs, monkeypatch)
     assert max(map(len, told)) > 3
     for apart, packed in zip(told[:2], told[2:], strict=True):
         assert packed == pytest.approx(apart, rel=1e-4)
+
+
+def test_a_broken_task_file_is_left_out_of_both_models(llama, tmp_path, capsys):
+    data = tmp_path / "tasks"
+    for number in range(10):
+        rows = "".join(json.dumps({"input": f"{number} {word}", "output": word[:2]}) + "\n" for word in WORDS[:6])
+        (data / f"s{number % 2}").mkdir(parents=True, exist_ok=True)
+        (data / f"s{number % 2}" / f"t{number}.jsonl").write_text("{broken\n" if number == 3 else rows)
+    names = [f"s{number % 2}/t{number}" for number in range(10)]
+    (data / "task_splits.json").write_text(json.dumps({"train": names[6:], "test": names[:6]}))
+    flags: dict[str, Any] = {"task_type": "causal_lm", "k_shot": [1, 2], "num_query": 2, "episodes": 12, "inner_steps": 1}
+    assert "t3.jsonl" in refusal(fmmeta.evaluate, llama, data, **flags)
+    results = fmmeta.evaluate(llama, data, **flags, on_bad_task="skip", compare=str(llama), quiet=False)
+    assert [cell["episodes"] for cell in results["cells"]] == [10, 10]
+    assert "s1/t3" not in {score["task"] for cell in results["cells"] for score in cell["scores"]}
+    assert [(cell["episodes"], cell["loss_gain"]) for cell in results["compare"]["cells"]] == [(10, 0), (10, 0)]
+    said = [line for line in capsys.readouterr().out.splitlines() if "cannot be had" in line]
+    assert len(said) == 4  # for either model and number of shots
+    assert said[0].startswith("fmmeta: 2 of 12 1-shot episodes cannot be had; the first: task s1/t3: ")
+    message = refusal(fmmeta.evaluate, llama, data, **flags, on_bad_task="skip", max_bad_share=0.01)
+    assert message.startswith("max_bad_share=0.01: 2 of 12 1-shot episodes cannot be had; the first: task s1/t3: ")
 
 
 def test_greedy_answers_are_those_of_transformers(llama):
