@@ -24,7 +24,7 @@ from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
-from tests.models import WORDS, write_pairs
+from tests.models import WORDS, save_family, write_pairs
 from tests.unit.helpers import refusal
 
 
@@ -291,6 +291,30 @@ def test_greedy_answers_are_those_of_transformers(llama):
             if ids[-1] == single.tokenizer.eos_token_id:
                 break
         assert text == single.tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True).strip()
+
+
+def test_answers_end_where_the_positions_do(tmp_path):
+    """Each with the tokens that it would have alone, whatever shares its batch."""
+    from transformers import AutoModelForCausalLM
+
+    from fmmeta.fewshot.language import generate
+    from fmmeta.fewshot.single import start
+    from fmmeta.progress import Progress
+
+    folder = save_family(tmp_path / "gpt2", "gpt2")  # 128 learned positions
+    single = start(Config(model_name_or_path=str(folder), task_type="causal_lm", algorithm="none"), Progress(False))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), single.tokenizer
+    prompts = [tokenizer("river " * 30)["input_ids"][:length] for length in (125, 7, 127, 120)]
+    told = generate(single.worker, tokenizer, prompts, 6, 4)
+    for prompt, text in zip(prompts, told, strict=True):
+        ids = list(prompt)
+        while len(ids) < min(128, len(prompt) + 6) and ids[-1] != tokenizer.eos_token_id:
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert text == tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True).strip()
+    message = refusal(generate, single.worker, tokenizer, [prompts[0] + [5] * 3], 6, 4)
+    assert message == ("max_new_tokens=6: an input of 128 tokens leaves none of the model's 128 positions for an answer; lower "
+                       "--max_length")  # fmt: skip
+    assert generate(single.worker, tokenizer, [], 6, 4) == []
 
 
 def test_rouge_l():
