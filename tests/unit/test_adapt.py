@@ -287,7 +287,7 @@ def test_python_takes_rows_and_paths_as_files_have_them(bert, tmp_path):
     assert adapted.predict([]) == []
     for texts, said in (
         ("hello", "texts='hello' is one text; give a list of texts"), ([None], "texts[0]=None is no text; give strings"),
-        (["a", "\ud800"], "texts[1] has half of a surrogate pair (\\ud800); mend it"),
+        (["a", "\ud800"], "texts[1] has half of a surrogate pair (\\ud800); mend it"), (["a", ""], "texts[1] is empty; mend it"),
     ):  # fmt: skip
         assert refusal(adapted.predict, texts) == said
 
