@@ -63,7 +63,7 @@ def evaluate(settings: EvaluateConfig, progress: Progress | None = None,
             elif settings.compare is not None and launch.global_rank == 0:
                 check_other(settings)
         cells = bench.cells(settings, others)
-        results = results_of(settings, cells)
+        results = results_of(settings, cells, bench.task_type)
         if settings.compare is not None:
             others = others or bench.cells(replace(settings, model_name_or_path=settings.compare, compare=None), cells)
             results["compare"] = {"with": settings.compare, "cells": differences(cells, others)}
@@ -77,11 +77,12 @@ def evaluate(settings: EvaluateConfig, progress: Progress | None = None,
 
 
 class Bench:
-    """Scores models one after another; the groups that the first one forms serve the others too."""
+    """Scores models one after another; the groups that the first one forms serve the others too. `task_type`: of the last one."""
 
     def __init__(self, world: World, progress: Progress) -> None:
         self.world, self.progress = world, progress
         self.ranks: Ranks | None = None
+        self.task_type = ""
 
     def cells(self, settings: EvaluateConfig, others: Sequence[Cell] | None = None) -> list[Cell]:
         """One per method and k_shot. `others`: what they will be compared with, checked before anything is computed.
@@ -92,6 +93,7 @@ class Bench:
         with self.world.comm.together("reading settings"):
             config = run_config(settings, max(shots))
             refuse(settings, config)
+        self.task_type = config.task_type
         plan = build.plan(config, self.world, notice)
         with self.world.comm.together("choosing episodes"):
             chosen = {k: episodes_of(settings, k, plan.tokenizer) for k in shots}

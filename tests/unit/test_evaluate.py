@@ -484,6 +484,16 @@ def test_shots_and_ways_that_vary_are_shown_so(bert, classes, capsys):
     assert "(prototype, 1 to 4 shots)" in out
 
 
+def test_a_remembered_language_model_has_no_ways(llama, pairs, tmp_path, capsys):
+    folder = shutil.copytree(llama, tmp_path / "model")
+    (folder / "fmmeta.json").write_text('{"task_type": "causal_lm"}')
+    flags: dict[str, Any] = {"k_shot": [1], "num_query": 2, "episodes": 2, "inner_steps": 0}
+    settings = EvaluateConfig(model_name_or_path=str(folder), dataset=[str(pairs)], **flags, output=str(tmp_path / "told.json"))
+    evaluation.run(settings)
+    assert json.loads((tmp_path / "told.json").read_text())["n_way"] is None
+    assert "2 episodes of the test part" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("method", [knn, linear])
 def test_one_example_of_each_of_many_classes_is_no_regression(method, recwarn):
     features = torch.randn(30, 8, generator=torch.Generator().manual_seed(0))
