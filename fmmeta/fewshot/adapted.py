@@ -34,6 +34,8 @@ class Adapted:
         for place, text in enumerate(texts := list(texts)):
             if not isinstance(text, str):
                 raise UsageError(f"texts[{place}]={shortened(text)} is no text; give strings")
+            if not text:
+                raise UsageError(f"texts[{place}] is empty; mend it")
             if wrong := broken_text(text):
                 raise UsageError(f"texts[{place}] has {wrong}; mend it")
         if not texts:

@@ -63,9 +63,9 @@ def served_by(adapted: Adapted) -> tuple[dict[str, str], str]:
 def origin(base: str) -> str:
     """How the base was meta-trained, as far as its folder and the run beside it tell."""
     memory: dict[str, Any] = remembered(base)
-    if not memory:
+    if memory.get("algorithm", "none") == "none":  # `tune` leaves a memory too
         return "none"
-    text = f"{memory.get('algorithm')}, {memory.get('k_shot')} shots"
+    text = f"{memory['algorithm']}, {memory.get('k_shot')} shots"
     run = Path(base).parent / "run.json"
     if run.is_file():
         try:

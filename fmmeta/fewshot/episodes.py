@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fmmeta.config import Config, UsageError
+from fmmeta.feed import LEAST_SEEN
 from fmmeta.fewshot.settings import EvaluateConfig
+from fmmeta.parallel.communicator import World
+from fmmeta.safety import one_line
 from fmmeta.tasks.load import Sources, load_sources
 from fmmeta.tasks.schedule import Schedule, Task
 from fmmeta.tasks.source import ClassSource, Draw, Mixture, TaskSource
@@ -29,6 +34,38 @@ class Episodes:
     def fingerprint(self) -> str:
         """Of the texts of all episodes, so that two evaluations are paired only if they met the same ones."""
         return digest([[draw.classes, draw.support, draw.query, texts(draw)] for draw in self.draws()])
+
+    def missing(self) -> dict[str, str]:
+        """Why an episode cannot be had, by its place, for those of which that is so here."""
+        found = {}
+        for place, task in enumerate(self.tasks):
+            try:
+                self.source.draw(task).store.check()
+            except (OSError, UsageError) as error:
+                found[str(place)] = f"task {task.name}: {one_line(error)}"
+        return found
+
+    def without(self, missing: Mapping[str, str]) -> Episodes:
+        return replace(self, tasks=[task for place, task in enumerate(self.tasks) if str(place) not in missing])
+
+
+def skipped(k_shot: int, episodes: Episodes, config: Config, world: World, notice: Callable[[str], None]) -> Episodes:
+    """Those episodes that every rank can have; says how many are left out. Raises `UsageError` where they are too many.
+
+    Collective: world.
+    """
+    with world.comm.together("looking at episodes"):
+        missing = episodes.missing()
+    told = [json.loads(part) for part in world.comm.gather_bytes(json.dumps(missing).encode())]
+    missing = {place: why for part in reversed(told) for place, why in part.items()}
+    if not missing:
+        return episodes
+    bad, total = len(missing), len(episodes.tasks)
+    said = f"{bad} of {total} {k_shot}-shot episodes cannot be had; the first: {missing[min(missing, key=int)]}"
+    if bad == total or bad > config.max_bad_share * max(total, LEAST_SEEN):
+        raise UsageError(f"max_bad_share={config.max_bad_share}: {said}")
+    notice(f"{said}; left out")
+    return episodes.without(missing)
 
 
 def texts(draw: Draw) -> list[list[str]]:

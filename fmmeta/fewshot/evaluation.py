@@ -19,7 +19,7 @@ from fmmeta import build
 from fmmeta.config import Config, InnerConfig, UsageError
 from fmmeta.feed import Reader
 from fmmeta.fewshot.defaults import stored_rates
-from fmmeta.fewshot.episodes import Episodes, episodes_of, run_config
+from fmmeta.fewshot.episodes import Episodes, episodes_of, run_config, skipped
 from fmmeta.fewshot.features import embed
 from fmmeta.fewshot.frozen import METHODS as FROZEN
 from fmmeta.fewshot.language import LanguageMetrics
@@ -63,7 +63,7 @@ def evaluate(settings: EvaluateConfig, progress: Progress | None = None,
             elif settings.compare is not None and launch.global_rank == 0:
                 check_other(settings)
         cells = bench.cells(settings, others)
-        results = results_of(settings, cells)
+        results = results_of(settings, cells, bench.task_type)
         if settings.compare is not None:
             others = others or bench.cells(replace(settings, model_name_or_path=settings.compare, compare=None), cells)
             results["compare"] = {"with": settings.compare, "cells": differences(cells, others)}
@@ -77,11 +77,12 @@ def evaluate(settings: EvaluateConfig, progress: Progress | None = None,
 
 
 class Bench:
-    """Scores models one after another; the groups that the first one forms serve the others too."""
+    """Scores models one after another; the groups that the first one forms serve the others too. `task_type`: of the last one."""
 
     def __init__(self, world: World, progress: Progress) -> None:
         self.world, self.progress = world, progress
         self.ranks: Ranks | None = None
+        self.task_type = ""
 
     def cells(self, settings: EvaluateConfig, others: Sequence[Cell] | None = None) -> list[Cell]:
         """One per method and k_shot. `others`: what they will be compared with, checked before anything is computed.
@@ -92,9 +93,13 @@ class Bench:
         with self.world.comm.together("reading settings"):
             config = run_config(settings, max(shots))
             refuse(settings, config)
+        self.task_type = config.task_type
         plan = build.plan(config, self.world, notice)
         with self.world.comm.together("choosing episodes"):
             chosen = {k: episodes_of(settings, k, plan.tokenizer) for k in shots}
+        if config.on_bad_task == "skip":
+            chosen = {k: skipped(k, episodes, config, self.world, notice) for k, episodes in chosen.items()}
+        with self.world.comm.together("choosing episodes"):
             prints = {k: episodes.fingerprint() for k, episodes in chosen.items()}
             check_comparable(settings, prints, others)
         most = max(episodes.most_classes for episodes in chosen.values())

@@ -63,6 +63,8 @@ def text_in(values: dict[str, Any], where: str, settings: PredictConfig) -> str:
     found = next((key for key in keys if isinstance(values.get(key), str)), None)
     if found is None:
         raise UsageError(f"{where} has no text under {', '.join(keys)}; name the key with --text_column")
+    if not values[found]:
+        raise UsageError(f"{where} has no text in {found}, which is empty; mend it")
     if wrong := broken_text(values[found]):
         raise UsageError(f"{where} has {wrong} in {found}; mend it")
     return values[found]

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from fmmeta.config import Config
+from fmmeta.config import Config, UsageError
+from fmmeta.models.positions import positions
 from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.tasks.batch import IGNORE, Dealer, Example
 from fmmeta.tasks.encode import encode_pairs
@@ -51,7 +53,7 @@ class LanguageMetrics:
     def __init__(self, names: Sequence[str], worker: WholeWorker, tokenizer: Any, config: Config, dealer: Dealer,
                  max_new_tokens: int) -> None:  # fmt: skip
         self.names, self.worker, self.tokenizer, self.config = names, worker, tokenizer, config
-        self.dealer, self.max_new_tokens = dealer, max_new_tokens
+        self.dealer, self.max_new_tokens = replace(dealer, pack=None), max_new_tokens  # every row is looked at by itself
 
     def of(self, draw: Draw) -> dict[str, float]:
         return {name: getattr(self, f"_{name}")(draw) for name in self.names}
@@ -101,16 +103,30 @@ def prompt_of(store: Store, row: int) -> list[int]:
 def generate(
     worker: WholeWorker, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int
 ) -> list[str]:
-    """Greedy answers to prompts of tokens."""
+    """Greedy answers to prompts of tokens; they end where the model's positions do. Raises `UsageError` for a prompt of all."""
     hf: Any = worker.model.hf
-    pad = hf.config.pad_token_id
-    answers = []
-    for begin in range(0, len(prompts), batch_size):
-        part = prompts[begin : begin + batch_size]
+    pad, most = hf.config.pad_token_id, positions(hf.config)
+    room = [max_new_tokens if most is None else min(max_new_tokens, most - len(prompt)) for prompt in prompts]
+    if min(room, default=1) < 1:
+        raise UsageError(f"max_new_tokens={max_new_tokens}: an input of {max(map(len, prompts))} tokens leaves none of the "
+                         f"model's {most} positions for an answer; lower --max_length")  # fmt: skip
+    answers = [""] * len(prompts)
+    for places in alike(room, batch_size):
+        part = [prompts[place] for place in places]
         longest = max(map(len, part))
         ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in part], device=worker.device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in part], device=worker.device)
-        out = hf.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
+        out = hf.generate(input_ids=ids, attention_mask=mask, max_new_tokens=room[places[0]], do_sample=False, num_beams=1,
                           pad_token_id=pad, eos_token_id=tokenizer.eos_token_id)  # fmt: skip
-        answers += tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
-    return [answer.strip() for answer in answers]
+        for place, text in zip(places, tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True), strict=True):
+            answers[place] = text.strip()
+    return answers
+
+
+def alike(room: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Places in batches of equal room, so that no answer is cut for another one's sake."""
+    found = []
+    for most in dict.fromkeys(room):
+        places = [place for place, own in enumerate(room) if own == most]
+        found += [places[begin : begin + batch_size] for begin in range(0, len(places), batch_size)]
+    return found

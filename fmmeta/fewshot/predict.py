@@ -75,13 +75,19 @@ def load(settings: PredictConfig) -> Single:
 
 
 def refuse_fresh_head(config: Config, description: Description, memory: dict[str, Any]) -> None:
-    """Raise `UsageError` for a classifier whose head has learned nothing: it would answer at random."""
-    name = config.model_name_or_path
+    """Raise `UsageError` for a classifier whose head has learned nothing, or of other features: it would answer at random."""
+    name, pooled = config.model_name_or_path, description.pooling != "model"
     if "algorithm" in memory:  # a folder that fmmeta wrote: what a task begins from, or with labels a task's model
         learned = bool(memory.get("labels"))
+        own = memory.get("pooling", description.pooling)
+        if learned and description.pooling != own:
+            raise UsageError(f"pooling={description.pooling} does not fit the head of model_name_or_path={name}, which was "
+                             f"trained with {own}; use --pooling {own}")  # fmt: skip
+        if learned and pooled and cached_file(name, HEAD_FILE) is None:
+            raise UsageError(f"model_name_or_path={name} holds no {HEAD_FILE}, where its classes are; fetch it again")
     elif config.builtin_model:
         learned = False
-    elif description.pooling != "model":
+    elif pooled:
         learned = cached_file(name, HEAD_FILE) is not None
     else:  # adapters of other origin bring their head along
         heads = [kind for kind in description.hf_config.architectures or () if kind.endswith("ForSequenceClassification")]
@@ -92,11 +98,16 @@ def refuse_fresh_head(config: Config, description: Description, memory: dict[str
 
 
 def answer(single: Single, texts: Sequence[str], max_new_tokens: int) -> list[Answer]:
-    """The model's answers, in the order of the texts."""
+    """The model's answers, in the order of the texts. Raises `UsageError` for a text without tokens, and where there is none."""
     examples = encode(single.tokenizer, single.config, texts, [""] * len(texts))
-    if single.config.task_type == "causal_lm":
-        prompts = [list(row.input_ids)[: sum(label == IGNORE for label in row.labels)] for row in examples]  # type: ignore[union-attr]
-        outputs = generate(single.worker, single.tokenizer, prompts, max_new_tokens, single.config.micro_batch_size)
+    causal = single.config.task_type == "causal_lm"
+    asked = [list(row.input_ids)[: row.labels.count(IGNORE)] if causal else row.input_ids for row in examples]  # type: ignore[union-attr]
+    for text, ids in zip(texts, asked, strict=True):
+        if not ids:  # blanks, to some tokenizers
+            raise UsageError(f"text={shortened(text)} has no tokens for model_name_or_path={single.config.model_name_or_path}; "
+                             "mend or remove it")  # fmt: skip
+    if causal:
+        outputs = generate(single.worker, single.tokenizer, asked, max_new_tokens, single.config.micro_batch_size)
         return [Answer(text, output) for text, output in zip(texts, outputs, strict=True)]
     names = single.description.hf_config.id2label
     shares = class_logits(single, examples).softmax(1)

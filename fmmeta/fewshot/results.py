@@ -29,10 +29,10 @@ class Cell:
                 "scores": [asdict(score) for score in self.scores]}  # fmt: skip
 
 
-def results_of(settings: EvaluateConfig, cells: Sequence[Cell]) -> dict[str, Any]:
-    """The first cell's numbers on top, all cells below."""
+def results_of(settings: EvaluateConfig, cells: Sequence[Cell], task_type: str) -> dict[str, Any]:
+    """The first cell's numbers on top, all cells below. `task_type`: of the run, be it asked for or remembered."""
     listed = [cell.as_dict() for cell in cells]
-    ways = None if settings.task_type == "causal_lm" else settings.n_way
+    ways = None if task_type == "causal_lm" else settings.n_way
     top = {name: value for name, value in listed[0].items() if name not in ("scores", "episodes_fingerprint")}
     return {"model": settings.model_name_or_path, "dataset": settings.dataset, "part": settings.part, "n_way": ways,
             "n_way_max": settings.n_way_max, "k_shot_max": settings.k_shot_max, "seed": settings.seed, **top,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -168,6 +169,17 @@ def test_adapting_again_takes_the_steps_that_the_first_model_remembers(bert, tmp
         assert json.loads((tmp_path / name / "fmmeta.json").read_text())["inner_steps"] == 3
 
 
+@pytest.mark.parametrize(("memory", "said"), [
+    ({"head_init": "zero", "inner_lr": 0.1, "inner_steps": 1}, "none"),  # as `fmmeta tune` leaves a plain model
+    ({"algorithm": "fomaml", "k_shot": 2, "inner_steps": 1}, "fomaml, 2 shots"),
+])  # fmt: skip
+def test_the_card_tells_meta_training_where_there_was_some(bert, tmp_path, memory, said):
+    base = shutil.copytree(bert, tmp_path / "base")
+    (base / "fmmeta.json").write_text(json.dumps(memory))
+    fmmeta.adapt(base, PAIRS, output_dir=tmp_path / "out", early_stopping=False)
+    assert f"| meta-training | {said} |" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_a_learned_head_of_the_builtin_model_asks_no_hub(monkeypatch):
     asked = []
     monkeypatch.setattr("fmmeta.models.load.cached_file", lambda name, file: asked.append((name, file)))
@@ -287,7 +299,7 @@ def test_python_takes_rows_and_paths_as_files_have_them(bert, tmp_path):
     assert adapted.predict([]) == []
     for texts, said in (
         ("hello", "texts='hello' is one text; give a list of texts"), ([None], "texts[0]=None is no text; give strings"),
-        (["a", "\ud800"], "texts[1] has half of a surrogate pair (\\ud800); mend it"),
+        (["a", "\ud800"], "texts[1] has half of a surrogate pair (\\ud800); mend it"), (["a", ""], "texts[1] is empty; mend it"),
     ):  # fmt: skip
         assert refusal(adapted.predict, texts) == said
 

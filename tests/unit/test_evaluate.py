@@ -17,14 +17,14 @@ from fmmeta.config import Config, UsageError
 from fmmeta.fewshot import evaluation
 from fmmeta.fewshot.episodes import episodes_of, run_config
 from fmmeta.fewshot.frozen import knn, linear
-from fmmeta.fewshot.language import longest_common, rouge_l
+from fmmeta.fewshot.language import LanguageMetrics, longest_common, rouge_l
 from fmmeta.fewshot.results import read_cells, write
 from fmmeta.fewshot.scores import EpisodeScore, calibration_error, counted, paired, score_of
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
-from tests.models import write_pairs
+from tests.models import WORDS, save_family, write_pairs
 from tests.unit.helpers import refusal
 
 
@@ -234,6 +234,45 @@ def test_language_metrics(llama, pairs):
     assert shown["cells"][1]["loss"] == results["loss"]
 
 
+def test_options_of_packed_runs_are_scored_row_by_row(llama, pairs, monkeypatch):
+    """A model that takes packed rows gives the likelihoods that any other does."""
+    plain, told = LanguageMetrics.log_likelihoods, list[list[float]]()
+
+    def kept(self, examples):
+        told.append(plain(self, examples))
+        return told[-1]
+
+    monkeypatch.setattr(LanguageMetrics, "log_likelihoods", kept)
+    flags: dict[str, Any] = {"task_type": "causal_lm", "k_shot": 2, "num_query": 3, "episodes": 2, "metrics": "options"}
+    for packing in (False, True):
+        fmmeta.evaluate(llama, pairs, **flags, inner_steps=1, packing=packing)
+    assert len(told) == 4
+    assert max(map(len, told)) > 3
+    for apart, packed in zip(told[:2], told[2:], strict=True):
+        assert packed == pytest.approx(apart, rel=1e-4)
+
+
+def test_a_broken_task_file_is_left_out_of_both_models(llama, tmp_path, capsys):
+    data = tmp_path / "tasks"
+    for number in range(10):
+        rows = "".join(json.dumps({"input": f"{number} {word}", "output": word[:2]}) + "\n" for word in WORDS[:6])
+        (data / f"s{number % 2}").mkdir(parents=True, exist_ok=True)
+        (data / f"s{number % 2}" / f"t{number}.jsonl").write_text("{broken\n" if number == 3 else rows)
+    names = [f"s{number % 2}/t{number}" for number in range(10)]
+    (data / "task_splits.json").write_text(json.dumps({"train": names[6:], "test": names[:6]}))
+    flags: dict[str, Any] = {"task_type": "causal_lm", "k_shot": [1, 2], "num_query": 2, "episodes": 12, "inner_steps": 1}
+    assert "t3.jsonl" in refusal(fmmeta.evaluate, llama, data, **flags)
+    results = fmmeta.evaluate(llama, data, **flags, on_bad_task="skip", compare=str(llama), quiet=False)
+    assert [cell["episodes"] for cell in results["cells"]] == [10, 10]
+    assert "s1/t3" not in {score["task"] for cell in results["cells"] for score in cell["scores"]}
+    assert [(cell["episodes"], cell["loss_gain"]) for cell in results["compare"]["cells"]] == [(10, 0), (10, 0)]
+    said = [line for line in capsys.readouterr().out.splitlines() if "cannot be had" in line]
+    assert len(said) == 4  # for either model and number of shots
+    assert said[0].startswith("fmmeta: 2 of 12 1-shot episodes cannot be had; the first: task s1/t3: ")
+    message = refusal(fmmeta.evaluate, llama, data, **flags, on_bad_task="skip", max_bad_share=0.01)
+    assert message.startswith("max_bad_share=0.01: 2 of 12 1-shot episodes cannot be had; the first: task s1/t3: ")
+
+
 def test_greedy_answers_are_those_of_transformers(llama):
     from transformers import AutoModelForCausalLM
 
@@ -252,6 +291,30 @@ def test_greedy_answers_are_those_of_transformers(llama):
             if ids[-1] == single.tokenizer.eos_token_id:
                 break
         assert text == single.tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True).strip()
+
+
+def test_answers_end_where_the_positions_do(tmp_path):
+    """Each with the tokens that it would have alone, whatever shares its batch."""
+    from transformers import AutoModelForCausalLM
+
+    from fmmeta.fewshot.language import generate
+    from fmmeta.fewshot.single import start
+    from fmmeta.progress import Progress
+
+    folder = save_family(tmp_path / "gpt2", "gpt2")  # 128 learned positions
+    single = start(Config(model_name_or_path=str(folder), task_type="causal_lm", algorithm="none"), Progress(False))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), single.tokenizer
+    prompts = [tokenizer("river " * 30)["input_ids"][:length] for length in (125, 7, 127, 120)]
+    told = generate(single.worker, tokenizer, prompts, 6, 4)
+    for prompt, text in zip(prompts, told, strict=True):
+        ids = list(prompt)
+        while len(ids) < min(128, len(prompt) + 6) and ids[-1] != tokenizer.eos_token_id:
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert text == tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True).strip()
+    message = refusal(generate, single.worker, tokenizer, [prompts[0] + [5] * 3], 6, 4)
+    assert message == ("max_new_tokens=6: an input of 128 tokens leaves none of the model's 128 positions for an answer; lower "
+                       "--max_length")  # fmt: skip
+    assert generate(single.worker, tokenizer, [], 6, 4) == []
 
 
 def test_rouge_l():
@@ -419,6 +482,16 @@ def test_shots_and_ways_that_vary_are_shown_so(bert, classes, capsys):
     assert "4 episodes of 2 to 3 classes of the test part" in out
     assert "prototype  1 to 4 " in out
     assert "(prototype, 1 to 4 shots)" in out
+
+
+def test_a_remembered_language_model_has_no_ways(llama, pairs, tmp_path, capsys):
+    folder = shutil.copytree(llama, tmp_path / "model")
+    (folder / "fmmeta.json").write_text('{"task_type": "causal_lm"}')
+    flags: dict[str, Any] = {"k_shot": [1], "num_query": 2, "episodes": 2, "inner_steps": 0}
+    settings = EvaluateConfig(model_name_or_path=str(folder), dataset=[str(pairs)], **flags, output=str(tmp_path / "told.json"))
+    evaluation.run(settings)
+    assert json.loads((tmp_path / "told.json").read_text())["n_way"] is None
+    assert "2 episodes of the test part" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", [knn, linear])

@@ -72,6 +72,8 @@ def test_standard_input_with_a_byte_order_mark(adapted, tmp_path, monkeypatch):
     ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', ":2 has half of a surrogate pair (\\ud800) in text; mend it"),
     ("a.jsonl", b'{"text": "a"}\n{"text": 5}\n', ":2 has no text under text, sentence, utterance, input, prompt, question; name "
                                                "the key with --text_column"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": ""}\n', ":2 has no text in text, which is empty; mend it"),
+    ("a.csv", b"text,label\na,x\n,y\n", ":3 has no text in text, which is empty; mend it"),
     ("a.csv", b"words,label\nx,y\n", ":2 has no text under text, sentence, utterance, input, prompt, question; name the key with "
                                      "--text_column"),
     ("a.csv", b"text,label\nx\n", ":2 has another number of fields than the header; mend the line"),
@@ -115,6 +117,20 @@ def test_a_head_that_has_learned_nothing_does_not_answer(bert, tmp_path):
             "folder that it writes")  # fmt: skip
 
 
+def test_a_head_of_other_features_does_not_answer(bert, adapted, tmp_path):
+    """A folder is read with the pooling that it was adapted with, and its head must be there."""
+    fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "mean", pooling="mean", inner_steps=1, early_stopping=False)
+    for folder, own, others in ((adapted[0], "model", ("mean", "cls")), (tmp_path / "mean", "mean", ("model", "cls"))):
+        for other in others:
+            assert refusal(predict.load, PredictConfig(str(folder), pooling=other)) == (
+                f"pooling={other} does not fit the head of model_name_or_path={folder}, which was trained with {own}; use "
+                f"--pooling {own}")  # fmt: skip
+        assert predict.load(PredictConfig(str(folder), pooling=own)).description.pooling == own
+    (tmp_path / "mean" / "head.safetensors").unlink()
+    assert refusal(predict.load, PredictConfig(str(tmp_path / "mean"))) == (
+        f"model_name_or_path={tmp_path / 'mean'} holds no head.safetensors, where its classes are; fetch it again")  # fmt: skip
+
+
 def test_a_classifier_of_other_origin_answers(bert):
     from transformers import AutoModelForSequenceClassification
 
@@ -141,6 +157,23 @@ def test_scores_that_are_not_finite_are_not_answers(bert, tmp_path):
     single = predict.load(PredictConfig(str(broken)))
     assert refusal(predict.answer, single, ["a"], 1) == (
         f"model_name_or_path={broken} gives no finite scores for 'a'; adapt it with a lower --inner_lr")  # fmt: skip
+
+
+def test_a_text_without_tokens_is_no_input(bert, tmp_path, monkeypatch):
+    """A tokenizer that adds none of its own, and drops blanks."""
+    from tokenizers import normalizers, processors
+
+    folder, tokenizer = shutil.copytree(bert, tmp_path / "plain"), byte_tokenizer(128)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
+    tokenizer.save_pretrained(folder)
+    single = predict.load(PredictConfig(str(folder)))
+    assert len(predict.answer(single, ["a"], 1)) == 1
+    assert refusal(predict.answer, single, ["a", " "], 1) == (
+        f"text=' ' has no tokens for model_name_or_path={folder}; mend or remove it")  # fmt: skip
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"text": "a"}\n{"text": ""}\n'))
+    said = refusal(predict.run, PredictConfig(str(folder), output=str(tmp_path / "told")))
+    assert said == "input line 2 has no text in text, which is empty; mend it"
 
 
 def test_a_language_model_answers_a_table(tmp_path):
