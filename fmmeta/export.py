@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fmmeta.config import REMEMBERED, Config
 from fmmeta.meta.rates import RATES_FILE, Rates
-from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, cached_file
+from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, base_of, cached_file
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.models.load import Description, empty_learner, load_hf
 from fmmeta.models.lora import merged, save_adapter
@@ -25,6 +25,8 @@ from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
 
 FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this large, if the model has as much
+WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", HEAD_FILE, "adapter_model.safetensors",
+           "adapter_config.json")  # fmt: skip
 
 
 def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor], config: Config, description: Description,
@@ -44,7 +46,7 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
     else:
         with ranks.world.together("exporting the configuration"):
             if ranks.first:
-                folder.mkdir(parents=True, exist_ok=True)
+                clear(folder)
                 save_model(folder, skeleton.hf, description, {})
                 accompany(folder, skeleton, config, description, tokenizer, rates)
         failure: Exception | None = None
@@ -58,6 +60,17 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
         with ranks.world.together("exporting the inner rates"):
             if ranks.first:
                 save_tensors({name.removeprefix("hf."): value for name, value in named.items()}, folder / RATES_FILE)
+
+
+def clear(folder: Path, base: str | None = None) -> None:
+    """An export folder without the weights of an earlier export: one file is read before several, adapters before a whole model.
+    Those of `base` stay, which the adapters that come here stand beside.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if base is None or folder.resolve() != Path(base).resolve():
+        for pattern in WEIGHTS:
+            for file in folder.glob(pattern):
+                file.unlink()
 
 
 def gather(vector: Tensor, worker: Worker, shapes: dict[str, tuple[int, ...]], ranks: Ranks) -> dict[str, Tensor]:
@@ -82,14 +95,16 @@ def write_adapters(
     rates: Rates | None, merge_into: Path | None,
 ) -> None:  # fmt: skip
     """Write adapters (whole, by name) as peft does, with --lora_merge an ordinary model too."""
-    folder.mkdir(parents=True, exist_ok=True)
+    clear(folder, None if config.builtin_model else base_of(config.model_name_or_path))
     save_adapter(folder, skeleton, weights, config)
     if config.builtin_model:
         save_model(folder / BASE_FOLDER, load_hf(config, description), description)
     folders = [folder]
     if config.lora_merge:
         folders.append(merge_into or folder.with_name("merged"))
-        save_model(folders[1], merged(load_hf(config, description), folder, config), description)
+        whole = merged(load_hf(config, description), folder, config)
+        clear(folders[1])
+        save_model(folders[1], whole, description)
     for each in folders:
         accompany(each, skeleton, config, description, tokenizer, rates)
         if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":

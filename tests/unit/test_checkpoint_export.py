@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fmmeta import checkpoint
+from fmmeta import export as export_module
 from fmmeta.config import Config
 from fmmeta.export import export
 from fmmeta.models.load import describe, load_learner, load_tokenizer
@@ -315,6 +317,41 @@ def test_export_of_the_builtin_model(tmp_path):
         "algorithm": config.algorithm,
     }  # fmt: skip
     assert defaults["pooling"] == "mean"
+
+
+def test_an_export_leaves_no_weights_of_an_earlier_one(tmp_path, bert, monkeypatch):
+    """from_pretrained reads one file before several, fmmeta adapters before a whole model."""
+    from transformers import AutoModel
+
+    settings: dict[str, Any] = {"pooling": "mean"}
+    (tmp_path / "notes.safetensors").write_text("mine")
+    exported(bert, tmp_path, **settings, head_init="learned", lora_r=2)
+    exported(bert, tmp_path, **settings, head_init="learned")
+    assert weights(tmp_path) == {"head.safetensors", "model.safetensors", "notes.safetensors"}
+    monkeypatch.setattr(export_module, "FILE_BYTES", (2**12, 2**16))
+    _, worker = exported(bert, tmp_path, **settings, seed=1)
+    several = weights(tmp_path)
+    assert several > {"model.safetensors.index.json", "notes.safetensors"}
+    assert len(several) >= 4
+    assert not several & {"head.safetensors", "model.safetensors", "adapter_config.json"}
+    found = AutoModel.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in worker.model.hf.named_parameters())
+    monkeypatch.undo()
+    exported(bert, tmp_path, **settings)
+    assert weights(tmp_path) == {"model.safetensors", "notes.safetensors"}
+    exported(bert, tmp_path, **settings, lora_r=2)
+    assert weights(tmp_path) == {"adapter_config.json", "adapter_model.safetensors", "notes.safetensors"}
+
+
+def test_adapters_that_come_beside_their_base_leave_it(tmp_path, bert):
+    shutil.copytree(bert, tmp_path / "model")
+    exported(tmp_path / "model", tmp_path / "model", pooling="mean", lora_r=2, lora_merge=True)
+    assert weights(tmp_path / "model") == {"adapter_config.json", "adapter_model.safetensors", "model.safetensors"}
+    assert weights(tmp_path / "merged") == {"model.safetensors"}
+
+
+def weights(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir() if "safetensors" in file.name or file.name == "adapter_config.json"}
 
 
 def test_a_run_is_continued_or_refused(tmp_path):
