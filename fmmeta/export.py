@@ -8,6 +8,8 @@ adapters there, which peft loads on their base, and on request an ordinary model
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,8 @@ from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
 
 FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this large, if the model has as much
-WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", HEAD_FILE, "adapter_model.safetensors",
-           "adapter_config.json")  # fmt: skip
+WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", HEAD_FILE,
+           "adapter_model.safetensors", "adapter_config.json")  # fmt: skip
 
 
 def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor], config: Config, description: Description,
@@ -120,11 +122,12 @@ def write_weights(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str,
     from transformers.core_model_loading import revert_weight_conversion
 
     files = plan_files(skeleton.hf, worker)
-    failure: Exception | None = None
+    failures: list[Exception] = []
     if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
-        head = {name: worker.whole(theta, name, trained[name]).cpu().contiguous() for name in skeleton.head_names}
+        head = {name: worker.whole(theta, name, trained[name]).cpu() for name in skeleton.head_names}
         if worker.group.rank == 0:
-            save_file(head, folder / HEAD_FILE)
+            with kept(failures):
+                save_tensors(head, folder / HEAD_FILE)
     for path, (writer, names) in files.items():
         held: dict[str, Tensor] = {}
         for name in names:
@@ -132,18 +135,33 @@ def write_weights(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str,
             if worker.group.rank == writer and value is not None:
                 held[name.removeprefix("hf.")] = value.cpu().contiguous()
         if worker.group.rank == writer:
-            try:
+            with kept(failures):
                 save_file(revert_weight_conversion(skeleton.hf, held), folder / path, metadata={"format": "pt"})
-            except Exception as error:
-                failure = error
     if worker.group.rank == 0 and len(files) > 1:
-        state = skeleton.hf.state_dict()
-        meta = {path: {name[3:]: state[name[3:]] for name in names} for path, (_, names) in files.items()}
-        keys = {key: path for path, tensors in meta.items() for key in revert_weight_conversion(skeleton.hf, tensors)}
-        size = sum(value.numel() * 4 for tensors in meta.values() for value in tensors.values())
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return failure
+        with kept(failures):
+            write_index(folder, skeleton.hf, files)
+    return failures[0] if failures else None
+
+
+@contextmanager
+def kept(failures: list[Exception]) -> Iterator[None]:
+    """What goes wrong in the block, for later."""
+    try:
+        yield
+    except Exception as error:
+        failures.append(error)
+
+
+def write_index(folder: Path, hf: Any, files: dict[str, tuple[int, list[str]]]) -> None:
+    """Which file holds which tensor."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = hf.state_dict()
+    meta = {path: {name[3:]: state[name[3:]] for name in names} for path, (_, names) in files.items()}
+    keys = {key: path for path, tensors in meta.items() for key in revert_weight_conversion(hf, tensors)}
+    size = sum(value.numel() * 4 for tensors in meta.values() for value in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def plan_files(hf: Any, worker: Worker) -> dict[str, tuple[int, list[str]]]:

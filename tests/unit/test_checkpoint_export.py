@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -345,9 +346,29 @@ def test_an_export_leaves_no_weights_of_an_earlier_one(tmp_path, bert, monkeypat
 
 def test_adapters_that_come_beside_their_base_leave_it(tmp_path, bert):
     shutil.copytree(bert, tmp_path / "model")
-    exported(tmp_path / "model", tmp_path / "model", pooling="mean", lora_r=2, lora_merge=True)
+    exported(tmp_path / "model", tmp_path / "model", pooling="mean", lora_r=2)
     assert weights(tmp_path / "model") == {"adapter_config.json", "adapter_model.safetensors", "model.safetensors"}
-    assert weights(tmp_path / "merged") == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("full", ["head.safetensors", "model.safetensors.index.json"])
+def test_a_full_disk_is_told_after_the_others_have_gone_on(tmp_path, bert, monkeypatch, full):
+    """On one process it is one line; with several, no rank waits for one that has raised."""
+    import safetensors.torch
+
+    def write(tensors, path, metadata=None, write=safetensors.torch.save_file):
+        if Path(path).name == full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(tensors, path, metadata)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", write)
+    monkeypatch.setattr(export_module, "FILE_BYTES", (2**12, 2**16))
+    if full.endswith(".json"):
+        (tmp_path / full).symlink_to("/dev/full")
+        monkeypatch.setattr(export_module, "clear", lambda folder: None)
+    message = refusal(exported, bert, tmp_path, pooling="mean", head_init="learned")
+    assert message == ("the disk: No space left on device (while exporting the weights); mend that, and run the same command "
+                       "again")  # fmt: skip
+    assert list(tmp_path.glob("model-00001-of-*.safetensors"))
 
 
 def weights(folder: Path) -> set[str]:
