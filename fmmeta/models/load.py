@@ -20,9 +20,7 @@ from fmmeta.models.positions import DEFAULT, positions
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
 from fmmeta.safety import one_line
 
-DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "resid_pdrop", "embd_pdrop",
-            "attn_pdrop", "classifier_dropout", "hidden_dropout", "dropout", "activation_dropout", "summary_first_dropout",
-            "seq_classif_dropout", "pooler_dropout", "mlp_dropout", "classifier_dropout_prob")  # fmt: skip
+DROPOUTS = ("dropout", "pdrop", "layerdrop")  # in the names of chances that something is left out
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 
 
@@ -75,7 +73,8 @@ def describe(config: Config) -> Description:
                          "supported yet; use a dense model")  # fmt: skip
     if getattr(hf_config, "quantization_config", None) is not None:
         raise UsageError(f"model_name_or_path={name} is quantised, and its weights cannot be trained; use the full one")
-    dropouts = {key: getattr(hf_config, key) for key in DROPOUTS if isinstance(getattr(hf_config, key, None), float)}
+    dropouts = {key: value for key, value in vars(hf_config).items()
+                if isinstance(value, float) and any(part in key for part in DROPOUTS)}  # fmt: skip
     for key in dropouts:
         setattr(hf_config, key, 0.0)
     if hf_config.pad_token_id is None:

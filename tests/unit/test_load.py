@@ -13,7 +13,7 @@ from fmmeta.models.learner import NativeClassifier
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
 from fmmeta.progress import Progress
 from fmmeta.tasks.batch import Example
-from tests.models import save_bert, save_family, save_llama
+from tests.models import save, save_bert, save_family, save_llama
 from tests.unit.helpers import refusal
 
 
@@ -53,6 +53,31 @@ def test_dropout_is_off_in_training(bert):
     learner = load_learner(config, description)
     assert learner.training
     assert {module.p for module in learner.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
+
+
+@pytest.mark.parametrize(("family", "sizes", "own"), [
+    ("xlnet", {"n_layer": 1, "n_head": 2, "d_model": 16, "d_inner": 16}, {"dropout": 0.0, "summary_last_dropout": 0.5}),
+    ("mpt", {"n_layers": 1, "n_heads": 2, "d_model": 16}, {"emb_pdrop": 0.5, "resid_pdrop": 0.5}),
+    ("seed_oss", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+                  "intermediate_size": 16}, {"attention_dropout": 0.0, "residual_dropout": 0.5}),
+    ("opt", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 16, "word_embed_proj_dim": 16},
+     {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.5}),
+])  # fmt: skip
+def test_no_dropout_is_left_whatever_its_name(family, sizes, own, tmp_path):
+    import transformers
+
+    hf_config = transformers.AutoConfig.for_model(family, **sizes, **own, vocab_size=259, pad_token_id=0, num_labels=3)
+    causal = family in ("mpt", "seed_oss")
+    auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSequenceClassification
+    save(auto.from_config(hf_config), tmp_path)
+    config = Config(model_name_or_path=str(tmp_path), n_way=3, task_type="causal_lm" if causal else "classification",
+                    head_init=None if causal else "learned")  # fmt: skip
+    description = describe(config)
+    assert description.dropouts.items() >= own.items()
+    learner = load_learner(config, description)
+    ids = torch.arange(3, 15).view(2, 6)
+    first = learner(ids, torch.ones_like(ids))
+    assert all(torch.equal(learner(ids, torch.ones_like(ids)), first) for _ in range(4))
 
 
 @pytest.mark.parametrize(("modes", "pooling"), [
