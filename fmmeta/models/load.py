@@ -65,6 +65,9 @@ def describe(config: Config) -> Description:
                 raise UsageError(f"model_name_or_path={name} is no folder, and the hub cannot be reached for a model of that "
                                  "name; check the path, or the network") from None  # fmt: skip
             raise UsageError(f"model_name_or_path={name} cannot be read: {one_line(error)}") from None
+    if not hasattr(hf_config, "pad_token_id") and hf_config.get_text_config() is not hf_config:
+        raise UsageError(f"model_name_or_path={name} is a {hf_config.model_type}, a text model with others around it; give a "
+                         "text model alone")  # fmt: skip
     if config.task_type == "causal_lm" and looks_ahead(hf_config):
         raise UsageError(f"model_name_or_path={name} is a {hf_config.model_type}, whose tokens see those behind them, answers "
                          "included; give a decoder, or use --task_type classification")  # fmt: skip
@@ -77,8 +80,8 @@ def describe(config: Config) -> Description:
                 if isinstance(value, float) and any(part in key for part in DROPOUTS)}  # fmt: skip
     for key in dropouts:
         setattr(hf_config, key, 0.0)
-    if hf_config.pad_token_id is None:
-        hf_config.pad_token_id = first_of(hf_config.eos_token_id) or 0
+    if getattr(hf_config, "pad_token_id", None) is None:
+        hf_config.pad_token_id = first_of(getattr(hf_config, "eos_token_id", None)) or 0
     return Description(hf_config, resolve_pooling(config), dropouts)
 
 

@@ -114,6 +114,20 @@ def test_models_that_cannot_be_trained(tmp_path, bert, values, said):
     assert message.startswith(f"model_name_or_path={tmp_path} {said}")
 
 
+def test_models_without_a_padding_token(tmp_path):
+    """CodeGen's configuration has no such attribute; nor has Gemma 3's, whose text model is one part of it."""
+    import transformers
+
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "eos_token_id": 7}
+    transformers.CodeGenConfig(**sizes).save_pretrained(tmp_path)
+    config = Config(model_name_or_path=str(tmp_path), task_type="causal_lm")
+    assert describe(config).hf_config.pad_token_id == 7
+    transformers.Gemma3Config().save_pretrained(tmp_path)
+    assert refusal(describe, config) == (
+        f"model_name_or_path={tmp_path} is a gemma3, a text model with others around it; give a text model alone"
+    )
+
+
 def test_folders_without_a_model(tmp_path):
     assert refusal(describe, Config(model_name_or_path=str(tmp_path))) == (
         f"model_name_or_path={tmp_path} holds no config.json; give a Hugging Face folder or hub id"
