@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fmmeta.config import REMEMBERED, Config
 from fmmeta.meta.rates import RATES_FILE, Rates
-from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, base_of, cached_file
+from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, base_of
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.models.load import Description, empty_learner, load_hf
 from fmmeta.models.lora import merged, save_adapter
@@ -217,8 +217,7 @@ def sentence_transformers(folder: Path, config: Config, description: Description
     """The files by which sentence-transformers knows the pooling; a Normalize module is kept if the source had one."""
     package = "sentence_transformers.models"
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    source = None if config.builtin_model else cached_file(config.model_name_or_path, "modules.json")
-    if source and any("Normalize" in module["type"] for module in json.loads(Path(source).read_text(encoding="utf-8"))):
+    if description.normalizes:
         modules.append(("2_Normalize", "Normalize"))
     listed = [{"idx": i, "name": str(i), "path": path, "type": f"{package}.{kind}"} for i, (path, kind) in enumerate(modules)]
     (folder / "1_Pooling").mkdir(exist_ok=True)

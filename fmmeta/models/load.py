@@ -31,6 +31,7 @@ class Description:
     hf_config: Any
     pooling: str  # model, mean or cls
     dropouts: dict[str, Any]  # as the checkpoint has them; training runs without, export puts them back
+    normalizes: bool = False  # whether sentence-transformers scales the folder's vectors to length 1; export says so again
     labels: tuple[str, ...] = ()  # names of the classes of a model that is adapted to one task
     classes: int = 0  # of all training tasks, where one head serves them; 0: a head for the classes of an episode
 
@@ -82,7 +83,8 @@ def describe(config: Config) -> Description:
         setattr(hf_config, key, 0.0)
     if getattr(hf_config, "pad_token_id", None) is None:
         hf_config.pad_token_id = first_of(getattr(hf_config, "eos_token_id", None)) or 0
-    return Description(hf_config, resolve_pooling(config), dropouts)
+    pooling = resolve_pooling(config)
+    return Description(hf_config, pooling, dropouts, pooling != "model" and normalizes(config))
 
 
 def looks_ahead(hf_config: Any) -> bool:
@@ -108,12 +110,29 @@ def resolve_pooling(config: Config) -> str:
     path = cached_file(config.model_name_or_path, "1_Pooling/config.json")
     if path is None:
         return "model"
-    modes = json.loads(Path(path).read_text(encoding="utf-8"))
+    try:
+        modes = dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"pooling=auto: {path} cannot be read ({one_line(error)}); mend it, or choose one with --pooling"
+        ) from None
     if modes.get("pooling_mode_cls_token") or modes.get("pooling_mode") == "cls":
         return "cls"
     if modes.get("pooling_mode_mean_tokens") or modes.get("pooling_mode") == "mean":
         return "mean"
     raise UsageError(f"pooling=auto: {path} asks for a pooling that is not mean or cls; choose one with --pooling")
+
+
+def normalizes(config: Config) -> bool:
+    """Whether a sentence-transformers folder ends with a Normalize module. Raises `UsageError`."""
+    path = None if config.builtin_model else cached_file(config.model_name_or_path, "modules.json")
+    if path is None:
+        return False
+    try:
+        return any("Normalize" in module["type"] for module in json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"model_name_or_path={config.model_name_or_path}: modules.json cannot be read ({one_line(error)}); mend or "
+                         "remove it") from None  # fmt: skip
 
 
 def load_tokenizer(config: Config, description: Description, notice: Callable[[str], None]) -> Any:
@@ -188,6 +207,8 @@ def restore_head(learner: Learner, config: Config) -> None:
 
 def load_hf(config: Config, description: Description) -> Any:
     """The HF model as it is before anything is trained, in fp32."""
+    from safetensors import SafetensorError
+
     auto, kwargs = auto_class(config, description)
     torch.manual_seed(config.seed)
     try:
@@ -200,7 +221,7 @@ def load_hf(config: Config, description: Description) -> Any:
         if base == config.model_name_or_path or config.lora_r:  # adapters that are trained on stay beside their base
             return hf
         return merged(hf, Path(config.model_name_or_path), config).requires_grad_(True)  # peft had frozen the base
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, LookupError, ImportError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"model_name_or_path={config.model_name_or_path} cannot be loaded: {one_line(error)}") from None
 
 

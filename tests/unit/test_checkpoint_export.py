@@ -286,6 +286,11 @@ def test_an_exported_encoder_is_read_again_with_its_pooling(tmp_path, bert):
     exported(bert, tmp_path / "one", pooling="cls")
     again = Config(model_name_or_path=str(tmp_path / "one"), n_way=3)
     assert describe(again).pooling == "cls"
+    listed = tmp_path / "one" / "modules.json"
+    listed.write_text(json.dumps([*json.loads(listed.read_text()), {"path": "2_Normalize", "type": "models.Normalize"}]))
+    exported(tmp_path / "one", tmp_path / "two")
+    modules = json.loads((tmp_path / "two" / "modules.json").read_text())
+    assert [module["path"] for module in modules] == ["", "1_Pooling", "2_Normalize"]
 
 
 @pytest.mark.parametrize("tied", [True, False])

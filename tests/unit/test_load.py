@@ -11,6 +11,7 @@ from fmmeta.config import Config
 from fmmeta.fewshot.single import class_logits, start
 from fmmeta.models.learner import NativeClassifier
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
+from fmmeta.models.stream import open_stream
 from fmmeta.progress import Progress
 from fmmeta.tasks.batch import Example
 from tests.models import save, save_bert, save_family, save_llama
@@ -141,6 +142,34 @@ def test_folders_without_a_model(tmp_path):
 def test_weights_that_are_not_there(tmp_path, bert):
     config = Config(model_name_or_path=str(changed(tmp_path, bert)))
     assert refusal(load_learner, config, describe(config)).startswith(f"model_name_or_path={tmp_path} cannot be loaded: ")
+
+
+def test_weights_that_ended_early(tmp_path, bert):
+    """A download that broke off, read whole and tensor by tensor; then an index that did."""
+    changed(tmp_path, bert)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((bert / "model.safetensors").read_bytes()[:-100])
+    config = Config(model_name_or_path=str(tmp_path))
+    assert refusal(load_learner, config, describe(config)).startswith(f"model_name_or_path={tmp_path} cannot be loaded: ")
+    assert refusal(open_stream, config, describe(config)).startswith(f"model_name_or_path={tmp_path}: {file} cannot be read (")
+    file.unlink()
+    for text in ("{", "{}"):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        assert refusal(load_learner, config, describe(config)).startswith(f"model_name_or_path={tmp_path} cannot be loaded: ")
+        message = refusal(open_stream, config, describe(config))
+        assert message.startswith(f"model_name_or_path={tmp_path}: {file}.index.json cannot be read (")
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("1_Pooling/config.json", "pooling=auto: {} cannot be read ("), ("modules.json", "model_name_or_path={} cannot be read ("),
+])  # fmt: skip
+@pytest.mark.parametrize("text", ["{", "[1]", "7", "[" * 100_000])
+def test_broken_files_of_sentence_transformers_are_found_at_the_start(name, said, text, tmp_path, bert):
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (tmp_path / name).write_text(text)
+    where = tmp_path / name if name.startswith("1") else f"{tmp_path}: {name}"
+    assert refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert)))).startswith(said.format(where))
 
 
 def test_a_checkpoint_without_tokenizer_reads_bytes(tmp_path, bert):
