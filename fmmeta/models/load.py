@@ -131,8 +131,8 @@ def normalizes(config: Config) -> bool:
     try:
         return any("Normalize" in module["type"] for module in json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"model_name_or_path={config.model_name_or_path}: modules.json cannot be read ({one_line(error)}); mend or "
-                         "remove it") from None  # fmt: skip
+        raise UsageError(f"model_name_or_path={config.model_name_or_path}: modules.json cannot be read ({one_line(error)}); mend "
+                         "or remove it") from None  # fmt: skip
 
 
 def load_tokenizer(config: Config, description: Description, notice: Callable[[str], None]) -> Any:
@@ -143,12 +143,13 @@ def load_tokenizer(config: Config, description: Description, notice: Callable[[s
         notice(f"max_length {config.max_length}: {config.model_name_or_path} has no more positions")
     if not config.builtin_model:
         files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
-        if any(cached_file(config.model_name_or_path, name) for name in files):
+        for place in dict.fromkeys((config.model_name_or_path, base_of(config.model_name_or_path))):  # peft saves no tokenizer
+            if not any(cached_file(place, name) for name in files):
+                continue
             try:
-                found = AutoTokenizer.from_pretrained(config.model_name_or_path, trust_remote_code=config.trust_remote_code)
+                found = AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code)
             except Exception as error:
-                raise UsageError(f"model_name_or_path={config.model_name_or_path}: its tokenizer cannot be read: "
-                                 f"{one_line(error)}") from None  # fmt: skip
+                raise UsageError(f"model_name_or_path={place}: its tokenizer cannot be read: {one_line(error)}") from None
             return pad_alike(description, found)
         notice(f"{config.model_name_or_path} has no tokenizer: texts are read as bytes")
     tokenizer = byte_tokenizer()
