@@ -8,6 +8,8 @@ adapters there, which peft loads on their base, and on request an ordinary model
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from fmmeta.config import REMEMBERED, Config
 from fmmeta.meta.rates import RATES_FILE, Rates
-from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, cached_file
+from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, base_of
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.models.load import Description, empty_learner, load_hf
 from fmmeta.models.lora import merged, save_adapter
@@ -25,6 +27,8 @@ from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
 
 FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this large, if the model has as much
+WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", HEAD_FILE,
+           "adapter_model.safetensors", "adapter_config.json")  # fmt: skip
 
 
 def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor], config: Config, description: Description,
@@ -44,7 +48,7 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
     else:
         with ranks.world.together("exporting the configuration"):
             if ranks.first:
-                folder.mkdir(parents=True, exist_ok=True)
+                clear(folder)
                 save_model(folder, skeleton.hf, description, {})
                 accompany(folder, skeleton, config, description, tokenizer, rates)
         failure: Exception | None = None
@@ -58,6 +62,17 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
         with ranks.world.together("exporting the inner rates"):
             if ranks.first:
                 save_tensors({name.removeprefix("hf."): value for name, value in named.items()}, folder / RATES_FILE)
+
+
+def clear(folder: Path, base: str | None = None) -> None:
+    """An export folder without the weights of an earlier export: one file is read before several, adapters before a whole model.
+    Those of `base` stay, which the adapters that come here stand beside.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if base is None or folder.resolve() != Path(base).resolve():
+        for pattern in WEIGHTS:
+            for file in folder.glob(pattern):
+                file.unlink()
 
 
 def gather(vector: Tensor, worker: Worker, shapes: dict[str, tuple[int, ...]], ranks: Ranks) -> dict[str, Tensor]:
@@ -82,14 +97,16 @@ def write_adapters(
     rates: Rates | None, merge_into: Path | None,
 ) -> None:  # fmt: skip
     """Write adapters (whole, by name) as peft does, with --lora_merge an ordinary model too."""
-    folder.mkdir(parents=True, exist_ok=True)
+    clear(folder, None if config.builtin_model else base_of(config.model_name_or_path))
     save_adapter(folder, skeleton, weights, config)
     if config.builtin_model:
         save_model(folder / BASE_FOLDER, load_hf(config, description), description)
     folders = [folder]
     if config.lora_merge:
         folders.append(merge_into or folder.with_name("merged"))
-        save_model(folders[1], merged(load_hf(config, description), folder, config), description)
+        whole = merged(load_hf(config, description), folder, config)
+        clear(folders[1])
+        save_model(folders[1], whole, description)
     for each in folders:
         accompany(each, skeleton, config, description, tokenizer, rates)
         if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
@@ -105,11 +122,12 @@ def write_weights(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str,
     from transformers.core_model_loading import revert_weight_conversion
 
     files = plan_files(skeleton.hf, worker)
-    failure: Exception | None = None
+    failures: list[Exception] = []
     if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
-        head = {name: worker.whole(theta, name, trained[name]).cpu().contiguous() for name in skeleton.head_names}
+        head = {name: worker.whole(theta, name, trained[name]).cpu() for name in skeleton.head_names}
         if worker.group.rank == 0:
-            save_file(head, folder / HEAD_FILE)
+            with kept(failures):
+                save_tensors(head, folder / HEAD_FILE)
     for path, (writer, names) in files.items():
         held: dict[str, Tensor] = {}
         for name in names:
@@ -117,18 +135,33 @@ def write_weights(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str,
             if worker.group.rank == writer and value is not None:
                 held[name.removeprefix("hf.")] = value.cpu().contiguous()
         if worker.group.rank == writer:
-            try:
+            with kept(failures):
                 save_file(revert_weight_conversion(skeleton.hf, held), folder / path, metadata={"format": "pt"})
-            except Exception as error:
-                failure = error
     if worker.group.rank == 0 and len(files) > 1:
-        state = skeleton.hf.state_dict()
-        meta = {path: {name[3:]: state[name[3:]] for name in names} for path, (_, names) in files.items()}
-        keys = {key: path for path, tensors in meta.items() for key in revert_weight_conversion(skeleton.hf, tensors)}
-        size = sum(value.numel() * 4 for tensors in meta.values() for value in tensors.values())
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return failure
+        with kept(failures):
+            write_index(folder, skeleton.hf, files)
+    return failures[0] if failures else None
+
+
+@contextmanager
+def kept(failures: list[Exception]) -> Iterator[None]:
+    """What goes wrong in the block, for later."""
+    try:
+        yield
+    except Exception as error:
+        failures.append(error)
+
+
+def write_index(folder: Path, hf: Any, files: dict[str, tuple[int, list[str]]]) -> None:
+    """Which file holds which tensor."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = hf.state_dict()
+    meta = {path: {name[3:]: state[name[3:]] for name in names} for path, (_, names) in files.items()}
+    keys = {key: path for path, tensors in meta.items() for key in revert_weight_conversion(hf, tensors)}
+    size = sum(value.numel() * 4 for tensors in meta.values() for value in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def plan_files(hf: Any, worker: Worker) -> dict[str, tuple[int, list[str]]]:
@@ -185,8 +218,7 @@ def sentence_transformers(folder: Path, config: Config, description: Description
     """The files by which sentence-transformers knows the pooling; a Normalize module is kept if the source had one."""
     package = "sentence_transformers.models"
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    source = None if config.builtin_model else cached_file(config.model_name_or_path, "modules.json")
-    if source and any("Normalize" in module["type"] for module in json.loads(Path(source).read_text(encoding="utf-8"))):
+    if description.normalizes:
         modules.append(("2_Normalize", "Normalize"))
     listed = [{"idx": i, "name": str(i), "path": path, "type": f"{package}.{kind}"} for i, (path, kind) in enumerate(modules)]
     (folder / "1_Pooling").mkdir(exist_ok=True)

@@ -20,9 +20,7 @@ from fmmeta.models.positions import DEFAULT, positions
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
 from fmmeta.safety import one_line
 
-DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "resid_pdrop", "embd_pdrop",
-            "attn_pdrop", "classifier_dropout", "hidden_dropout", "dropout", "activation_dropout", "summary_first_dropout",
-            "seq_classif_dropout", "pooler_dropout", "mlp_dropout", "classifier_dropout_prob")  # fmt: skip
+DROPOUTS = ("dropout", "pdrop", "layerdrop")  # in the names of chances that something is left out
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 
 
@@ -33,6 +31,7 @@ class Description:
     hf_config: Any
     pooling: str  # model, mean or cls
     dropouts: dict[str, Any]  # as the checkpoint has them; training runs without, export puts them back
+    normalizes: bool = False  # whether sentence-transformers scales the folder's vectors to length 1; export says so again
     labels: tuple[str, ...] = ()  # names of the classes of a model that is adapted to one task
     classes: int = 0  # of all training tasks, where one head serves them; 0: a head for the classes of an episode
 
@@ -67,6 +66,9 @@ def describe(config: Config) -> Description:
                 raise UsageError(f"model_name_or_path={name} is no folder, and the hub cannot be reached for a model of that "
                                  "name; check the path, or the network") from None  # fmt: skip
             raise UsageError(f"model_name_or_path={name} cannot be read: {one_line(error)}") from None
+    if not hasattr(hf_config, "pad_token_id") and hf_config.get_text_config() is not hf_config:
+        raise UsageError(f"model_name_or_path={name} is a {hf_config.model_type}, a text model with others around it; give a "
+                         "text model alone")  # fmt: skip
     if config.task_type == "causal_lm" and looks_ahead(hf_config):
         raise UsageError(f"model_name_or_path={name} is a {hf_config.model_type}, whose tokens see those behind them, answers "
                          "included; give a decoder, or use --task_type classification")  # fmt: skip
@@ -75,12 +77,14 @@ def describe(config: Config) -> Description:
                          "supported yet; use a dense model")  # fmt: skip
     if getattr(hf_config, "quantization_config", None) is not None:
         raise UsageError(f"model_name_or_path={name} is quantised, and its weights cannot be trained; use the full one")
-    dropouts = {key: getattr(hf_config, key) for key in DROPOUTS if isinstance(getattr(hf_config, key, None), float)}
+    dropouts = {key: value for key, value in vars(hf_config).items()
+                if isinstance(value, float) and any(part in key for part in DROPOUTS)}  # fmt: skip
     for key in dropouts:
         setattr(hf_config, key, 0.0)
-    if hf_config.pad_token_id is None:
-        hf_config.pad_token_id = first_of(hf_config.eos_token_id) or 0
-    return Description(hf_config, resolve_pooling(config), dropouts)
+    if getattr(hf_config, "pad_token_id", None) is None:
+        hf_config.pad_token_id = first_of(getattr(hf_config, "eos_token_id", None)) or 0
+    pooling = resolve_pooling(config)
+    return Description(hf_config, pooling, dropouts, pooling != "model" and normalizes(config))
 
 
 def looks_ahead(hf_config: Any) -> bool:
@@ -106,12 +110,29 @@ def resolve_pooling(config: Config) -> str:
     path = cached_file(config.model_name_or_path, "1_Pooling/config.json")
     if path is None:
         return "model"
-    modes = json.loads(Path(path).read_text(encoding="utf-8"))
+    try:
+        modes = dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"pooling=auto: {path} cannot be read ({one_line(error)}); mend it, or choose one with --pooling"
+        ) from None
     if modes.get("pooling_mode_cls_token") or modes.get("pooling_mode") == "cls":
         return "cls"
     if modes.get("pooling_mode_mean_tokens") or modes.get("pooling_mode") == "mean":
         return "mean"
     raise UsageError(f"pooling=auto: {path} asks for a pooling that is not mean or cls; choose one with --pooling")
+
+
+def normalizes(config: Config) -> bool:
+    """Whether a sentence-transformers folder ends with a Normalize module. Raises `UsageError`."""
+    path = None if config.builtin_model else cached_file(config.model_name_or_path, "modules.json")
+    if path is None:
+        return False
+    try:
+        return any("Normalize" in module["type"] for module in json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"model_name_or_path={config.model_name_or_path}: modules.json cannot be read ({one_line(error)}); mend "
+                         "or remove it") from None  # fmt: skip
 
 
 def load_tokenizer(config: Config, description: Description, notice: Callable[[str], None]) -> Any:
@@ -122,12 +143,13 @@ def load_tokenizer(config: Config, description: Description, notice: Callable[[s
         notice(f"max_length {config.max_length}: {config.model_name_or_path} has no more positions")
     if not config.builtin_model:
         files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
-        if any(cached_file(config.model_name_or_path, name) for name in files):
+        for place in dict.fromkeys((config.model_name_or_path, base_of(config.model_name_or_path))):  # peft saves no tokenizer
+            if not any(cached_file(place, name) for name in files):
+                continue
             try:
-                found = AutoTokenizer.from_pretrained(config.model_name_or_path, trust_remote_code=config.trust_remote_code)
+                found = AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code)
             except Exception as error:
-                raise UsageError(f"model_name_or_path={config.model_name_or_path}: its tokenizer cannot be read: "
-                                 f"{one_line(error)}") from None  # fmt: skip
+                raise UsageError(f"model_name_or_path={place}: its tokenizer cannot be read: {one_line(error)}") from None
             return pad_alike(description, found)
         notice(f"{config.model_name_or_path} has no tokenizer: texts are read as bytes")
     tokenizer = byte_tokenizer()
@@ -191,6 +213,8 @@ def restore_head(learner: Learner, config: Config) -> None:
 
 def load_hf(config: Config, description: Description) -> Any:
     """The HF model as it is before anything is trained, in fp32."""
+    from safetensors import SafetensorError
+
     auto, kwargs = auto_class(config, description)
     torch.manual_seed(config.seed)
     try:
@@ -203,7 +227,7 @@ def load_hf(config: Config, description: Description) -> Any:
         if base == config.model_name_or_path or config.lora_r:  # adapters that are trained on stay beside their base
             return hf
         return merged(hf, Path(config.model_name_or_path), config).requires_grad_(True)  # peft had frozen the base
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, LookupError, ImportError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"model_name_or_path={config.model_name_or_path} cannot be loaded: {one_line(error)}") from None
 
 

@@ -170,8 +170,11 @@ def checkpoint_files(config: Config) -> list[str]:
     index = cached_file(config.model_name_or_path, "model.safetensors.index.json")
     if index is None:
         raise UsageError(f"model_name_or_path={name} has no model.safetensors; convert its weights to safetensors")
-    with open(index, encoding="utf-8") as file:
-        files = sorted(set(json.load(file)["weight_map"].values()))
+    try:
+        with open(index, encoding="utf-8") as file:
+            files = sorted(set(json.load(file)["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UsageError(f"model_name_or_path={name}: {index} cannot be read ({one_line(error)}); fetch it again") from None
     paths = {file: cached_file(config.model_name_or_path, file) for file in files}
     absent = [file for file, path in paths.items() if path is None or not os.path.isfile(path)]
     if absent:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fmmeta import checkpoint
+from fmmeta import export as export_module
 from fmmeta.config import Config
 from fmmeta.export import export
 from fmmeta.models.load import describe, load_learner, load_tokenizer
@@ -283,6 +286,11 @@ def test_an_exported_encoder_is_read_again_with_its_pooling(tmp_path, bert):
     exported(bert, tmp_path / "one", pooling="cls")
     again = Config(model_name_or_path=str(tmp_path / "one"), n_way=3)
     assert describe(again).pooling == "cls"
+    listed = tmp_path / "one" / "modules.json"
+    listed.write_text(json.dumps([*json.loads(listed.read_text()), {"path": "2_Normalize", "type": "models.Normalize"}]))
+    exported(tmp_path / "one", tmp_path / "two")
+    modules = json.loads((tmp_path / "two" / "modules.json").read_text())
+    assert [module["path"] for module in modules] == ["", "1_Pooling", "2_Normalize"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -315,6 +323,61 @@ def test_export_of_the_builtin_model(tmp_path):
         "algorithm": config.algorithm,
     }  # fmt: skip
     assert defaults["pooling"] == "mean"
+
+
+def test_an_export_leaves_no_weights_of_an_earlier_one(tmp_path, bert, monkeypatch):
+    """from_pretrained reads one file before several, fmmeta adapters before a whole model."""
+    from transformers import AutoModel
+
+    settings: dict[str, Any] = {"pooling": "mean"}
+    (tmp_path / "notes.safetensors").write_text("mine")
+    exported(bert, tmp_path, **settings, head_init="learned", lora_r=2)
+    exported(bert, tmp_path, **settings, head_init="learned")
+    assert weights(tmp_path) == {"head.safetensors", "model.safetensors", "notes.safetensors"}
+    monkeypatch.setattr(export_module, "FILE_BYTES", (2**12, 2**16))
+    _, worker = exported(bert, tmp_path, **settings, seed=1)
+    several = weights(tmp_path)
+    assert several > {"model.safetensors.index.json", "notes.safetensors"}
+    assert len(several) >= 4
+    assert not several & {"head.safetensors", "model.safetensors", "adapter_config.json"}
+    found = AutoModel.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in worker.model.hf.named_parameters())
+    monkeypatch.undo()
+    exported(bert, tmp_path, **settings)
+    assert weights(tmp_path) == {"model.safetensors", "notes.safetensors"}
+    exported(bert, tmp_path, **settings, lora_r=2)
+    assert weights(tmp_path) == {"adapter_config.json", "adapter_model.safetensors", "notes.safetensors"}
+
+
+def test_adapters_that_come_beside_their_base_leave_it(tmp_path, bert):
+    shutil.copytree(bert, tmp_path / "model")
+    exported(tmp_path / "model", tmp_path / "model", pooling="mean", lora_r=2)
+    assert weights(tmp_path / "model") == {"adapter_config.json", "adapter_model.safetensors", "model.safetensors"}
+
+
+@pytest.mark.parametrize("full", ["head.safetensors", "model.safetensors.index.json"])
+def test_a_full_disk_is_told_after_the_others_have_gone_on(tmp_path, bert, monkeypatch, full):
+    """On one process it is one line; with several, no rank waits for one that has raised."""
+    import safetensors.torch
+
+    def write(tensors, path, metadata=None, write=safetensors.torch.save_file):
+        if Path(path).name == full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(tensors, path, metadata)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", write)
+    monkeypatch.setattr(export_module, "FILE_BYTES", (2**12, 2**16))
+    if full.endswith(".json"):
+        (tmp_path / full).symlink_to("/dev/full")
+        monkeypatch.setattr(export_module, "clear", lambda folder: None)
+    message = refusal(exported, bert, tmp_path, pooling="mean", head_init="learned")
+    assert message == ("the disk: No space left on device (while exporting the weights); mend that, and run the same command "
+                       "again")  # fmt: skip
+    assert list(tmp_path.glob("model-00001-of-*.safetensors"))
+
+
+def weights(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir() if "safetensors" in file.name or file.name == "adapter_config.json"}
 
 
 def test_a_run_is_continued_or_refused(tmp_path):

@@ -11,9 +11,10 @@ from fmmeta.config import Config
 from fmmeta.fewshot.single import class_logits, start
 from fmmeta.models.learner import NativeClassifier
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
+from fmmeta.models.stream import open_stream
 from fmmeta.progress import Progress
 from fmmeta.tasks.batch import Example
-from tests.models import save_bert, save_family, save_llama
+from tests.models import save, save_bert, save_family, save_llama
 from tests.unit.helpers import refusal
 
 
@@ -55,6 +56,31 @@ def test_dropout_is_off_in_training(bert):
     assert {module.p for module in learner.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
 
 
+@pytest.mark.parametrize(("family", "sizes", "own"), [
+    ("xlnet", {"n_layer": 1, "n_head": 2, "d_model": 16, "d_inner": 16}, {"dropout": 0.0, "summary_last_dropout": 0.5}),
+    ("mpt", {"n_layers": 1, "n_heads": 2, "d_model": 16}, {"emb_pdrop": 0.5, "resid_pdrop": 0.5}),
+    ("seed_oss", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+                  "intermediate_size": 16}, {"attention_dropout": 0.0, "residual_dropout": 0.5}),
+    ("opt", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 16, "word_embed_proj_dim": 16},
+     {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.5}),
+])  # fmt: skip
+def test_no_dropout_is_left_whatever_its_name(family, sizes, own, tmp_path):
+    import transformers
+
+    hf_config = transformers.AutoConfig.for_model(family, **sizes, **own, vocab_size=259, pad_token_id=0, num_labels=3)
+    causal = family in ("mpt", "seed_oss")
+    auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSequenceClassification
+    save(auto.from_config(hf_config), tmp_path)
+    config = Config(model_name_or_path=str(tmp_path), n_way=3, task_type="causal_lm" if causal else "classification",
+                    head_init=None if causal else "learned")  # fmt: skip
+    description = describe(config)
+    assert description.dropouts.items() >= own.items()
+    learner = load_learner(config, description)
+    ids = torch.arange(3, 15).view(2, 6)
+    first = learner(ids, torch.ones_like(ids))
+    assert all(torch.equal(learner(ids, torch.ones_like(ids)), first) for _ in range(4))
+
+
 @pytest.mark.parametrize(("modes", "pooling"), [
     (None, "model"), ({"pooling_mode_cls_token": True}, "cls"), ({"pooling_mode_mean_tokens": True}, "mean"),
     ({"pooling_mode": "mean"}, "mean"),
@@ -89,6 +115,20 @@ def test_models_that_cannot_be_trained(tmp_path, bert, values, said):
     assert message.startswith(f"model_name_or_path={tmp_path} {said}")
 
 
+def test_models_without_a_padding_token(tmp_path):
+    """CodeGen's configuration has no such attribute; nor has Gemma 3's, whose text model is one part of it."""
+    import transformers
+
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "eos_token_id": 7}
+    transformers.CodeGenConfig(**sizes).save_pretrained(tmp_path)
+    config = Config(model_name_or_path=str(tmp_path), task_type="causal_lm")
+    assert describe(config).hf_config.pad_token_id == 7
+    transformers.Gemma3Config().save_pretrained(tmp_path)
+    assert refusal(describe, config) == (
+        f"model_name_or_path={tmp_path} is a gemma3, a text model with others around it; give a text model alone"
+    )
+
+
 def test_folders_without_a_model(tmp_path):
     assert refusal(describe, Config(model_name_or_path=str(tmp_path))) == (
         f"model_name_or_path={tmp_path} holds no config.json; give a Hugging Face folder or hub id"
@@ -102,6 +142,34 @@ def test_folders_without_a_model(tmp_path):
 def test_weights_that_are_not_there(tmp_path, bert):
     config = Config(model_name_or_path=str(changed(tmp_path, bert)))
     assert refusal(load_learner, config, describe(config)).startswith(f"model_name_or_path={tmp_path} cannot be loaded: ")
+
+
+def test_weights_that_ended_early(tmp_path, bert):
+    """A download that broke off, read whole and tensor by tensor; then an index that did."""
+    changed(tmp_path, bert)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((bert / "model.safetensors").read_bytes()[:-100])
+    config = Config(model_name_or_path=str(tmp_path))
+    assert refusal(load_learner, config, describe(config)).startswith(f"model_name_or_path={tmp_path} cannot be loaded: ")
+    assert refusal(open_stream, config, describe(config)).startswith(f"model_name_or_path={tmp_path}: {file} cannot be read (")
+    file.unlink()
+    for text in ("{", "{}"):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        assert refusal(load_learner, config, describe(config)).startswith(f"model_name_or_path={tmp_path} cannot be loaded: ")
+        message = refusal(open_stream, config, describe(config))
+        assert message.startswith(f"model_name_or_path={tmp_path}: {file}.index.json cannot be read (")
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("1_Pooling/config.json", "pooling=auto: {} cannot be read ("), ("modules.json", "model_name_or_path={} cannot be read ("),
+])  # fmt: skip
+@pytest.mark.parametrize("text", ["{", "[1]", "7", "[" * 100_000])
+def test_broken_files_of_sentence_transformers_are_found_at_the_start(name, said, text, tmp_path, bert):
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (tmp_path / name).write_text(text)
+    where = tmp_path / name if name.startswith("1") else f"{tmp_path}: {name}"
+    assert refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert)))).startswith(said.format(where))
 
 
 def test_a_checkpoint_without_tokenizer_reads_bytes(tmp_path, bert):

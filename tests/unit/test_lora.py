@@ -16,7 +16,7 @@ from fmmeta.build import form_groups, plan
 from fmmeta.fewshot.predict import answer
 from fmmeta.fewshot.predict import load as predict_from
 from fmmeta.fewshot.settings import PredictConfig
-from fmmeta.models.load import describe, empty_learner, load_learner
+from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
 from fmmeta.models.lora import settings_of
 from fmmeta.parallel.communicator import World
 from fmmeta.parallel.layout import Launch
@@ -300,6 +300,23 @@ def test_an_adapted_adapter_stands_beside_the_base(tmp_path, sources):
     for one, wanted in zip(again, adapted.predict(texts), strict=True):
         assert one.output == wanted.output
         assert one.score == pytest.approx(wanted.score, abs=1e-5)
+
+
+def test_the_tokenizer_of_a_folder_that_peft_saved_is_that_of_its_base(tmp_path, sources):
+    """peft saves none; bytes would be other tokens than the base was trained on."""
+    import peft
+    from transformers import AutoModel, AutoTokenizer
+
+    base = tmp_path / "base"
+    shutil.copytree(sources["bert"], base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["river"])
+    tokenizer.save_pretrained(base)
+    peft.get_peft_model(AutoModel.from_pretrained(base), peft.LoraConfig(r=2)).save_pretrained(tmp_path / "adapters")
+    config = Config(model_name_or_path=str(tmp_path / "adapters"), pooling="mean")
+    found = load_tokenizer(config, describe(config), pytest.fail)
+    assert found("river")["input_ids"] == tokenizer("river")["input_ids"]
+    assert len(found("river")["input_ids"]) < len("river")
 
 
 def test_a_broken_adapter_folder_is_refused(tmp_path):
