@@ -24,6 +24,7 @@ LEAST = {
     "eval_steps": 0, "eval_episodes": 0, "test_episodes": 0,
     "logging_steps": 1, "weight_decay": 0, "prefetch_factor": 1, "prepare_timeout": 1,
 }  # fmt: skip
+MOST_SEED = 2**64 - 1
 POSITIVE = ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "rates_lr", "proximal_weight")
 OPEN = ("max_task_loss", "max_task_norm", "step_timeout", "max_file_gib")  # positive, where they are given
 BELOW_ONE = ("inner_momentum", "inner_beta1", "inner_beta2", "outer_momentum", "start_share")
@@ -70,6 +71,8 @@ def _of_numbers(c: Any) -> Iterator[str]:
             yield f"{name}={getattr(c, name)} is below {least}; use {least} or more"
         if not getattr(c, name) <= LARGEST:
             yield f"{name}={getattr(c, name)} is no number to compute with; use {least} or more, up to {LARGEST:g}"
+    if c.seed > MOST_SEED:
+        yield f"seed={c.seed} is above {MOST_SEED}, the largest that torch takes; use a smaller one"
     for name in POSITIVE:
         if getattr(c, name) > LARGEST:
             yield f"{name}={getattr(c, name)} is no number to compute with; use one up to {LARGEST:g}"
@@ -82,11 +85,11 @@ def _of_numbers(c: Any) -> Iterator[str]:
     for name in BELOW_ONE:
         if not 0 <= getattr(c, name) < 1:
             yield f"{name}={getattr(c, name)} is not in [0, 1); use 0.9, say"
-    if c.group_size != "auto" and not (c.group_size.isdigit() and int(c.group_size) > 0):
+    if c.group_size != "auto" and not (c.group_size.isdecimal() and int(c.group_size) > 0):
         yield f"group_size={c.group_size} is neither a positive number nor auto; use auto, 1, 2, 4, ..."
-    if c.num_workers != "auto" and not c.num_workers.isdigit():
+    if c.num_workers != "auto" and not c.num_workers.isdecimal():
         yield f"num_workers={c.num_workers} is neither a number nor auto; use auto, 0, 1, 2, ..."
-    if c.task_batch != "auto" and not (c.task_batch.isdigit() and int(c.task_batch) > 0):
+    if c.task_batch != "auto" and not (c.task_batch.isdecimal() and int(c.task_batch) > 0):
         yield f"task_batch={c.task_batch} is neither a positive number nor auto; use auto, 1, 8, ..."
     if c.load_best_model_at_end and not (c.eval_steps and c.eval_episodes):
         yield "load_best_model_at_end=True needs validation scores; give --eval_steps and --eval_episodes"

@@ -6,6 +6,7 @@ effect.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +76,8 @@ def _without_effect(c: Any) -> Iterator[str]:
         yield f"eval_steps={c.eval_steps} means nothing for eval_episodes=0, which evaluates nothing; leave it out"
     if c.trajectory_gib is not None and c.trajectory_gib < 0:
         yield f"trajectory_gib={c.trajectory_gib} is below 0; use 0 to keep the whole trajectory in host memory"
+    if c.trajectory_gib is not None and not c.trajectory_gib < math.inf:
+        yield f"trajectory_gib={c.trajectory_gib} is no number to compute with; use 0 or more, or leave it out for no limit"
 
 
 def _of_the_spread(c: Any) -> Iterator[str]:

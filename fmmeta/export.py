@@ -97,6 +97,7 @@ def write_adapters(
     rates: Rates | None, merge_into: Path | None,
 ) -> None:  # fmt: skip
     """Write adapters (whole, by name) as peft does, with --lora_merge an ordinary model too."""
+    description = replace(description, classes=0)  # in merged/ too: the head that is exported is that of the skeleton
     clear(folder, None if config.builtin_model else base_of(config.model_name_or_path))
     save_adapter(folder, skeleton, weights, config)
     if config.builtin_model:

@@ -38,10 +38,12 @@ def _of_kind(kind: type, name: str, value: Any) -> Any:
             return value
     elif kind is str and isinstance(value, (str, os.PathLike, int)):
         return str(value)
-    elif kind is int and isinstance(value, Integral):
-        return int(value)
-    elif kind is float and isinstance(value, Real):
-        return float(value)
+    elif (kind is int and isinstance(value, Integral)) or (kind is float and isinstance(value, Real)):
+        try:
+            number = float(value)
+        except OverflowError:
+            raise UsageError(f"{name} is no number to compute with; use one up to {LARGEST:g}") from None
+        return int(value) if isinstance(value, Integral) and kind is int else number
     raise UsageError(f"{name}={shortened(value)} is not {WANTED[kind]}; give one")
 
 

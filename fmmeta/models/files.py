@@ -75,6 +75,17 @@ def base_of(model_name_or_path: str) -> str:
     return base
 
 
+def adapter_folder(model_name_or_path: str) -> Path:
+    """Where the files of an adapter folder lie on this machine: peft itself would ask the hub for them, and take a pickle too.
+    Raises `UsageError`.
+    """
+    settings, weights = (cached_file(model_name_or_path, f"adapter_{name}") for name in ("config.json", "model.safetensors"))
+    if settings is None or weights is None:
+        raise UsageError(f"model_name_or_path={model_name_or_path} holds no adapter_model.safetensors; convert its adapters to "
+                         "safetensors")  # fmt: skip
+    return Path(settings).parent
+
+
 def adapters_in(config: Config) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
     """peft's settings and the tensors of an adapter folder; None for a whole model. Raises `UsageError`."""
     from safetensors import SafetensorError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fmmeta.config import Config, UsageError
-from fmmeta.models.files import HEAD_FILE, adapters_in, base_of, cached_file, is_path, reachable
+from fmmeta.models.files import HEAD_FILE, adapter_folder, adapters_in, base_of, cached_file, is_path, reachable
 from fmmeta.models.forward import check_packing, check_positions, checkpoint_layers, unsupported
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
 from fmmeta.models.lora import import_peft, inject, merged, restore_adapters
@@ -147,7 +147,8 @@ def load_tokenizer(config: Config, description: Description, notice: Callable[[s
             if not any(cached_file(place, name) for name in files):
                 continue
             try:
-                found = AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code)
+                found = AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code,
+                                                      local_files_only=not reachable(place))  # fmt: skip
             except Exception as error:
                 raise UsageError(f"model_name_or_path={place}: its tokenizer cannot be read: {one_line(error)}") from None
             return pad_alike(description, found)
@@ -221,12 +222,15 @@ def load_hf(config: Config, description: Description) -> Any:
         if config.builtin_model:
             return auto.from_config(description.hf_config, **kwargs)
         base = base_of(config.model_name_or_path)
+        local = {"local_files_only": not reachable(base)}
         hf = auto.from_pretrained(base, config=description.hf_config, dtype=torch.float32, use_safetensors=True,
-                                  trust_remote_code=config.trust_remote_code,
+                                  trust_remote_code=config.trust_remote_code, **local, adapter_kwargs=dict(local),
                                   ignore_mismatched_sizes=config.task_type == "classification", **kwargs)  # fmt: skip
         if base == config.model_name_or_path or config.lora_r:  # adapters that are trained on stay beside their base
             return hf
-        return merged(hf, Path(config.model_name_or_path), config).requires_grad_(True)  # peft had frozen the base
+        return merged(hf, adapter_folder(config.model_name_or_path), config).requires_grad_(True)  # peft had frozen the base
+    except UsageError:
+        raise
     except (OSError, ValueError, LookupError, ImportError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"model_name_or_path={config.model_name_or_path} cannot be loaded: {one_line(error)}") from None
 

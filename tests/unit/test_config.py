@@ -59,6 +59,9 @@ def test_lower_bounds(name, least):
     ("inner_lr", math.nan, "inner_lr=nan is no positive number; use one, such as 0.1 for inner SGD"),
     ("max_grad_norm", math.nan, "max_grad_norm=nan is no number to compute with; use 0 or more, up to 3.4e+38"),
     ("weight_decay", math.inf, "weight_decay=inf is no number to compute with; use 0 or more, up to 3.4e+38"),
+    ("inner_lr", 10**400, "inner_lr is no number to compute with; use one up to 3.4e+38"),
+    ("n_way", 10**400, "n_way is no number to compute with; use one up to 3.4e+38"),
+    ("seed", 2**64, "seed=18446744073709551616 is above 18446744073709551615, the largest that torch takes; use a smaller one"),
     ("inner_lr_groups", ["head=1e40"], "inner_lr_groups=head=1e40 is no PATTERN=FACTOR with a factor of 0 or more; write, say, "
      "head=10 or '*embeddings*=0'"),
     ("inner_lr_groups", ["head=nan"], "inner_lr_groups=head=nan is no PATTERN=FACTOR with a factor of 0 or more; write, say, "
@@ -75,7 +78,7 @@ def test_what_stands_for_a_flag_becomes_it(tmp_path):
     assert [type(value) for value in (config.n_way, config.inner_lr)] == [int, float]
 
 
-@pytest.mark.parametrize("value", ["0", "-2", "many", "1.5", ""])
+@pytest.mark.parametrize("value", ["0", "-2", "many", "1.5", "", "²"])
 def test_group_size_is_a_number_or_auto(value):
     assert refusal(Config, group_size=value) == (
         f"group_size={value} is neither a positive number nor auto; use auto, 1, 2, 4, ..."
@@ -108,6 +111,12 @@ def test_inner_lr_is_positive(value):
     ({"k_shot_max": 1}, "k_shot_max=1 is below k_shot=5; raise it or leave it out"),
     ({"k_shot_max": 9, "task_type": "causal_lm"}, "k_shot_max=9 means nothing for task_type=causal_lm; leave it out"),
     ({"num_workers": "many"}, "num_workers=many is neither a number nor auto; use auto, 0, 1, 2, ..."),
+    ({"num_workers": "²"}, "num_workers=² is neither a number nor auto; use auto, 0, 1, 2, ..."),
+    ({"task_batch": "²"}, "task_batch=² is neither a positive number nor auto; use auto, 1, 8, ..."),
+    ({"trajectory_gib": math.inf, "algorithm": "maml"},
+     "trajectory_gib=inf is no number to compute with; use 0 or more, or leave it out for no limit"),
+    ({"trajectory_gib": math.nan, "algorithm": "maml"},
+     "trajectory_gib=nan is no number to compute with; use 0 or more, or leave it out for no limit"),
     ({"max_bad_share": 1.5}, "max_bad_share=1.5 is no share; use a number from 0 to 1"),
 ])  # fmt: skip
 def test_settings_of_the_data_are_checked(settings, said):

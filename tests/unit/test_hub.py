@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from fmmeta.config import Config
+from fmmeta.models.load import describe, load_learner, load_tokenizer
 from tests.launch import alone
 from tests.models import save_bert, write_classes
 from tests.nursery import Nursery, environment
+from tests.unit.helpers import refusal
+from tests.unit.test_checkpoint_export import exported
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -57,6 +62,34 @@ def test_model_and_data_set_by_id(offline, tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert "acme/intents: 90 rows, 3 strata; classes: 5 train, 5 valid, 5 test" in ended.stdout
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_a_cached_model_is_not_looked_up_where_no_hub_answers(caches, tmp_path, monkeypatch):
+    """Model, tokenizer and adapters: for each of their files the hub's client would ask six times."""
+    from huggingface_hub import constants
+
+    bert = caches / "hub" / "models--acme--tiny-bert"
+    adapters = caches / "hub" / "models--acme--adapters"
+    exported(bert / "snapshots" / COMMIT, adapters / "snapshots" / COMMIT, lora_r=2)
+    shutil.copytree(bert / "refs", adapters / "refs")
+    (adapters / ".no_exist" / COMMIT).mkdir(parents=True)
+    (adapters / ".no_exist" / COMMIT / "config.json").touch()  # so it is remembered what the hub does not have
+    file = adapters / "snapshots" / COMMIT / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "acme/tiny-bert"}))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(caches / "hub"))
+    monkeypatch.setattr("fmmeta.models.files.hub_answers", lambda: False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.utils._headers.detect_agent", lambda: None, raising=False)  # asks once, by itself
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: pytest.fail(f"{host} was looked up"))
+    for name in ("acme/tiny-bert", "acme/adapters"):
+        config = Config(model_name_or_path=name)
+        description = describe(config)
+        assert load_learner(config, description).head_names == ("hf.classifier.weight", "hf.classifier.bias")
+        assert len(load_tokenizer(config, description, pytest.fail)) == 259
+    (file.parent / "adapter_model.safetensors").unlink()
+    assert refusal(load_learner, config, description) == (
+        "model_name_or_path=acme/adapters holds no adapter_model.safetensors; convert its adapters to safetensors"
+    )
 
 
 @pytest.mark.parametrize(("flags", "text"), [

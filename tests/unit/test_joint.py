@@ -160,3 +160,13 @@ def test_adapters_leave_the_head_behind_too(bert, tmp_path):
     (weight,) = [value for name, value in found.items() if name.endswith("classifier.weight")]
     assert weight.shape == (2, 32)
     assert not weight.any()
+
+
+def test_the_merged_model_has_the_head_that_is_exported(tmp_path, bert):
+    """Zeros for the classes of an episode, not the head over all training classes."""
+    model, data = bert
+    MetaTrainer(Config(model_name_or_path=str(model), dataset=[str(data)], algorithm="joint", pooling="model", n_way=2, k_shot=1,
+                       num_query=1, outer_steps=1, eval_episodes=0, save_steps=0, lora_r=2, lora_merge=True, outer_lr=0.1,
+                       output_dir=str(tmp_path / "run"))).train()  # fmt: skip
+    head = load_file(tmp_path / "run" / "merged" / "model.safetensors")["classifier.weight"]
+    assert torch.equal(head, torch.zeros(2, 32))
