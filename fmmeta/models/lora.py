@@ -140,7 +140,7 @@ def restore_adapters(learner: Learner, config: Config, settings: dict[str, Any],
     scale = settings.get("lora_alpha", 0) / (settings.get("r") or 1)
     if found != {name: tuple(param.shape) for name, param in named.items()} or scale != config.lora_alpha / config.lora_r:
         raise UsageError(f"lora_r={config.lora_r}: {config.model_name_or_path} holds adapters of rank {settings.get('r')}, alpha "
-                         f"{settings.get('lora_alpha')} and of {len(found) // 2} layers, not these; give the same --lora_r, "
+                         f"{settings.get('lora_alpha', 0):g} and of {len(found) // 2} layers, not these; give the same --lora_r, "
                          "--lora_alpha and --lora_target_modules to go on with them, or a merged/ folder for others")  # fmt: skip
     whole = {file_name(name): learner.get_parameter(name) for name in trained_whole(learner) if name.startswith("hf.")}
     for name, param in (named | whole).items():
