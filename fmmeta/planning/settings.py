@@ -106,5 +106,5 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
 
     def run_settings(self) -> dict[str, Any]:
         """Settings of the run that were given; what is left open is left out."""
-        names = {item.name for item in fields(Config)}
+        names = {item.name for item in fields(Config)} - {"profile"}  # which here is what the GPUs can do
         return {name: value for name, value in asdict(self).items() if name in names and value is not None}

@@ -338,11 +338,22 @@ def test_the_command_prints_table_bars_and_commands(capfd, folders, tmp_path):
 
 
 def test_json_says_all_of_it(capfd, folders):
-    argv = ["plan", "--model_name_or_path", folders["bert"], "--gpus", "2", "--gpu_memory_gib", "8", "--json"]
+    argv = [
+        "plan",
+        "--model_name_or_path",
+        folders["bert"],
+        "--gpus",
+        "2",
+        "--gpu_memory_gib",
+        "8",
+        "--json",
+        "--profile",
+        "a100",
+    ]
     code, text, error = ended(capfd, argv)
     assert (code, error) == (0, "")
     told = json.loads(text)
-    assert (told["gpus"], told["profile"]["name"]) == (2, "h100")
+    assert (told["gpus"], told["profile"]["name"]) == (2, "a100")
     one = told["layouts"][0]
     assert one["fits"]
     assert {"weights", "master", "theta", "meta_gradient", "moments", "activations", "total"} <= set(one["bytes_per_rank"])
