@@ -19,11 +19,11 @@ hints_of = cache(get_type_hints)
 """The types of a dataclass's fields, by name."""
 
 
-def of_type(settings: type, name: str, value: Any) -> Any:
+def of_type(settings: Any, name: str, value: Any) -> Any:
     """A value of a dataclass's field as the flag's text would have become it: one where a list is expected is a list of one, None
     is what it may be where it is the default. Raises `UsageError`.
     """
-    if value is None and settings.__dataclass_fields__[name].default is None:  # type: ignore[attr-defined]
+    if value is None and settings.__dataclass_fields__[name].default is None:
         return None
     hint = hints_of(settings)[name]
     kind = next(one for one in get_args(hint) or (hint,) if one is not type(None))

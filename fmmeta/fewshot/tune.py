@@ -97,12 +97,14 @@ class Bench:
         with world.comm.together("reading settings"):
             self.base = run_config(asked, settings.k_shot[0], inner_steps=settings.max_steps)
         plan = build.plan(self.base, world, progress.notice)
-        with world.comm.together("choosing heads"):
-            self.heads = heads_of(settings, self.base, plan.description)
         with world.comm.together("choosing episodes"):
             episodes = episodes_of(asked, settings.k_shot[0], plan.tokenizer)
         if episodes.most_classes > self.base.most_classes:
             self.base = run_config(asked, settings.k_shot[0], inner_steps=settings.max_steps, n_way_max=episodes.most_classes)
+        if lost := settings.lost_head(self.base):
+            progress.notice(lost)
+        with world.comm.together("choosing heads"):
+            self.heads = heads_of(settings, self.base, plan.description)
         if "learned" in self.heads:
             self.base = replace(self.base, head_init="learned")
         self.ranks: Ranks = build.form_groups(self.base, plan, world, progress.notice)

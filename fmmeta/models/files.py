@@ -94,9 +94,10 @@ def adapters_in(config: Config) -> tuple[dict[str, Any], dict[str, Tensor]] | No
     name = config.model_name_or_path
     if config.builtin_model or base_of(name) == name:
         return None
+    folder = adapter_folder(name)
     try:
-        settings = json.loads(Path(str(cached_file(name, "adapter_config.json"))).read_text(encoding="utf-8"))
-        return settings, load_file(str(cached_file(name, "adapter_model.safetensors")))
+        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        return settings, load_file(folder / "adapter_model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(
             f"model_name_or_path={name}: its adapters cannot be read ({one_line(error)}); fetch them again"

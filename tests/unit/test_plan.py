@@ -34,6 +34,8 @@ from tests.unit.helpers import ROOT, refusal
 from tests.unit.learners import config_of, worker_of
 from tests.unit.test_algorithms import LEARNERS, passes_of
 
+SMALL = ["--gpus", "2", "--gpu_memory_gib", "8"]
+
 
 def plan_of(**given) -> PlanConfig:
     fixed = {"gpus": 4, "gpu_memory_gib": 1.0, "gpus_per_node": 4, "simulate_steps": 2, "dataset": ["rows.jsonl"]}
@@ -338,18 +340,7 @@ def test_the_command_prints_table_bars_and_commands(capfd, folders, tmp_path):
 
 
 def test_json_says_all_of_it(capfd, folders):
-    argv = [
-        "plan",
-        "--model_name_or_path",
-        folders["bert"],
-        "--gpus",
-        "2",
-        "--gpu_memory_gib",
-        "8",
-        "--json",
-        "--profile",
-        "a100",
-    ]
+    argv = ["plan", "--model_name_or_path", folders["bert"], *SMALL, "--json", "--profile", "a100"]
     code, text, error = ended(capfd, argv)
     assert (code, error) == (0, "")
     told = json.loads(text)
@@ -432,17 +423,7 @@ def test_a_host_that_is_too_small_is_named(capfd, folders):
 
 
 def test_settings_that_no_layout_goes_with(capfd, folders):
-    argv = [
-        "plan",
-        "--model_name_or_path",
-        folders["bert"],
-        "--gpus",
-        "2",
-        "--gpu_memory_gib",
-        "8",
-        "--tensor_parallel_size",
-        "2",
-    ]
+    argv = ["plan", "--model_name_or_path", folders["bert"], *SMALL, "--tensor_parallel_size", "2"]
     code, _, error = ended(capfd, argv)
     assert code == 2
     assert "no layout goes with these settings (tensor_parallel_size=2: model_type=bert has no plan of its own" in error
