@@ -84,11 +84,11 @@ class HeldOut:
 
     def scores(self, source: TaskSource, stream: int, what: str, theta: Tensor, learning: Learning) -> list[Score]:
         """Scores of the episodes of a stream: the same ones every time. Collective: world."""
-        return self._pass(Score, self.tasks(source, stream), self.reader(source), what, theta, learning, stream == TEST)
+        return self.score_tasks(Score, self.tasks(source, stream), self.reader(source), what, theta, learning, stream == TEST)
 
     def step_scores(self, source: TaskSource, count: int, what: str, theta: Tensor, inner: InnerLoop) -> list[StepScores]:
         """Scores after each inner step, of the first `count` validation episodes. Collective: world."""
-        return self._pass(StepScores, self.tasks(source, VALID, count), self.reader(source), what, theta, inner, True)
+        return self.score_tasks(StepScores, self.tasks(source, VALID, count), self.reader(source), what, theta, inner, True)
 
     def tasks(self, source: TaskSource, stream: int, count: int | None = None) -> list[Task]:
         """The tasks of a stream's episodes, `count` of them, else `eval_episodes` of validation or `test_episodes`."""
@@ -106,8 +106,8 @@ class HeldOut:
         if self.folder is not None:
             (self.folder / FINISHED).unlink(missing_ok=True)
 
-    def _pass(self, kind: type[S], tasks: Sequence[Task], reader: Reader, what: str, theta: Tensor, learning: Any,
-              keep: bool) -> list[S]:  # fmt: skip
+    def score_tasks(self, kind: type[S], tasks: Sequence[Task], reader: Reader, what: str, theta: Tensor, learning: Any,
+              keep: bool = False) -> list[S]:  # fmt: skip
         """Score every task, this group its share of those that are not finished. `keep`: in `folder`. Collective: world."""
         self.progress.start(what)
         slots = {task.seed: slot for slot, task in enumerate(tasks)}

@@ -415,7 +415,7 @@ def test_in_context_scores_the_query_with_and_without_the_support_set():
     dealer = Dealer(0, 4)
     query = dealer.deal(episode.query)
     batches = Batches([], query, dealer.deal(prompted(episode.support, episode.query, None, 32)))
-    before, after = setup_of(worker, config).learning.score(worker, worker.read(), batches)
+    before, after = setup_of(worker, config).learning().score(worker, worker.read(), batches)
     prefix = [token for row in episode.support for token in row.input_ids]
     for found, start in ((before, []), (after, prefix)):
         total, count = 0.0, 0
