@@ -1,10 +1,13 @@
 """What is lost when processes die, freeze, and find a damaged checkpoint? Kills at random and at every file boundary of a save,
-SIGTERM, SIGSTOP, and harm to the newest checkpoint, of a two-rank run.
+SIGTERM, SIGSTOP, harm to the newest checkpoint, and stop signals in every phase of a whole run, of a two-rank run.
 
     python -m benchmarks.faults --kills 100 --terms 30 --json benchmarks/results/faults.json --minutes 9
+    python -m benchmarks.faults --only stop --stops 200 --json benchmarks/results/faults.json --minutes 60
 
 The floor is the run that nothing happens to: every run that was harmed and started again, with the same command, has to end
-with its theta, bit for bit. Stops after --minutes; the next call goes on from the counts in the JSON file. Ranks are forked from
+with its theta, bit for bit; after a stop signal with all files of its `model/` and its table on held-out tasks.
+
+Stops after --minutes; the next call goes on from the counts in the JSON file. Ranks are forked from
 a process that has imported everything (tests/nursery.py), and they are killed for real.
 """
 
@@ -32,6 +35,9 @@ FLAGS = {
     "n_way": 2, "k_shot": 1, "num_query": 1, "meta_batch_size": 2, "inner_steps": 1, "max_length": 16, "num_workers": 0,
     "eval_episodes": 0, "logging_steps": 1, "outer_steps": 16, "save_steps": 2,
 }  # fmt: skip
+STOPS = {"outer_steps": 6, "eval_steps": 2, "eval_episodes": 4, "test_episodes": 6, "start_share": 0.25, "logging_steps": 1}
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+PHASES = {"model ": "held-out tasks", "outer step 6/6": "export", "validation": "validation", "outer step": "training"}
 BOUND_S = 10.0  # that a signal may take on this machine: a task, the agreement, a save, and the 3 s by which rank 0 goes first
 
 
@@ -50,6 +56,7 @@ class Bench:
         self.seconds = time.monotonic() - began
         self.counts: Counter[str] = Counter()
         self.slowest = 0.0
+        self.whole: dict[tuple[bool, ...], tuple[list[str], dict[str, bytes], float]] = {}
 
     def start(self, run: Path, before: str = "", step_timeout: float = 0, **env: str) -> list[Rank]:
         flags = [*self.flags, f"--output_dir={run}", *([f"--step_timeout={step_timeout}"] if step_timeout else [])]
@@ -61,6 +68,49 @@ class Bench:
         codes = self.nursery.wait(ranks, 120)
         assert codes == [0, 0], f"{codes}\n{ranks[0].text}\n{ranks[1].text}"
         return (run / "model" / "model.safetensors").read_bytes()
+
+    def undisturbed(self, variant: tuple[bool, ...]) -> tuple[list[str], dict[str, bytes], float]:
+        """Flags, results and seconds after the start of a variant's whole run: periodic saves, interpolation, best weights."""
+        if variant not in self.whole:
+            saves, share, best = variant
+            values = {**STOPS, "save_steps": 2 if saves else 0, "start_share": STOPS["start_share"] if share else 0}
+            flags = [f"--{key}={value}" for key, value in {**FLAGS, **values, "dataset": self.folder / "rows.jsonl"}.items()]
+            flags += ["--load_best_model_at_end=true"] if best else []
+            run = self.folder / f"whole-{''.join(str(int(one)) for one in variant)}"
+            ranks = self.nursery.train([*flags, f"--output_dir={run}"], 2, run.with_name(f"{run.name}-logs"))
+            while "output_dir" not in ranks[0].text and ranks[0].code is None:
+                self.nursery.poll(0.01)
+            began = time.monotonic()
+            assert self.nursery.wait(ranks, 120) == [0, 0], ranks[0].text + ranks[1].text
+            self.whole[variant] = flags, results(run), time.monotonic() - began
+        return self.whole[variant]
+
+    def stop(self, number: int) -> None:
+        """A stop signal to all ranks or to one at a random moment of a whole run; then the same command until it ends."""
+        draw, run = random.Random(2 * 10**6 + number), self.folder / f"stop-{number}"
+        flags, wanted, seconds = self.undisturbed(tuple(bool(number >> bit & 1) for bit in range(3)))
+        logs = run.with_name(f"{run.name}-logs")
+        ranks = self.nursery.train([*flags, f"--output_dir={run}"], 2, logs)
+        if draw.random() < 0.75:  # half of a short run is its start
+            while "output_dir" not in ranks[0].text and ranks[0].code is None:
+                self.nursery.poll(0.01)
+        time.sleep(draw.uniform(0.1, seconds))
+        phase = next((phase for mark, phase in PHASES.items() if mark in ranks[0].text), "start")
+        told = ranks if phase == "start" else draw.choice((ranks, ranks, ranks[1:]))
+        number = draw.choice(SIGNALS)
+        sent = [self.nursery.signal(rank, number) for rank in told]
+        codes = self.nursery.wait(ranks, 120)
+        self.counts[f"stops: {phase if any(sent) else 'after the end'}"] += 1
+        early = phase == "start" and all(code in (-number, 75, 0, 1) for code in codes)  # -2 and 1: before the handlers are there
+        if not (early or codes in ([75, 75], [0, 0])):
+            self.counts["stops: other exit codes"] += 1
+            print(codes, ranks[0].text, ranks[1].text, flush=True)
+        while codes != [0, 0]:
+            ranks = self.nursery.train([*flags, f"--output_dir={run}"], 2, logs)
+            codes = self.nursery.wait(ranks, 120)
+            assert codes in ([0, 0], [75, 75]), ranks[0].text + ranks[1].text
+        self.counts["stops: equal" if results(run) == wanted else "stops: different"] += 1
+        shutil.rmtree(run)
 
     def check(self, run: Path) -> None:
         """Every checkpoint of the run is whole, and the same command ends where the straight run ended."""
@@ -172,6 +222,13 @@ class Bench:
         self.check(run)
 
 
+def results(run: Path) -> dict[str, bytes]:
+    """All files of the exported model, and the table on held-out tasks."""
+    held_out = json.dumps(json.loads((run / "run.json").read_text())["held_out"]).encode()
+    files = {str(file.relative_to(run)): file.read_bytes() for file in sorted((run / "model").rglob("*")) if file.is_file()}
+    return files | {"held_out": held_out}
+
+
 def checkpoints(run: Path) -> list[Path]:
     return sorted(run.glob("checkpoint-*"), key=lambda folder: int(folder.name.rpartition("-")[2]))
 
@@ -221,38 +278,35 @@ def main() -> None:
     )
     parser.add_argument("--freezes", type=int, default=4)
     parser.add_argument("--damages", type=int, default=4)
+    parser.add_argument("--stops", type=int, default=0, help="stop signals at random moments of a whole run, evaluation included")
+    parser.add_argument("--only", default=None, choices=("kill", "boundary", "term", "freeze", "damage", "stop"))
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--json", default=None)
     args = parser.parse_args()
     known = json.loads(Path(args.json).read_text()) if args.json and Path(args.json).is_file() else {}
-    done = known.get("done", dict.fromkeys(("kill", "boundary", "term", "freeze", "damage"), 0))
+    harms = ("boundary", "freeze", "damage", "term", "kill", "stop")
+    done = dict.fromkeys(harms, 0) | known.get("done", {})
     deadline = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
         bench.counts.update(known.get("counts", {}))
         bench.slowest = known.get("slowest_stop_s", 0.0)
-        while time.monotonic() < deadline:
-            kills, terms = bench.counts["kills"], bench.counts["signals, exit 75"]
-            if done["boundary"] < args.boundaries:
-                done["boundary"] += 1
-                if not bench.boundary(done["boundary"]):
-                    done["boundary"] = args.boundaries
-            elif done["freeze"] < args.freezes:
-                done["freeze"] += 1
-                bench.freeze(done["freeze"])
-            elif done["damage"] < args.damages:
-                done["damage"] += 1
-                bench.damage(done["damage"])
-            elif terms < args.terms and terms * args.kills <= kills * args.terms:
-                done["term"] += 1
-                bench.term(done["term"])
-            elif kills < args.kills:
-                done["kill"] += 1
-                bench.kill(done["kill"])
-            else:
-                break
-            facts = {"done": done, "counts": dict(bench.counts), "slowest_stop_s": bench.slowest, "bound_s": BOUND_S}
-            write_json(args.json, {**facts, "straight_run_s": bench.seconds})
+        reached = {
+            "boundary": lambda: done["boundary"] >= args.boundaries,
+            "freeze": lambda: done["freeze"] >= args.freezes,
+            "damage": lambda: done["damage"] >= args.damages,
+            "term": lambda: bench.counts["signals, exit 75"] >= args.terms,
+            "kill": lambda: bench.counts["kills"] >= args.kills,
+            "stop": lambda: done["stop"] >= args.stops,
+        }
+        for harm in [args.only] if args.only else harms:
+            while time.monotonic() < deadline and not reached[harm]():
+                done[harm] += 1
+                if getattr(bench, harm)(done[harm]) is False:  # there are no more boundaries
+                    done[harm] = args.boundaries
+                facts = {"done": done, "counts": dict(bench.counts), "slowest_stop_s": bench.slowest, "bound_s": BOUND_S}
+                write_json(args.json, {**facts, "straight_run_s": bench.seconds})
+                print(harm, done[harm], f"{deadline - time.monotonic():.0f} s left at most", flush=True)
         bench.nursery.close()
         print(table(["what", "count"], sorted(bench.counts.items())))
         print(

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fmmeta.meta.parameters import MetaParameters
+
 MARK = "best "  # before the names of vectors and tables in a checkpoint
 
 
@@ -22,37 +24,39 @@ class BestState:
 
 
 class Best:
-    """`live`: the tensors that training changes in place, by name (theta, learned rates). Local; every rank decides alike."""
+    """`live`: the meta-parameters that training changes in place. Local; every rank decides alike."""
 
-    def __init__(self, live: Mapping[str, Tensor]) -> None:
-        self.live = dict(live)
-        self.kept: dict[str, Tensor] = {}
+    def __init__(self, live: MetaParameters) -> None:
+        self.live = live
+        self.kept: MetaParameters | None = None
         self.step, self.accuracy, self.loss = 0, -math.inf, math.inf
 
     def meet(self, step: int, accuracy: float, loss: float) -> None:
         """Keep the weights as they are if they score higher than those before (of equals, if their loss is lower)."""
         if (accuracy, -loss) > (self.accuracy, -self.loss):
             self.step, self.accuracy, self.loss = step, accuracy, loss
-            self.kept = {name: value.to("cpu", copy=True) for name, value in self.live.items()}
+            self.kept = self.live.snapshot()
 
-    def take(self) -> str:
-        """Put the best weights in place of the last ones; say which they are."""
-        if not self.kept:
-            return "load_best_model_at_end: nothing was validated, so that the last weights stay"
-        for name, value in self.kept.items():
-            self.live[name].copy_(value)
+    @property
+    def text(self) -> str:
+        """Which weights are exported."""
+        if self.kept is None:
+            return "load_best_model_at_end: no validation was done; the last weights are exported"
         return f"best of the validated weights: outer step {self.step}, accuracy {100 * self.accuracy:.1f} %"
 
     def state(self) -> BestState:
-        size = self.live["theta"].shape
-        named = {f"{MARK}{name}": value for name, value in self.kept.items()}
+        if self.kept is None:
+            return BestState()
+        size = self.live.theta.shape
+        named = {f"{MARK}{name}": value for name, value in self.kept.named().items()}
         vectors = {name: value for name, value in named.items() if value.shape == size}
         tables = {name: value for name, value in named.items() if value.shape != size}
-        return BestState(vectors, tables, {"step": self.step, "accuracy": self.accuracy, "loss": self.loss} if self.kept else {})
+        return BestState(vectors, tables, {"step": self.step, "accuracy": self.accuracy, "loss": self.loss})
 
     def load_state(self, vectors: dict[str, Tensor], tables: dict[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Take what a checkpoint kept out of its vectors and tables."""
-        self.kept = {name.removeprefix(MARK): source.pop(name).cpu() for source in (vectors, tables) for name in list(source)
-                     if name.startswith(MARK)}  # fmt: skip
+        found = {name.removeprefix(MARK): source.pop(name).cpu() for source in (vectors, tables) for name in list(source)
+                 if name.startswith(MARK)}  # fmt: skip
+        self.kept = MetaParameters.from_named(found) if found else None
         if numbers:
             self.step, self.accuracy, self.loss = numbers["step"], numbers["accuracy"], numbers["loss"]

@@ -5,6 +5,7 @@ Whatever can fail for one rank alone (files, downloads, memory) runs inside `tog
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -71,7 +72,7 @@ def plan(config: Config, world: World, notice: Notice) -> Plan:
         tokenizer = load_tokenizer(config, description, notice)
         if config.task_type == "causal_lm":
             make_prompt(config.prompt_template, tokenizer)  # what the tokenizer cannot do is said before any data are read
-        sources = load_sources(config, tokenizer, notice)
+        sources = load_sources(config, copy.deepcopy(tokenizer), notice)  # encoding sets its truncation; export needs its own
         return replace(description, classes=len(sources.train.classes)), tokenizer, sources
 
     names = " ".join(config.dataset)
@@ -79,7 +80,7 @@ def plan(config: Config, world: World, notice: Notice) -> Plan:
         f"dataset={names} is being read and tokenised", read, config.prepare_timeout
     )
     with world.comm.together("trying the transforms"):
-        transforms = Transforms.of(config, tokenizer)
+        transforms = Transforms.of(config, copy.deepcopy(tokenizer))
         if transforms:
             transforms(sources.train.draw(Schedule(sources.train.items, 1, config.seed).meta_batch(0)[0]))
     notice(sources.summary)

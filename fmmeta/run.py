@@ -38,7 +38,6 @@ from fmmeta.start import Start
 from fmmeta.state import State
 from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import Load
-from fmmeta.tasks.source import TaskSource
 from fmmeta.trackers import Trackers
 
 
@@ -69,10 +68,9 @@ class Run:
         if config.task_batch == "auto":
             progress.notice(f"task_batch auto: {most_at_once(config)} task(s) in a pass, as many as fit into micro_batch_size="
                             f"{config.micro_batch_size} rows")  # fmt: skip
-        self.held_out = HeldOut(config, self.worker, self.theta, parts.setup.learning, parts.load, ranks, progress)
         self.schedule = build.training_schedule(config, plan, ranks.layout)
         self.guard = guard or Guard(config, ranks, parts.worker)
-        self.held_out.leaves = self.guard.rests
+        self.held_out = HeldOut(config, self.worker, parts.load, ranks, progress, self.guard.rests, self.folder)
         self.trackers = Trackers(progress.notice)
         self.attendance = attendance.Elastic(config, crew, ranks, progress.notice) if crew else attendance.Steady()
         self.profiler: Profiler | None = None
@@ -123,6 +121,7 @@ class Run:
         self.progress.start("outer step")
         began = time.monotonic()
         try:
+            self._validate_if_due()  # a stop has left it out
             while state.outer_step < config.outer_steps and not self.guard.stop:
                 with self.attendance.of_step(self):
                     if state.outer_step == config.outer_steps:
@@ -224,23 +223,28 @@ class Run:
             steps = f"{state.bad_steps} outer steps in a row (the last is {state.outer_step})"
             raise UsageError(f"inner_lr={config.inner_lr}: no task was finite in {steps}; lower --inner_lr or --outer_lr, and "
                              "continue from the last checkpoint")  # fmt: skip
-        if config.eval_steps and state.outer_step % config.eval_steps == 0 and self.plan.sources.valid is not None:
-            self._validate(self.plan.sources.valid)
+        self._validate_if_due()
         if config.save_steps and state.outer_step < config.outer_steps:  # validated already: a checkpoint knows the best weights
             state.warm()
             if state.outer_step % config.save_steps == 0:
                 self.save()
 
-    def _validate(self, source: TaskSource) -> None:
-        """Scores on validation tasks. Collective: world."""
-        with self.state.mixed():
-            scores = self.held_out.scores(source, VALID, "validation")
+    def _validate_if_due(self) -> None:
+        """Scores on validation tasks; a stop leaves them for the resumed run. Collective: world."""
+        state, source = self.state, self.plan.sources.valid
+        if source is None or not state.validation_due:
+            return
+        meta = state.evaluated(state.live)
+        scores = self.held_out.scores(source, VALID, "validation", meta.theta, self.parts.setup.learning(meta.rates))
+        if meta is not state.live:
+            self.worker.write(self.theta)
         if self.guard.stops():
-            return  # they are not all
+            return  # the scores are incomplete
+        state.validated = state.outer_step
         accuracy, loss = mean_ci95([s.accuracy_after for s in scores])[0], mean_ci95([s.loss_after for s in scores])[0]
         self.journal.validated(accuracy, loss)
-        if self.state.best is not None:
-            self.state.best.meet(self.state.outer_step, accuracy, loss)
+        if state.best is not None:
+            state.best.meet(state.outer_step, accuracy, loss)
 
     def save(self, last: bool = False) -> None:
         """Begin to write checkpoint-N, unless it is there; with `last` wait until it is whole. Collective: world."""
@@ -265,18 +269,19 @@ class Run:
         if config.save_steps and self.trains:
             self.save(last=True)
         if state.best is not None:
-            self.progress.notice(state.best.take())
+            self.progress.notice(state.best.text)
+        final = state.final() if self.trains else state.live
         if self.trains and config.start_share:
-            state.mix()
             self.progress.notice(f"start_share={config.start_share:g}: that share of the model is the weights at the start")
         self.guard.begin_stage("exporting the model")
-        export(self.folder / "model", self.theta, self.worker, self.parts.frozen, config, self.plan.description,
-               self.plan.tokenizer, self.ranks, self.parts.setup.inner.rates)  # fmt: skip
+        export(self.folder / "model", final.theta, self.worker, self.parts.frozen, config, self.plan.description,
+               self.plan.tokenizer, self.ranks, self.parts.setup.inner.rates.variant(final.rates))  # fmt: skip
         result, facts = Result(self.folder, state.outer_step), dict[str, Any]()
         if test is None:
             self.progress.notice("no held-out tasks: nothing to compare")
         elif config.test_episodes:
-            gains, facts = against_start(self.held_out, test, state.begin_anew if self.trains else None, self._stop_if_asked)
+            initial = state.initial if self.trains else None
+            gains, facts = against_start(self.held_out, self.plan.sources, final, initial, self.parts.setup, self._stop_if_asked)
             show(gains, config, self.progress.table)
             result.before, result.after, result.after_from_start = gains.accuracies
             self.trackers.log({"step": state.outer_step, "held_out_accuracy": gains.accuracies._asdict()})
@@ -284,6 +289,7 @@ class Run:
         with self.ranks.world.together("closing the run"):
             if self.ranks.first:
                 self.write_run(finished=True, held_out=facts, **profile)
+                self.held_out.clear()
         self.progress.notice(f"model {self.folder / 'model'}")
         return result
 

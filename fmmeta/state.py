@@ -5,17 +5,16 @@
     the best validated weights, recent losses      what later decisions need
     a meta-gradient on its way (--outer_delay)     what has not moved theta yet
 
-What comes out at the end, and is validated before, may be a mixture (--start_share s): s theta_0 + (1 - s) theta. Wortsman et
-al., "Robust fine-tuning of zero-shot models", 2022 (arXiv 2109.01903), equation 1, with s = 1 - alpha: what pre-training knew of
-classes that training does not show is not unlearned.
+What is validated and exported may be an interpolation (--start_share s): s theta_0 + (1 - s) theta. Wortsman et al., "Robust
+fine-tuning of zero-shot models", 2022 (arXiv 2109.01903), equation 1, with s = 1 - alpha: it keeps what pre-training knew of
+classes that training does not show. Such weights are copies: the live tensors hold what was learned, at any moment.
 
 It changes only between two outer steps. Settings, seeds and data are no part of it: they are the run's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from fmmeta.checkpoint.saver import Saver
 from fmmeta.config import Config
 from fmmeta.guard import Spikes
 from fmmeta.meta.outer import Outer, OuterState
+from fmmeta.meta.parameters import MetaParameters
 from fmmeta.meta.updates import Updates
 from fmmeta.parallel.communicator import Ranks
 
@@ -39,15 +39,15 @@ class State:
         self.config, self.plan, self.ranks, self.folder = config, plan, ranks, folder
         self.worker, self.params = parts.worker, parts.worker.params
         self.theta, rates = parts.theta, parts.setup.inner.rates.meta_parameter
-        self.live: dict[str, Tensor] = {"theta": self.theta} | ({} if rates is None else {"rates": rates})
-        # for the table at the end and for mixtures; in host memory
-        asked = config.test_episodes or config.start_share
-        self.initial = {name: value.to("cpu", copy=True) for name, value in self.live.items()} if asked else None
+        self.live = MetaParameters(self.theta, rates)
+        # for the table at the end and for interpolations; in host memory
+        self.initial = self.live.snapshot() if config.test_episodes or config.start_share else None
         self.outer = Outer(self.theta, parts.worker, config, parts.setup.inner)
         self.updates = Updates(self.outer, ranks.cross, config)
         self.best = Best(self.live) if config.load_best_model_at_end else None
         self.spikes = Spikes()
         self.outer_step, self.bad_steps, self.tasks = 0, 0, {"seen": 0, "bad": 0}
+        self.validated = 0  # the last outer step whose validation is complete
         self.saver = Saver(self.params, config, ranks, notice)
 
     def load(self, found: Path) -> None:
@@ -64,8 +64,17 @@ class State:
         outer, (pending, known) = self.outer.state(), self.updates.state()
         best = BestState() if self.best is None else self.best.state()
         vectors = {"theta": self.theta, **outer.vectors, **pending.vectors, **best.vectors}
-        facts = {"outer_step": self.outer_step, "numbers": outer.numbers, "bad_steps": self.bad_steps, "tasks": self.tasks,
-                 "losses": self.spikes.state, "best": best.numbers, "pending": known, "vectors": list(vectors)}  # fmt: skip
+        facts = {
+            "outer_step": self.outer_step,
+            "validated": self.validated,
+            "numbers": outer.numbers,
+            "bad_steps": self.bad_steps,
+            "tasks": self.tasks,
+            "losses": self.spikes.state,
+            "best": best.numbers,
+            "pending": known,
+            "vectors": list(vectors),
+        }
         return vectors, {**outer.tables, **pending.tables, **best.tables}, facts
 
     def take(self, vectors: dict[str, Tensor], tables: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -76,33 +85,27 @@ class State:
         self.updates.load_state(vectors, tables, facts.get("pending"))
         self.outer.load_state(OuterState(vectors, tables, facts["numbers"]))
         self.outer_step, self.bad_steps, self.tasks = facts["outer_step"], facts["bad_steps"], facts["tasks"]
+        self.validated = facts.get("validated", self.outer_step)  # absent in checkpoints of 0.1.0
         self.spikes = Spikes(facts.get("losses"))
 
-    def begin_anew(self) -> None:
-        """Put the weights of the start in place of what was learned; `initial` must be there."""
-        assert self.initial is not None
-        for name, value in self.live.items():
-            value.copy_(self.initial[name])
+    @property
+    def validation_due(self) -> bool:
+        """Whether the validation after this outer step has not been done, or was stopped before its end."""
+        every = self.config.eval_steps
+        return bool(every) and self.outer_step > self.validated and self.outer_step % every == 0
 
-    def mix(self) -> None:
-        """Put the mixture in place of theta; learned rates stay. Local."""
+    def evaluated(self, meta: MetaParameters) -> MetaParameters:
+        """What is validated and exported in place of `meta`: itself, or the interpolation with the initial weights. Local."""
+        share = self.config.start_share
+        if not share:
+            return meta
         assert self.initial is not None
-        for piece in self.outer.home.pieces(slice(0, len(self.theta))):
-            self.theta[piece].lerp_(self.initial["theta"][piece].to(self.theta.device), self.config.start_share)
+        return meta.interpolated(self.initial, share)
 
-    @contextmanager
-    def mixed(self) -> Iterator[None]:
-        """Theta is the mixture for as long; the worker holds theta afterwards. Collective: group, where there is a share."""
-        if not self.config.start_share:
-            yield
-            return
-        kept = self.theta.to("cpu", copy=True)
-        self.mix()
-        try:
-            yield
-        finally:
-            self.theta.copy_(kept)
-        self.worker.write(self.theta)
+    def final(self) -> MetaParameters:
+        """What the run exports: the best validated or the last weights, interpolated where asked. Local."""
+        best = None if self.best is None else self.best.kept
+        return self.evaluated(best or self.live)
 
     def warm(self) -> None:
         """Make room for the first save, beside training."""

@@ -7,6 +7,7 @@ The inner loop is the one of meta-training, from the model's own memory (fmmeta.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections import defaultdict
@@ -153,7 +154,7 @@ def rows_of(setting: str, given: str | Examples, config: Config) -> list[Row]:
 
 
 def encode_task(single: Single, table: Table, labels: Sequence[str]) -> list[Example]:
-    examples = encode(single.tokenizer, single.config, table.left, table.right)
+    examples = encode(copy.deepcopy(single.tokenizer), single.config, table.left, table.right)  # encoding sets its truncation
     if not labels:
         return examples
     numbers = {label: number for number, label in enumerate(labels)}

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fmmeta.fewshot.heldout import TEST, HeldOut
+from fmmeta.meta.inner import Learning
 from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.tasks.source import TaskSource
 
 
-def confusion(held_out: HeldOut, source: TaskSource) -> dict[str, Any]:
+def confusion(held_out: HeldOut, source: TaskSource, theta: Tensor, learning: Learning) -> dict[str, Any]:
     """Facts for run.json: names of the classes, and rows of counts, one row per right class, one column per answer.
 
     `left_out` says why, where there are none. Every group adapts to the same episode, so the layout does not matter.
@@ -29,13 +31,13 @@ def confusion(held_out: HeldOut, source: TaskSource) -> dict[str, Any]:
     ((_, episode),) = found
     with held_out.ranks.world.together("naming the classes of an episode"):
         classes = source.draw(task).classes
-    worker.write(held_out.theta)
-    held_out.learning.score(worker, held_out.theta, episode)  # leaves the worker at phi
+    worker.write(theta)
+    learning.score(worker, theta, episode)  # leaves the worker at phi
     counts = torch.zeros(len(classes), len(classes), dtype=torch.float64, device=worker.device)
     for batch, logits in zip(episode.query, worker.logits(episode.query), strict=True):
         if worker.voice:
             rows, answers = batch.to(worker.device), logits[:, : len(classes)].argmax(-1)
             counts.index_put_((rows.labels, answers), (rows.weights > 0).double(), accumulate=True)
     worker.group.sum_(counts)
-    worker.write(held_out.theta)
+    worker.write(theta)
     return {"task": task.name, "stratum": task.stratum, "classes": list(classes), "counts": counts.long().tolist()}

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from fmmeta.config import Config
 from fmmeta.fewshot.confusion import confusion
 from fmmeta.fewshot.heldout import TEST, HeldOut, Score, per_stratum
 from fmmeta.fewshot.scores import Interval, mean_ci95
+from fmmeta.meta.algorithms.setup import Setup
+from fmmeta.meta.inner import InnerLoop
+from fmmeta.meta.parameters import MetaParameters
+from fmmeta.tasks.load import Sources
 from fmmeta.tasks.source import TaskSource
+
+SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the training's inner rates, tried for the baseline
+CHOICE_EPISODES = 20  # validation episodes for each of them, at most
 
 Table = Callable[[str, Sequence[str], Sequence[Sequence[str]]], None]
 """Shows a title, a header and rows (progress.Progress.table)."""
@@ -32,6 +40,7 @@ class Compared:
     gain: tuple[Interval, Interval]
     strata: dict[str, tuple[float, float]]  # accuracy after adaptation: from the start, meta-trained
     episodes: int
+    loop: BaselineLoop | None = None  # of the row of the weights at the start
 
     @property
     def accuracies(self) -> Accuracies:
@@ -43,25 +52,73 @@ class Compared:
         rows = {name: {"accuracy": accuracy, "loss": loss} for name, (accuracy, loss) in self.rows.items()}
         gain = {"accuracy": self.gain[0], "loss": self.gain[1]}
         started, trained = ({name: pair[i] for name, pair in self.strata.items()} for i in (0, 1))
-        return {**rows, "gain": gain, "per_stratum": trained, "per_stratum_at_start": started, "episodes": self.episodes}
+        facts = {**rows, "gain": gain, "per_stratum": trained, "per_stratum_at_start": started, "episodes": self.episodes}
+        return facts | ({} if self.loop is None else {"baseline_inner_loop": asdict(self.loop)})
 
 
-def against_start(held_out: HeldOut, source: TaskSource, begin_anew: Callable[[], None] | None,
-                  between: Callable[[], None]) -> tuple[Compared, dict[str, Any]]:  # fmt: skip
-    """Score the held-out episodes from theta, then from what `begin_anew` puts in its place (None: nothing was trained).
+@dataclass(frozen=True)
+class BaselineLoop:
+    """The inner loop of the baseline row: `scale` times the training's inner rates, `steps` inner steps.
 
-    `between` is called after each pass; it may raise. Returns the table, and the facts for run.json. Collective: world.
+    episodes: validation episodes it was chosen on; 0: it is the training's own.
     """
-    trained = held_out.scores(source, TEST, "held-out tasks")
+
+    scale: float
+    steps: int
+    episodes: int = 0
+
+    def text(self, config: Config) -> str:
+        return f"inner_lr {config.inner_lr * self.scale:.3g}, {self.steps} steps"
+
+
+def against_start(held_out: HeldOut, sources: Sources, trained: MetaParameters, initial: MetaParameters | None, setup: Setup,
+                  between: Callable[[], None]) -> tuple[Compared, dict[str, Any]]:  # fmt: skip
+    """Score the held-out episodes from the `trained` weights, then from the `initial` ones (None: nothing was trained).
+
+    The baseline gets the inner loop that serves the initial weights best on validation episodes: with the training's own, the
+    sign of the gain would depend on the inner rate that was trained with. `between` is called after each pass; it may raise.
+    Returns the table, and the facts for run.json. Collective: world.
+    """
+    assert sources.test is not None
+    learning = setup.learning(trained.rates)
+    scores = held_out.scores(sources.test, TEST, "held-out tasks", trained.theta, learning)
     between()
-    confused = confusion(held_out, source)
-    started = trained
-    if begin_anew is not None:
-        begin_anew()
-        started = held_out.scores(source, TEST, "held-out tasks, weights at the start")
+    confused = confusion(held_out, sources.test, trained.theta, learning)
+    started, loop = scores, BaselineLoop(1.0, setup.inner.steps)
+    if initial is not None:
+        if sources.valid is not None and isinstance(learning, InnerLoop) and learning.steps:
+            loop = choose_loop(held_out, sources.valid, initial, setup, between)
+        learning = setup.learning(initial.rates)
+        if isinstance(learning, InnerLoop):
+            learning = learning.variant(scale=loop.scale, steps=loop.steps)
+        started = held_out.scores(sources.test, TEST, "held-out tasks, weights at the start", initial.theta, learning)
         between()
-    compared = compare(trained, started)
+    compared = replace(compare(scores, started), loop=loop)
     return compared, {**compared.facts(), "confusion": confused}
+
+
+def choose_loop(held_out: HeldOut, source: TaskSource, initial: MetaParameters, setup: Setup,
+                between: Callable[[], None]) -> BaselineLoop:  # fmt: skip
+    """The inner rate and number of steps (up to twice the training's) with the highest mean accuracy on validation episodes, for
+    language models the lowest mean loss; of equals the lowest loss, then the lowest rate and the fewest steps. Collective: world.
+    """
+    config, most = setup.config, 2 * setup.inner.steps
+    count = min(CHOICE_EPISODES, config.test_episodes)
+    found: list[tuple[float, float, float, int]] = []
+    for scale in SCALES:
+        inner = setup.inner.variant(initial.rates, scale, most)
+        scores = held_out.step_scores(source, count, "validation tasks, weights at the start", initial.theta, inner)
+        between()
+        for step in range(1, most + 1):
+            loss = sum(score.losses[step] for score in scores) / len(scores)
+            accuracy = sum(score.accuracies[step] for score in scores) / len(scores)
+            if math.isfinite(loss):  # rounded: the layout must not decide between equals
+                first = -round(accuracy, 6) if config.task_type == "classification" else 0.0
+                found.append((first, round(loss, 6), scale, step))
+    if not found:
+        return BaselineLoop(1.0, setup.inner.steps)
+    *_, scale, step = min(found)
+    return BaselineLoop(scale, step, len(scores))
 
 
 def compare(trained: Sequence[Score], started: Sequence[Score]) -> Compared:
@@ -84,6 +141,8 @@ def compare(trained: Sequence[Score], started: Sequence[Score]) -> Compared:
 def show(compared: Compared, config: Config, table: Table) -> None:
     """Show the table, and one by stratum where there are several."""
     rows = [[name, percent(accuracy), f"{loss[0]:.4f}"] for name, (accuracy, loss) in compared.rows.items()]
+    if compared.loop is not None and compared.loop.steps:
+        rows[1][0] += f" ({compared.loop.text(config)})"
     gain, fall = compared.gain
     rows.append(["gain of meta-training (paired)", percent(gain), f"{fall[0]:.4f} ± {fall[1]:.4f}"])
     way = f"{config.n_way}-way " if config.task_type == "classification" else ""

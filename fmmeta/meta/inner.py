@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -77,6 +77,11 @@ class InnerLoop:
         before = worker.forward(episode.query)
         self.run(worker, begun, episode.support)
         return before, worker.forward(episode.query) if self.steps else before
+
+    def variant(self, learned: Tensor | None = None, scale: float = 1.0, steps: int | None = None) -> InnerLoop:
+        """The same loop at other rates (see Rates.variant), and of another number of steps."""
+        steps = self.steps if steps is None else steps
+        return replace(self, steps=steps, rates=self.rates.variant(learned, scale, steps))
 
     def begin(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], tracked: bool = False) -> Begun:
         """Take the worker from theta to phi_0. tracked: every phi_k is asked for. Collective: group."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -94,10 +94,14 @@ class Rates:
     def meta_parameter(self) -> Tensor | None:
         return {"no": None, "layer": self.table, "element": self.element}[self.learned]
 
-    def with_factors(self, factor: Callable[[str], float]) -> Rates:
-        """The same rates, each layer's times `factor(layer)`; a meta-parameter stays the one that is learned."""
-        factors = torch.tensor([factor(name) for name in self.layers.names], dtype=torch.float64)
-        return replace(self, table=self.table * factors)
+    def variant(self, learned: Tensor | None = None, scale: float = 1.0, steps: int | None = None) -> Rates:
+        """A copy with other `learned` values (where rates are learned), times `scale`; more `steps` repeat the last row."""
+        table = learned if learned is not None and self.learned == "layer" else self.table
+        more = max(0, (steps or 0) - len(table))
+        element = self.element
+        if learned is not None and element is not None:
+            element = learned.to(element.device)
+        return replace(self, table=torch.cat([table, table[-1:].expand(more, -1)]) * scale, element=element)
 
     def scale_(self, k: int, tensor: Tensor, where: slice) -> Tensor:
         """Multiply a stretch of a vector by alpha_k in place."""

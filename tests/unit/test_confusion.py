@@ -17,23 +17,23 @@ from fmmeta.progress import Progress
 from tests.models import save_bert, save_llama, write_classes, write_pairs
 
 
-def held_out_of(config: Config) -> tuple[HeldOut, build.Plan]:
+def held_out_of(config: Config) -> tuple[HeldOut, build.Plan, build.Parts]:
     """What a run of this configuration evaluates with, before its first outer step."""
     world, said = World(Launch(), torch.device("cpu")), []
     plan = build.plan(config, world, said.append)
     ranks = build.form_groups(config, plan, world, said.append)
     parts = build.build(config, plan, ranks)
-    return HeldOut(config, parts.worker, parts.theta, parts.setup.learning, parts.load, ranks, Progress(speaks=False)), plan
+    return HeldOut(config, parts.worker, parts.load, ranks, Progress(speaks=False)), plan, parts
 
 
 def test_counts_are_those_of_a_plain_loop(tmp_path):
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "data.jsonl", 15, 12)
     config = Config(model_name_or_path=str(model), dataset=[str(data)], n_way=3, n_way_max=4, k_shot=1, num_query=4,
                     inner_lr=0.05, inner_steps=20, micro_batch_size=5, eval_episodes=6, seed=3)  # fmt: skip
-    held_out, plan = held_out_of(config)
+    held_out, plan, parts = held_out_of(config)
     source = plan.sources.test
-    theta = held_out.theta.clone()
-    found = confusion(held_out, source)
+    theta = parts.theta.clone()
+    found = confusion(held_out, source, parts.theta, parts.setup.learning())
     assert torch.equal(held_out.worker.read(), theta)  # as it was
 
     episode = source.draw(held_out.tasks(source, TEST)[0]).episode()
@@ -71,5 +71,8 @@ def test_counts_are_those_of_a_plain_loop(tmp_path):
 def test_language_models_have_no_classes(tmp_path):
     config = Config(model_name_or_path=str(save_llama(tmp_path / "llama")), dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))],
                     task_type="causal_lm", k_shot=2, num_query=2, eval_episodes=2)  # fmt: skip
-    held_out, plan = held_out_of(config)
-    assert confusion(held_out, plan.sources.test) == {"left_out": "task_type=causal_lm has answers, not classes"}
+    held_out, plan, parts = held_out_of(config)
+    learning = parts.setup.learning()
+    assert confusion(held_out, plan.sources.test, parts.theta, learning) == {
+        "left_out": "task_type=causal_lm has answers, not classes"
+    }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fmmeta.config import SCHEDULES, Config
 from fmmeta.feed import Reader
 from fmmeta.fewshot.gains import compare
-from fmmeta.fewshot.heldout import Score, evaluate_tasks, per_stratum
+from fmmeta.fewshot.heldout import HeldOut, Score, per_stratum
 from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import setup
@@ -29,6 +29,7 @@ from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
 from fmmeta.parallel.whole_worker import without_slope
 from fmmeta.parallel.worker import Pass
+from fmmeta.progress import Progress
 from fmmeta.tasks.batch import Batches, Dealer, Example
 from fmmeta.tasks.loader import Loaded
 from fmmeta.tasks.schedule import Task
@@ -538,7 +539,8 @@ def test_evaluation_scores_before_and_after_and_leaves_theta():
     worker.write(torch.zeros_like(theta))  # evaluation puts theta in by itself
     tasks = [Task(0, f"t{i}", f"s{i}", 10 + i, (0, 0, 0, i)) for i in range(2)]
     reader = Reader(lambda tasks: [Loaded(task, batches()) for task in tasks], one_rank(), Config(), print)
-    scores = evaluate_tasks(worker, theta, inner_loop(worker, "zero"), tasks, reader, one_rank())
+    held_out = HeldOut(Config(), worker, lambda source: source, one_rank(), Progress(speaks=False))
+    scores = held_out.score_tasks(Score, tasks, reader, "tasks", theta, inner_loop(worker, "zero"))
     assert torch.equal(worker.read(), theta)
     assert [(score.slot, score.stratum) for score in scores] == [(0, "s0"), (1, "s1")]
     for score in scores:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer
-from fmmeta.fewshot import heldout
+from fmmeta.fewshot import gains, heldout
 from fmmeta.meta.reference import reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.load import load_sources
@@ -120,9 +120,10 @@ def test_exported_rates_are_those_that_were_learned(tmp_path, learned):
             assert all(abs(a - b) < 0.1 for name in told for a, b in zip(told[name], start[name], strict=True))
 
 
-def test_what_comes_out_is_a_mixture_of_start_and_theta(tmp_path):
+def test_what_comes_out_is_a_mixture_of_start_and_theta(tmp_path, monkeypatch):
     """And so is what is validated, while theta itself goes its way as if there were none."""
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
+    monkeypatch.setattr(gains, "choose_loop", lambda *of: gains.BaselineLoop(1.0, 5))  # rows that differ by the weights alone
 
     def run(name, **settings):
         config = Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(tmp_path / name), k_shot=1,
@@ -155,13 +156,14 @@ def test_what_comes_out_is_a_mixture_of_start_and_theta(tmp_path):
                                                                ({"test_episodes": 0}, 4, 0), ({"eval_episodes": 0}, 0, 0),
                                                                ({"eval_episodes": 0, "test_episodes": 3}, 0, 3)])  # fmt: skip
 def test_the_table_has_a_number_of_episodes_of_its_own(settings, validated, tested, tmp_path, monkeypatch):
-    scored, original = [], heldout.evaluate_tasks
+    scored, original = [], heldout.HeldOut.scores
 
-    def counting(worker, theta, learning, tasks, *rest):
-        scored.append(len(tasks))
-        return original(worker, theta, learning, tasks, *rest)
+    def counting(*args):
+        found = original(*args)
+        scored.append(len(found))
+        return found
 
-    monkeypatch.setattr(heldout, "evaluate_tasks", counting)
+    monkeypatch.setattr(heldout.HeldOut, "scores", counting)
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
     given = {"eval_episodes": 4, **settings}
     config = Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(tmp_path / "run"), k_shot=1, num_query=2,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
+from torch import Tensor
 
 from fmmeta.config import Config, UsageError
 from fmmeta.meta.algorithms.in_context import InContext
@@ -28,10 +29,9 @@ class Setup:
     inner: InnerLoop
     curvature: Curvature
 
-    @property
-    def learning(self) -> Learning:
-        """How evaluation learns a task."""
-        return InContext() if self.config.algorithm == "in_context" else self.inner
+    def learning(self, rates: Tensor | None = None) -> Learning:
+        """How evaluation learns a task; `rates`: learned inner rates in place of the live ones."""
+        return InContext() if self.config.algorithm == "in_context" else self.inner.variant(rates)
 
     def unrolled(self, outer_step: int, order: int = 2) -> Unrolled:
         """The meta-gradient through the inner loop at an outer step: first order first, if the settings say so."""

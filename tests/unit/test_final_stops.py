@@ -1,0 +1,168 @@
+"""Stop signals after the last outer step: what is saved, what the same command then exports, and what is not computed again."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from safetensors.torch import load_file
+
+from fmmeta import Config, MetaTrainer
+from fmmeta.fewshot import gains, heldout
+from fmmeta.fewshot.heldout import HeldOut
+from fmmeta.meta.inner import InnerLoop
+from fmmeta.signals import Signals, Stopped
+from tests.models import save_bert, write_classes
+
+VARIANTS = {
+    "last weights": {},
+    "interpolated": {"start_share": 0.25},
+    "best": {"load_best_model_at_end": True, "eval_steps": 1},
+    "best, interpolated, learned rates": {"load_best_model_at_end": True, "eval_steps": 1, "start_share": 0.25,
+                                          "inner_lr_learned": "layer", "rates_lr": 0.05},
+}  # fmt: skip
+
+
+class StopAt:
+    """A signal that arrives while the NUMBERth held-out episode is scored; counts the episodes."""
+
+    def __init__(self, monkeypatch, number: int) -> None:
+        self.signals, self.number, self.scored = Signals(leave=lambda code: None), number, 0
+        for name in ("score", "path"):
+            monkeypatch.setattr(InnerLoop, name, self.counting(getattr(InnerLoop, name)))
+
+    def counting(self, original):
+        def scoring(*args, **kwargs):
+            self.scored += 1
+            if self.scored == self.number:
+                self.signals.receive("SIGTERM", 128 + signal.SIGTERM)
+            return original(*args, **kwargs)
+
+        return scoring
+
+
+def config_of(tmp_path, name: str, **settings) -> Config:
+    model, data = tmp_path / "bert", tmp_path / "rows.jsonl"
+    if not data.exists():
+        save_bert(model)
+        write_classes(data, classes=15)
+    fixed = {"k_shot": 1, "num_query": 2, "n_way": 3, "outer_steps": 3, "meta_batch_size": 2, "inner_steps": 1, "outer_lr": 0.05,
+             "lr_scheduler_type": "constant", "save_steps": 0, "eval_episodes": 3, "test_episodes": 3}  # fmt: skip
+    return Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(tmp_path / name), **{**fixed, **settings})
+
+
+def exported(folder) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted((folder / "model").iterdir())}
+
+
+def table_of(folder) -> dict:
+    return json.loads((folder / "run.json").read_text())["held_out"]
+
+
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+def test_a_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkeypatch, settings):
+    """At its first, a middle and its last pass; without periodic checkpoints nothing but the stop itself saves."""
+    with monkeypatch.context() as patch:
+        whole = StopAt(patch, 10**9)
+        MetaTrainer(config_of(tmp_path, "whole", **settings)).train()
+    confused, rates = 1, len(getattr(gains, "SCALES", ()))
+    for number in (whole.scored - 3 * rates - 3 - confused - 2, whole.scored - 4, whole.scored):
+        name, command = f"stopped-{number}", {**settings}
+        with monkeypatch.context() as patch:
+            stop = StopAt(patch, number)
+            with pytest.raises(Stopped, match="the same command"):
+                MetaTrainer(config_of(tmp_path, name, **command), stop.signals).train()
+        with monkeypatch.context() as patch:
+            again = StopAt(patch, 10**9)
+            MetaTrainer(config_of(tmp_path, name, **command)).train()
+        assert exported(tmp_path / name) == exported(tmp_path / "whole")
+        assert table_of(tmp_path / name) == table_of(tmp_path / "whole")
+        assert stop.scored + again.scored - whole.scored <= confused  # no finished episode was scored twice
+        assert not (tmp_path / name / heldout.FINISHED).exists()
+
+
+def test_a_stop_in_a_validation_repeats_it(tmp_path, monkeypatch):
+    """The best weights were those of the outer step whose validation a stop had cut short."""
+    settings = {"load_best_model_at_end": True, "eval_steps": 1, "test_episodes": 0, "eval_episodes": 4}
+    MetaTrainer(config_of(tmp_path, "whole", **settings)).train()
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    validated = [(line["valid_accuracy"], -line["valid_loss"]) for line in lines if "valid_loss" in line]
+    best = max(range(3), key=lambda step: validated[step])
+    with monkeypatch.context() as patch:
+        stop = StopAt(patch, 4 * best + 2)
+        with pytest.raises(Stopped):
+            MetaTrainer(config_of(tmp_path, "stopped", **settings), stop.signals).train()
+    MetaTrainer(config_of(tmp_path, "stopped", **settings)).train()
+    assert exported(tmp_path / "stopped") == exported(tmp_path / "whole")
+
+
+def test_nothing_is_lent_out_during_evaluation(tmp_path, monkeypatch):
+    """The live tensors hold what was learned at every held-out episode, so that a checkpoint may be taken at any of them."""
+    seen, original = [], HeldOut.scores
+
+    def watching(self, *args):
+        seen.append(self.live.theta.clone())
+        return original(self, *args)
+
+    from fmmeta.run import Run
+
+    built = Run.__init__
+
+    def init(self, *args, **kwargs):
+        built(self, *args, **kwargs)
+        self.held_out.live = self.state.live
+
+    monkeypatch.setattr(Run, "__init__", init)
+    monkeypatch.setattr(HeldOut, "scores", watching)
+    config = config_of(tmp_path, "run", start_share=0.25, eval_steps=3, save_steps=3)
+    MetaTrainer(config).train()
+    saved = load_file(tmp_path / "run" / "checkpoint-3" / "shard-00000.safetensors")
+    trained = sum(value.numel() for name, value in saved.items() if name.startswith("theta/"))
+    assert len(seen) == 3  # validation, table, table of the weights at the start
+    assert all(len(theta) == trained and theta.equal(seen[0]) for theta in seen)
+
+
+def test_the_baseline_gets_the_inner_loop_that_serves_it_best(tmp_path, capsys):
+    """Chosen among rates and numbers of steps on validation episodes; named in the table and in run.json."""
+    config = config_of(tmp_path, "run", inner_lr=1e-4, outer_steps=1, outer_lr=1e-9)
+    MetaTrainer(config).train()
+    loop = table_of(tmp_path / "run")["baseline_inner_loop"]
+    assert loop["episodes"] == 3
+    assert loop["steps"] in (1, 2)
+    assert loop["scale"] in gains.SCALES
+    rate = f"inner_lr {1e-4 * loop['scale']:.3g}, {loop['steps']} steps"
+    assert f"after adaptation, weights at the start ({rate})" in capsys.readouterr().out
+
+
+def test_the_choice_is_the_highest_accuracy_then_the_lowest_loss():
+    """On scores made up by rate and step, whatever order they come in."""
+
+    class Scored:
+        def step_scores(self, source, count, what, theta, inner):
+            table = {
+                0.1: [(0.2, 1.6)] * 3,
+                0.3: [(0.2, 1.6), (0.5, 1.2), (0.5, 1.0)],
+                1.0: [(0.2, 1.6), (0.5, 1.1), (0.4, 0.9)],
+                3.0: [(0.2, 1.6), (0.5, 1.0), (0.1, 2.0)],
+                10.0: [(0.2, 1.6), (1.0, float("nan")), (1.0, float("inf"))],
+            }
+            return [heldout.StepScores(0, [loss for _, loss in table[inner]], [accuracy for accuracy, _ in table[inner]])]
+
+    class Inner:
+        steps = 1
+
+        def variant(self, learned, scale, steps):
+            return scale
+
+    class Setup:
+        inner = Inner()
+
+        def __init__(self, task_type):
+            self.config = Config(task_type=task_type, **({} if task_type == "classification" else {"dataset": ["x.jsonl"]}))
+
+    class Initial:
+        theta = rates = None
+
+    chosen = [gains.choose_loop(Scored(), None, Initial(), Setup(kind), lambda: None) for kind in ("classification", "causal_lm")]  # type: ignore[arg-type]
+    assert [(one.scale, one.steps) for one in chosen] == [(0.3, 2), (1.0, 2)]
