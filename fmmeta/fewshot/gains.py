@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fmmeta.config import Config
 from fmmeta.fewshot.confusion import confusion
 from fmmeta.fewshot.heldout import TEST, HeldOut, Score, per_stratum
-from fmmeta.fewshot.scores import Interval, mean_ci95
+from fmmeta.fewshot.scores import Interval, mean_ci95, shown, strict
 from fmmeta.tasks.source import TaskSource
 
 Table = Callable[[str, Sequence[str], Sequence[Sequence[str]]], None]
@@ -43,7 +43,7 @@ class Compared:
         rows = {name: {"accuracy": accuracy, "loss": loss} for name, (accuracy, loss) in self.rows.items()}
         gain = {"accuracy": self.gain[0], "loss": self.gain[1]}
         started, trained = ({name: pair[i] for name, pair in self.strata.items()} for i in (0, 1))
-        return {**rows, "gain": gain, "per_stratum": trained, "per_stratum_at_start": started, "episodes": self.episodes}
+        return strict({**rows, "gain": gain, "per_stratum": trained, "per_stratum_at_start": started, "episodes": self.episodes})
 
 
 def against_start(held_out: HeldOut, source: TaskSource, begin_anew: Callable[[], None] | None,
@@ -85,7 +85,7 @@ def show(compared: Compared, config: Config, table: Table) -> None:
     """Show the table, and one by stratum where there are several."""
     rows = [[name, percent(accuracy), f"{loss[0]:.4f}"] for name, (accuracy, loss) in compared.rows.items()]
     gain, fall = compared.gain
-    rows.append(["gain of meta-training (paired)", percent(gain), f"{fall[0]:.4f} ± {fall[1]:.4f}"])
+    rows.append(["gain of meta-training (paired)", percent(gain), shown(fall)])
     way = f"{config.n_way}-way " if config.task_type == "classification" else ""
     title = f"{compared.episodes} held-out {way}{config.k_shot}-shot episodes, {config.inner_steps} inner steps"
     if config.task_type == "classification":
@@ -97,4 +97,4 @@ def show(compared: Compared, config: Config, table: Table) -> None:
 
 
 def percent(interval: Interval) -> str:
-    return f"{100 * interval[0]:.1f} ± {100 * interval[1]:.1f}"
+    return shown(interval, ".1f", 100)

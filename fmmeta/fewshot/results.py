@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.config import UsageError
-from fmmeta.fewshot.scores import EpisodeScore, paired, summary
+from fmmeta.fewshot.scores import EpisodeScore, paired, shown, strict, summary
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.progress import Progress
 
@@ -65,10 +65,19 @@ def check_comparable(settings: EvaluateConfig, prints: dict[int, str], others: S
 
 
 def differences(cells: Sequence[Cell], others: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Paired differences of the cells that both have."""
+    """Paired differences of the cells that both have, a verdict on the accuracy, and the other model's own scores."""
     by_name = {(other.method, other.k_shot): other for other in others}
-    return [{"method": cell.method, "k_shot": cell.k_shot, **paired(cell.scores, by_name[cell.method, cell.k_shot].scores)}
-            for cell in cells if (cell.method, cell.k_shot) in by_name]  # fmt: skip
+    pairs = [(cell, by_name[cell.method, cell.k_shot]) for cell in cells if (cell.method, cell.k_shot) in by_name]
+    found = [(cell, other, paired(cell.scores, other.scores)) for cell, other in pairs]
+    return [{"method": cell.method, "k_shot": cell.k_shot, **gain, "verdict": verdict(gain["accuracy_gain"], gain["ci95"]),
+             "other": other.as_dict()} for cell, other, gain in found]  # fmt: skip
+
+
+def verdict(gain: float, half: float) -> str | None:
+    """Whether the 95 % interval of a gain is above zero, below it or holds it; None without an interval."""
+    if not math.isfinite(gain) or not math.isfinite(half):
+        return None
+    return "better" if gain > half else "worse" if gain < -half else "no significant difference"
 
 
 def check_output(path: Path) -> None:
@@ -97,15 +106,6 @@ def write(path: Path, results: dict[str, Any]) -> None:
         raise UsageError(f"output={path} cannot be written ({error.strerror}); give another file") from None
 
 
-def strict(value: Any) -> Any:
-    """The same with None for numbers that JSON has not: the interval of one episode, a loss that diverged."""
-    if isinstance(value, dict):
-        return {name: strict(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [strict(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def show(results: dict[str, Any], progress: Progress) -> None:
     """The table that a person reads."""
     extra = [name for name in ("rouge_l", "options") if name in results]
@@ -123,15 +123,15 @@ def show(results: dict[str, Any], progress: Progress) -> None:
         progress.table(f"accuracy % by stratum ({results['method']}, {results['k_shot']}{most} shots)", ["", "accuracy %"],
                        [[name, f"{100 * value:.1f}"] for name, value in strata.items()])  # fmt: skip
     if "compare" in results:
-        rows = [[cell["method"], f"{cell['k_shot']}{most}", percent(cell["accuracy_gain"], cell["ci95"], "+"),
-                 f"{cell['loss_gain']:+.4f} ± {number(cell['loss_ci95'], '.4f')}"]
-                for cell in results["compare"]["cells"]]  # fmt: skip
-        progress.table(f"better than {results['compare']['with']} by (paired)", ["method", "shots", "accuracy %", "loss"], rows)
+        own = {(cell["method"], cell["k_shot"]): cell for cell in results["cells"]}
+        rows = [[name, f"{k}{most}", *(percent(one["accuracy"], one["ci95"]) for one in (own[name, k], cell["other"])),
+                 percent(cell["accuracy_gain"], cell["ci95"], "+"), f"{own[name, k]['loss']:.4f}",
+                 f"{cell['other']['loss']:.4f}", shown((cell["loss_gain"], cell["loss_ci95"]), "+.4f"), cell["verdict"] or "-"]
+                for cell in results["compare"]["cells"] for name, k in [(cell["method"], cell["k_shot"])]]  # fmt: skip
+        progress.table(f"{results['model']} (A) against {results['compare']['with']} (B): differences are paired by episode",
+                       ["method", "shots", "A: accuracy %", "B: accuracy %", "A - B", "A: loss", "B: loss", "B - A",
+                        "by accuracy A is"], rows)  # fmt: skip
 
 
 def percent(mean: float, half: float, sign: str = "") -> str:
-    return f"{100 * mean:{sign}.2f} ± {number(100 * half, '.2f')}"
-
-
-def number(value: float, form: str) -> str:
-    return format(value, form) if math.isfinite(value) else "-"
+    return shown((mean, half), f"{sign}.2f", 100)
