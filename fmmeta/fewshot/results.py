@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,27 @@ class Cell:
                 "scores": [asdict(score) for score in self.scores]}  # fmt: skip
 
 
-def results_of(settings: EvaluateConfig, cells: Sequence[Cell], task_type: str) -> dict[str, Any]:
+class EvaluationResults(dict[str, Any]):
+    """results.json as a dict; shown in one line, without the scores of every episode."""
+
+    def __repr__(self) -> str:
+        cells = (
+            f"{cell['method']} {cell['k_shot']}-shot accuracy {percent(cell['accuracy'], cell['ci95'])} %"
+            for cell in self["cells"]
+        )
+        return (f"{type(self).__name__}({self['model']!r}, {self['episodes']} episodes of the {self['part']} part: "
+                f"{', '.join(cells)})")  # fmt: skip
+
+
+def results_of(settings: EvaluateConfig, cells: Sequence[Cell], task_type: str) -> EvaluationResults:
     """The first cell's numbers on top, all cells below. `task_type`: of the run, be it asked for or remembered."""
     listed = [cell.as_dict() for cell in cells]
     ways = None if task_type == "causal_lm" else settings.n_way
     top = {name: value for name, value in listed[0].items() if name not in ("scores", "episodes_fingerprint")}
-    return {"model": settings.model_name_or_path, "dataset": settings.dataset, "part": settings.part, "n_way": ways,
-            "n_way_max": settings.n_way_max, "k_shot_max": settings.k_shot_max, "seed": settings.seed, **top,
-            "cells": listed}  # fmt: skip
+    return EvaluationResults({
+        "model": settings.model_name_or_path, "dataset": settings.dataset, "part": settings.part, "n_way": ways,
+        "n_way_max": settings.n_way_max, "k_shot_max": settings.k_shot_max, "seed": settings.seed, **top, "cells": listed,
+    })  # fmt: skip
 
 
 def read_cells(path: str) -> list[Cell]:
@@ -98,10 +112,21 @@ def check_output(path: Path) -> None:
         raise UsageError(f"output={path} cannot be written ({error.strerror}); give another file") from None
 
 
-def write(path: Path, results: dict[str, Any]) -> None:
+def write(path: Path, results: Mapping[str, Any]) -> None:
+    """Write results or settings as JSON. A file appears under its name when it is whole. Raises `UsageError`."""
+    text = json.dumps(strict(results), indent=1, allow_nan=False) + "\n"
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(strict(results), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not target.is_file():  # a pipe or a device
+            target.write_text(text, encoding="utf-8")
+            return
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"output={path} cannot be written ({error.strerror}); give another file") from None
 

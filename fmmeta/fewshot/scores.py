@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
@@ -99,7 +99,7 @@ def shown(interval: tuple[float, float | None], form: str = ".4f", scale: float 
 
 def strict(value: Any) -> Any:
     """The same with None for numbers that JSON does not have: the interval of one value, a loss that diverged."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: strict(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [strict(one) for one in value]
