@@ -74,7 +74,7 @@ def test_finetuning_equals_a_plain_loop(bert, classes):
     assert [score["loss"] for score in results["cells"][0]["scores"]] == pytest.approx(losses, rel=1e-4)
     assert [score["accuracy"] for score in results["cells"][0]["scores"]] == pytest.approx(right)
     assert results["accuracy"] == pytest.approx(np.mean(right))
-    assert results["ci95"] == pytest.approx(3.18245 * np.std(right, ddof=1) / 2)  # Student's t, 3 degrees of freedom
+    assert results["ci95"] == pytest.approx(3.1824463 * np.std(right, ddof=1) / 2)  # Student's t, 3 degrees of freedom
     assert results["episodes"] == 4
     assert set(results["per_stratum"]) <= {"s0", "s1", "s2"}
 
