@@ -3,7 +3,8 @@
     python -m benchmarks.choose --data ../shared/data --model PATH-OF-all-MiniLM-L6-v2 [--only NAME ...] [--minutes M]
 
 One split (01). Each variant is meta-trained on the training classes and classifies 600 episodes of the validation classes by
-prototypes; test classes are never looked at. Finished cells lie in benchmarks/results/choose.json and are not computed again. The
+prototypes; test classes of split 01 are never used, but the validation classes are test classes in other splits
+(docs/fewshot.md says how many). Finished cells lie in benchmarks/results/choose.json and are not computed again. The
 last lines are the table; the best variant is that with the highest mean of both sets at one shot.
 """
 

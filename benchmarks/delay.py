@@ -3,8 +3,9 @@
     python -m benchmarks.delay --seeds 3 --outer_steps 150 --json benchmarks/results/delay.json --plot docs/delay.svg
 
 Per seed and way: training loss (query, mean of the last 20 outer steps), accuracy and loss of held-out episodes after adaptation.
-Differences to the plain way at the same rate are paired by seed: same tasks, same episodes. A delay is the same function of the
-data on any layout, so those runs take this process alone; bf16 on the wire needs a wire: two groups, started by torchrun.
+Differences to the plain way at the same rate are paired by seed (same tasks, same episodes), with 95 % intervals. A delay is the
+same function of the data on any layout, so those runs take this process alone; bf16 on the wire needs a wire: two groups, started
+by torchrun.
 
 What the JSON file holds already, with the same settings, is not run again: `--only 1` runs one more and stops.
 """
@@ -26,6 +27,7 @@ from typing import Any
 from benchmarks.common import plot, table, write_json
 from fmmeta import MetaTrainer
 from fmmeta.cli import parse
+from fmmeta.fewshot.scores import mean_ci95, shown, strict
 
 WAYS: dict[str, list[str]] = {
     "plain": [],
@@ -83,7 +85,7 @@ def main() -> None:
         write_json(args.json, {**settings, "summary": summary(found), "runs": found})
     rows = []
     for way, one in summary(found).items():
-        beside = [f"{one[name]:+.4f} ± {one[f'{name}_sd']:.4f}" if name in one else "" for name in ("beside", "held_beside")]
+        beside = [shown((one[name], one[f"{name}_ci95"]), "+.4f") if name in one else "" for name in ("beside", "held_beside")]
         held = [f"{100 * one['accuracy']:.1f}", f"{one['loss']:.4f}", beside[1]] if args.episodes else []
         rows.append([way, f"{one['train_loss']:.4f}", beside[0], *held])
     header = ["way", "train loss", "minus plain", *(["held-out %", "held-out loss", "minus plain"] if args.episodes else [])]
@@ -113,7 +115,8 @@ def draw(axes: Any, found: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Means over seeds, and training and held-out loss minus those of the plain way at the same rate, paired by seed."""
+    """Means over seeds, and training and held-out loss minus those of the plain way at the same rate, paired by seed, with half
+    the 95 % interval (None for one seed)."""
     told: dict[str, Any] = {}
     for way, runs in found.items():
         if not runs:
@@ -123,7 +126,7 @@ def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         if not way.startswith("plain") and len(plain) == len(runs):
             for name, key in (("beside", "train_loss"), ("held_beside", "loss"))[: 2 if "loss" in runs[0] else 1]:
                 off = [run[key] - other[key] for run, other in zip(runs, plain, strict=True)]
-                told[way] |= {name: statistics.mean(off), f"{name}_sd": statistics.stdev(off) if len(off) > 1 else 0.0}
+                told[way] |= strict(dict(zip((name, f"{name}_ci95"), mean_ci95(off), strict=True)))
     return told
 
 

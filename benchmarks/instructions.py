@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.common import keep, read, table
 from fmmeta import Config, MetaTrainer, evaluate
-from fmmeta.fewshot.scores import mean_ci95
+from fmmeta.fewshot.scores import mean_ci95, shown
 from fmmeta.fewshot.settings import TuneConfig
 from fmmeta.fewshot.tune import tune
 from fmmeta.progress import Progress
@@ -127,10 +127,9 @@ def show(cells: dict[str, Any]) -> str:
     lines = []
     for row in filter(best.__contains__, ROWS):
         rate, one = best[row]
-        loss, half = mean_ci95(list(by_task(one).values()))
         gains = [gain(best[other][1], one) if other in best and other != row else "" for other in ("untrained", "joint")]
         settings = [f"{rate:g}", f"{one['inner_lr']:g} x {one['inner_steps']}"]
-        numbers = [f"{one['valid_loss']:.3f}", f"{loss:.3f} ± {half:.3f}", *gains]
+        numbers = [f"{one['valid_loss']:.3f}", shown(mean_ci95(list(by_task(one).values())), ".3f"), *gains]
         lines.append([row, *settings, *numbers, f"{100 * one['exact_match']:.1f}", f"{one['cpu_minutes']:.1f}"])
     header = ["row", "outer lr", "inner lr x steps", "valid loss", "test loss", "lower than untrained", "lower than joint"]
     return table([*header, "exact match %", "CPU min"], lines)
@@ -143,8 +142,7 @@ def by_task(cell: dict[str, Any]) -> dict[str, float]:
 def gain(other: dict[str, Any], one: dict[str, Any]) -> str:
     """How much lower the losses of `one` are, paired by task."""
     before, after = by_task(other), by_task(one)
-    mean, half = mean_ci95([before[task] - after[task] for task in sorted(after)])
-    return f"{mean:+.3f} ± {half:.3f}"
+    return shown(mean_ci95([before[task] - after[task] for task in sorted(after)]), "+.3f")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ Five class-disjoint splits, 5-way, 5 queries per class; 600 test episodes where 
 forward and backward passes, at one example per class, and the checkpoint is the one best on validation classes. A cell is a row
 on one split of a data set, at 1 and 5 shots. Finished cells lie in benchmarks/results/intents.json; what is there is not computed
 again, so that it can be stopped at any time, and several may run beside each other. The last lines are the table: mean over the
-splits, gain over frozen prototypes in the same episodes, 95 % intervals (1.96 standard errors, over splits where a row has three
-or more, else over episodes), and processor minutes per cell.
+splits, gain over frozen prototypes in the same episodes, 95 % intervals (Student's t, over splits where a row has three or
+more, else over episodes), and processor minutes per cell.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.common import keep, read, table
 from fmmeta import Config, MetaTrainer, evaluate
+from fmmeta.fewshot.scores import mean_ci95
 
 RESULTS = Path(__file__).parent / "results" / "intents.json"
 SPLITS = ("01", "02", "03", "04", "05")
@@ -191,10 +192,7 @@ def estimate(splits: list[list[float]]) -> tuple[float, float | None]:
     """Mean of what episodes of splits have, half its 95 % interval: over three splits or more, else over episodes."""
     means = [sum(values) / len(values) for values in splits]
     over = means if len(splits) > 2 else [value for values in splits for value in values]
-    if len(over) < 2:
-        return means[0], None
-    middle = sum(over) / len(over)
-    return sum(means) / len(means), 1.96 * math.sqrt(sum((value - middle) ** 2 for value in over) / (len(over) - 1) / len(over))
+    return sum(means) / len(means), mean_ci95(over)[1] if len(over) > 1 else None
 
 
 if __name__ == "__main__":

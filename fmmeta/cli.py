@@ -11,14 +11,14 @@ import importlib
 import os
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fmmeta.config import UsageError
 from fmmeta.safety import redact
-from fmmeta.signals import ENDED, STOPPED, Fault, Signals, Stopped
+from fmmeta.signals import ENDED, STOPPED, Fault, Signals, Stopped, interrupting
 
 INTERRUPTED, CUT_OFF = 130, 141  # as shells have them: 128 + SIGINT, 128 + SIGPIPE (nobody reads standard output any more)
 
@@ -73,8 +73,8 @@ def train(argv: list[str] | None = None) -> NoReturn:
 
 
 def run(command: str, argv: list[str]) -> NoReturn:
-    """One command, on every rank alike; only rank 0 speaks. Training answers signals by itself."""
-    with Signals(starting=True) if command == "train" else nullcontext() as signals:
+    """One command, on every rank alike; only rank 0 speaks."""
+    with listening(command) as signals:
         try:
             config = parse(argv, command)
             find(COMMANDS[command].run)(config, *([signals] if signals else []))
@@ -87,15 +87,35 @@ def run(command: str, argv: list[str]) -> NoReturn:
         except Fault as fault:
             end(signals)
             leave(f"fmmeta: error: {fault}", ENDED)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
+            if stop.args:
+                leave(f"fmmeta: stopped by {stop.args[0]}; outputs that were not finished are removed", STOPPED)
             leave("fmmeta: interrupted", INTERRUPTED)
         except BrokenPipeError:
-            if signals:
+            if command == "train":
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes nowhere
             sys.exit(CUT_OFF)
         end(signals)
         sys.exit(0)
+
+
+def listening(command: str) -> AbstractContextManager[Signals | None]:
+    """How a command answers signals: train and tune stop at a safe point, evaluate ends at once until its results are there,
+    adapt and predict are interrupted.
+    """
+    if command in ("adapt", "predict"):
+        return interrupting()
+    if command in ("evaluate", "tune"):
+        return Signals(starting=True, leave=leave_at_once)
+    return Signals(starting=True) if command == "train" else nullcontext()
+
+
+def leave_at_once(code: int) -> None:
+    """End the process from a thread; with STOPPED nothing has been written yet."""
+    if code == STOPPED and global_rank() == 0:
+        print("fmmeta: stopped by a signal; nothing was written", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def end(signals: Signals | None) -> None:
@@ -115,11 +135,15 @@ def fail(message: str) -> NoReturn:
 
 def leave(line: str, code: int) -> NoReturn:
     """Print one line on rank 0 and end with this code on every rank."""
-    if int(os.environ.get("FMMETA_GLOBAL_RANK", os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))) == 0:
+    if global_rank() == 0:
         print(redact(line), file=sys.stderr, flush=True)
     else:
         time.sleep(3)  # launchers kill the others at the first exit; let rank 0 be that one
     sys.exit(code)
+
+
+def global_rank() -> int:
+    return int(os.environ.get("FMMETA_GLOBAL_RANK", os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
 
 
 class Parser(argparse.ArgumentParser):

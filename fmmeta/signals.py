@@ -17,7 +17,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,26 @@ class Signals:
                 if number in STOPPING:
                     self.receive(signal.Signals(number).name, 128 + number)
         self.reader.close()
+
+
+@contextmanager
+def interrupting() -> Iterator[None]:
+    """While the block runs, SIGTERM and SIGUSR1 raise `KeyboardInterrupt` with their name, as SIGINT does without one.
+
+    For commands of one process, which remove their unfinished outputs on the way out. What comes after the first is ignored.
+    """
+
+    def stop(number: int, _: object) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Launcher:

@@ -26,6 +26,9 @@ class MetaTrainer:
     def __init__(self, config: Config, signals: Signals | None = None) -> None:
         self.config, self.signals = config, signals
 
+    def __repr__(self) -> str:
+        return f"MetaTrainer({self.config!r})"
+
     def train(self) -> Result:
         """Run to the end, or go on where an earlier process stopped. Raises `UsageError`, `Fault` where a machine misbehaves, and
         `Stopped` after a signal. Collective: world.

@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,13 +68,14 @@ def adapt(settings: AdaptConfig, progress: Progress, support_set: Examples | Non
     unknown = sorted(set(query.right) - set(labels)) if query is not None and labels else []
     if unknown:
         raise UsageError(f"query={settings.query} has the class {unknown[0]!r}, of which the support set has none; add some")
-    folder = make_folder(settings.output_dir) if settings.output_dir else None
-    adapted = learn(settings, support, labels, progress)
-    if query is not None:
-        answers = adapted.predict(query.left, settings.max_new_tokens)
-        adapted.predictions = [replace(one, truth=truth) for one, truth in zip(answers, query.right, strict=True)]
-    if folder is not None:
-        write(adapted, folder, settings, support, config.inner_steps)
+    with new_folder(settings.output_dir) as folder:
+        adapted = learn(settings, support, labels, progress)
+        if query is not None:
+            answers = adapted.predict(query.left, settings.max_new_tokens)
+            adapted.predictions = [replace(one, truth=truth) for one, truth in zip(answers, query.right, strict=True)]
+        if folder is not None:
+            write(adapted, folder, settings, support, config.inner_steps)
+            adapted.output_dir = str(folder)
     return adapted
 
 
@@ -116,15 +119,28 @@ def write(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table,
         (folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
 
 
-def make_folder(output_dir: str) -> Path:
+@contextmanager
+def new_folder(output_dir: str) -> Iterator[Path | None]:
+    """An empty folder for the block to fill, None without a name; emptied again if the block raises. Raises `UsageError`."""
+    if not output_dir:
+        yield None
+        return
     folder = Path(output_dir)
     try:
+        new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UsageError(f"output_dir={folder} is not empty; choose another, so that nothing is overwritten")
     except OSError as error:
         raise UsageError(f"output_dir={folder} cannot be made: {error.strerror}; choose another") from None
-    return folder
+    try:
+        yield folder
+    except BaseException:
+        for inside in folder.iterdir():
+            shutil.rmtree(inside) if inside.is_dir() else inside.unlink()
+        if new:
+            folder.rmdir()
+        raise
 
 
 def read_task(setting: str, given: str | Examples, config: Config, notice: Callable[[str], None], unique: bool = True) -> Table:

@@ -12,15 +12,26 @@ from fmmeta.tasks.table import broken_text
 from fmmeta.values import shortened
 
 
-@dataclass
+@dataclass(repr=False)
 class Adapted:
-    """What `adapt` gives; its model is in `single`. `left_out`: accuracy on examples left out, None where none could be."""
+    """What `adapt` gives; its model is in `single`. `left_out`: accuracy on examples left out, None where none could be.
+    `output_dir`: the folder that was written, if any.
+    """
 
     labels: tuple[str, ...]
     inner_steps: int
     left_out: float | None
     single: Single
     predictions: list[Answer] = field(default_factory=list)
+    output_dir: str | None = None
+
+    def __repr__(self) -> str:
+        config = self.single.config
+        left_out, accuracy = (None if share is None else f"{share:.4f}" for share in (self.left_out, self.accuracy))
+        facts = {"base": config.model_name_or_path, "task_type": config.task_type, "labels": self.labels}
+        shown = ", ".join(f"{name}={value!r}" for name, value in facts.items())
+        return (f"{type(self).__name__}({shown}, inner_steps={self.inner_steps}, left_out={left_out}, accuracy={accuracy}, "
+                f"output_dir={self.output_dir!r})")  # fmt: skip
 
     @property
     def accuracy(self) -> float | None:

@@ -33,14 +33,21 @@ from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.progress import Progress
+from fmmeta.signals import Signals
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.schedule import Task
 
 
-def run(settings: EvaluateConfig) -> None:
+def run(settings: EvaluateConfig, signals: Signals | None = None) -> None:
     """`fmmeta evaluate`: the results as a table. Collective: world."""
     progress = Progress(speaks=Launch.from_env(os.environ).global_rank == 0)
-    evaluate(settings, progress, partial(show, progress=progress))
+
+    def tell(results: dict[str, Any]) -> None:
+        if signals:
+            signals.run()  # a signal that comes now no longer ends the process: the results are shown and written
+        show(results, progress)
+
+    evaluate(settings, progress, tell)
 
 
 def evaluate(settings: EvaluateConfig, progress: Progress | None = None,

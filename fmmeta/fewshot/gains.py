@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fmmeta.config import Config
 from fmmeta.fewshot.confusion import confusion
 from fmmeta.fewshot.heldout import TEST, HeldOut, Score, per_stratum
-from fmmeta.fewshot.scores import Interval, mean_ci95
+from fmmeta.fewshot.scores import Interval, mean_ci95, shown, strict
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.meta.parameters import MetaParameters
@@ -53,7 +53,7 @@ class Compared:
         gain = {"accuracy": self.gain[0], "loss": self.gain[1]}
         started, trained = ({name: pair[i] for name, pair in self.strata.items()} for i in (0, 1))
         facts = {**rows, "gain": gain, "per_stratum": trained, "per_stratum_at_start": started, "episodes": self.episodes}
-        return facts | ({} if self.loop is None else {"baseline_inner_loop": asdict(self.loop)})
+        return strict(facts | ({} if self.loop is None else {"baseline_inner_loop": asdict(self.loop)}))
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def show(compared: Compared, config: Config, table: Table) -> None:
     if compared.loop is not None and compared.loop.steps:
         rows[1][0] += f" ({compared.loop.text(config)})"
     gain, fall = compared.gain
-    rows.append(["gain of meta-training (paired)", percent(gain), f"{fall[0]:.4f} ± {fall[1]:.4f}"])
+    rows.append(["gain of meta-training (paired)", percent(gain), shown(fall)])
     way = f"{config.n_way}-way " if config.task_type == "classification" else ""
     title = f"{compared.episodes} held-out {way}{config.k_shot}-shot episodes, {config.inner_steps} inner steps"
     if config.task_type == "classification":
@@ -156,4 +156,4 @@ def show(compared: Compared, config: Config, table: Table) -> None:
 
 
 def percent(interval: Interval) -> str:
-    return f"{100 * interval[0]:.1f} ± {100 * interval[1]:.1f}"
+    return shown(interval, ".1f", 100)

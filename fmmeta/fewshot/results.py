@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fmmeta.config import UsageError
-from fmmeta.fewshot.scores import EpisodeScore, paired, summary
+from fmmeta.fewshot.scores import EpisodeScore, paired, shown, strict, summary
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.progress import Progress
 
@@ -29,14 +30,27 @@ class Cell:
                 "scores": [asdict(score) for score in self.scores]}  # fmt: skip
 
 
-def results_of(settings: EvaluateConfig, cells: Sequence[Cell], task_type: str) -> dict[str, Any]:
+class EvaluationResults(dict[str, Any]):
+    """results.json as a dict; shown in one line, without the scores of every episode."""
+
+    def __repr__(self) -> str:
+        cells = (
+            f"{cell['method']} {cell['k_shot']}-shot accuracy {percent(cell['accuracy'], cell['ci95'])} %"
+            for cell in self["cells"]
+        )
+        return (f"{type(self).__name__}({self['model']!r}, {self['episodes']} episodes of the {self['part']} part: "
+                f"{', '.join(cells)})")  # fmt: skip
+
+
+def results_of(settings: EvaluateConfig, cells: Sequence[Cell], task_type: str) -> EvaluationResults:
     """The first cell's numbers on top, all cells below. `task_type`: of the run, be it asked for or remembered."""
     listed = [cell.as_dict() for cell in cells]
     ways = None if task_type == "causal_lm" else settings.n_way
     top = {name: value for name, value in listed[0].items() if name not in ("scores", "episodes_fingerprint")}
-    return {"model": settings.model_name_or_path, "dataset": settings.dataset, "part": settings.part, "n_way": ways,
-            "n_way_max": settings.n_way_max, "k_shot_max": settings.k_shot_max, "seed": settings.seed, **top,
-            "cells": listed}  # fmt: skip
+    return EvaluationResults({
+        "model": settings.model_name_or_path, "dataset": settings.dataset, "part": settings.part, "n_way": ways,
+        "n_way_max": settings.n_way_max, "k_shot_max": settings.k_shot_max, "seed": settings.seed, **top, "cells": listed,
+    })  # fmt: skip
 
 
 def read_cells(path: str) -> list[Cell]:
@@ -65,10 +79,19 @@ def check_comparable(settings: EvaluateConfig, prints: dict[int, str], others: S
 
 
 def differences(cells: Sequence[Cell], others: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Paired differences of the cells that both have."""
+    """Paired differences of the cells that both have, a verdict on the accuracy, and the other model's own scores."""
     by_name = {(other.method, other.k_shot): other for other in others}
-    return [{"method": cell.method, "k_shot": cell.k_shot, **paired(cell.scores, by_name[cell.method, cell.k_shot].scores)}
-            for cell in cells if (cell.method, cell.k_shot) in by_name]  # fmt: skip
+    pairs = [(cell, by_name[cell.method, cell.k_shot]) for cell in cells if (cell.method, cell.k_shot) in by_name]
+    found = [(cell, other, paired(cell.scores, other.scores)) for cell, other in pairs]
+    return [{"method": cell.method, "k_shot": cell.k_shot, **gain, "verdict": verdict(gain["accuracy_gain"], gain["ci95"]),
+             "other": other.as_dict()} for cell, other, gain in found]  # fmt: skip
+
+
+def verdict(gain: float, half: float) -> str | None:
+    """Whether the 95 % interval of a gain is above zero, below it or holds it; None without an interval."""
+    if not math.isfinite(gain) or not math.isfinite(half):
+        return None
+    return "better" if gain > half else "worse" if gain < -half else "no significant difference"
 
 
 def check_output(path: Path) -> None:
@@ -89,21 +112,23 @@ def check_output(path: Path) -> None:
         raise UsageError(f"output={path} cannot be written ({error.strerror}); give another file") from None
 
 
-def write(path: Path, results: dict[str, Any]) -> None:
+def write(path: Path, results: Mapping[str, Any]) -> None:
+    """Write results or settings as JSON. A file appears under its name when it is whole. Raises `UsageError`."""
+    text = json.dumps(strict(results), indent=1, allow_nan=False) + "\n"
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(strict(results), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not target.is_file():  # a pipe or a device
+            target.write_text(text, encoding="utf-8")
+            return
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"output={path} cannot be written ({error.strerror}); give another file") from None
-
-
-def strict(value: Any) -> Any:
-    """The same with None for numbers that JSON has not: the interval of one episode, a loss that diverged."""
-    if isinstance(value, dict):
-        return {name: strict(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [strict(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show(results: dict[str, Any], progress: Progress) -> None:
@@ -123,15 +148,15 @@ def show(results: dict[str, Any], progress: Progress) -> None:
         progress.table(f"accuracy % by stratum ({results['method']}, {results['k_shot']}{most} shots)", ["", "accuracy %"],
                        [[name, f"{100 * value:.1f}"] for name, value in strata.items()])  # fmt: skip
     if "compare" in results:
-        rows = [[cell["method"], f"{cell['k_shot']}{most}", percent(cell["accuracy_gain"], cell["ci95"], "+"),
-                 f"{cell['loss_gain']:+.4f} ± {number(cell['loss_ci95'], '.4f')}"]
-                for cell in results["compare"]["cells"]]  # fmt: skip
-        progress.table(f"better than {results['compare']['with']} by (paired)", ["method", "shots", "accuracy %", "loss"], rows)
+        own = {(cell["method"], cell["k_shot"]): cell for cell in results["cells"]}
+        rows = [[name, f"{k}{most}", *(percent(one["accuracy"], one["ci95"]) for one in (own[name, k], cell["other"])),
+                 percent(cell["accuracy_gain"], cell["ci95"], "+"), f"{own[name, k]['loss']:.4f}",
+                 f"{cell['other']['loss']:.4f}", shown((cell["loss_gain"], cell["loss_ci95"]), "+.4f"), cell["verdict"] or "-"]
+                for cell in results["compare"]["cells"] for name, k in [(cell["method"], cell["k_shot"])]]  # fmt: skip
+        progress.table(f"{results['model']} (A) against {results['compare']['with']} (B): differences are paired by episode",
+                       ["method", "shots", "A: accuracy %", "B: accuracy %", "A - B", "A: loss", "B: loss", "B - A",
+                        "by accuracy A is"], rows)  # fmt: skip
 
 
 def percent(mean: float, half: float, sign: str = "") -> str:
-    return f"{100 * mean:{sign}.2f} ± {number(100 * half, '.2f')}"
-
-
-def number(value: float, form: str) -> str:
-    return format(value, form) if math.isfinite(value) else "-"
+    return shown((mean, half), f"{sign}.2f", 100)

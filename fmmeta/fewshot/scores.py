@@ -1,7 +1,7 @@
 """The numbers of few-shot evaluation: of one episode, and over episodes with their intervals.
 
     episode: loss (mean negative log-likelihood), accuracy, and how sure the model was, in bins of confidence
-    over episodes: mean +- 1.96 standard errors; by stratum; expected calibration error; paired differences
+    over episodes: mean and its 95 % interval (Student's t); by stratum; expected calibration error; paired differences
 
 Expected calibration error: sum over bins of (rows in it / all rows) |accuracy - mean confidence| (Guo et al. 2017, arXiv
 1706.04599, equation 3), BINS bins of equal width, rows of all episodes together.
@@ -14,18 +14,19 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
 
 from fmmeta.parallel.communicator import Ranks
 
 BINS = 10
 Interval = tuple[float, float]
-"""Mean over episodes and half its 95 % interval."""
+"""Mean of n values and half its 95 % interval; NaN for n = 1, which has no interval."""
 
 
 class Slotted(Protocol):
@@ -74,7 +75,11 @@ def score_of(slot: int, task: str, stratum: str, numbers: Tensor) -> EpisodeScor
 
 
 def mean_ci95(values: Sequence[float]) -> Interval:
-    """Mean, and half the width of its 95 % interval over episodes (1.96 standard errors); both infinite if a value is."""
+    """Mean of n values, and half the width of its 95 % interval, t_{n-1, 0.975} s / sqrt(n), NaN for n = 1.
+
+    s: standard deviation with n - 1 in the denominator; t: quantile of Student's distribution (Student 1908, "The probable error
+    of a mean"), 12.7 for n = 2, 2.78 for 5, 1.96 for 600. Mean and half are infinite if a value is.
+    """
     n = len(values)
     mean = sum(values) / n
     if math.isinf(mean):
@@ -82,7 +87,23 @@ def mean_ci95(values: Sequence[float]) -> Interval:
     if n < 2:
         return mean, math.nan
     variance = sum((value - mean) ** 2 for value in values) / (n - 1)
-    return mean, 1.96 * math.sqrt(variance / n)
+    return mean, float(stdtrit(n - 1, 0.975)) * math.sqrt(variance / n)
+
+
+def shown(interval: tuple[float, float | None], form: str = ".4f", scale: float = 1.0) -> str:
+    """`mean ± half`; - for numbers that are None or not finite: the interval of one value, a mean that diverged."""
+    forms = form, form.lstrip("+")
+    return " ± ".join("-" if value is None or not math.isfinite(value) else format(scale * value, each)
+                      for value, each in zip(interval, forms, strict=True))  # fmt: skip
+
+
+def strict(value: Any) -> Any:
+    """The same with None for numbers that JSON does not have: the interval of one value, a loss that diverged."""
+    if isinstance(value, Mapping):
+        return {name: strict(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def gather(ranks: Ranks, scores: Sequence[S], kind: type[S]) -> list[S]:

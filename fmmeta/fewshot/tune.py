@@ -9,10 +9,9 @@ model with rates of its own (by layer, or of the head alone) keeps their proport
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,18 @@ from fmmeta.config import REMEMBERED, Config, UsageError
 from fmmeta.feed import Reader
 from fmmeta.fewshot.defaults import stored_rates
 from fmmeta.fewshot.episodes import episodes_of, run_config
-from fmmeta.fewshot.results import check_output
+from fmmeta.fewshot.results import check_output, write
 from fmmeta.fewshot.settings import EvaluateConfig, TuneConfig, remembered
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.models.load import Description, empty_learner
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
+from fmmeta.signals import Signals, Stopped
 from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import Load
 
+DECIMALS = 4  # of a loss that is shown; losses that agree in them tie
 DIVERGED = 1e3  # nats: a mean query loss above this counts as infinite, since no step size that is of use comes near it
 
 
@@ -49,17 +50,18 @@ class Choice:
     accuracy: float
 
 
-def run(settings: TuneConfig) -> None:
-    """`fmmeta tune`: choose, tell, store. Collective: world."""
+def run(settings: TuneConfig, signals: Signals | None = None) -> None:
+    """`fmmeta tune`: choose, tell, store. Raises `Stopped` after a signal. Collective: world."""
     progress = Progress(speaks=Launch.from_env(os.environ).global_rank == 0)
-    best = tune(settings, progress)[0]
+    best = tune(settings, progress, signals)[0]
     progress.notice(f"best: head_init {best.head_init}, inner_lr {best.inner_lr:.4g}, {best.inner_steps} inner steps")
 
 
-def tune(settings: TuneConfig, progress: Progress) -> list[Choice]:
+def tune(settings: TuneConfig, progress: Progress, signals: Signals | None = None) -> list[Choice]:
     """Every choice that was tried, the best first; it is stored in the model's fmmeta.json, or in `output`.
 
-    Raises `UsageError`. Collective: world.
+    Where a signal or a failure ends it early, the best so far is stored and shown first. Raises `UsageError`, and `Stopped` on
+    all ranks after a signal. Collective: world.
     """
     target = place_of(settings)
     launch = Launch.from_env(os.environ)
@@ -68,29 +70,35 @@ def tune(settings: TuneConfig, progress: Progress) -> list[Choice]:
         with world.comm.together("reading settings"):
             if launch.global_rank == 0 and settings.output:
                 check_output(target)
-        bench = Bench(settings, world, progress)
-        tried = sorted(bench.choices(), key=lambda choice: choice.loss)
+        bench = Bench(settings, world, progress, signals)
+        try:
+            for choice in bench.choices():
+                bench.tried.append(choice)
+        except BaseException as error:  # perhaps of this rank alone: no collectives from here on
+            kept = bench.keep(target) if launch.global_rank == 0 else ""
+            if isinstance(error, Stopped):
+                raise Stopped(f"stopped by {error} after {kept}") from None
+            progress.notice(f"failed after {kept}")
+            raise
+        tried = bench.ranked()
         if not math.isfinite(tried[0].loss):
             raise UsageError(f"inner_lrs={' '.join(f'{rate:g}' for rate in settings.inner_lrs)}: the loss diverges with every "
                              "one of them, and nothing is stored; try lower ones")  # fmt: skip
-        rows = [[one.head_init, f"{one.inner_lr:.4g}", str(one.inner_steps), f"{one.loss:.4f}", f"{100 * one.accuracy:.1f}"]
-                if math.isfinite(one.loss) else [one.head_init, f"{one.inner_lr:.4g}", "-", "diverged", "-"]
-                for one in tried]  # fmt: skip
-        progress.table(f"{settings.episodes} episodes of the {settings.part} part: the best number of steps for each rate",
-                       ["head", "inner_lr", "steps", "loss", "accuracy %"], rows)  # fmt: skip
+        bench.show(tried)
         with world.comm.together("storing the choice"):
             if launch.global_rank == 0:
-                store(settings, target, tried[0], bench.base)
+                store(settings, target, tried, bench)
         return tried
     finally:
         world.close()
 
 
 class Bench:
-    """A model and its validation episodes."""
+    """A model, its validation episodes, and the choices that were tried on them."""
 
-    def __init__(self, settings: TuneConfig, world: World, progress: Progress) -> None:
-        self.settings, self.progress = settings, progress
+    def __init__(self, settings: TuneConfig, world: World, progress: Progress, signals: Signals | None = None) -> None:
+        self.settings, self.progress, self.signals = settings, progress, signals
+        self.tried: list[Choice] = []
         asked = EvaluateConfig(
             **{name: value for name, value in vars(settings).items() if name in EvaluateConfig.__dataclass_fields__}
         )
@@ -114,19 +122,45 @@ class Bench:
         self.episodes: list[Batches] = [batches for _, batches in found]
         inner = self.parts.setup.inner
         self.rates = stored_rates(self.base, inner.rates, self.parts.worker)
+        self.total = settings.trials if settings.tuner == "optuna" else len(self.heads) * len(settings.inner_lrs)
+
+    def ranked(self) -> list[Choice]:
+        """The choices, lowest loss first. Of losses that agree in the four decimals of the table the model's own rate comes
+        first, then the smallest, then the head that was tried first.
+        """
+        own = self.base.inner_lr
+        return sorted(self.tried, key=lambda one: (round(one.loss, DECIMALS), one.inner_lr != own, one.inner_lr))
+
+    def show(self, tried: Sequence[Choice]) -> None:
+        rows = [[one.head_init, f"{one.inner_lr:.4g}",
+                 *([str(one.inner_steps), f"{one.loss:.{DECIMALS}f}", f"{100 * one.accuracy:.1f}"] if math.isfinite(one.loss)
+                   else ["-", "diverged", "-"])] for one in tried]  # fmt: skip
+        settings = self.settings
+        self.progress.table(f"{settings.episodes} episodes of the {settings.part} part: the best number of steps for each rate",
+                            ["head", "inner_lr", "steps", "loss", "accuracy %"], rows)  # fmt: skip
+
+    def keep(self, target: Path) -> str:
+        """Show and store what was found before an early end; says what was kept. Collective: none."""
+        done, tried = f"{len(self.tried)} of {self.total} trials", self.ranked()
+        if tried:
+            self.show(tried)
+        if not tried or not math.isfinite(tried[0].loss):
+            return f"{done}; nothing is stored"
+        try:
+            store(self.settings, target, tried, self)
+        except UsageError as error:
+            return f"{done}; nothing is stored: {error}"
+        return f"{done}; the best so far is stored in {target}"
 
     def choices(self) -> Iterator[Choice]:
         """The best number of steps for every head and rate that is tried. Collective: world."""
-        settings = self.settings
-        heads = self.heads
-        if settings.tuner == "optuna":
-            yield from self._by_optuna(heads)
+        if self.signals:
+            self.signals.run()  # a signal stops between two episodes from here on
+        if self.settings.tuner == "optuna":
+            yield from self._by_optuna(self.heads)
             return
-        total, done = len(heads) * len(settings.inner_lrs), 0
-        for head in heads:
-            for rate in settings.inner_lrs:
-                self.progress.line("rates tried", done, total)
-                done += 1
+        for head in self.heads:
+            for rate in self.settings.inner_lrs:
                 yield self.score(head, rate)
 
     def _by_optuna(self, heads: list[str]) -> Iterator[Choice]:
@@ -134,8 +168,7 @@ class Bench:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.settings.seed))  # alike on every rank
         low, high = min(self.settings.inner_lrs), max(self.settings.inner_lrs)
-        for number in range(self.settings.trials):
-            self.progress.line("trials", number, self.settings.trials)
+        for _ in range(self.settings.trials):
             trial = study.ask()
             head, rate = trial.suggest_categorical("head_init", heads), trial.suggest_float("inner_lr", low, high, log=True)
             choice = self.score(head, rate)
@@ -143,20 +176,29 @@ class Bench:
             yield choice
 
     def score(self, head: str, rate: float) -> Choice:
-        """Mean loss after each number of steps. Collective: world."""
+        """Mean loss after each number of steps. Raises `Stopped` on all ranks if one was asked to stop. Collective: world."""
         worker, theta = self.parts.worker, self.parts.theta
-        inner = self._inner(head, rate)
-        sums = torch.zeros(3, self.settings.max_steps + 1, dtype=torch.float64)  # loss, accuracy, episodes
-        for episode in self.episodes:
+        inner, count = self._inner(head, rate), len(self.episodes)
+        best = f"lowest loss so far {min(one.loss for one in self.tried):.{DECIMALS}f}" if self.tried else ""
+        sums = torch.zeros(4, self.settings.max_steps + 1, dtype=torch.float64)  # loss, accuracy, episodes, groups that stopped
+        for done, episode in enumerate(self.episodes):
+            self.progress.line("episodes", len(self.tried) * count + done, self.total * count, best)
+            asked = torch.tensor([float(bool(self.signals and self.signals.asked))])
+            if float(self.ranks.group.sum_(asked)):
+                sums[3] = 1
+                break
             for step, one in enumerate(inner.path(worker, theta, episode.support, episode.query)):
-                sums[:, step] += torch.tensor([one.loss if one.finite else float("inf"), one.accuracy, 1.0])
+                sums[:3, step] += torch.tensor([one.loss if one.finite else float("inf"), one.accuracy, 1.0])
             worker.write(theta)
         if self.ranks.layout.group_rank:
             sums.zero_()  # one voice per group
-        loss, accuracy, count = self.ranks.world.sum_(sums)
-        loss = torch.where(loss / count <= DIVERGED, loss / count, float("inf"))  # NaN too
-        best = 1 + int(loss[1:].argmin())
-        return Choice(head, rate, best, float(loss[best]), float(accuracy[best] / count[best]))
+        loss, accuracy, scored, stopped = self.ranks.world.sum_(sums)
+        if stopped[0]:
+            told = self.ranks.world.gather_bytes((self.signals.asked if self.signals else "").encode())
+            raise Stopped(next(name.decode() for name in told if name))
+        loss = torch.where(loss / scored <= DIVERGED, loss / scored, float("inf"))  # NaN too
+        steps = 1 + int(loss[1:].round(decimals=DECIMALS).argmin())  # the fewest of those that tie
+        return Choice(head, rate, steps, float(loss[steps]), float(accuracy[steps] / scored[steps]))
 
     def _inner(self, head: str, rate: float) -> InnerLoop:
         inner = self.parts.setup.inner
@@ -196,23 +238,23 @@ def place_of(settings: TuneConfig) -> Path:
     return folder / "fmmeta.json"
 
 
-def store(settings: TuneConfig, target: Path, best: Choice, base: Config) -> None:
-    """The model's memory with the choice in it, and with the settings that it was made with; everything else in it stays."""
+def store(settings: TuneConfig, target: Path, tried: Sequence[Choice], bench: Bench) -> None:
+    """The model's memory with the best choice in it, the settings that it was made with, and what it was measured on; everything
+    else in it stays. Raises `UsageError`.
+    """
+    best, base = tried[0], bench.base
     memory, scale = remembered(settings.model_name_or_path), best.inner_lr / base.inner_lr
     facts = {**memory, **{name: getattr(base, name) for name in REMEMBERED}}
     facts |= {"head_init": best.head_init, "inner_lr": best.inner_lr, "inner_steps": best.inner_steps}
+    facts["tuned"] = {"dataset": settings.dataset, "part": settings.part, "n_way": settings.n_way, "k_shot": settings.k_shot[0],
+                      "num_query": settings.num_query, "episodes": settings.episodes, "seed": settings.seed, "loss": best.loss,
+                      "accuracy": best.accuracy, "trials": len(tried), "of": bench.total}  # fmt: skip
     rates = memory.get("inner_rates")
     if isinstance(rates, dict):
         facts["inner_rates"] = {layer: [rate * scale for rate in column] for layer, column in rates.items()}
     elif rates is not None:
         facts["inner_rates_scale"] = scale * memory.get("inner_rates_scale", 1.0)
-    temporary = target.with_name(f"{target.name}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(target)
-    except OSError as error:
-        raise UsageError(f"{target} cannot be written ({error.strerror}); give another --output") from None
+    write(target, facts)
 
 
 def import_optuna() -> Any:

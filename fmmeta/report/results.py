@@ -49,8 +49,8 @@ def held_out(facts: Facts) -> Markup | None:
         cells = cell(percent(gain["accuracy"], signed=True), "n"), cell(plain(gain["loss"], signed=True), "n")
         rows.append(row(row_head("gain of meta-training (paired)"), cell(cls="bar"), *cells, cls="gain"))
     head = [column_head(), column_head("0 to 100 %", "bar"), column_head("accuracy %", "n"), column_head("loss", "n")]
-    caption = f"{found['episodes']} held-out {shape_of(facts)} episodes; ± is half the 95 % interval over episodes "
-    caption += "(1.96 standard errors). A gain in loss is a fall."
+    caption = f"{found['episodes']} held-out {shape_of(facts)} episodes; ± is half the 95 % interval over episodes. "
+    caption += "A gain in loss is a fall."
     return section("held-out", "Before and after", table(head, rows, "stack wide", caption))
 
 

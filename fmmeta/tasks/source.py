@@ -118,6 +118,9 @@ class TaskSource(ABC):
     def episode(self, task: Task) -> Episode:
         return self.draw(task).episode()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.items)} items, {len(self.items.strata)} strata)"
+
 
 class PairSource(TaskSource):
     """Named tasks of (input, output) pairs: `k_shot` pairs to learn from, `num_query` to be asked. `rows`: by task."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from functools import cache
 
 import pytest
 
-from tests.launch import ROOT, run_ranks
+from tests.launch import ROOT, Forked, run_ranks, start_ranks
 from tests.models import save_bert, write_classes, write_pairs
+from tests.nursery import shared
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +74,38 @@ def test_answers_need_the_whole_model_on_one_rank(tmp_path):
     assert ended.codes == [2, 2]
     assert ended.output[0].strip().endswith(f"fmmeta: error: {wanted}")
     assert "Traceback" not in "".join(ended.output)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("command", ["tune", "evaluate"])
+def test_a_stopped_command_keeps_what_is_whole(command, tmp_path):
+    """tune: the signal comes to one rank alone, and both stop after the same episodes; evaluate: to all ranks of the launch."""
+    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15, rows=8)
+    words = ["-m", "fmmeta", command, "--model_name_or_path", str(model), "--dataset", str(data), "--n_way", "3", "--k_shot", "1",
+             "--num_query", "3", "--output", str(tmp_path / "out.json"), "--episodes"]  # fmt: skip
+    many = [str(rate / 10000) for rate in range(1, 501)]
+    words += ["2", "--max_steps", "1", "--inner_lrs", *many] if command == "tune" else ["3000", "--method", "finetune"]
+    started = start_ranks(words, 2)
+    assert isinstance(started, Forked)
+    ready = "lowest loss" if command == "tune" else "1-shot finetune 1/"
+    while ready not in (told := started.ranks[0].text) and started.ranks[0].code is None:
+        assert "error" not in told, told
+        time.sleep(0.1)  # a log sends no event
+        shared().poll()
+    for rank in started.ranks[1 if command == "tune" else 0 :]:
+        shared().signal(rank, signal.SIGTERM)
+    ended = started.end(60)
+    assert ended.codes == [75, 75], ended.output
+    assert [file.name for file in tmp_path.iterdir() if file.name.endswith("tmp")] == []
+    if command == "evaluate":
+        assert ended.output[0].strip().splitlines()[-1] == "fmmeta: stopped by a signal; nothing was written"
+        assert not (tmp_path / "out.json").exists()
+        return
+    stored = json.loads((tmp_path / "out.json").read_text())
+    done = stored["tuned"]["trials"]
+    assert 0 < done < stored["tuned"]["of"] == 1000
+    said = f"stopped by SIGTERM after {done} of 1000 trials; the best so far is stored in {tmp_path / 'out.json'}"
+    assert ended.output[0].strip().splitlines()[-1] == f"fmmeta: {said}"
+    rows = [line for line in ended.output[0].splitlines() if line.startswith(("zero ", "prototype "))]
+    assert len(rows) == done
+    assert rows[0].split()[1] == f"{stored['inner_lr']:.4g}"

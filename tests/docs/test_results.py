@@ -1,13 +1,16 @@
-"""Committed results are of a machine, and name nothing that lies on it."""
+"""Committed results are of a machine and name nothing that lies on it; the docs show them as the commands print them."""
 
 from __future__ import annotations
 
 import json
+import os
+import statistics
 from pathlib import Path
 
 import pytest
 
-from benchmarks.common import portable, write_json
+from benchmarks import delay, instructions, intents
+from benchmarks.common import portable, read, write_json
 from tests.unit.helpers import ROOT
 
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
@@ -27,3 +30,61 @@ def test_written_results_lose_such_paths(tmp_path):
         "data": ["data/clinc150"], "flags": {"deepspeed": "ds_configs/zero2.json"}, "model": "m",
     }  # fmt: skip
     assert set(found["machine"]) >= {"date", "cores", "torch"}
+
+
+FEWSHOT = (ROOT / "docs/fewshot.md").read_text(encoding="utf-8")
+DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data"))
+T4 = 2.776  # 97.5 % quantile of Student's t with 4 degrees of freedom
+
+
+def squeezed(text: str) -> list[list[str]]:
+    """Cells of the lines of Markdown tables, whatever their alignment."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+
+
+@pytest.mark.parametrize("module", [intents, instructions])
+def test_tables_of_the_docs_are_those_of_the_results(module):
+    shown = [row for row in squeezed(module.show(read(module.RESULTS))) if not set(row[0]) <= {"-"}]
+    assert len(shown) > 4
+    in_docs = squeezed(FEWSHOT.replace("**", ""))
+    assert [row for row in shown if row not in in_docs] == []
+
+
+def test_intervals_over_five_splits_are_students():
+    best = [one for key, one in read(intents.RESULTS).items() if key.startswith("best banking77")]
+    means = [statistics.mean(intents.accuracies(one, "1")) for one in best]
+    half = T4 * statistics.stdev(means) / 5**0.5
+    assert intents.estimate([intents.accuracies(one, "1") for one in best])[1] == pytest.approx(half, rel=1e-3)
+    assert f"{statistics.mean(means):.2f} ± {half:.2f}" in FEWSHOT
+
+
+@pytest.mark.parametrize(("suite", "gain"), [("marks", False), ("first_order", True)])
+def test_intervals_over_seeds_are_students(suite, gain):
+    runs = json.loads((ROOT / f"benchmarks/results/{suite}.json").read_text(encoding="utf-8"))
+    losses = {name: [run["loss"] for run in runs if run["algorithm"] == name and run["inner_lr"] == 1.0]
+              for name in ("fomaml", "maml")}  # fmt: skip
+    columns = [[a - b for a, b in zip(*losses.values(), strict=True)]] if gain else list(losses.values())
+    for column in columns:
+        expected = f"{statistics.mean(column):.3f} ± {T4 * statistics.stdev(column) / 5**0.5:.3f}"
+        assert expected in (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+
+
+def test_the_difference_of_one_seed_has_no_interval():
+    runs = {"plain": [{"train_loss": 1.0}], "delayed": [{"train_loss": 1.5}]}
+    told = delay.summary(runs)["delayed"]
+    assert (told["beside"], told["beside_ci95"]) == (0.5, None)
+    told = delay.summary({name: [*each, {"train_loss": 1.0}] for name, each in runs.items()})["delayed"]
+    assert told["beside_ci95"] == pytest.approx(12.706 * 0.25, rel=1e-4)  # 1 degree of freedom
+
+
+@pytest.mark.parametrize("name", ["banking77", "clinc150"])
+def test_the_docs_say_how_many_test_classes_the_recipe_was_chosen_on(name):
+    """`best` was chosen on validation classes of one split, which other splits test on."""
+    if not (file := DATA / name / "class_splits.json").is_file():
+        pytest.skip(f"no data set {name} in {DATA}")
+    splits = json.loads(file.read_text(encoding="utf-8"))
+    chosen_on = set(splits["01"]["valid"])
+    tested = [name for split in ("02", "03", "04", "05") for name in splits[split]["test"]]
+    seen = sum(name in chosen_on for name in tested)
+    for page in ("docs/fewshot.md", "README.md"):
+        assert f"{seen} of {len(tested)}" in (ROOT / page).read_text(encoding="utf-8"), page

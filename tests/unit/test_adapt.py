@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -16,7 +20,8 @@ from fmmeta.fewshot import predict
 from fmmeta.fewshot.adaptation import leave_out, read_task
 from fmmeta.fewshot.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
-from tests.launch import python
+from fmmeta.tasks.load import load_sources
+from tests.launch import environment, python
 from tests.models import WORDS
 from tests.unit.helpers import refusal, write_rows
 
@@ -340,3 +345,51 @@ def test_a_query_set_from_python_has_the_same_shape():
 ])  # fmt: skip
 def test_settings_from_python_that_do_not_fit(settings, said):
     assert refusal(fmmeta.adapt, "tiny", PAIRS, **settings) == said
+
+
+def test_objects_are_shown_in_one_line_each(bert, tmp_path):
+    adapted = fmmeta.adapt(bert, PAIRS, query=PAIRS[:3], output_dir=tmp_path / "out", inner_steps=2, early_stopping=False)
+    assert repr(adapted) == (
+        f"Adapted(base={str(bert)!r}, task_type='classification', labels={adapted.labels}, inner_steps=2, left_out=None, "
+        f"accuracy={adapted.accuracy:.4f}, output_dir={str(tmp_path / 'out')!r})"
+    )
+    results = fmmeta.evaluate(bert, "letters", method=["prototype", "knn"], k_shot=[1], episodes=3)
+    first, second = (f"{cell['method']} {cell['k_shot']}-shot accuracy {100 * cell['accuracy']:.2f} ± {100 * cell['ci95']:.2f} %"
+                     for cell in results["cells"])  # fmt: skip
+    assert repr(results) == f"EvaluationResults({str(bert)!r}, 3 episodes of the test part: {first}, {second})"
+    assert json.loads(json.dumps(results)) == results
+    config = Config(dataset=["letters"])
+    sources = load_sources(config, byte_tokenizer(), print)
+    assert repr(sources.train) == "ClassSource(140 items, 7 strata)"
+    assert repr(fmmeta.MetaTrainer(config)) == f"MetaTrainer({config!r})"
+
+
+def test_a_folder_that_is_not_finished_is_removed(bert, tmp_path, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fmmeta.fewshot.adaptation.write_card", stopped)  # after the weights
+    (tmp_path / "empty").mkdir()
+    for name in ("new", "empty"):
+        with pytest.raises(KeyboardInterrupt):
+            fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / name, inner_steps=1, early_stopping=False)
+    assert [file.name for file in tmp_path.iterdir()] == ["empty"]
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_a_stopped_adaptation_leaves_no_folder(bert, tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl", [{"text": text, "label": label} for text, label in PAIRS])
+    process = subprocess.Popen([sys.executable, "-m", "fmmeta", "adapt", "--model_name_or_path", str(bert), "--support",
+                                str(data), "--inner_steps", "1000000", "--output_dir", str(tmp_path / "out")],
+                               env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    try:
+        while not (tmp_path / "out").exists() and process.poll() is None:
+            time.sleep(0.05)  # a folder sends no event
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+        assert process.stderr
+        assert process.stderr.read().strip() == "fmmeta: stopped by SIGTERM; outputs that were not finished are removed"
+        assert not (tmp_path / "out").exists()
+    finally:
+        process.kill()
+        process.wait()

@@ -18,12 +18,13 @@ from fmmeta.fewshot import evaluation
 from fmmeta.fewshot.episodes import episodes_of, run_config
 from fmmeta.fewshot.frozen import knn, linear
 from fmmeta.fewshot.language import LanguageMetrics, longest_common, rouge_l
-from fmmeta.fewshot.results import read_cells, write
+from fmmeta.fewshot.results import Cell, differences, read_cells, results_of, show, write
 from fmmeta.fewshot.scores import EpisodeScore, calibration_error, counted, paired, score_of
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.progress import Progress
 from tests.models import WORDS, save_family, write_pairs
 from tests.unit.helpers import refusal
 
@@ -73,7 +74,7 @@ def test_finetuning_equals_a_plain_loop(bert, classes):
     assert [score["loss"] for score in results["cells"][0]["scores"]] == pytest.approx(losses, rel=1e-4)
     assert [score["accuracy"] for score in results["cells"][0]["scores"]] == pytest.approx(right)
     assert results["accuracy"] == pytest.approx(np.mean(right))
-    assert results["ci95"] == pytest.approx(1.96 * np.std(right, ddof=1) / 2)
+    assert results["ci95"] == pytest.approx(3.1824463 * np.std(right, ddof=1) / 2)  # Student's t, 3 degrees of freedom
     assert results["episodes"] == 4
     assert set(results["per_stratum"]) <= {"s0", "s1", "s2"}
 
@@ -128,6 +129,7 @@ def test_every_method_and_shot_meets_the_same_episodes_and_a_model_equals_itself
     for other in (str(tmp_path / "deep" / "first.json"), str(bert)):
         (cell,) = fmmeta.evaluate(str(bert), str(classes), **flags, compare=other)["compare"]["cells"]
         assert (cell["accuracy_gain"], cell["loss_gain"], cell["ci95"], cell["episodes"]) == (0, 0, 0, 3)
+        assert cell["other"] == next(one for one in first["cells"] if (one["method"], one["k_shot"]) == ("finetune", 2))
     message = refusal(
         fmmeta.evaluate, str(bert), str(classes), **{**flags, "seed": 7}, compare=str(tmp_path / "deep" / "first.json")
     )
@@ -278,7 +280,6 @@ def test_greedy_answers_are_those_of_transformers(llama):
 
     from fmmeta.fewshot.language import generate
     from fmmeta.fewshot.single import start
-    from fmmeta.progress import Progress
 
     single = start(Config(model_name_or_path=str(llama), task_type="causal_lm", algorithm="none"), Progress(False))
     prompts = [single.tokenizer(text)["input_ids"] for text in ("river", "a longer prompt", "x")]
@@ -299,7 +300,6 @@ def test_answers_end_where_the_positions_do(tmp_path):
 
     from fmmeta.fewshot.language import generate
     from fmmeta.fewshot.single import start
-    from fmmeta.progress import Progress
 
     folder = save_family(tmp_path / "gpt2", "gpt2")  # 128 learned positions
     single = start(Config(model_name_or_path=str(folder), task_type="causal_lm", algorithm="none"), Progress(False))
@@ -345,7 +345,7 @@ def test_paired_differences_are_over_common_episodes():
     assert found["episodes"] == 2
     assert found["accuracy_gain"] == pytest.approx(0.4)
     assert found["loss_gain"] == pytest.approx(0.5)
-    assert found["ci95"] == pytest.approx(1.96 * np.std([0.3, 0.5], ddof=1) / np.sqrt(2))
+    assert found["ci95"] == pytest.approx(12.7062 * np.std([0.3, 0.5], ddof=1) / np.sqrt(2))  # 1 degree of freedom
 
 
 @pytest.mark.parametrize(("flags", "text"), [
@@ -465,6 +465,30 @@ def test_one_episode_has_no_interval_and_results_are_json(bert, classes, tmp_pat
     assert f"{100 * results['accuracy']:.2f} ± -" in out
     assert "+0.00 ± -" in out
     assert "nan" not in out
+
+
+@pytest.mark.parametrize(("accuracies", "row", "verdict"), [
+    ([0.2, 0.3, 0.4, 0.3], "30.00 ± 12.99  60.00 ± 12.99  -30.00 ± 0.00", "worse"),
+    ([0.8, 0.9, 1.0, 0.9], "90.00 ± 12.99  60.00 ± 12.99  +30.00 ± 0.00", "better"),
+    ([0.5, 0.7, 0.6, 0.7], "62.50 ± 15.23  60.00 ± 12.99  +2.50 ± 15.23", "no significant difference"),
+    ([0.2], "20.00 ± -  60.00 ± 12.99  -30.00 ± -", "-"),
+])  # fmt: skip
+def test_a_comparison_shows_both_models_and_whether_one_is_better(accuracies, row, verdict, capsys):
+    def cell(values, loss):
+        return Cell("knn", 1, "x", [EpisodeScore(slot, "t", "s", loss, value) for slot, value in enumerate(values)])
+
+    settings = EvaluateConfig(model_name_or_path="mine", compare="theirs", method=["knn"], k_shot=[1])
+    ours, theirs = cell(accuracies, 1.0), cell([0.5, 0.6, 0.7, 0.6], 1.25)
+    results = results_of(settings, [ours], "classification")
+    results["compare"] = {"with": "theirs", "cells": differences([ours], [theirs])}
+    show(results, Progress(True))
+    told = capsys.readouterr().out.split("mine (A) against theirs (B)")[1]
+    (line,) = [line for line in told.splitlines() if line.startswith("knn")]
+    assert " ".join(line.split()).startswith(f"knn 1 {' '.join(row.split())} 1.0000 1.2500 +0.2500 ± ")
+    assert line.endswith(f"  {verdict}")
+    (stored,) = results["compare"]["cells"]
+    assert stored["verdict"] == (None if verdict == "-" else verdict)
+    assert (stored["other"]["accuracy"], len(stored["other"]["scores"])) == (pytest.approx(0.6), 4)
 
 
 def test_a_loss_that_diverged_is_read_back(tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import statistics
 from collections.abc import Sequence
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from fmmeta.config import SCHEDULES, Config
 from fmmeta.feed import Reader
-from fmmeta.fewshot.gains import compare
+from fmmeta.fewshot.gains import compare, show
 from fmmeta.fewshot.heldout import HeldOut, Score, per_stratum
 from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.meta.algorithms import RULES
@@ -557,8 +559,22 @@ def test_gains_are_paired_over_the_episodes_that_both_passes_have():
 
 
 def test_summaries_of_scores():
-    assert mean_ci95([1.0, 2.0, 3.0, 4.0]) == pytest.approx((2.5, 1.96 * math.sqrt((5 / 3) / 4)))
+    """Quantiles of Student's t from a printed table: 4.303, 3.182 and 2.776 for 2, 3 and 4 degrees of freedom."""
+    for values, quantile in (([1.0, 2.0, 6.0], 4.303), ([1.0, 2.0, 3.0, 4.0], 3.182), ([1.0, 1.0, 1.0, 1.0, 6.0], 2.776)):
+        mean, half = mean_ci95(values)
+        assert mean == pytest.approx(statistics.mean(values))
+        assert half == pytest.approx(quantile * statistics.stdev(values) / math.sqrt(len(values)), rel=2e-4)
     assert mean_ci95([1.0])[0] == 1.0
     assert math.isnan(mean_ci95([1.0])[1])
     scores = [Score(i, stratum, 0, 0, 0, accuracy) for i, (stratum, accuracy) in enumerate([("b", 0.5), ("a", 1.0), ("b", 1.0)])]
     assert per_stratum(scores) == {"a": 1.0, "b": 0.75}
+
+
+def test_one_held_out_episode_has_no_interval():
+    shown: list[Sequence[str]] = []
+    compared = compare([Score(0, "a", 1.0, 0.2, 0.5, 0.6)], [Score(0, "a", 1.5, 0.1, 0.75, 0.4)])
+    show(compared, Config(), lambda title, header, rows: shown.extend(rows))
+    assert [row[1:] for row in shown] == [["20.0 ± -", "1.0000"], ["40.0 ± -", "0.7500"], ["60.0 ± -", "0.5000"],
+                                          ["20.0 ± -", "0.2500 ± -"]]  # fmt: skip
+    facts = json.loads(json.dumps(compared.facts(), allow_nan=False))
+    assert facts["gain"] == {"accuracy": [pytest.approx(0.2), None], "loss": [0.25, None]}

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -206,6 +207,28 @@ def test_a_reader_that_leaves_and_ctrl_c_end_it_quietly(adapted, leave, code, sa
             process.send_signal(signal.SIGINT)
         assert process.wait(60) == code
         assert process.stderr.read().strip() == said
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_stop_removes_answers_that_are_not_all_there(adapted, tmp_path):
+    file = tmp_path / "answers.jsonl"
+    file.write_text("earlier\n")
+    process = subprocess.Popen([sys.executable, "-m", "fmmeta", "predict", "--model_name_or_path", str(adapted[0]), "--output",
+                                str(file)], env=environment(),
+                               stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)  # fmt: skip
+    assert process.stdin
+    assert process.stderr
+    try:
+        process.stdin.write("first\n")
+        while not any(one.stat().st_size for one in tmp_path.glob(".answers*.tmp")) and process.poll() is None:
+            time.sleep(0.05)  # a file sends no event
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+        assert process.stderr.read().strip() == "fmmeta: stopped by SIGTERM; outputs that were not finished are removed"
+        assert [one.name for one in tmp_path.iterdir()] == ["answers.jsonl"]
+        assert file.read_text() == "earlier\n"
     finally:
         process.kill()
         process.wait()

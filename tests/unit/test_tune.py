@@ -15,7 +15,7 @@ from transformers import AutoModel
 import fmmeta
 from fmmeta import Config, MetaTrainer
 from fmmeta.fewshot.settings import TuneConfig
-from fmmeta.fewshot.tune import tune
+from fmmeta.fewshot.tune import Bench, tune
 from fmmeta.progress import Progress
 from tests.models import write_pairs
 from tests.unit.helpers import refusal
@@ -158,7 +158,8 @@ def test_optuna_finds_a_rate(bert, classes, tmp_path):
     tried = tune(settings, Progress(False))
     assert len(tried) == 5
     assert all(0.01 <= one.inner_lr <= 1.0 for one in tried)
-    assert [one.loss for one in tried] == sorted(one.loss for one in tried)
+    losses = [round(one.loss, 4) for one in tried]
+    assert losses == sorted(losses)
     assert len({one.inner_lr for one in tried}) == 5
     assert tune(settings, Progress(False)) == tried  # the same trials every time, as every rank needs them
 
@@ -216,3 +217,51 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_tried(tmp_path
     monkeypatch.setattr("fmmeta.fewshot.tune.Bench", lambda *_: pytest.fail("computed before the check"))
     assert refusal(lambda: tune(TuneConfig(output=str(tmp_path)), Progress(False))) == (
         f"output={tmp_path} is a folder; give a file in it, such as {tmp_path / 'results.json'}")  # fmt: skip
+
+
+@pytest.mark.parametrize(("own", "rates", "chosen"), [(0.1, [1e-8, 1e-10, 1e-9], 1e-10), (1e-9, [1e-8, 1e-10, 1e-9], 1e-9)])
+def test_of_rates_that_tie_the_models_own_or_the_smallest_is_stored(own, rates, chosen, bert, classes, tmp_path):
+    """Steps this small change no printed digit of the loss."""
+    model = shutil.copytree(bert, tmp_path / "model")
+    (model / "fmmeta.json").write_text(json.dumps({"inner_lr": own}))
+    settings = TuneConfig(model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=rates, head_inits=["zero"], **FLAGS)
+    tried = tune(settings, Progress(False))
+    assert len({f"{one.loss:.4f}" for one in tried}) == 1
+    memory = json.loads((model / "fmmeta.json").read_text())
+    assert (memory["inner_lr"], memory["inner_steps"]) == (chosen, 1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the device is gone"), KeyboardInterrupt()])
+def test_a_failure_leaves_the_best_so_far(error, bert, classes, tmp_path, monkeypatch, capsys):
+    model, score, scored = shutil.copytree(bert, tmp_path / "model"), Bench.score, []
+
+    def fails_at_the_third(bench, head, rate):
+        if len(scored) == 2:
+            raise error
+        scored.append(score(bench, head, rate))
+        return scored[-1]
+
+    monkeypatch.setattr(Bench, "score", fails_at_the_third)
+    settings = TuneConfig(model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=[0.05, 0.5, 1.0], head_inits=["zero"],
+                          **FLAGS)  # fmt: skip
+    with pytest.raises(type(error)):
+        tune(settings, Progress(True))
+    best = min(scored, key=lambda one: one.loss)
+    memory = json.loads((model / "fmmeta.json").read_text())
+    assert (memory["inner_lr"], memory["inner_steps"]) == (best.inner_lr, best.inner_steps)
+    assert memory["tuned"] == {"dataset": [str(classes)], "part": "valid", "n_way": "3", "k_shot": 2, "num_query": 3,
+                               "episodes": 4, "seed": 42, "loss": best.loss, "accuracy": best.accuracy, "trials": 2,
+                               "of": 3}  # fmt: skip
+    out = capsys.readouterr().out
+    assert "2 of 3 trials" in out
+    assert [f"{one.loss:.4f}" in out for one in scored] == [True, True]
+    assert [file.name for file in model.iterdir() if "tmp" in file.name] == []
+
+
+def test_a_failure_at_once_stores_nothing(bert, classes, tmp_path, monkeypatch):
+    monkeypatch.setattr(Bench, "score", lambda *_: (_ for _ in ()).throw(RuntimeError("at once")))
+    choice = tmp_path / "choice.json"
+    settings = TuneConfig(model_name_or_path=str(bert), dataset=[str(classes)], output=str(choice), **FLAGS)
+    with pytest.raises(RuntimeError, match="at once"):
+        tune(settings, Progress(False))
+    assert not choice.exists()
