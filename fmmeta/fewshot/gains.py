@@ -105,9 +105,10 @@ def choose_loop(held_out: HeldOut, source: TaskSource, initial: MetaParameters, 
     config, most = setup.config, 2 * setup.inner.steps
     count = min(CHOICE_EPISODES, config.test_episodes)
     found: list[tuple[float, float, float, int]] = []
-    for scale in SCALES:
+    for number, scale in enumerate(SCALES, 1):
+        what = f"inner loop of the baseline, rate {number} of {len(SCALES)}, validation tasks"
         inner = setup.inner.variant(initial.rates, scale, most)
-        scores = held_out.step_scores(source, count, "validation tasks, weights at the start", initial.theta, inner)
+        scores = held_out.step_scores(source, count, what, initial.theta, inner)
         between()
         for step in range(1, most + 1):
             loss = sum(score.losses[step] for score in scores) / len(scores)
