@@ -148,11 +148,13 @@ def disk() -> list[Finding]:
 
 def shared_memory() -> list[Finding]:
     """Loader processes and NCCL pass data through it."""
+    from fmmeta.tasks.episode_folder import stale
+
     place = Path("/dev/shm")
     if not place.is_dir():
         return [Finding("shared memory", "warning", "/dev/shm is missing", "episodes pass through the temporary folder")]
     free = shutil.disk_usage(place).free / GIB
-    left = [folder for folder in place.glob("fmmeta-loader-*") if not Path(f"/proc/{folder.name.split('-')[2]}").exists()]
+    left = list(stale())
     found = [Finding("shared memory", "ok" if free >= SHM_GIB else "warning", f"{free:.1f} GiB free in /dev/shm",
                      "" if free >= SHM_GIB else "start the container with --shm-size=8g")]  # fmt: skip
     if left:
