@@ -219,7 +219,7 @@ class EpisodeLoader:
         self.folder = EpisodeFolder()
         remove_stale()
         context = multiprocessing.get_context("forkserver")  # a fork of this process would copy its threads' locks
-        context.set_forkserver_preload(["fmmeta.tasks.loader"])
+        context.set_forkserver_preload(["fmmeta.tasks.fork_server"])
         context.Lock()  # where /dev/shm is full it raises `OSError`; DataLoader's own locks would leave a broken iterator too
         sampler: Any = (one for one in self.upcoming(task) if self.deaths[one.seed] < DEATHS)
         loader = torch.utils.data.DataLoader(
@@ -237,7 +237,7 @@ def serve(worker: int) -> None:
 
 
 def end_with_trainer() -> None:
-    """DataLoader watches the fork server, which lives as long as a loader process does; this waits for the trainer itself."""
+    """Also below a fork server that was started by others (fork_server.py): DataLoader watches the fork server alone."""
     trainer = multiprocessing.parent_process()
     if trainer is not None:
         trainer.join()  # on a pipe that only the trainer holds open: the fork server never had that end
