@@ -123,12 +123,20 @@ def compilers() -> list[Finding]:
 def build_locks() -> list[Finding]:
     """A process killed while it compiled leaves a lock that every later one waits for."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    stale = [lock for lock in root.glob("**/lock") if time.time() - lock.stat().st_mtime > OLD_LOCK_S]
+    stale = [lock for lock in root.glob("**/lock") if age_s(lock) > OLD_LOCK_S]
     if stale:
         return [
             Finding("build locks", "problem", f"{len(stale)} stale, such as {stale[0]}", f"rm {' '.join(map(str, stale[:3]))}")
         ]
     return [Finding("build locks", "ok", "none")]
+
+
+def age_s(file: Path) -> float:
+    """Seconds since the last change; 0 if another process has removed it."""
+    try:
+        return time.time() - file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def disk() -> list[Finding]:

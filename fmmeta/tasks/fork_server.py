@@ -1,24 +1,13 @@
-"""What the fork server of the loader processes imports. It ends when its trainer does, and each loader process when it does.
+"""What the fork server of the loader processes imports: it ends with its trainer, and each loader process with the fork server.
 
-    trainer --> fork server --> loader processes        the kernel kills each when its parent ends (Linux)
-
-Without this the fork server would end after the loader processes, and they after it. Import this nowhere else.
+Without this each would keep the other alive. No other process may import this module.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-from contextlib import suppress
 
-PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent() -> None:
-    with suppress(AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
+from fmmeta.signals import end_with_parent
 
 end_with_parent()
 os.register_at_fork(after_in_child=end_with_parent)

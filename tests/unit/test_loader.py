@@ -242,6 +242,19 @@ def test_a_folder_that_is_removed_costs_no_task(made):
     assert loader.warnings == [f"{folder.path} was removed while it was in use; the loader processes start again"]
 
 
+def test_no_error_of_the_loader_ends_this_rank_alone(made):
+    """It becomes a result that all ranks judge."""
+    loader = loader_of(made, "1")
+
+    def broken(task):
+        raise RuntimeError("Too many open files.\nPlease increase the limit")
+
+    loader._start = broken
+    (found,) = loader.fetch(made[2][:1])
+    assert (found.batches, found.crash) == (None, True)
+    assert found.error == "RuntimeError: Too many open files. Please increase the limit"
+
+
 @pytest.mark.parametrize("full", ["from the start", "later"])
 def test_a_full_shared_memory_costs_no_task(made, tmp_path, full):
     """A /dev/shm in which no semaphore, or no episode, has room: the training process loads, and one line says what to do."""
