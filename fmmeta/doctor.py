@@ -123,12 +123,20 @@ def compilers() -> list[Finding]:
 def build_locks() -> list[Finding]:
     """A process killed while it compiled leaves a lock that every later one waits for."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    stale = [lock for lock in root.glob("**/lock") if time.time() - lock.stat().st_mtime > OLD_LOCK_S]
+    stale = [lock for lock in root.glob("**/lock") if age_s(lock) > OLD_LOCK_S]
     if stale:
         return [
             Finding("build locks", "problem", f"{len(stale)} stale, such as {stale[0]}", f"rm {' '.join(map(str, stale[:3]))}")
         ]
     return [Finding("build locks", "ok", "none")]
+
+
+def age_s(file: Path) -> float:
+    """Seconds since the last change; 0 if another process has removed it."""
+    try:
+        return time.time() - file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def disk() -> list[Finding]:
@@ -148,11 +156,13 @@ def disk() -> list[Finding]:
 
 def shared_memory() -> list[Finding]:
     """Loader processes and NCCL pass data through it."""
+    from fmmeta.tasks.episode_folder import stale
+
     place = Path("/dev/shm")
     if not place.is_dir():
         return [Finding("shared memory", "warning", "/dev/shm is missing", "episodes pass through the temporary folder")]
     free = shutil.disk_usage(place).free / GIB
-    left = [folder for folder in place.glob("fmmeta-loader-*") if not Path(f"/proc/{folder.name.split('-')[2]}").exists()]
+    left = list(stale())
     found = [Finding("shared memory", "ok" if free >= SHM_GIB else "warning", f"{free:.1f} GiB free in /dev/shm",
                      "" if free >= SHM_GIB else "start the container with --shm-size=8g")]  # fmt: skip
     if left:

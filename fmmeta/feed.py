@@ -151,12 +151,11 @@ class Feed(Reader):
         self.seen, self.bad, self.errors = counts["seen"], counts["bad"], []
 
     def settle(self, step_seconds: float) -> None:
-        """Let the loader decide how many processes it wants; report those that died."""
+        """Let the loader decide how many processes it wants; print its warnings."""
         chosen = self.loader.decide(step_seconds)
         if chosen is not None:
             share = 100 * (self.loader.load_s - self.loader.warm[0]) / (step_seconds - self.loader.warm[1])
             self.notice(f"num_workers=auto: {chosen} (loading takes {share:.2g} % of an outer step)")
-        for cause in self.loader.deaths:
-            rank = self.layout.launch.global_rank  # each speaks of its own
-            print(f"fmmeta: rank {rank}: a loader process died and was replaced: {cause}", file=sys.stderr, flush=True)
-        self.loader.deaths.clear()
+        for text in self.loader.warnings:
+            print(f"fmmeta: rank {self.layout.launch.global_rank}: {text}", file=sys.stderr, flush=True)  # each logs its own
+        self.loader.warnings.clear()

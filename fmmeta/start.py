@@ -108,7 +108,7 @@ def unfinished(config: Config, fingerprint: str, name: str) -> Path | None:
         if same and checkpoint.complete(folder):
             try:
                 hold(folder, 0).close()
-            except UsageError:
+            except (UsageError, OSError):  # in use, or another user's
                 continue
             return folder
     return None

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fmmeta.parallel.communicator import Board, Ranks
+from fmmeta.parallel.nodes import link_of
 from fmmeta.signals import ENDED, Launcher, Signals, born
 
 FIRST_S, FLOOR_S, TIMES = 1800.0, 300.0, 10.0  # bound before a step is measured; least bound; times the slowest step
@@ -156,7 +157,7 @@ class Watchdog:
         if self.rank == min(here, default=self.rank):
             for rank in silent:
                 peer = self.peers[rank]
-                if peer["node"] == node and peer["born"] and born(peer["pid"]).split()[-1:] == peer["born"]:
+                if peer["node"] == node and peer["born"] and identity_of(peer["pid"]) == peer["born"]:
                     os.kill(peer["pid"], signal.SIGKILL)  # a stopped process cannot end itself
         self.leave(ENDED)
 
@@ -199,7 +200,13 @@ class Watchdog:
 
 def myself() -> dict[str, Any]:
     """What the others have to know of this process."""
-    return {"pid": os.getpid(), "born": born(os.getpid()).split()[-1:], "node": platform.node()}
+    return {"pid": os.getpid(), "born": identity_of(os.getpid()), "node": platform.node()}
+
+
+def identity_of(pid: int) -> list[str]:
+    """Start time of a process and the PID namespace in which it has this number; empty if there is none."""
+    since = born(pid).split()[-1:]
+    return [*since, link_of("/proc/self/ns/pid")] if since else []
 
 
 def stack_of(thread: int | None) -> str:

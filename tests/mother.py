@@ -81,6 +81,9 @@ def furnish(order: dict[str, Any]) -> None:
 
     import numpy
 
+    from fmmeta.signals import end_with_parent
+
+    end_with_parent()  # a test session that is killed leaves no process behind
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])

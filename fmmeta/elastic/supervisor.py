@@ -77,11 +77,10 @@ class Group:
                 process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End every rank that is left, and what it has started."""
+        """End every rank that is left, and what any rank has started: its session outlives it."""
         for process in self.processes:
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 class Supervisor:

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import sys
+import uuid
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -107,7 +108,7 @@ def sink(output: str) -> Iterator[TextIO]:
         with opened(target, "w", "output") as file:
             yield file
         return
-    part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         with opened(part, "w", "output", output) as file:
             yield file

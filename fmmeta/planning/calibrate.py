@@ -29,6 +29,7 @@ from typing import Any
 from fmmeta.config import UsageError
 from fmmeta.planning.hardware import Profile
 from fmmeta.planning.settings import PlanConfig
+from fmmeta.signals import end_with_parent
 
 VECTOR, LINK, REPEATS, ROWS = 2**24, 2**23, 5, 8  # elements, elements, times, rows of a micro-batch at most
 TIMEOUT_S = 600
@@ -52,7 +53,11 @@ def measure(plan: PlanConfig) -> Profile:
                    "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}  # fmt: skip
             words = [sys.executable, "-m", "fmmeta.planning.calibrate", str(asked), str(out)]
             ranks.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-        said = wait(ranks)
+        try:
+            said = wait(ranks)
+        finally:
+            for one in ranks:
+                one.kill()
         if not out.is_file():
             raise UsageError(f"calibrate=True: a rank failed ({said}); give --profile instead")
         return Profile(**json.loads(out.read_text()))
@@ -76,6 +81,7 @@ def wait(ranks: list[subprocess.Popen[str]]) -> str:
 
 def rank_main(asked: str, out: str) -> None:
     """One of the ranks that measure."""
+    end_with_parent()
     from fmmeta.parallel.communicator import World, pick_device
     from fmmeta.parallel.layout import Launch
 

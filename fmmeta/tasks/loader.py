@@ -2,9 +2,10 @@
 
     tasks in the order of the schedule --> DataLoader (num_workers processes, each prefetch_factor ahead) --> Loaded
 
-A task that cannot be had does not disturb the others: it comes out as `Loaded` with an error. I/O errors are tried
-again first. A loader process that dies is replaced, and its death is reported with its cause. Nothing here raises
-because of data, and nothing communicates: what to do about a bad task is for all ranks to decide (feed.py).
+A task that fails to load does not disturb the others: it comes out as `Loaded` with an error. I/O errors are tried
+again first. A loader process that dies is replaced; its death counts against the task that it was preparing. Where episodes
+cannot pass through memory, the training process loads them. Nothing here raises, and nothing communicates: what to do about
+a bad task is for all ranks to decide (feed.py).
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
-import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch.utils.data
@@ -27,12 +27,12 @@ import torch.utils.data
 from fmmeta.config import UsageError
 from fmmeta.safety import one_line
 from fmmeta.tasks.batch import Batches, Dealer, Example
+from fmmeta.tasks.episode_folder import EpisodeFolder, Seed, put, remove_stale, root, take
 from fmmeta.tasks.schedule import Task
 from fmmeta.tasks.source import Draw, Episode, TaskSource
 
-OWN, SHM = "fmmeta-loader-", "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 BACK_OFF_S = (0.1, 0.5, 2.0)  # waits before I/O is tried again
-DEATHS = 3  # deaths of loader processes in a row, without an episode between them, that are put up with
+DEATHS = 3  # a task that has killed so many loader processes is given up; so are loader processes that fail so often in a row
 WAIT_SHARE = 0.01  # of an outer step: `auto` starts loader processes if loading takes more
 MEASURED = 3  # outer steps loaded in the training process before `auto` decides
 
@@ -91,28 +91,18 @@ class Load:
         return Batches(support, query, self.dealer.deal(self.prompt(episode.support, episode.query)) if self.prompt else [])
 
 
-class Tasks(torch.utils.data.Dataset[str]):
+class Tasks(torch.utils.data.Dataset[tuple[str, int]]):
     """What DataLoader asks for; an index is a task, and what comes back is a file in memory that holds the episode.
 
     Files, because a process may be killed at any moment: a tensor on its way would be lost with the process that sent
     it, and half a large message would let the reader wait for ever. A name is written to the pipe whole or not at all.
     """
 
-    def __init__(self, load: Load, folder: str) -> None:
-        self.load, self.folder = load, folder
+    def __init__(self, load: Load, folder: EpisodeFolder) -> None:
+        self.load, self.path = load, folder.path
 
-    def __getitem__(self, task: Task) -> str:  # type: ignore[override]
-        with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
-            pickle.dump(self.load(task), file)
-        return file.name
-
-
-def receive(name: str) -> Loaded:
-    """Take an episode that a process of ours has left."""
-    file = Path(name)
-    loaded = pickle.loads(file.read_bytes())
-    file.unlink()
-    return loaded
+    def __getitem__(self, task: Task) -> tuple[str, int]:  # type: ignore[override]
+        return put(self.path, task.seed, lambda: self.load(task))
 
 
 class EpisodeLoader:
@@ -127,18 +117,19 @@ class EpisodeLoader:
         self.auto = num_workers == "auto"
         self.num_workers = 0 if self.auto else int(num_workers)
         self.budget = (os.cpu_count() or 1) - 1 if budget is None else budget
-        self.stream: Iterator[str] | None = None
-        self.folder: str | None = None  # of episodes on their way
-        self.deaths: list[str] = []  # causes, since they were last asked for
+        self.stream: Iterator[tuple[str, int]] | None = None
+        self.folder: EpisodeFolder | None = None  # of episodes on their way
+        self.warnings: list[str] = []  # about loader processes, since they were last asked for
+        self.full = False  # whether `warnings` has told that episodes cannot be written
+        self.deaths: Counter[Seed] = Counter()  # of loader processes, by the task that they were preparing
+        self.failures, self.cause = 0, ""  # of loader processes in a row, without an episode between them; the last
         self.wait_s = self.load_s = 0.0
         self.rounds, self.warm = 0, (0.0, 0.0)  # outer steps, and what the first of them took: it warms up
 
     def fetch(self, tasks: Sequence[Task]) -> list[Loaded]:
         """The next episodes. `wait_s` and `load_s` add up what this process waited, and what loading cost."""
         began = time.perf_counter()
-        loaded = [self._next(task) for task in tasks]
-        if self.pin:
-            loaded = [one.pin_memory() for one in loaded]
+        loaded = [self._fetch_one(task) for task in tasks]
         self.wait_s += time.perf_counter() - began
         self.load_s += sum(one.seconds for one in loaded)
         return loaded
@@ -163,62 +154,112 @@ class EpisodeLoader:
         if shutdown:
             shutdown()
         if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.close()
             self.folder = None
 
+    def _fetch_one(self, task: Task) -> Loaded:
+        try:
+            loaded = self._next(task)
+            return loaded.pin_memory() if self.pin else loaded
+        except Exception as error:  # it must reach the ranks that wait, not end this one
+            return Loaded(task, None, f"{type(error).__name__}: {one_line(error)}", crash=True)
+
     def _next(self, task: Task) -> Loaded:
-        if not self.num_workers:
-            return self.load(task)
-        for deaths in range(DEATHS):
+        while self.num_workers and self.deaths[task.seed] < DEATHS:
             try:
                 if self.stream is None:
                     self.stream = self._start(task)
-                loaded = receive(next(self.stream))
-                assert loaded.task == task, f"asked for {task}, but the loader is at {loaded.task}"
-                return loaded
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
-                    raise
-                self.deaths.append(cause_of_death(self.stream, error))
-                self.close()
-                self.load.sleep(BACK_OFF_S[min(deaths, len(BACK_OFF_S) - 1)])
-        return Loaded(task, None, f"task {task.name}: loader processes died {DEATHS} times in a row, last: {self.deaths[-1]}")
+                found = next(self.stream)
+            except (RuntimeError, OSError, EOFError) as error:
+                self._recover(error)
+                continue
+            try:
+                loaded = take(found)
+            except OSError as error:
+                self._not_passed(error)
+                break
+            assert loaded.task == task, f"asked for {task}, but the loader is at {loaded.task}"
+            self.failures = 0
+            return loaded
+        if not self.deaths[task.seed]:
+            return self.load(task)
+        died = f"loader processes died {self.deaths[task.seed]} times while they prepared it"
+        return Loaded(task, None, f"task {task.name}: {died}, last: {self.cause}")
 
-    def _start(self, task: Task) -> Iterator[str]:
-        self.folder = tempfile.mkdtemp(prefix=f"{OWN}{os.getpid()}-", dir=SHM)  # for this user alone (0700)
-        clear_up()
+    def _recover(self, error: Exception) -> None:
+        """End the loader processes after a failure, to start others; after DEATHS failures in a row start no more."""
+        if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
+            raise error
+        ended = exit_codes(self.stream)
+        blamed = self.folder.prepared_by(ended) if self.folder else []
+        self.deaths.update(blamed)
+        self.failures += 1
+        self.cause = ", ".join(map(how_ended, ended, ended.values())) or one_line(error)
+        if isinstance(error, RuntimeError):
+            self.warnings.append(f"a loader process died and was replaced: {self.cause}")
+        if self.failures >= DEATHS and not blamed:
+            wrong = f"loader processes failed {self.failures} times in a row, last: {self.cause}"
+            self.warnings.append(f"num_workers={self.num_workers}: {wrong}; the training process loads all episodes; {remedy()}")
+            self.num_workers = 0
+        self.close()
+        self.load.sleep(BACK_OFF_S[min(self.failures, len(BACK_OFF_S)) - 1])
+
+    def _not_passed(self, error: OSError) -> None:
+        """A loader process could not write an episode, or its file is gone: the training process loads this one."""
+        if self.folder and not self.folder.path.exists():
+            self.warnings.append(f"{self.folder.path} was removed while it was in use; the loader processes start again")
+            self.close()
+        elif not self.full:
+            self.full = True
+            wrong = f"loader processes cannot write to {root()} ({error.strerror})"
+            what = "the training process loads missing episodes"
+            self.warnings.append(f"num_workers={self.num_workers}: {wrong}; {what}; {remedy()}")
+
+    def _start(self, task: Task) -> Iterator[tuple[str, int]]:
+        self.folder = EpisodeFolder()
+        remove_stale()
         context = multiprocessing.get_context("forkserver")  # a fork of this process would copy its threads' locks
-        context.set_forkserver_preload(["fmmeta.tasks.loader"])
-        sampler: Any = self.upcoming(task)
+        context.set_forkserver_preload(["fmmeta.tasks.fork_server"])
+        context.Lock()  # where /dev/shm is full it raises `OSError`; DataLoader's own locks would leave a broken iterator too
+        sampler: Any = (one for one in self.upcoming(task) if self.deaths[one.seed] < DEATHS)
         loader = torch.utils.data.DataLoader(
             Tasks(self.load, self.folder), batch_size=None, sampler=sampler, num_workers=self.num_workers,
-            prefetch_factor=self.prefetch, persistent_workers=True, multiprocessing_context=context, worker_init_fn=quiet,
+            prefetch_factor=self.prefetch, persistent_workers=True, multiprocessing_context=context, worker_init_fn=serve,
         )  # fmt: skip
         return iter(loader)
 
 
-def clear_up() -> None:
-    """Remove what trainers of this user that were killed have left in memory."""
-    for folder in Path(SHM or tempfile.gettempdir()).glob(f"{OWN}*-*"):
-        pid = folder.name.removeprefix(OWN).split("-")[0]
-        if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def quiet(worker: int) -> None:
-    """A loader process leaves Ctrl-C to the process that it works for, and computes on one thread."""
+def serve(worker: int) -> None:
+    """A loader process leaves Ctrl-C to its trainer, computes on one thread, and ends when its trainer ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    threading.Thread(target=end_with_trainer, daemon=True).start()
 
 
-def cause_of_death(stream: Any, error: RuntimeError) -> str:
-    """How the processes of a stream ended, by number or signal; what DataLoader says where that is not known."""
+def end_with_trainer() -> None:
+    """Also below a fork server that was started by others (fork_server.py): DataLoader watches the fork server alone."""
+    trainer = multiprocessing.parent_process()
+    if trainer is not None:
+        trainer.join()  # on a pipe that only the trainer holds open: the fork server never had that end
+        os._exit(1)
+
+
+def exit_codes(stream: Any) -> dict[int, int]:
+    """The loader processes of a stream that have failed, by number; it waits a moment for the first."""
     deadline = time.monotonic() + 1.0
     while True:
-        ended = {worker.pid: worker.exitcode for worker in getattr(stream, "_workers", ()) if worker.exitcode}
-        if ended or time.monotonic() > deadline:
-            break
+        workers = getattr(stream, "_workers", ())
+        ended = {worker.pid: worker.exitcode for worker in workers if worker.exitcode}
+        if ended or not workers or time.monotonic() > deadline:
+            return ended
         time.sleep(0.02)
-    said = [f"process {pid} " + (f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}")
-            for pid, code in ended.items()]  # fmt: skip
-    return ", ".join(said) or one_line(error)
+
+
+def how_ended(pid: int, code: int) -> str:
+    return f"process {pid} " + (f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}")
+
+
+def remedy() -> str:
+    """What to do where loader processes cannot work."""
+    free, there = shutil.disk_usage(root()).free // 2**20, root()
+    return f"{there} has {free} MiB free: free room there, start the container with --shm-size=8g, or use --num_workers 0"

@@ -23,6 +23,13 @@ def dawdle(episode, rng):
     return episode
 
 
+def hold(episode, rng):
+    """A transform: from the third outer step on an episode waits for the file that the environment names."""
+    while episode.task.seed[2] >= 2 and not Path(os.environ["HOLD"]).exists():
+        time.sleep(0.05)
+    return episode
+
+
 def theta_of(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model" / "model.safetensors")
 

@@ -21,7 +21,7 @@ from fmmeta.guard import Guard, Spikes
 from fmmeta.meta.direction import Direction
 from fmmeta.parallel.worker import Pass
 from fmmeta.signals import Launcher, Signals, about, born
-from fmmeta.watchdog import Watch, stack_of
+from fmmeta.watchdog import Watch, identity_of, myself, stack_of
 from tests.unit.helpers import one_rank, refusal
 
 
@@ -92,6 +92,19 @@ def test_a_process_that_is_gone_has_no_birth():
     child.wait()
     assert born(child.pid) == ""
     assert about(child.pid) == ("", "", 0)
+
+
+def test_a_process_of_another_pid_namespace_is_another_one():
+    code = "from fmmeta.watchdog import identity_of; print(*identity_of(1))"
+    words = ["unshare", "-rpf", "--mount-proc", sys.executable, "-c", code]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+    if "unshare" in ran.stderr:
+        pytest.skip(f"no PID namespaces here: {ran.stderr}")
+    here = identity_of(os.getpid())
+    assert here == identity_of(os.getpid()) == myself()["born"]
+    assert len(here) == len(ran.stdout.split()) == 2, ran.stderr
+    assert ran.stdout.split()[1] != here[1]
+    assert identity_of(2**22 + 1) == []
 
 
 def test_bounds_follow_the_slowest_step():

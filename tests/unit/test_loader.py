@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
+import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,12 +26,16 @@ from fmmeta.tasks.schedule import Schedule, Task
 from fmmeta.tasks.source import Draw, TaskSource
 from fmmeta.tasks.transforms import Transforms
 from tests.models import write_classes
+from tests.nursery import ROOT, environment
 
 TOKENIZER = byte_tokenizer()
 
 
 class Trouble(TaskSource):
-    """A source, with an error for some items. `troubles`: item -> what happens, and how often (a file counts)."""
+    """A source, with an error for some items. `troubles`: item -> what happens, and how often (a file counts).
+
+    ("wait", other): draw the item after `other` has killed a process.
+    """
 
     def __init__(self, source: TaskSource, troubles: dict[int, tuple[str, int]], folder: Path) -> None:
         self.source, self.items, self.troubles, self.folder = source, source.items, troubles, folder
@@ -35,13 +44,36 @@ class Trouble(TaskSource):
         what, times = self.troubles.get(task.item, ("", 0))
         count = self.folder / f"{task.item}"
         done = len(count.read_text()) if count.exists() else 0
-        if done < times:
+        if done < times or what == "wait":
             count.write_text("x" * (done + 1))
+            if what == "wait":  # for the next death by item `times`
+                other, deaths = self.folder / str(times), min(done + 1, DEATHS)
+                while not other.exists() or len(other.read_text()) < deaths:
+                    time.sleep(0.01)
+                time.sleep(0.5 * (done < DEATHS))  # the trainer sees it
+                return self.source.draw(task)
             if what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise {"io": OSError(5, "Input/output error", "a.jsonl"), "row": UsageError("a.jsonl:3 is bad; mend it"),
                    "bug": ZeroDivisionError("division by zero")}[what]  # fmt: skip
         return self.source.draw(task)
+
+
+class Fatal(TaskSource):
+    """A source that kills the loader process that receives it."""
+
+    def __init__(self, source: TaskSource) -> None:
+        self.source, self.items = source, source.items
+
+    def draw(self, task: Task) -> Draw:
+        return self.source.draw(task)
+
+    def __reduce__(self):
+        return die, ()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +178,10 @@ def test_a_killed_process_is_replaced(made, tmp_path, impatient):
     loader = loader_of(made, "1", Trouble(made[0], {tasks[4].item: ("kill", 1)}, tmp_path))
     try:
         assert same(loader.fetch(tasks), loader_of(made).fetch(tasks))
-        assert len(loader.deaths) == 1
-        assert re.fullmatch(r"process \d+ was killed by SIGKILL", loader.deaths[0])
+        assert len(loader.warnings) == 1
+        assert re.fullmatch(r"a loader process died and was replaced: process \d+ was killed by SIGKILL", loader.warnings[0])
         assert loader.folder is not None
-        assert len(os.listdir(loader.folder)) < 9  # what was received is gone
+        assert len(os.listdir(loader.folder.path)) < 9  # what was received is gone
     finally:
         loader.close()
 
@@ -163,10 +195,84 @@ def test_a_task_that_kills_every_process_is_given_up(made, tmp_path, impatient):
         loader.close()
     wrong = next(one for one in loaded if one.task == tasks[2])
     assert wrong.batches is None
-    assert wrong.error.startswith(f"task {tasks[2].name}: loader processes died {DEATHS} times in a row, last: process ")
+    died = f"loader processes died {DEATHS} times while they prepared it"
+    assert wrong.error.startswith(f"task {tasks[2].name}: {died}, last: process ")
     assert wrong.error.endswith("was killed by SIGKILL")
+    assert not wrong.crash
     assert same(loaded[:2], loader_of(made).fetch(tasks[:2]))
     assert loaded[3].batches is not None
+
+
+def test_a_death_counts_against_the_task_that_was_prepared_alone(made, tmp_path, impatient):
+    """The second task kills its process while the trainer waits for the first task, which another process prepares."""
+    tasks = made[2][:3]
+    first, second = tasks[0].item, tasks[1].item
+    loader = loader_of(made, "2", Trouble(made[0], {first: ("wait", second), second: ("kill", 99)}, tmp_path))
+    try:
+        loaded = loader.fetch(tasks)
+    finally:
+        loader.close()
+    assert [one.batches is None for one in loaded] == [False, True, False]
+    assert same([loaded[0], loaded[2]], loader_of(made).fetch([tasks[0], tasks[2]]))
+    assert loader.deaths == {tasks[1].seed: DEATHS}
+
+
+def test_processes_that_die_before_any_task_are_given_up_and_no_task_is_lost(made, impatient):
+    loader = loader_of(made, "1", Fatal(made[0]))
+    assert same(loader.fetch(made[2][:3]), loader_of(made).fetch(made[2][:3]))
+    assert loader.num_workers == 0
+    (last,) = loader.warnings[DEATHS:]
+    assert last.startswith(f"num_workers=1: loader processes failed {DEATHS} times in a row, last: process ")
+
+
+def test_a_folder_that_is_removed_costs_no_task(made):
+    loader = loader_of(made, "1")
+    try:
+        loaded = loader.fetch(made[2][:2])
+        folder = loader.folder
+        assert folder is not None
+        shutil.rmtree(folder.path)
+        loaded += loader.fetch(made[2][2:])
+        assert loader.num_workers == 1
+        assert loader.folder is not None
+        assert loader.folder.path != folder.path
+    finally:
+        loader.close()
+    assert same(loaded, loader_of(made).fetch(made[2]))
+    assert loader.warnings == [f"{folder.path} was removed while it was in use; the loader processes start again"]
+
+
+def test_no_error_of_the_loader_ends_this_rank_alone(made):
+    """It becomes a result that all ranks judge."""
+    loader = loader_of(made, "1")
+
+    def broken(task):
+        raise RuntimeError("Too many open files.\nPlease increase the limit")
+
+    loader._start = broken
+    (found,) = loader.fetch(made[2][:1])
+    assert (found.batches, found.crash) == (None, True)
+    assert found.error == "RuntimeError: Too many open files. Please increase the limit"
+
+
+@pytest.mark.parametrize("full", ["from the start", "later"])
+def test_a_full_shared_memory_costs_no_task(made, tmp_path, full):
+    """A /dev/shm in which no semaphore, or no episode, has room: the training process loads, and one line says what to do."""
+    (tmp_path / "made.pickle").write_bytes(pickle.dumps((made[0], made[2], made[3])))
+    mount = f'mount -t tmpfs -o size=1m none /dev/shm && exec {sys.executable} -m tests.unit.full_memory "{tmp_path}" "{full}"'
+    ended = subprocess.run(["unshare", "-rm", "sh", "-c", mount], cwd=ROOT, env=environment(), capture_output=True, text=True,
+                           timeout=100, check=False)  # fmt: skip
+    if "unshare" in ended.stderr or "mount:" in ended.stderr:
+        pytest.skip("no mount namespaces here")
+    what, *told = ended.stdout.splitlines()
+    assert what == "same episodes", ended.stderr
+    wrong = {
+        "from the start": "failed 3 times in a row, last: [Errno 28] No space left on device; the training process loads all",
+        "later": "cannot write to /dev/shm (No space left on device); the training process loads missing",
+    }
+    remedy = "/dev/shm has 0 MiB free: free room there, start the container with --shm-size=8g, or use --num_workers 0"
+    assert told == [f"num_workers=1: loader processes {wrong[full]} episodes; {remedy}"]
+    assert "Exception ignored" not in ended.stderr
 
 
 @pytest.mark.parametrize(("load_s", "budget", "chosen"), [(0.05, 8, 0), (2.0, 8, 1), (6.0, 8, 3), (9.0, 4, 4), (9.0, 0, 0)])

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from fmmeta.signals import born
+from tests.distributed.short import until
 from tests.launch import Ended, environment, imported, python, run_ranks
 from tests.mother import PRELOADED
 from tests.nursery import shared
@@ -36,6 +38,19 @@ def test_a_process_ends_as_one_of_an_interpreter(code, tmp_path):
     found = python(words, tmp_path, cwd=tmp_path, stdin="given", X="1")
     assert (found.returncode, found.stdout) == (wanted.returncode, wanted.stdout)
     assert found.stderr.splitlines()[-1:] == wanted.stderr.splitlines()[-1:]
+
+
+def test_a_process_ends_with_its_mother(tmp_path):
+    order = {"env": {}, "cwd": str(tmp_path), "stdin": os.devnull, "log": "log", "errors": "log", "before": ""}
+    code = (f"import os, time; from tests.mother import furnish; out = os.dup(1); pid = os.fork(); pid or furnish({order}); "
+            "os.write(out, b'%d\\n' % pid) if pid else open('there', 'w'); time.sleep(100)")  # fmt: skip
+    mother = subprocess.Popen([sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True)
+    assert mother.stdout is not None
+    pid = int(mother.stdout.readline())
+    until((tmp_path / "there").exists)
+    mother.kill()
+    mother.wait()
+    until(lambda: born(pid)[:1] in ("", "Z"), 5)
 
 
 def test_modules_and_files_are_main(tmp_path):

@@ -18,7 +18,7 @@ from fmmeta.config import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.record import Metrics, write_run
 from fmmeta.safety import disk_trouble, redact
-from fmmeta.tasks import loader
+from fmmeta.tasks import episode_folder, loader
 from fmmeta.tasks.folder import task_files
 from fmmeta.tasks.load import load_sources
 from fmmeta.tasks.rows import data_files, read_file
@@ -104,18 +104,16 @@ def test_a_bomb_does_not_unpack(tmp_path):
 
 
 def test_episodes_on_their_way_are_ours_alone_and_do_not_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "SHM", str(tmp_path))
-    dead, alive = tmp_path / "fmmeta-loader-999999999-x", tmp_path / f"fmmeta-loader-{os.getpid()}-x"
-    for folder in (dead, alive):
-        folder.mkdir()
+    monkeypatch.setattr(episode_folder, "SHM", str(tmp_path))
+    left = tmp_path / "fmmeta-loader-1-x"
+    left.mkdir()
     one = loader.EpisodeLoader(print, lambda task: [], "1")  # type: ignore[arg-type]
     one._start(None)  # type: ignore[arg-type]
     assert one.folder is not None
-    assert stat.S_IMODE(os.stat(one.folder).st_mode) == 0o700
-    assert Path(one.folder).name.startswith(f"fmmeta-loader-{os.getpid()}-")
-    assert not dead.exists()
-    assert alive.exists()
+    assert stat.S_IMODE(os.stat(one.folder.path).st_mode) == 0o700
+    assert list(tmp_path.iterdir()) == [one.folder.path]
     one.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_doctor_has_a_line_and_a_fix_for_each_question(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,15 @@
+"""What the fork server of the loader processes imports: it ends with its trainer, and each loader process with the fork server.
+
+Without this each would keep the other alive. No other process may import this module.
+"""
+
+from __future__ import annotations
+
+import os
+
+from fmmeta.signals import end_with_parent
+
+end_with_parent()
+os.register_at_fork(after_in_child=end_with_parent)
+
+import fmmeta.tasks.loader  # noqa: E402, F401  # which takes seconds

@@ -1,0 +1,105 @@
+"""Folders in memory: in use while their trainer lives, removed by any other trainer afterwards, and no race between them."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from fmmeta.tasks import episode_folder
+from fmmeta.tasks.episode_folder import PREFIX, EpisodeFolder, put, remove_stale, stale, take
+
+ROUNDS, RANKS = 30, 4
+
+
+@pytest.fixture
+def shm(tmp_path, monkeypatch):
+    monkeypatch.setattr(episode_folder, "SHM", str(tmp_path))
+    return tmp_path
+
+
+def leave(root: Path, name: str) -> Path:
+    """What a killed trainer leaves: a folder with some episodes."""
+    folder = root / f"{PREFIX}{name}"
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"{number}").write_bytes(b"x" * 4096)
+    return folder
+
+
+def start(root: str, barrier, crashes) -> None:
+    """What a rank does at its start, again and again beside the others; the barrier's action leaves the stale folders."""
+    episode_folder.SHM = root
+    for _ in range(ROUNDS):
+        barrier.wait(60)
+        try:
+            folder = EpisodeFolder()
+            remove_stale()
+            assert folder.path.exists(), "another rank has removed the folder of this one"
+            barrier.wait(60)
+            remove_stale()  # beside those that end
+            folder.close()
+        except Exception as error:
+            crashes.put(repr(error))
+            barrier.abort()
+            return
+        if barrier.wait(60) == 0:
+            for number in range(2 * RANKS):
+                leave(Path(root), f"{number}-stale")
+
+
+def test_ranks_that_start_together_after_a_killed_run_do_not_disturb_each_other(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    barrier, crashes = context.Barrier(RANKS), context.Queue()
+    ranks = [context.Process(target=start, args=(str(tmp_path), barrier, crashes)) for _ in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(100)
+    assert crashes.empty(), crashes.get()
+    assert [rank.exitcode for rank in ranks] == [0] * RANKS
+
+
+def test_a_folder_is_in_use_while_it_is_locked_whatever_its_name_says(shm):
+    """The name holds a number of the trainer's own PID namespace, which means nothing here."""
+    used, left = EpisodeFolder(), leave(shm, f"{os.getpid()}-left")
+    other = used.path.rename(used.path.with_name(f"{PREFIX}999999999-used"))
+    assert list(stale()) == [left]
+    remove_stale()
+    assert not left.exists()
+    assert other.exists()
+    os.close(used.lock)  # as the kernel does when the trainer ends
+    remove_stale()
+    assert not other.exists()
+
+
+def test_a_name_that_leads_elsewhere_is_left_alone(shm, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (shm / f"{PREFIX}1-link").symlink_to(elsewhere)
+    (shm / f"{PREFIX}1-file").touch()
+    remove_stale()
+    assert elsewhere.exists()
+    assert len(list(shm.iterdir())) == 2
+
+
+def test_an_episode_is_passed_on_whole_or_its_error_is(shm):
+    folder = EpisodeFolder()
+    prepared = []
+
+    def make():
+        prepared.extend(folder.prepared_by([os.getpid()]))
+        return "episode"
+
+    found = put(folder.path, (1, 0, 2, 3), make)
+    assert take(found) == "episode"
+    assert prepared == [(1, 0, 2, 3)]
+    assert folder.prepared_by([os.getpid()]) == []
+    folder.close()
+    with pytest.raises(FileNotFoundError):
+        take(found)
+    assert put(folder.path, (1, 0, 2, 3), make) == ("", errno.ENOENT)
+    with pytest.raises(FileNotFoundError, match="No such file or directory"):
+        take(("", errno.ENOENT))
