@@ -17,7 +17,7 @@ from fmmeta.parallel.communicator import Communicator, Ranks
 from fmmeta.parallel.crew import Crew, Everyone
 from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.worker import Worker
-from fmmeta.record import settings_of
+from fmmeta.record import settings_of, version
 
 
 def join(config: Config, own: Communicator) -> Crew | None:
@@ -40,6 +40,7 @@ def with_crew(ranks: Ranks, crew: Crew | None, config: Config, fingerprint: str,
 
 
 def mark_of(settings: Mapping[str, Any], layout: str, numel: int, precision: Precision) -> str:
-    """What groups must share to be one run: settings that change theta, and how theta is cut."""
+    """What groups must share to be one run: settings that change theta, how theta is cut, and what sends it."""
     fixed = {name: settings[name] for name in changed_settings(dict.fromkeys(settings, ...), dict(settings))}
-    return sha256(json.dumps([fixed, layout, numel, precision.zero_stage, precision.bf16], sort_keys=True).encode()).hexdigest()
+    shared = [fixed, layout, numel, precision.zero_stage, precision.bf16, version("fmmeta"), version("torch")]
+    return sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()

@@ -111,6 +111,22 @@ def test_three_kills_do_not_show_in_theta(trial, undisturbed):
     assert json.loads((run.folder / "run.json").read_text())["finished"]
 
 
+@pytest.mark.timeout(300)
+def test_a_group_that_joins_takes_learned_rates(trial):
+    """They are float64 while theta is float32: gloo ends a process that receives a message of another size."""
+    run = trial(groups=1, inner_lr_learned="layer", save_steps=1, save_total_limit=1)
+    run.start()
+    run.wait_for_step(1, PATIENCE_S)
+    run.supervisor.groups.append(Group("late0"))
+    run.wait_for_step(2, PATIENCE_S)
+    run.hurry()
+    run.end(PATIENCE_S)
+    assert [(group.starts, group.ended) for group in run.supervisor.groups] == [(1, 0)] * 2, "\n".join(run.log[-50:])
+    assert sum("healed from" in line for line in run.log) == 1
+    assert run.code == 0
+    whole(run)
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(500)
 def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, undisturbed):
