@@ -108,13 +108,14 @@ class Trial:
         self.code: int | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.kills: list[dict[str, Any]] = []
+        self.before = "os:setsid"  # called first in every rank
 
     def _run(self) -> None:
         self.code = self.supervisor.run()
 
     def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Born:
         log = self.folder.with_name(f"{name}-{time.monotonic_ns()}.log")
-        born = Born.of(command[1:], log, env, before="os:setsid")
+        born = Born.of(command[1:], log, env, before=self.before)
         threading.Thread(target=self.supervisor.pass_on, args=(name, born.lines()), daemon=True).start()
         return born
 

@@ -22,6 +22,7 @@ from fmmeta.parallel import quorum
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.crew import Crew, Lost
 from fmmeta.parallel.quorum import Line, coordination
+from fmmeta.run import Run
 from fmmeta.signals import Fault
 from tests.launch import run_ranks
 from tests.nursery import ROOT, environment, free_port
@@ -111,18 +112,35 @@ def test_three_kills_do_not_show_in_theta(trial, undisturbed):
     assert json.loads((run.folder / "run.json").read_text())["finished"]
 
 
+def read_late() -> None:
+    """In a rank: the checkpoint that it has chosen is there no longer when it is read."""
+    os.setsid()
+    resume = Run.resume
+
+    def late(self: Run) -> None:
+        while self.start.checkpoint is not None and self.start.checkpoint.exists():
+            time.sleep(0.01)
+        resume(self)
+
+    Run.resume = late
+
+
 @pytest.mark.timeout(300)
 def test_a_group_that_joins_takes_learned_rates(trial):
-    """They are float64 while theta is float32: gloo ends a process that receives a message of another size."""
+    """They are float64 while theta is float32: gloo ends a process that receives a message of another size. The checkpoint that
+    the group has chosen is removed before it is read.
+    """
     run = trial(groups=1, inner_lr_learned="layer", save_steps=1, save_total_limit=1)
     run.start()
     run.wait_for_step(1, PATIENCE_S)
+    run.before = f"{__name__}:read_late"
     run.supervisor.groups.append(Group("late0"))
     run.wait_for_step(2, PATIENCE_S)
     run.hurry()
     run.end(PATIENCE_S)
     assert [(group.starts, group.ended) for group in run.supervisor.groups] == [(1, 0)] * 2, "\n".join(run.log[-50:])
     assert sum("healed from" in line for line in run.log) == 1
+    assert any("[late0] fmmeta: resumed from" in line for line in run.log)
     assert run.code == 0
     whole(run)
 
