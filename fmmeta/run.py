@@ -99,7 +99,7 @@ class Run:
             self.progress.notice(f"resumed from {found}, outer step {self.state.outer_step}")
 
     def _load(self) -> Path | None:
-        """Take the state of the checkpoint that was chosen; of a newer one where another group has removed it since. Returns which.
+        """Take the state of the chosen checkpoint, or of a newer one where another group has removed it; returns which.
 
         Collective: world.
         """

@@ -89,7 +89,9 @@ def newest_whole(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
                 return chosen, list(refused.values())
             refused[left[-1]] = f"{chosen} is refused: {wrong}"
     why = "; ".join(refused.values()) or f"listed {MOST} times"
-    raise UsageError(f"output_dir={folder} holds no whole checkpoint to go on from ({why}); to begin anew choose another output_dir")
+    raise UsageError(
+        f"output_dir={folder} holds no whole checkpoint to go on from ({why}); to begin anew choose another output_dir"
+    )
 
 
 def manifests(folder: Path) -> dict[str, str]:

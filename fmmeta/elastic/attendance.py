@@ -138,9 +138,9 @@ class Elastic:
         names = [member.name for member in roll.members]
         root, mine = roll.members[roll.root], roll.members[roll.here]
         if mine.mark != root.mark:
-            raise UsageError(f"group_name={mine.name}: its settings, its layout (group_size, ZeRO stage) or its versions of fmmeta and "
-                             f"torch are not those of group {root.name}; start it with the same flags and versions, or as another "
-                             "run")  # fmt: skip
+            raise UsageError(f"group_name={mine.name}: its settings, its layout (group_size, ZeRO stage) or its versions "
+                             f"of fmmeta or torch are not those of group {root.name}; start it with the same ones, or as "
+                             "another run")  # fmt: skip
         if any(roll.heals(number) for number in range(len(names))):
             heal(run, self.crew, roll, self.notice)
             if self.writes:
