@@ -139,8 +139,8 @@ class Supervisor:
     def begin(self) -> None:
         """Light a lighthouse if none is given, and write down the settings that the groups read."""
         if not self.shared:
-            self.server = open_lighthouse(LighthouseConfig(port=0, heartbeat_timeout=self.config.heartbeat_timeout))
-            self.config.lighthouse = self.server.address()
+            light = LighthouseConfig(host="127.0.0.1", port=0, heartbeat_timeout=self.config.heartbeat_timeout)
+            self.server, self.config.lighthouse = open_lighthouse(light)
         known = {item.name for item in fields(Config)}
         settings = {name: value for name, value in asdict(self.config).items() if name in known and value not in (None, [])}
         settings.pop("group_name")

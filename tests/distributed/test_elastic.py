@@ -19,7 +19,7 @@ import torch
 from benchmarks.elastic import SLEEP, Born, Trial, alone, lines_of, parity, theta_of
 from fmmeta.elastic.supervisor import Group
 from fmmeta.parallel import quorum
-from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.communicator import Communicator, proof
 from fmmeta.parallel.crew import Crew, Lost
 from fmmeta.parallel.quorum import Line, coordination
 from fmmeta.run import Run
@@ -299,6 +299,7 @@ def test_a_group_that_ends_between_its_question_and_the_meeting_is_missed_at_onc
     ended = Line(server.address(), "b:1", coordination())
     venue = f"127.0.0.1:{free_port()}"
     mine = {"fresh": False, "writes": False, "met": "", "mark": ""}
+    mine["proof"] = proof(b"", "b:1", venue, 1, mine)
     try:
         with ThreadPoolExecutor(1) as pool:
             ended.begin_beating(venue, 1)
