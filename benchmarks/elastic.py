@@ -1,10 +1,13 @@
 """What a lost group costs: groups of an elastic run are killed at random, and started again, while it goes on.
 
     python -m benchmarks.elastic --kills 10 --json benchmarks/results/elastic.json
+    python -m benchmarks.elastic --kills 50 --learned --json benchmarks/results/elastic.json    # under a key of its own
 
 Every kill is a SIGKILL for all processes of a group, at a random moment of a random one of those that take part; one is always
 left. The run has to finish; every outer step has to have used the whole meta-batch; theta has to be where a run of one process
-without groups, lighthouse and kills ends (parity: |theta - its| / |its - theta_0|).
+without groups, lighthouse and kills ends (parity: |theta - its| / |its - theta_0|); no group may be lost for good, and the exit
+code must be that of the run's record. `--learned`: rates per layer are learned, a checkpoint is written after every outer step,
+and only the newest is kept, so that the checkpoint that a group has chosen is often gone when it is read.
 
 Reported per kill: the seconds between the first attempt at a step and the one that succeeded (what was computed in vain, and
 waiting until the dead count as gone), and what the run took longer than without kills, divided by their number. `--task_seconds`
@@ -32,7 +35,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from benchmarks.common import spread, write_json
+from benchmarks.common import machine, spread, write_json
 from fmmeta import Config, MetaTrainer
 from fmmeta.elastic.supervisor import ElasticConfig as Elastic
 from fmmeta.elastic.supervisor import Group, Supervisor
@@ -42,6 +45,8 @@ from tests.nursery import Rank, shared
 
 SLEEP = "FMMETA_TASK_SECONDS"  # a file with a number; none: do not sleep
 TASKS = 3  # of a meta-batch
+PARITY = 1e-4  # fp32, AdamW
+LEARNED: dict[str, Any] = {"inner_lr_learned": "layer", "save_steps": 1, "save_total_limit": 1}
 ROLL = re.compile(r"outer step (\d+): \d+ groups? \((.*)\)")
 
 
@@ -108,13 +113,14 @@ class Trial:
         self.code: int | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.kills: list[dict[str, Any]] = []
+        self.before = "os:setsid"  # called first in every rank
 
     def _run(self) -> None:
         self.code = self.supervisor.run()
 
     def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Born:
         log = self.folder.with_name(f"{name}-{time.monotonic_ns()}.log")
-        born = Born.of(command[1:], log, env, before="os:setsid")
+        born = Born.of(command[1:], log, env, before=self.before)
         threading.Thread(target=self.supervisor.pass_on, args=(name, born.lines()), daemon=True).start()
         return born
 
@@ -191,6 +197,11 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether run.json says so, and the model is there."""
+    return json.loads((folder / "run.json").read_text())["finished"] and (folder / "model/model.safetensors").is_file()
+
+
 def theta_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """theta out of the files of a checkpoint, by parameter."""
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
@@ -230,6 +241,7 @@ def main() -> None:
     parser.add_argument("--heartbeat_timeout", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=3000)
+    parser.add_argument("--learned", action="store_true", help="learned rates, save_steps 1, save_total_limit 1")
     parser.add_argument("--json", default=None)
     parser.add_argument("--folder", default=None, help="keep the runs there")
     parser.add_argument("--compare", action="store_true", help="the run with kills is in --folder already")
@@ -239,7 +251,8 @@ def main() -> None:
         settings = {"groups": args.groups, "output_dir": str(folder / "killed"), "outer_steps": args.outer_steps,
                     "eval_episodes": 0, "logging_steps": 1, "save_steps": 50, "meta_batch_size": TASKS, "k_shot": 1,
                     "num_query": 2, "inner_steps": 1, "num_workers": "0", "episode_transforms": ["benchmarks.elastic:slowly"],
-                    "heartbeat_timeout": args.heartbeat_timeout, "max_restarts": 10 * args.kills}  # fmt: skip
+                    "heartbeat_timeout": args.heartbeat_timeout, "max_restarts": 10 * args.kills,
+                    **(LEARNED if args.learned else {})}  # fmt: skip
         if not args.compare:
             (folder / "facts.json").write_text(json.dumps(measure(settings, args), indent=1))
         facts = json.loads((folder / "facts.json").read_text())
@@ -254,10 +267,12 @@ def main() -> None:
             "parity": parity(config, folder / "killed", folder / "plain"),
         }  # fmt: skip
     print(json.dumps(results, indent=1))
-    write_json(args.json, results)
-    sys.exit(
-        0 if results["whole_meta_batch_in_every_step"] and results["steps_logged_once_each"] and not facts["exit_code"] else 1
-    )
+    file = Path(args.json) if args.json else None
+    known = json.loads(file.read_text()) if file and file.is_file() else {}
+    learned = {"machine": machine(), **results} if args.learned else known.pop("learned_rates", None)
+    write_json(args.json, {**(known if args.learned else results), **({"learned_rates": learned} if learned else {})})
+    good = ("whole_meta_batch_in_every_step", "steps_logged_once_each", "no_group_lost", "exit_code_is_that_of_the_record")
+    sys.exit(0 if all(results[name] for name in good) and not facts["exit_code"] and results["parity"] < PARITY else 1)
 
 
 def measure(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -278,7 +293,10 @@ def measure(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any
     quiet = [line["seconds"] for line in lines[:after] if line["groups"] == args.groups and not line["lost_seconds"]]
     step = statistics.median(quiet) if quiet else float("nan")
     return {
-        "exit_code": trial.code, "killed": [{**kill, "at": round(kill["at"] - began, 2)} for kill in trial.kills],
+        "exit_code": trial.code, "no_group_lost": all(group.ended == 0 for group in trial.supervisor.groups),
+        "exit_code_is_that_of_the_record": (trial.code == 0) == is_finished(trial.folder),
+        "restarts_without_a_kill": sum(group.starts - 1 for group in trial.supervisor.groups) - len(trial.kills),
+        "killed": [{**kill, "at": round(kill["at"] - began, 2)} for kill in trial.kills],
         "restarts": {group.name: group.starts - 1 for group in trial.supervisor.groups},
         "heals": sum("healed from" in line for line in trial.log), "seconds_of_a_step": step,
         "lost_seconds_of_a_kill": spread(lost) if lost else None, "seconds_of_a_join": spread(joined) if joined else None,

@@ -34,7 +34,7 @@ from fmmeta.profiler import Profiler
 from fmmeta.progress import Progress
 from fmmeta.report import page
 from fmmeta.signals import Stopped
-from fmmeta.start import Start
+from fmmeta.start import Start, newest_whole
 from fmmeta.state import State
 from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import Load
@@ -87,16 +87,31 @@ class Run:
 
     def resume(self) -> None:
         """Go on from a checkpoint, if there is one. Collective: world."""
-        found = self.start.checkpoint
-        with self.ranks.world.together("reading the checkpoint"):
-            if found is not None:
-                self.state.load(found)
+        found = self._load()
+        with self.ranks.world.together("opening the files of the run"):
             self.journal = Journal(self.config, self.state, self.folder, self.ranks, self.trackers, self.progress)
             if self.attendance.writes:
                 self.begin_writing()
         if found is not None:
             self.worker.write(self.theta)
             self.progress.notice(f"resumed from {found}, outer step {self.state.outer_step}")
+
+    def _load(self) -> Path | None:
+        """Take the state of the chosen checkpoint, or of a newer one where another group has removed it; returns which.
+
+        Collective: world.
+        """
+        found, tried = self.start.checkpoint, list[Path]()
+        while found is not None:
+            try:
+                with self.ranks.world.together("reading the checkpoint"):
+                    self.state.load(found)
+                break
+            except UsageError:
+                tried.append(found)
+                if not self.config.elastic or (found := newest_whole(self.folder, self.ranks.world)[0]) in tried:
+                    raise
+        return found
 
     def begin_writing(self) -> None:
         """From here on the files of the run are this group's to write. Local."""

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from fmmeta import checkpoint
 from fmmeta.config import Config, UsageError, changed_settings
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.record import read_run, settings_of
+
+MOST = 100  # times that the checkpoints of a run are listed while others write them
 
 
 @dataclass(frozen=True)
@@ -47,26 +50,57 @@ def open_run(config: Config, fingerprint: str, comm: Communicator) -> Start:
                 lock = hold(folder)
                 checkpoint.put_back(folder)
             start = find_start(config, fingerprint, folder)
-            found = [str(path) for path in checkpoint.complete(folder)]
             answer = json.dumps([str(start.folder), start.checkpoint and str(start.checkpoint), start.finished, start.said,
-                                 start.explicit, found]).encode()  # fmt: skip
-    folder, newest, finished, said, explicit, found = json.loads(comm.gather_bytes(answer)[0])
+                                 start.explicit]).encode()  # fmt: skip
+    folder, newest, finished, said, explicit = json.loads(comm.gather_bytes(answer)[0])
     chosen, refused = Path(newest) if newest else None, list[str]()
-    older = [] if explicit else [Path(path) for path in found]
-    while chosen is not None and not finished and (wrong := checkpoint.fault(chosen, comm)):
-        if explicit:
-            raise UsageError(f"resume_from_checkpoint={chosen} is not whole: {wrong}; give another one, or latest")
-        refused.append(f"{chosen} is refused: {wrong}")
-        older = [path for path in older if path != chosen]
-        if not older:
-            raise UsageError(f"output_dir={folder} holds no whole checkpoint to go on from ({'; '.join(refused)}); to begin anew "
-                             "choose another output_dir")  # fmt: skip
-        chosen = older[-1]
+    if chosen is not None and explicit and (wrong := checkpoint.fault(chosen, comm)):
+        raise UsageError(f"resume_from_checkpoint={chosen} is not whole: {wrong}; give another one, or latest")
+    if chosen is not None and not explicit and not finished:
+        chosen, refused = newest_whole(Path(folder), comm)
     with comm.together("setting checkpoints aside"):
         if comm.rank == 0 and chosen is not None and not finished and not config.elastic:
-            for path in newer(chosen, [Path(path) for path in found]):
+            for path in newer(chosen, checkpoint.complete(Path(folder))):
                 said.append(f"{path} was renamed to {checkpoint.set_aside(path).name}: the run goes on from an older one")
     return Start(Path(folder), chosen, finished, (*refused, *said), explicit, lock)
+
+
+def newest_whole(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
+    """The newest checkpoint of a run that is whole, and what is wrong with those that are newer. In an elastic run another group
+    writes and removes checkpoints meanwhile, so the folder is listed again after each one that is refused. Raises `UsageError`.
+
+    Collective: comm.
+    """
+    refused: dict[str, str] = {}
+    for _ in range(MOST):
+        listed = b""
+        with comm.together("listing checkpoints"):
+            if comm.rank == 0:
+                listed = json.dumps(manifests(folder)).encode()
+        found: dict[str, str] = json.loads(comm.gather_bytes(listed)[0])
+        refused = {key: text for key, text in refused.items() if key in found}
+        left = [key for key in found if key not in refused]
+        if found and not left:
+            break
+        if left:
+            chosen = Path(found[left[-1]])
+            wrong = checkpoint.fault(chosen, comm)
+            if not wrong:
+                return chosen, list(refused.values())
+            refused[left[-1]] = f"{chosen} is refused: {wrong}"
+    why = "; ".join(refused.values()) or f"listed {MOST} times"
+    raise UsageError(
+        f"output_dir={folder} holds no whole checkpoint to go on from ({why}); to begin anew choose another output_dir"
+    )
+
+
+def manifests(folder: Path) -> dict[str, str]:
+    """Finished checkpoints, oldest first, each by the file number of its manifest: another one may take its place."""
+    found = dict[str, str]()
+    for path in checkpoint.complete(folder):
+        with suppress(OSError):  # removed by the group that writes
+            found[str((path / checkpoint.MANIFEST).stat().st_ino)] = str(path)
+    return found
 
 
 def newer(chosen: Path, found: list[Path]) -> list[Path]:

@@ -103,8 +103,8 @@ class Watchdog:
                 if self.signals.asked and not told:
                     self.board.pin("stop", self.signals.asked)
                     told = True
-                elif not told and self.board.has("stop"):
-                    self.signals.asked = self.signals.asked or self.board.read(["stop"])[0]
+                elif not told and (asked := self.board.look("stop")):
+                    self.signals.asked = self.signals.asked or asked
                     self.signals.at = self.signals.at or time.monotonic()
                     told = True
                 self._beat()

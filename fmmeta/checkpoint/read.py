@@ -35,15 +35,15 @@ def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict
 
 
 def load_tables(folder: Path) -> dict[str, Tensor]:
-    """The tables of a checkpoint, none if it has none."""
+    """The tables of a checkpoint, none if it has none. Raises `UsageError`, also where the checkpoint is removed meanwhile."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not (folder / TABLES).is_file():
+    if TABLES not in read_manifest(folder):
         return {}
     try:
         return load_file(folder / TABLES)
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"{folder / TABLES} cannot be read ({error}); give an older checkpoint") from None
 
 
@@ -76,7 +76,7 @@ def index(folder: Path) -> tuple[dict[str, list[Stored]], dict[str, list[int]]]:
                 where[path].append(
                     Stored(int(offset), int(offset) + length, file, key, tuple(map(int, cut.split(":"))) if cut else None)
                 )
-    except (OSError, SafetensorError, ValueError, TypeError, UsageError) as error:
+    except (OSError, RuntimeError, SafetensorError, ValueError, TypeError, UsageError) as error:
         raise UsageError(f"{folder} cannot be read ({error}); give an older checkpoint") from None
     return where, shapes
 

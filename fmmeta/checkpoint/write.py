@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,16 @@ def put_in_place(temporary: Path, folder: Path, keep: int) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
     for old in complete(folder.parent)[:-keep]:
         if old != folder:
-            shutil.rmtree(old, ignore_errors=True)
+            remove(old)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint: first its name, so that a group that lists the folder finds all of it or nothing."""
+    unnamed = folder.with_name(f"tmp-{folder.name}")  # `whole.put_back` removes what a kill leaves
+    shutil.rmtree(unnamed, ignore_errors=True)
+    with suppress(OSError):
+        os.rename(folder, unnamed)
+    shutil.rmtree(unnamed, ignore_errors=True)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 from fmmeta import checkpoint
 from fmmeta.config import Config, UsageError
 from fmmeta.elastic.healing import Running, heal
-from fmmeta.elastic.joining import join, with_crew
+from fmmeta.elastic.joining import SECRET, join, with_crew
 from fmmeta.guard import Guard
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.crew import Crew, Lost
@@ -135,11 +135,16 @@ class Elastic:
         self.began = self.began or time.monotonic()
         self.crew.writes, self.crew.bytes_sent = self.writes, 0  # what an attempt in vain has sent is not the step's
         roll = self.crew.form(run.state.outer_step, LIGHTHOUSE_S)
+        if roll.strangers > (self.roll.strangers if self.roll else 0):
+            self.notice(f"lighthouse={self.config.lighthouse} lists {roll.strangers} groups that do not know {SECRET} of this "
+                        "output_dir, and they are left out; give all groups of a run one output_dir, and each run its own "
+                        "lighthouse")  # fmt: skip
         names = [member.name for member in roll.members]
         root, mine = roll.members[roll.root], roll.members[roll.here]
         if mine.mark != root.mark:
-            raise UsageError(f"group_name={mine.name}: its settings or its layout (group_size, ZeRO stage) are not those of "
-                             f"group {root.name}; start it with the same flags, or as a run of its own")  # fmt: skip
+            raise UsageError(f"group_name={mine.name}: its settings, its layout (group_size, ZeRO stage) or its versions "
+                             f"of fmmeta or torch are not those of group {root.name}; start it with the same ones, or as "
+                             "another run")  # fmt: skip
         if any(roll.heals(number) for number in range(len(names))):
             heal(run, self.crew, roll, self.notice)
             if self.writes:

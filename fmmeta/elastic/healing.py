@@ -8,12 +8,14 @@ no more. No pickles: JSON and plain tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from fmmeta.config import UsageError
 from fmmeta.feed import Feed
 from fmmeta.guard import Guard
 from fmmeta.journal import Journal
@@ -22,6 +24,8 @@ from fmmeta.parallel.crew import Crew
 from fmmeta.parallel.roll import Roll
 from fmmeta.parallel.worker import Worker
 from fmmeta.state import State
+
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}  # of vectors and tables
 
 
 class Running(Protocol):
@@ -41,13 +45,14 @@ def heal(run: Running, crew: Crew, roll: Roll, notice: Callable[[str], None]) ->
     """Those behind take over the root's state. Raises `Lost`. Collective: everyone."""
     here, root = roll.here == roll.root, roll.root
     vectors, tables, state = run.state.give() if here else ({}, {}, {})
-    shapes = {name: list(table.shape) for name, table in tables.items()}
-    head = {"state": state, "line": run.journal.line, "vectors": list(vectors), "tables": shapes}
+    head = {"state": state, "line": run.journal.line, "vectors": kinds(vectors), "tables": kinds(tables)}
     head = json.loads(broadcast_bytes(crew, json.dumps(head).encode() if here else b"", root))
-    for name in head["vectors"]:
-        vectors[name] = crew.broadcast_(vectors[name] if here else torch.empty(run.state.theta.shape), root)
-    for name, shape in head["tables"].items():
-        tables[name] = crew.broadcast_(tables[name] if here else torch.empty(shape), root)
+    with crew.own.together("looking at the state to take over"):
+        check_kinds(head["vectors"], run.state.theta)
+        check_kinds(head["tables"], run.state.live.get("rates"))
+    for kind, tensors in (("vectors", vectors), ("tables", tables)):
+        for name, (dtype, shape) in head[kind].items():
+            tensors[name] = crew.broadcast_(tensors[name] if here else torch.empty(shape, dtype=DTYPES[dtype]), root)
     if not roll.heals(roll.here):
         return
     before = run.state.outer_step
@@ -56,6 +61,20 @@ def heal(run: Running, crew: Crew, roll: Roll, notice: Callable[[str], None]) ->
     run.journal.line = head["line"]
     whom = roll.members[root].name.rpartition(":")[0]
     notice(f"healed from group {whom}: outer step {before} -> {run.state.outer_step}")
+
+
+def kinds(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Dtype and shape of each tensor, by name, as JSON has them."""
+    return {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+
+
+def check_kinds(sent: Mapping[str, Any], like: Tensor | None) -> None:
+    """gloo ends the process on a message of another size, so the dtype and shape are compared before. Raises `UsageError`."""
+    wanted = None if like is None else kinds({"": like})[""]
+    for name, kind in sent.items():
+        if kind != wanted:
+            raise UsageError(f"elastic=True: {name} of the other groups is {kind} and has to be {wanted} here; start this group "
+                             "with the same versions of fmmeta and torch as the others")  # fmt: skip
 
 
 def broadcast_bytes(comm: Communicator, payload: bytes, root: int) -> bytes:

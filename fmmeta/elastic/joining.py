@@ -7,17 +7,23 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from fmmeta.config import Config, UsageError, changed_settings
-from fmmeta.parallel.communicator import Communicator, Ranks
+from fmmeta.parallel.communicator import PROOF, Communicator, Ranks
 from fmmeta.parallel.crew import Crew, Everyone
 from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.worker import Worker
-from fmmeta.record import settings_of
+from fmmeta.record import settings_of, version
+
+SECRET = ".elastic-secret"
 
 
 def join(config: Config, own: Communicator) -> Crew | None:
@@ -32,14 +38,36 @@ def join(config: Config, own: Communicator) -> Crew | None:
 
 
 def with_crew(ranks: Ranks, crew: Crew | None, config: Config, fingerprint: str, worker: Worker, precision: Precision) -> Ranks:
-    """The communicators of a group in a crew."""
+    """The communicators of a group in a crew. Collective: world."""
     if crew is None:
         return ranks
+    with ranks.world.together("reading the secret of the run"):
+        if ranks.world.rank == 0:
+            crew.secret = run_secret(Path(str(config.output_dir)))
     crew.mark = mark_of(settings_of(config, fingerprint), str(ranks.layout), worker.params.numel, precision)
     return replace(ranks, cross=crew, crew=Everyone(ranks.world, crew))
 
 
+def run_secret(folder: Path) -> bytes:
+    """What the groups of a run share and no other user can read: random hex digits in a file of its folder, which the first of
+    them makes. Raises `UsageError`.
+    """
+    file, deadline = folder / SECRET, time.monotonic() + 10
+    try:
+        with suppress(FileExistsError), os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+            opened.write(token_hex(PROOF // 2).encode())
+        while len(found := file.read_bytes()) < PROOF and time.monotonic() < deadline:  # another group is writing it
+            time.sleep(0.05)
+    except OSError as error:
+        raise UsageError(f"output_dir={folder}: {SECRET} cannot be read ({error.strerror}); start all groups of a run as one "
+                         "user") from None  # fmt: skip
+    if len(found) < PROOF:
+        raise UsageError(f"output_dir={folder}: {SECRET} has {len(found)} bytes instead of {PROOF}; remove it, no group running")
+    return found
+
+
 def mark_of(settings: Mapping[str, Any], layout: str, numel: int, precision: Precision) -> str:
-    """What groups must share to be one run: settings that change theta, and how theta is cut."""
+    """What groups must share to be one run: settings that change theta, how theta is cut, and what sends it."""
     fixed = {name: settings[name] for name in changed_settings(dict.fromkeys(settings, ...), dict(settings))}
-    return sha256(json.dumps([fixed, layout, numel, precision.zero_stage, precision.bf16], sort_keys=True).encode()).hexdigest()
+    shared = [fixed, layout, numel, precision.zero_stage, precision.bf16, version("fmmeta"), version("torch")]
+    return sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()

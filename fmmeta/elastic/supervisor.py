@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -26,10 +27,13 @@ import torch
 from fmmeta.config import Config, UsageError, setting
 from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
 from fmmeta.parallel.quorum import coordination
-from fmmeta.signals import STOPPED
+from fmmeta.record import read_run
+from fmmeta.signals import ENDED, STOPPED
+from fmmeta.start import hold
 
 KILL_S = 30.0  # that the other ranks of a group in which one has died get to end by themselves
 PAUSE_S = 0.2
+WRITER_S = 60.0  # without a group that holds the folder, after which no other node is expected to finish the run
 
 
 @dataclass
@@ -91,10 +95,13 @@ class Supervisor:
         self.groups = [Group(f"{config.group_name}{number}") for number in range(config.groups)]
         self.asked = 0
         self.server: Any = None
+        self.shared = bool(config.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE"))  # with groups of other nodes
         self.file = ""
 
     def run(self) -> int:
-        """Until all groups have ended for good; the exit code: that of the first that was not done, 0 if all were."""
+        """Until all groups have ended for good. The exit code: 0 if the run is finished by its own record, else that of the first
+        group that failed, or 70.
+        """
         self.begin()
         try:
             while any(group.ended is None for group in self.groups):
@@ -105,14 +112,34 @@ class Supervisor:
             os.unlink(self.file)
             if self.server is not None:
                 self.server.shutdown()  # its threads would keep the process
+        if self.finished():
+            return 0
         codes = [group.ended for group in self.groups]
-        return 0 if 0 in codes and not self.asked else next((code for code in codes if code), 0)
+        if not self.asked:
+            self.say(f"fmmeta: error: output_dir={self.config.output_dir} holds no finished run, and all groups have ended (exit "
+                     f"codes {', '.join(map(str, codes))}); read their last lines, then run the same command again")  # fmt: skip
+        return next((code for code in codes if code), STOPPED if self.asked else ENDED)
+
+    def finished(self) -> bool:
+        """Whether run.json says so and the model is there. As long as a group of another node may be writing it, wait."""
+        folder, free_since = Path(str(self.config.output_dir)), time.monotonic()
+        while True:
+            with suppress(UsageError):  # it cannot be read
+                if (read_run(folder) or {}).get("finished") and (folder / "model").is_dir():
+                    return True
+            if not self.shared or self.asked or not folder.is_dir() or time.monotonic() - free_since > WRITER_S:
+                return False
+            try:
+                hold(folder, 0, quiet=True).close()
+            except UsageError:
+                free_since = time.monotonic()
+            time.sleep(PAUSE_S)
 
     def begin(self) -> None:
         """Light a lighthouse if none is given, and write down the settings that the groups read."""
-        if not (self.config.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")):
-            self.server = open_lighthouse(LighthouseConfig(port=0, heartbeat_timeout=self.config.heartbeat_timeout))
-            self.config.lighthouse = self.server.address()
+        if not self.shared:
+            light = LighthouseConfig(host="127.0.0.1", port=0, heartbeat_timeout=self.config.heartbeat_timeout)
+            self.server, self.config.lighthouse = open_lighthouse(light)
         known = {item.name for item in fields(Config)}
         settings = {name: value for name, value in asdict(self.config).items() if name in known and value not in (None, [])}
         settings.pop("group_name")

@@ -210,17 +210,18 @@ class Outer:
         return state
 
     def load_state(self, state: OuterState) -> None:
-        """Continue from what `state` returned, on this layout or another."""
+        """Continue from what `state` returned, on this layout or another, wherever its tensors lie."""
         moments = {name: vector for name, vector in state.vectors.items() if not name.startswith(("rates", "kept."))}
         self.moments = {name: self.home.keep(vector.clone()) for name, vector in moments.items()}
         self.numbers = {name: value for name, value in state.numbers.items() if name != "kept.count"}
         if self.rates is not None:
             saved = self._of_rates(state)
             self.rates.copy_(saved["rates"])
-            self.rate_moments = {name.removeprefix("rates."): v.clone() for name, v in saved.items() if name.startswith("rates.")}
+            self.rate_moments = {name.removeprefix("rates."): v.to(self.rates.device, copy=True)
+                                 for name, v in saved.items() if name.startswith("rates.")}  # fmt: skip
         if self.kept is not None:
             kept = {name: v for name, v in state.vectors.items() if name.startswith("kept.")}
-            self.kept.vectors = {name.removeprefix("kept."): vector.clone() for name, vector in kept.items()}
+            self.kept.vectors = {name.removeprefix("kept."): v.to(self.theta.device, copy=True) for name, v in kept.items()}
             self.kept.count = int(state.numbers.get("kept.count", 0))
 
     def _of_rates(self, state: OuterState) -> dict[str, Tensor]:

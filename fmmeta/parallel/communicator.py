@@ -15,6 +15,8 @@ A communicator has few verbs: sum, broadcast, gather bytes, barrier. No pickles 
 
 from __future__ import annotations
 
+import hmac
+import json
 import os
 import platform
 import socket
@@ -38,6 +40,7 @@ from fmmeta.safety import disk_trouble
 
 TIMEOUT = timedelta(minutes=30)
 BUCKET = 2**23  # elements of a reduction that travel together: 32 MiB in fp32
+PROOF = 64  # characters of a code (`proof`)
 SAY_S = 10.0  # between two words of a rank that waits for another one
 T = TypeVar("T")
 
@@ -163,24 +166,28 @@ class Communicator:
 
 
 class Board:
-    """Notes by name, kept by one process (rank 0's, or torchrun's agent) and read without waiting for whoever writes them.
+    """Notes by name, kept by one process (rank 0's, or torchrun's agent) and read without waiting for whoever writes them. Each
+    carries a code that needs the secret of this launch: whoever reaches the store can remove notes, and write none that count.
 
     Nothing else works while a rank is stopped. If the keeper is the one that is stopped, every call waits: call from a thread
     that may. One thread per board.
     """
 
-    def __init__(self, store: dist.Store) -> None:
-        self.store = store
+    def __init__(self, store: dist.Store, secret: bytes) -> None:
+        self.store, self.secret = store, secret
 
     def pin(self, name: str, text: str) -> None:
-        self.store.set(name, text)
+        self.store.set(name, proof(self.secret, name, text) + text)
 
     def read(self, names: Sequence[str]) -> list[str]:
-        """Notes that are known to be there, at once."""
-        return [note.decode() for note in self.store.multi_get(list(names))]
+        """Notes that are known to be there, at once; empty where another process than a rank has written one."""
+        found = [note.decode(errors="replace") for note in self.store.multi_get(list(names))]
+        return [note[PROOF:] if is_proof(note[:PROOF], self.secret, name, note[PROOF:]) else ""
+                for name, note in zip(names, found, strict=True)]  # fmt: skip
 
-    def has(self, name: str) -> bool:
-        return self.store.check([name])
+    def look(self, name: str) -> str:
+        """A note; empty if there is none."""
+        return self.read([name])[0] if self.store.check([name]) else ""
 
 
 @dataclass
@@ -220,7 +227,7 @@ class World:
             os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port),
                               RANK=str(launch.global_rank), WORLD_SIZE=str(launch.world_size))  # fmt: skip
             try:
-                self.store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+                self.store = loopback_store(launch) or next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
             except dist.DistNetworkError as error:
                 if "EADDRINUSE" not in str(error):
                     raise
@@ -234,6 +241,7 @@ class World:
             backend = dist.ProcessGroupGloo(store, launch.global_rank, launch.world_size, TIMEOUT)
         self.comm = Communicator(backend, launch.global_rank, launch.world_size, torch.device("cpu"))
         self.made, self.prepared = [self.comm], 0
+        self.secret = self.comm.gather_bytes(os.urandom(32))[0]  # by gloo, so that it is never in the store
         self.nodes = Nodes.of(self.comm, launch)
 
     def first_on_node(self, doing: str, work: Callable[[], T], timeout_s: float, say: Callable[[str], None] | None = None) -> T:
@@ -243,11 +251,12 @@ class World:
         for a rank that does not answer, those that wait raise `UsageError` without it. Collective: world.
         """
         assert self.store is not None, "before close"
+        board = Board(self.store, self.secret)
         launch, say = self.launch, say or (lambda text: print(f"fmmeta: {text}", file=sys.stderr, flush=True))
         first = self.nodes.first(launch.global_rank)
         self.prepared += 1
         key, done, result = f"first_on_node/{self.prepared}/{first}", "failed", None
-        prepared = launch.global_rank == first or self._wait(key, doing, first, timeout_s, say)
+        prepared = launch.global_rank == first or self._wait(board, key, doing, first, timeout_s, say)
         with self.comm.together(doing):
             try:
                 if prepared:  # if not, that rank's error is everybody's
@@ -255,15 +264,14 @@ class World:
                     done = "done"
             finally:
                 if launch.global_rank == first:
-                    self.store.set(key, done)
+                    board.pin(key, done)
         return cast("T", result)
 
-    def _wait(self, key: str, doing: str, first: int, timeout_s: float, say: Callable[[str], None]) -> bool:
+    def _wait(self, board: Board, key: str, doing: str, first: int, timeout_s: float, say: Callable[[str], None]) -> bool:
         """Whether the rank `first` has done it."""
-        assert self.store is not None
         began, told, mine = time.monotonic(), 0.0, self.launch.global_rank
         speaks, whom = self.nodes.second(mine), f"rank {first} on {platform.node()} ({doing})"
-        while not self.store.check([key]):
+        while not (found := board.look(key)):
             waited = time.monotonic() - began
             if waited > timeout_s:
                 text = f"prepare_timeout={timeout_s:g}: rank {mine} has waited {waited:.0f} s for {whom}; raise it, or look there"
@@ -274,7 +282,7 @@ class World:
                 told = waited
                 say(f"rank {mine} waits for {whom}: {waited:.0f} s so far, {timeout_s:g} s at most")
             time.sleep(0.05)
-        return self.store.get(key) == b"done"
+        return found == "done"
 
     def split(self, group_size: int, default_group: bool = True) -> Ranks:
         """Make groups of `group_size`; with `default_group` each becomes the default world of its processes.
@@ -310,7 +318,7 @@ class World:
         """A board of notes between all processes, for one thread; None for a process that is alone."""
         if self.launch.world_size == 1 or self.store is None:
             return None
-        return Board(dist.PrefixStore("board", cast(Any, self.store).clone()))
+        return Board(dist.PrefixStore("board", cast(Any, self.store).clone()), self.secret)
 
     def close(self) -> None:
         """Close the process groups of this process. Not collective, so that it also serves after a failure.
@@ -324,11 +332,31 @@ class World:
         self.store = None
 
 
+def loopback_store(launch: Launch) -> dist.Store | None:
+    """The store of a launch whose ranks meet at a loopback address, on rank 0 where no launcher keeps it: torch's own listens on
+    all interfaces. None otherwise, also where the port is in use (torch then says so).
+    """
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if launch.global_rank or agent or not network.is_loopback(launch.master_addr):
+        return None
+    try:
+        return listening_store(launch.master_addr, launch.master_port)
+    except OSError:
+        return None
+
+
+def listening_store(host: str, port: int) -> dist.TCPStore:
+    """A store of this process that listens on the address `host` alone; port 0: any. Raises `OSError`."""
+    listener = network.listen(host, port)
+    return dist.TCPStore(host, listener.getsockname()[1], is_master=True, wait_for_workers=False, timeout=TIMEOUT,
+                         multi_tenant=port > 0, master_listen_fd=listener.detach())  # fmt: skip
+
+
 class Venue:
     """Where processes of different launches meet: notes kept by the process that opens it, at `address` (host:port)."""
 
     def __init__(self, host: str) -> None:
-        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.store = listening_store(host, 0)
         self.address = f"{host}:{self.store.port}"
 
 
@@ -342,13 +370,29 @@ def somebody_at(address: str, timeout_s: float) -> bool:
     return True
 
 
-def meet_at(address: str, name: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo backend of `size` ranks that meet at a `Venue` under a name that is used once. Raises `RuntimeError` where one of
-    them does not come. Collective: these ranks.
+def meet_at(address: str, name: str, rank: int, size: int, timeout: timedelta, here: str) -> Any:
+    """A gloo backend of `size` ranks that meet at a `Venue` under a name that is used once. here: the own address, which gloo
+    listens on unless the user names an interface. Raises `RuntimeError` where one of them does not come. Collective: these ranks.
     """
     host, _, port = address.rpartition(":")
     notes = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-    return dist.ProcessGroupGloo(dist.PrefixStore(name, notes), rank, size, timeout)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout, named = timeout, os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if named in ("", network.loopback_interface()):  # the second is set for the ranks of one launch
+        options._devices = [gloo.create_device(hostname=here)]
+    else:
+        options._devices = [gloo.create_device(interface=name) for name in named.split(",")]
+    return gloo(dist.PrefixStore(name, notes), rank, size, options)
+
+
+def proof(secret: bytes, *said: Any) -> str:
+    """That whoever says so knows the secret: an HMAC, as PROOF hex digits."""
+    return hmac.new(secret, json.dumps(said, sort_keys=True).encode(), "sha256").hexdigest()
+
+
+def is_proof(found: Any, secret: bytes, *said: Any) -> bool:
+    return isinstance(found, str) and hmac.compare_digest(found.encode(), proof(secret, *said).encode())
 
 
 def backends() -> tuple[bool, bool]:

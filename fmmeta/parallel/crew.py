@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from fmmeta.parallel.communicator import Communicator, Venue, meet_at, somebody_at
-from fmmeta.parallel.quorum import Line, coordination, first_line
+from fmmeta.parallel.communicator import Communicator, Venue, is_proof, meet_at, proof, somebody_at
+from fmmeta.parallel.quorum import Line, coordination, first_line, reachable_as
 from fmmeta.parallel.roll import Member, Roll
 
 MEET_S = 10.0  # that members of a quorum wait for each other to meet; gloo tries up to four times for so long
@@ -37,7 +37,7 @@ class Crew(Communicator):
 
     def __init__(self, own: Communicator, lighthouse: str, name: str) -> None:
         super().__init__(None, 0, 1, torch.device("cpu"))
-        self.own, self.mark = own, ""
+        self.own, self.mark, self.secret = own, "", b""
         mine = f"{name}:{uuid.uuid4().hex[:8]}"  # who comes again is somebody else
         self.name = own.gather_bytes(mine.encode())[0].decode()
         self.fresh, self.writes = True, False
@@ -46,6 +46,7 @@ class Crew(Communicator):
         self.line: Line | None = None  # rank 0's
         self.venue: Any = None
         with own.together("looking for the lighthouse"):
+            self.host = reachable_as(lighthouse)
             if own.rank == 0:
                 self.line = Line(lighthouse, self.name, coordination())
                 self.venue = Venue(self.line.host)
@@ -59,7 +60,7 @@ class Crew(Communicator):
             if self.line is not None:
                 self.line.begin_beating(self.venue.address, self.own.size)
                 told = json.dumps(self._ask(self.line, step, patience_s)).encode()
-        number, created, listed = json.loads(self.own.gather_bytes(told)[0])
+        number, created, listed, strangers = json.loads(self.own.gather_bytes(told)[0])
         members = tuple(Member(**one) for one in listed)
         here = next(n for n, member in enumerate(members) if member.name == self.name)
         anew = not self.met or len(members) != self.size or any(member.met != self.met for member in members)
@@ -70,17 +71,24 @@ class Crew(Communicator):
             self._attempt(lambda: self._meet(members, f"crew/{meeting}/{self.own.rank}"), "meeting the other groups")
             self.met = meeting
             self.patience(self.patience_s)
-        return Roll(members, here, anew)
+        return Roll(members, here, anew, strangers)
 
     def _ask(self, line: Line, step: int, patience_s: float) -> Any:
-        """The quorum: its number, a name used once, its members."""
+        """The quorum: its number, a name used once, its members, and how many others the lighthouse lists."""
         mine = {"fresh": self.fresh, "writes": self.writes, "met": self.met, "mark": self.mark}
+        mine["proof"] = proof(self.secret, self.name, self.venue.address, step, mine)
         found = line.ask(patience_s, address="", store_address=self.venue.address, step=step, world_size=self.own.size,
                          shrink_only=False, data=mine)  # fmt: skip
-        listed = [
-            {"name": one.replica_id, "venue": one.store_address, "step": one.step, **one.data} for one in found.participants
-        ]
-        return [found.quorum_id, f"{found.created.seconds}.{found.created.nanos}", sorted(listed, key=lambda one: one["name"])]
+        listed = list(filter(None, map(self._introduced, found.participants)))
+        created = f"{found.created.seconds}.{found.created.nanos}"
+        strangers = len(found.participants) - len(listed)
+        return [found.quorum_id, created, sorted(listed, key=lambda one: one["name"]), strangers]
+
+    def _introduced(self, one: Any) -> dict[str, Any] | None:
+        """A member of the quorum as it presents itself; None if it does not know the secret of the run."""
+        data = dict(one.data or {})
+        known = is_proof(data.pop("proof", None), self.secret, one.replica_id, one.store_address, one.step, data)
+        return {"name": one.replica_id, "venue": one.store_address, "step": one.step, **data} if known else None
 
     def _meet(self, members: tuple[Member, ...], name: str) -> None:
         """Raises `RuntimeError` where one of them does not come; at once where its process has ended since it was counted."""
@@ -89,7 +97,7 @@ class Crew(Communicator):
         for member in members:
             if member.name != self.name and not somebody_at(member.venue, KNOCK_S):
                 raise RuntimeError(f"group {member.name.rpartition(':')[0]} has ended")
-        self.backend = meet_at(members[0].venue, name, self.rank, self.size, timedelta(seconds=MEET_S))
+        self.backend = meet_at(members[0].venue, name, self.rank, self.size, timedelta(seconds=MEET_S), self.host)
 
     def _attempt(self, act: Callable[[], Any], doing: str) -> None:
         """Do something with the other groups; if it fails on one rank of this group, raise `Lost` on all. Collective: own."""

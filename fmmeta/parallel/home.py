@@ -36,8 +36,8 @@ class Home:
     offload: bool
 
     def keep(self, vector: Tensor) -> Tensor:
-        """The vector at home: itself, or a copy in host memory."""
-        return self.zeros(vector).copy_(vector) if self.offload else vector
+        """The vector at home, wherever it comes from: itself if it lies on the device already, or a copy."""
+        return self.zeros(vector).copy_(vector) if self.offload else vector.to(self.device)
 
     def zeros(self, like: Tensor) -> Tensor:
         """A vector of zeros at home, as long as `like`."""

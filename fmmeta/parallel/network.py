@@ -152,7 +152,26 @@ def own_addresses() -> set[str]:
 
 
 def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+    return address.startswith("127.") or address in ("::1", "localhost")
+
+
+def loopback_interface() -> str | None:
+    """The interface that only processes of this host reach."""
+    return next((one.name for one in interfaces() if one.up and any(is_loopback(address) for address in one.addresses)), None)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on one address. Raises `OSError`."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def source_address(host: str) -> str | None:
@@ -177,6 +196,8 @@ def settle(notes: Notes, launch: Launch, nccl: bool) -> list[str]:
         if name is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
             said.append(f"GLOO_SOCKET_IFNAME={name}: the name of this host stands for an address that other nodes cannot reach")
+    elif is_loopback(launch.master_addr) and not os.environ.get("GLOO_SOCKET_IFNAME") and (name := loopback_interface()):
+        os.environ["GLOO_SOCKET_IFNAME"] = name  # all ranks are on this host, and no other one has to reach them
     found = list(findings(os.environ, known, nccl))
     notes.set(f"network/{launch.global_rank}", next((str(one) for one in found if one.fatal), ""))
     for problem in notes.multi_get([f"network/{rank}" for rank in range(launch.world_size)]):

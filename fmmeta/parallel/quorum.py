@@ -7,7 +7,8 @@
 A question is not given up while the lighthouse lives. It would count there as long as this group beats: an answer to it comes
 to nobody, and the others would wait at the meeting (crew.py) for a group that has not heard of it.
 
-Whoever reaches the lighthouse can take part or disturb: a network of trusted machines, as for any torch launcher.
+torchft's lighthouse knows no passwords: whoever reaches it is listed and can keep the others waiting. Members that do not know
+the secret of the run are left out of it (crew.py).
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class Line:
     def begin_beating(self, venue: str, size: int) -> None:
         """From here on the others wait for this group."""
         if self.beats is None:
+            bind = f"[{self.host}]:0" if ":" in self.host else f"{self.host}:0"
             self.beats = self.ft.ManagerServer(
-                replica_id=self.name, lighthouse_addr=self.address, hostname=self.host, bind="[::]:0", store_addr=venue,
+                replica_id=self.name, lighthouse_addr=self.address, hostname=self.host, bind=bind, store_addr=venue,
                 world_size=size, heartbeat_interval=BEAT, connect_timeout=CONNECT, quorum_retries=0)  # fmt: skip
 
     def stop_beating(self) -> None:

@@ -28,6 +28,7 @@ class Roll:
     members: tuple[Member, ...]
     here: int
     anew: bool = False  # they have met for this step: what follows a change is judged by this, since each remembers other rolls
+    strangers: int = 0  # listed by the lighthouse and left out: they do not know the secret of the run
 
     @property
     def root(self) -> int:

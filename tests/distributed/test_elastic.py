@@ -19,9 +19,10 @@ import torch
 from benchmarks.elastic import SLEEP, Born, Trial, alone, lines_of, parity, theta_of
 from fmmeta.elastic.supervisor import Group
 from fmmeta.parallel import quorum
-from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.communicator import Communicator, proof
 from fmmeta.parallel.crew import Crew, Lost
 from fmmeta.parallel.quorum import Line, coordination
+from fmmeta.run import Run
 from fmmeta.signals import Fault
 from tests.launch import run_ranks
 from tests.nursery import ROOT, environment, free_port
@@ -109,6 +110,39 @@ def test_three_kills_do_not_show_in_theta(trial, undisturbed):
     assert len(writers_of(run)) == 1 + wrote_when_killed >= 2
     assert (run.folder / "model/model.safetensors").is_file()
     assert json.loads((run.folder / "run.json").read_text())["finished"]
+
+
+def read_late() -> None:
+    """In a rank: the checkpoint that it has chosen is there no longer when it is read."""
+    os.setsid()
+    resume = Run.resume
+
+    def late(self: Run) -> None:
+        while self.start.checkpoint is not None and self.start.checkpoint.exists():
+            time.sleep(0.01)
+        resume(self)
+
+    Run.resume = late
+
+
+@pytest.mark.timeout(300)
+def test_a_group_that_joins_takes_learned_rates(trial):
+    """They are float64 while theta is float32: gloo ends a process that receives a message of another size. The checkpoint that
+    the group has chosen is removed before it is read.
+    """
+    run = trial(groups=1, inner_lr_learned="layer", save_steps=1, save_total_limit=1)
+    run.start()
+    run.wait_for_step(1, PATIENCE_S)
+    run.before = f"{__name__}:read_late"
+    run.supervisor.groups.append(Group("late0"))
+    run.wait_for_step(2, PATIENCE_S)
+    run.hurry()
+    run.end(PATIENCE_S)
+    assert [(group.starts, group.ended) for group in run.supervisor.groups] == [(1, 0)] * 2, "\n".join(run.log[-50:])
+    assert sum("healed from" in line for line in run.log) == 1
+    assert any("[late0] fmmeta: resumed from" in line for line in run.log)
+    assert run.code == 0
+    whole(run)
 
 
 @pytest.mark.cluster
@@ -265,6 +299,7 @@ def test_a_group_that_ends_between_its_question_and_the_meeting_is_missed_at_onc
     ended = Line(server.address(), "b:1", coordination())
     venue = f"127.0.0.1:{free_port()}"
     mine = {"fresh": False, "writes": False, "met": "", "mark": ""}
+    mine["proof"] = proof(b"", "b:1", venue, 1, mine)
     try:
         with ThreadPoolExecutor(1) as pool:
             ended.begin_beating(venue, 1)

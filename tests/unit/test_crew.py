@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fmmeta.config import Config
 from fmmeta.elastic.attendance import MOST, Elastic
+from fmmeta.elastic.healing import check_kinds, kinds
 from fmmeta.elastic.joining import mark_of
 from fmmeta.parallel.crew import Lost
 from fmmeta.parallel.ds_config import Precision
@@ -115,6 +117,19 @@ def test_groups_with_other_settings_or_another_cut_have_another_mark():
               mark_of(settings, "1 group of 2 ranks", 10, Precision(2, False, False))]  # fmt: skip
     assert mine not in others
     assert len(set(others)) == 5
+
+
+def test_a_tensor_of_another_kind_is_refused_before_it_is_received():
+    rates = torch.zeros(1, 3, dtype=torch.float64)
+    check_kinds(kinds({"rates": rates, "rates.exp_avg": rates + 1}), rates)
+    assert refusal(check_kinds, kinds({"rates": rates.float()}), rates) == (
+        "elastic=True: rates of the other groups is ['torch.float32', [1, 3]] and has to be ['torch.float64', [1, 3]] here; "
+        "start this group with the same versions of fmmeta and torch as the others"
+    )
+    assert "is ['torch.float64', [1, 2]] and has to be ['torch.float64', [1, 3]] here" in refusal(
+        check_kinds, kinds({"rates": rates[:, :2]}), rates
+    )
+    assert "has to be None here" in refusal(check_kinds, kinds({"rates": rates}), None)
 
 
 class Unlucky(Elastic):

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer
-from fmmeta.meta.outer import MetaGradient, Outer
+from fmmeta.meta.inner_rules import State as InnerState
+from fmmeta.meta.outer import MetaGradient, Outer, OuterState
 from fmmeta.parallel import home, memory
 from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.home import Home
@@ -123,3 +124,16 @@ def test_the_host_needs_room_too(monkeypatch):
     assert (size, "(and 4 in host memory)" in why) == (4, True)  # 16 and 8 GiB of outer state would not fit into 8
     said = refusal(memory.choose_group_size, world, sizes, Precision(1, False, False))
     assert "= 13.9 GiB (and 8 in host memory) each at ZeRO 1, and 32 GiB are free (and 8 in host memory); use a higher" in said
+
+
+def test_what_other_groups_have_sent_lies_where_theta_does():
+    """It arrives in host memory. `meta` stands for a GPU: an outer step on two devices raises."""
+    worker = worker_of(encoder("mean"), "zero")
+    outer = outer_of(worker, False, outer_optimizer="adamw")
+    there = torch.device("meta")
+    outer.theta, outer.home, outer.rates = outer.theta.to(there), Home(there, False), torch.zeros(outer.theta.shape, device=there)
+    outer.kept = InnerState({})
+    names = ("exp_avg", "kept.exp_avg", "rates", "rates.exp_avg")
+    outer.load_state(OuterState({name: torch.zeros(outer.theta.shape) for name in names}, {}, {"step": 1.0}))
+    found = [vector.device for vectors in (outer.moments, outer.rate_moments, outer.kept.vectors) for vector in vectors.values()]
+    assert found == [there] * 3

@@ -130,8 +130,10 @@ def test_a_start_on_several_nodes_chooses_and_says_so(monkeypatch):
     assert text == "GLOO_SOCKET_IFNAME=ib0: the name of this host stands for an address that other nodes cannot reach"
     assert network.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    assert settle(store, Launch(0, 2, 0, 2), False) == []  # one node
+    assert settle(store, Launch(0, 2, 0, 2, "head"), False) == []  # one node
     assert network.os.environ["GLOO_SOCKET_IFNAME"] == ""
+    assert settle(store, Launch(0, 2, 0, 2, "127.0.0.1"), False) == []  # and no other one has to reach it
+    assert network.os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_doctor_looks_at_the_network(monkeypatch):

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fmmeta import checkpoint
-from fmmeta.checkpoint import write
+from fmmeta.checkpoint import whole, write
 from fmmeta.checkpoint.saver import Saver
 from fmmeta.config import Config
 from fmmeta.record import write_run
@@ -99,6 +99,34 @@ def test_harm_is_named_and_an_older_one_is_taken(tmp_path, harm, said):
     if "state" not in said:
         message = refusal(open_run, explicit, "f", one_rank().world)
         assert "aside-checkpoint-8 is not whole: " in message or "other settings" in message
+
+
+def test_a_checkpoint_that_another_group_removes_is_not_the_last_word(tmp_path, monkeypatch):
+    """An elastic group chooses while the writer saves: its checkpoint is gone when it is verified, and a newer one is there."""
+    run, config = tmp_path / "run", Config(output_dir=str(tmp_path / "run"), elastic=True)
+    run.mkdir()
+    write_run(run, config, "f", "", finished=False)
+    saved(run, WHOLE, 4)
+    verify, steps = whole.file_fault, [5, 6]
+
+    def while_others_save(file, entry):
+        if steps:
+            saved(run, WHOLE, steps.pop(0), keep=1)
+        return verify(file, entry)
+
+    monkeypatch.setattr(whole, "file_fault", while_others_save)
+    start = open_run(config, "f", one_rank().world)
+    assert (start.checkpoint, start.said) == (run / "checkpoint-6", ())
+    assert sorted(path.name for path in run.glob("*checkpoint*")) == ["checkpoint-6"]
+
+
+def test_tables_that_are_gone_are_not_taken_for_none(tmp_path):
+    folder = with_table(tmp_path)
+    assert set(checkpoint.load_tables(folder)) == {"rates"}
+    (folder / "tables.safetensors").unlink()
+    assert refusal(checkpoint.load_tables, folder).startswith(f"{folder / 'tables.safetensors'} cannot be read (")
+    shutil.rmtree(folder)
+    assert "manifest.json cannot be read" in refusal(checkpoint.load_tables, folder)
 
 
 def test_another_models_checkpoint_is_one_line(tmp_path):

@@ -1,12 +1,89 @@
-"""What `fmmeta elastic` does with processes of its groups."""
+"""How a supervisor of elastic groups ends: by what the run's folder says, whatever codes its groups have ended with."""
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
-from fmmeta.elastic.supervisor import Group
+import pytest
+
+from fmmeta.config import Config
+from fmmeta.elastic import supervisor as module
+from fmmeta.elastic.supervisor import ElasticConfig, Group, Supervisor
+from fmmeta.record import write_run
 from fmmeta.signals import born
+from fmmeta.start import hold
 from tests.distributed.short import until
+
+FINISH = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+(folder / "model").mkdir()
+run = json.loads((folder / "run.json").read_text())
+(folder / "run.json").write_text(json.dumps({**run, "finished": True}))
+"""
+
+
+class Scripted(Supervisor):
+    """Each group is a process that runs a script in place of `fmmeta train`. `scripts`: by the number of the group."""
+
+    def __init__(self, folder: Path, scripts: list[str], **settings) -> None:
+        self.said: list[str] = []
+        self.folder, self.scripts = folder, scripts
+        config = ElasticConfig(output_dir=str(folder), groups=len(scripts), max_restarts=0, **settings)
+        super().__init__(config, self.said.append)
+
+    def begin(self) -> None:
+        folder = self.folder / "settings.json"
+        folder.write_text("{}")
+        self.file = str(folder)
+
+    def spawn(self, name, command, env):
+        return super().spawn(name, [sys.executable, "-c", self.scripts[int(name[-1])], str(self.folder)], env)
+
+
+@pytest.mark.parametrize(("scripts", "code"), [
+    (["", "import os; os._exit(9)"], 9),  # the one that was writing the model is dead, the other has left
+    (["", ""], 70),
+    ([FINISH, "import os; os._exit(9)"], 0),
+    (["", FINISH], 0),
+    (["import os; os._exit(2)", "import os; os._exit(2)"], 2),
+])  # fmt: skip
+def test_exit_code_and_record_agree(scripts, code, tmp_path):
+    write_run(tmp_path, Config(), "f", "", finished=False)
+    supervisor = Scripted(tmp_path, scripts)
+    assert supervisor.run() == code
+    assert json.loads((tmp_path / "run.json").read_text())["finished"] == (code == 0)
+    assert any(f"output_dir={tmp_path} holds no finished run" in line for line in supervisor.said) == (code != 0)
+
+
+def test_a_record_without_a_model_is_not_finished(tmp_path):
+    write_run(tmp_path, Config(), "f", "", finished=True)
+    assert Scripted(tmp_path, [""]).run() == 70
+    (tmp_path / "model").mkdir()
+    assert Scripted(tmp_path, [""]).run() == 0
+
+
+def test_groups_of_another_node_that_still_write_are_waited_for(tmp_path, monkeypatch):
+    """They hold the folder. Nothing is waited for once they have let go of it for a while."""
+    monkeypatch.setattr(module, "WRITER_S", 0.5)
+    write_run(tmp_path, Config(), "f", "", finished=False)
+    lock, codes = hold(tmp_path), list[int]()
+    thread = threading.Thread(target=lambda: codes.append(Scripted(tmp_path, [""], lighthouse="http://head:1").run()))
+    thread.start()
+    time.sleep(1.5)
+    assert thread.is_alive()
+    (tmp_path / "model").mkdir()
+    write_run(tmp_path, Config(), "f", "", finished=True)
+    lock.close()
+    thread.join(30)
+    assert codes == [0]
+    write_run(tmp_path, Config(), "f", "", finished=False)
+    assert Scripted(tmp_path, [""], lighthouse="http://head:1").run() == 70
 
 
 def test_a_rank_that_is_dead_leaves_no_process_behind():

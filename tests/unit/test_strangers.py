@@ -1,0 +1,104 @@
+"""What processes that are no part of a run can do to it by way of its ports: where it listens, notes, members."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch
+
+from tests.launch import run_ranks
+
+LISTENERS = """
+import sys
+import psutil
+import torch
+from fmmeta.parallel.communicator import World, pick_device
+from fmmeta.parallel.layout import Launch
+import os
+world = World(Launch.from_env(os.environ), torch.device("cpu"))
+ranks = world.split(1)
+board = world.board()
+if ranks.first:
+    board.store.set("stop", "SIGTERM")
+    board.store.set("beat/0", "{}")
+world.comm.barrier()
+assert board.look("stop") == "", "a forged note counts"
+assert board.read(["beat/0"]) == [""]
+world.comm.barrier()
+if ranks.first:
+    board.pin("stop", "SIGUSR1")
+world.comm.barrier()
+assert board.look("stop") == "SIGUSR1"
+assert board.look("another") == ""
+hosts = {one.laddr.ip for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN}
+print("listens on", sorted(hosts))
+world.comm.barrier()
+world.close()
+"""
+
+
+def listening(process: psutil.Process) -> set[str]:
+    return {one.laddr.ip for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN}
+
+
+def test_one_node_listens_on_loopback_and_notes_of_strangers_do_not_count():
+    ended = run_ranks(["-c", LISTENERS], 2).ok()
+    assert [text.strip().splitlines()[-1] for text in ended.output] == ["listens on ['127.0.0.1']"] * 2
+
+
+def test_a_lighthouse_and_the_stores_of_one_node_listen_on_loopback():
+    pytest.importorskip("torchft", reason="elastic groups need torchft")
+    from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
+    from fmmeta.parallel.communicator import Communicator
+    from fmmeta.parallel.crew import Crew
+
+    before = listening(psutil.Process())
+    server, address = open_lighthouse(LighthouseConfig(host="127.0.0.1", port=0))
+    crew = Crew(Communicator(None, 0, 1, torch.device("cpu")), address, "a")
+    try:
+        assert crew.form(0, 30.0).members[0].name == crew.name
+        assert listening(psutil.Process()) - before <= {"127.0.0.1"}
+    finally:
+        crew.leave()
+        server.shutdown()
+
+
+def test_members_that_do_not_know_the_secret_are_no_members():
+    pytest.importorskip("torchft", reason="elastic groups need torchft")
+    from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
+    from fmmeta.parallel.communicator import Communicator
+    from fmmeta.parallel.crew import Crew
+    from fmmeta.parallel.quorum import Line, coordination
+
+    server, address = open_lighthouse(LighthouseConfig(host="127.0.0.1", port=0, min_groups=3))
+    crew = Crew(Communicator(None, 0, 1, torch.device("cpu")), address, "b")
+    crew.secret = b"ours"
+    stranger = Crew(Communicator(None, 0, 1, torch.device("cpu")), address, "a")
+    stranger.secret, stranger.fresh = b"theirs", False
+    odd = Line(address, "c:1", coordination())
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            odd.begin_beating("127.0.0.1:1", 1)
+            rolls = [pool.submit(crew.form, 3, 30.0), pool.submit(stranger.form, 99, 30.0)]
+            asked = pool.submit(odd.ask, 30.0, address="", store_address="127.0.0.1:1", step=9, world_size=1, shrink_only=False)
+            assert len(asked.result().participants) == 3
+            for found, who in zip(rolls, (crew, stranger), strict=True):
+                assert [member.name for member in found.result().members] == [who.name]
+                assert found.result().strangers == 2
+    finally:
+        odd.stop_beating()
+        for one in (crew, stranger):
+            one.leave()
+        server.shutdown()
+
+
+def test_the_secret_of_a_run_is_one_and_its_owners(tmp_path):
+    from fmmeta.elastic.joining import SECRET, run_secret
+
+    with ThreadPoolExecutor(8) as pool:
+        (found,) = set(pool.map(lambda _: run_secret(tmp_path), range(8)))
+    assert len(found) == 64
+    assert (tmp_path / SECRET).stat().st_mode & 0o777 == 0o600
+    assert run_secret(tmp_path) == found
