@@ -288,6 +288,13 @@ def scenario(name: str, ranks: int) -> list[str]:
     return run_ranks(["-m", "tests.distributed.scenarios", name], ranks, timeout_s=100).ok().output
 
 
+def test_copies_of_a_model_that_differ_by_rounding_take_the_same_steps():
+    first, second = (re.search("solved in 4 passes.*", text) for text in scenario("cg_rounding", 2))
+    assert first is not None
+    assert second is not None
+    assert first[0] == second[0]
+
+
 @pytest.mark.parametrize(("setting", "value"), [("deepspeed", "ds_configs/zero3.json"), ("pipeline_stages", 2)])
 def test_the_base_of_adapters_is_born_in_parts(tmp_path, setting, value):
     model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
