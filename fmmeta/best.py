@@ -31,6 +31,7 @@ class Best:
 
     def meet(self, step: int, accuracy: float, loss: float) -> None:
         """Keep the weights as they are if they score higher than those before (of equals, if their loss is lower)."""
+        loss = loss if math.isfinite(loss) else math.inf  # the worst, and equal to itself
         if (accuracy, -loss) > (self.accuracy, -self.loss):
             self.step, self.accuracy, self.loss = step, accuracy, loss
             self.kept = {name: value.to("cpu", copy=True) for name, value in self.live.items()}
@@ -55,4 +56,5 @@ class Best:
         self.kept = {name.removeprefix(MARK): source.pop(name).cpu() for source in (vectors, tables) for name in list(source)
                      if name.startswith(MARK)}  # fmt: skip
         if numbers:
-            self.step, self.accuracy, self.loss = numbers["step"], numbers["accuracy"], numbers["loss"]
+            self.step, self.accuracy = numbers["step"], numbers["accuracy"]
+            self.loss = math.inf if numbers["loss"] is None else numbers["loss"]  # JSON has no infinity

@@ -13,12 +13,13 @@ from typing import Any
 
 from fmmeta.config import Config, UsageError
 from fmmeta.safety import redact
+from fmmeta.values import as_stored, to_json
 
 PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "peft")
 
 
 def settings_of(config: Config, fingerprint: str) -> dict[str, Any]:
-    return json.loads(json.dumps({**config.as_dict(), "dataset_fingerprint": fingerprint}))
+    return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint})
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
@@ -44,7 +45,7 @@ def write_run(folder: Path, config: Config, fingerprint: str, layout: str, **fac
     }
     temporary = folder / "run.json.tmp"
     with temporary.open("w", encoding="utf-8") as file:
-        file.write(redact(json.dumps(run, indent=1)) + "\n")
+        file.write(redact(to_json(run, indent=1)) + "\n")
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(folder / "run.json")
@@ -86,7 +87,7 @@ class Metrics:
         if self.writes:
             try:
                 with self.file.open("a", encoding="utf-8") as file:
-                    file.write("\n" * self.lost + redact(json.dumps(values)) + "\n")  # a lost line may be half there
+                    file.write("\n" * self.lost + redact(to_json(values)) + "\n")  # a lost line may be half there
                 self.lost = False
             except OSError as error:
                 if not self.lost:

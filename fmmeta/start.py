@@ -20,6 +20,7 @@ from fmmeta import checkpoint
 from fmmeta.config import Config, UsageError, changed_settings
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.record import read_run, settings_of
+from fmmeta.values import as_stored
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def unfinished(config: Config, fingerprint: str, name: str) -> Path | None:
         same = (
             run is not None
             and not run.get("finished")
-            and not changed_settings(run["settings"], settings_of(config, fingerprint))
+            and not changed_settings(as_stored(run["settings"]), settings_of(config, fingerprint))
         )
         if same and checkpoint.complete(folder):
             try:
@@ -160,7 +161,7 @@ def find_start(config: Config, fingerprint: str, folder: Path | None = None) -> 
 
 def accept_changes(before: dict[str, Any], config: Config, fingerprint: str, where: str) -> list[str]:
     """What to say of settings that differ from those of the run before. Raises `UsageError` for those that change theta."""
-    now = settings_of(config, fingerprint)
+    before, now = as_stored(before), settings_of(config, fingerprint)
     changed = changed_settings(before, now)
     accepted = {name: text for name, text in changed.items() if name in config.accept_changed_settings}
     refused = [text for name, text in changed.items() if name not in accepted]

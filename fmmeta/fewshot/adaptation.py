@@ -7,7 +7,6 @@ The inner loop is the one of meta-training, from the model's own memory (fmmeta.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from fmmeta.tasks.batch import Example
 from fmmeta.tasks.encode import encode
 from fmmeta.tasks.rows import Row, read_file
 from fmmeta.tasks.table import Table, tabulate
-from fmmeta.values import shortened
+from fmmeta.values import shortened, to_json
 
 Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
 """Text and class, or input and output; or as rows of a file have them."""
@@ -111,7 +110,7 @@ def write(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table,
            rates, folder / "merged")  # fmt: skip
     write_card(adapted, folder, settings, support)
     if adapted.predictions:
-        lines = "".join(json.dumps(one.as_dict(), ensure_ascii=False) + "\n" for one in adapted.predictions)
+        lines = "".join(to_json(one.as_dict(), ensure_ascii=False) + "\n" for one in adapted.predictions)
         (folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
 
 

@@ -13,6 +13,7 @@ from fmmeta.config import UsageError
 from fmmeta.fewshot.scores import EpisodeScore, paired, summary
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.progress import Progress
+from fmmeta.values import to_json
 
 
 @dataclass
@@ -92,18 +93,9 @@ def check_output(path: Path) -> None:
 def write(path: Path, results: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(strict(results), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(to_json(results, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"output={path} cannot be written ({error.strerror}); give another file") from None
-
-
-def strict(value: Any) -> Any:
-    """The same with None for numbers that JSON has not: the interval of one episode, a loss that diverged."""
-    if isinstance(value, dict):
-        return {name: strict(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [strict(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show(results: dict[str, Any], progress: Progress) -> None:

@@ -9,7 +9,6 @@ model with rates of its own (by layer, or of the head alone) keeps their proport
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
 from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import Load
+from fmmeta.values import to_json
 
 DIVERGED = 1e3  # nats: a mean query loss above this counts as infinite, since no step size that is of use comes near it
 
@@ -209,7 +209,7 @@ def store(settings: TuneConfig, target: Path, best: Choice, base: Config) -> Non
     temporary = target.with_name(f"{target.name}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(to_json(facts, indent=1) + "\n", encoding="utf-8")
         temporary.replace(target)
     except OSError as error:
         raise UsageError(f"{target} cannot be written ({error.strerror}); give another --output") from None
