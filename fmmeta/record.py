@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from fmmeta.values import as_stored, to_json
 
 PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "peft")
 
+NOTHING: Mapping[str, Any] = {}
 
-def settings_of(config: Config, fingerprint: str) -> dict[str, Any]:
-    return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint})
+
+def settings_of(config: Config, fingerprint: str, resolved: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+    """What makes a run: the flags, the data's fingerprint and what was `resolved` (build.Plan)."""
+    return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint, **resolved})
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
@@ -33,11 +36,12 @@ def read_run(folder: Path) -> dict[str, Any] | None:
         raise UsageError(f"{file} cannot be read; mend or remove it, or choose another output_dir") from None
 
 
-def write_run(folder: Path, config: Config, fingerprint: str, layout: str, **facts: Any) -> None:
+def write_run(folder: Path, config: Config, fingerprint: str, layout: str, resolved: Mapping[str, Any] = NOTHING,
+              **facts: Any) -> None:  # fmt: skip
     """Write run.json: every resolved setting, versions, git commit, data fingerprint, and `facts`."""
     versions = {name: version(name) for name in PACKAGES}
     run = {
-        "settings": settings_of(config, fingerprint),
+        "settings": settings_of(config, fingerprint, resolved),
         "layout": layout,
         "versions": versions,
         "git_commit": git_commit(),

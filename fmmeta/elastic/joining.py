@@ -17,7 +17,6 @@ from fmmeta.parallel.communicator import Communicator, Ranks
 from fmmeta.parallel.crew import Crew, Everyone
 from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.worker import Worker
-from fmmeta.record import settings_of
 
 
 def join(config: Config, own: Communicator) -> Crew | None:
@@ -31,11 +30,11 @@ def join(config: Config, own: Communicator) -> Crew | None:
     return Crew(own, lighthouse, config.group_name or f"{platform.node()}-{os.getpid()}")
 
 
-def with_crew(ranks: Ranks, crew: Crew | None, config: Config, fingerprint: str, worker: Worker, precision: Precision) -> Ranks:
-    """The communicators of a group in a crew."""
+def with_crew(ranks: Ranks, crew: Crew | None, settings: Mapping[str, Any], worker: Worker, precision: Precision) -> Ranks:
+    """The communicators of a group in a crew. `settings`: those of the run (record.settings_of)."""
     if crew is None:
         return ranks
-    crew.mark = mark_of(settings_of(config, fingerprint), str(ranks.layout), worker.params.numel, precision)
+    crew.mark = mark_of(settings, str(ranks.layout), worker.params.numel, precision)
     return replace(ranks, cross=crew, crew=Everyone(ranks.world, crew))
 
 

@@ -24,6 +24,7 @@ from fmmeta.fewshot.single import Single, start
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.progress import Progress
+from fmmeta.safety import make_folders, remove_empty
 from fmmeta.tasks.batch import Example
 from fmmeta.tasks.encode import encode
 from fmmeta.tasks.rows import Row, read_file
@@ -64,8 +65,12 @@ def adapt(settings: AdaptConfig, progress: Progress, support_set: Examples | Non
     unknown = sorted(set(query.right) - set(labels)) if query is not None and labels else []
     if unknown:
         raise UsageError(f"query={settings.query} has the class {unknown[0]!r}, of which the support set has none; add some")
-    folder = make_folder(settings.output_dir) if settings.output_dir else None
-    adapted = learn(settings, support, labels, progress)
+    folder, made = make_folder(settings.output_dir) if settings.output_dir else (None, [])
+    try:
+        adapted = learn(settings, support, labels, progress)
+    except UsageError:
+        remove_empty(made)
+        raise
     if query is not None:
         answers = adapted.predict(query.left, settings.max_new_tokens)
         adapted.predictions = [replace(one, truth=truth) for one, truth in zip(answers, query.right, strict=True)]
@@ -114,15 +119,16 @@ def write(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table,
         (folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
 
 
-def make_folder(output_dir: str) -> Path:
+def make_folder(output_dir: str) -> tuple[Path, list[Path]]:
+    """The folder, and those that were missing, innermost first. Raises `UsageError`."""
     folder = Path(output_dir)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        made = make_folders(folder)
         if any(folder.iterdir()):
             raise UsageError(f"output_dir={folder} is not empty; choose another, so that nothing is overwritten")
     except OSError as error:
         raise UsageError(f"output_dir={folder} cannot be made: {error.strerror}; choose another") from None
-    return folder
+    return folder, made
 
 
 def read_task(setting: str, given: str | Examples, config: Config, notice: Callable[[str], None], unique: bool = True) -> Table:

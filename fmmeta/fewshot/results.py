@@ -13,6 +13,7 @@ from fmmeta.config import UsageError
 from fmmeta.fewshot.scores import EpisodeScore, paired, summary
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.progress import Progress
+from fmmeta.safety import make_folders, remove_empty
 from fmmeta.values import to_json
 
 
@@ -73,17 +74,18 @@ def differences(cells: Sequence[Cell], others: Sequence[Cell]) -> list[dict[str,
 
 
 def check_output(path: Path) -> None:
-    """Raise `UsageError` for a file that cannot be written, before its content is computed. Makes its folder."""
+    """Raise `UsageError` for a file that cannot be written, before its content is computed."""
     if path.is_dir():
         raise UsageError(f"output={path} is a folder; give a file in it, such as {path / 'results.json'}")
     new = not path.exists()
     if not new and not path.is_file():
         return  # a pipe or a device, which a look would disturb
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        made = make_folders(path.parent)
         path.open("a").close()
         if new:
             path.resolve().unlink()
+        remove_empty(made)  # what is refused later leaves nothing
     except FileExistsError:
         raise UsageError(f"output={path} cannot be written ({path.parent} is no folder); give another file") from None
     except OSError as error:

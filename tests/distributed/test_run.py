@@ -269,7 +269,7 @@ def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
         assert inputs[name][1] in errors[0], name
         assert "Traceback" not in ended.output[0] + ended.output[1], name
         assert not ended.others, name
-        assert not (tmp_path / name / "metrics.jsonl").exists()
+        assert not (tmp_path / name).exists()
 
 
 def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
