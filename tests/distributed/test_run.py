@@ -259,7 +259,7 @@ FROM_OUTSIDE = ("unknown flag", "group size", "line", "moe")  # whole launches
 @pytest.mark.timeout(600)
 def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
     inputs = bad_inputs(tmp_path)
-    started = {name: shared().train(words(tmp_path / name, **inputs[name][0]), 2, tmp_path / f"{name} logs")
+    started = {name: shared().train(words(tmp_path / "runs" / name, **inputs[name][0]), 2, tmp_path / f"{name} logs")
                for name in FROM_OUTSIDE}  # fmt: skip
     for name, ranks in started.items():
         ended = Ended(shared().wait(ranks, 100), [rank.text for rank in ranks])
@@ -269,7 +269,7 @@ def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
         assert inputs[name][1] in errors[0], name
         assert "Traceback" not in ended.output[0] + ended.output[1], name
         assert not ended.others, name
-        assert not (tmp_path / name).exists()
+        assert not (tmp_path / "runs" / name).exists()
 
 
 def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
