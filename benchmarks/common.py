@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fmmeta.values import to_json
+
 
 def machine() -> dict[str, Any]:
     """Hardware and versions, for the results file."""
@@ -47,7 +49,7 @@ def write_json(path: str | Path | None, results: dict[str, Any]) -> None:
     """Write results beside the machine that they are of. Paths lose what is that machine's alone."""
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps({"machine": machine(), **portable(results)}, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(to_json({"machine": machine(), **portable(results)}, indent=1) + "\n", encoding="utf-8")
 
 
 def portable(value: Any) -> Any:

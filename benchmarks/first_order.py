@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.common import plot
 from fmmeta import Config, MetaTrainer
+from fmmeta.values import to_json
 
 SHARED = {"inner_steps": 1, "inner_lr": 1.0, "eval_episodes": 60, "save_steps": 0, "logging_steps": 1}
 SUITES: dict[str, dict[str, Any]] = {
@@ -80,7 +81,7 @@ def main() -> None:
             key = (algorithm, seed, rate)
             if key not in done:
                 done[key] = run(asked.dataset, *key)
-                asked.json.write_text(json.dumps(list(done.values()), indent=1) + "\n")
+                asked.json.write_text(to_json(list(done.values()), indent=1) + "\n")
             found = done[key]
             print(f"{asked.dataset} seed {seed} inner_lr {rate:g} {algorithm:7} start {found['start_loss']:.3f} -> "
                   f"{found['loss']:.3f} accuracy {100 * found['accuracy']:.1f} %", flush=True)  # fmt: skip

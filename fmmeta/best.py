@@ -33,6 +33,7 @@ class Best:
 
     def meet(self, step: int, accuracy: float, loss: float) -> None:
         """Keep the weights as they are if they score higher than those before (of equals, if their loss is lower)."""
+        loss = loss if math.isfinite(loss) else math.inf  # the worst, and equal to itself
         if (accuracy, -loss) > (self.accuracy, -self.loss):
             self.step, self.accuracy, self.loss = step, accuracy, loss
             self.kept = self.live.snapshot()
@@ -59,4 +60,5 @@ class Best:
                  if name.startswith(MARK)}  # fmt: skip
         self.kept = MetaParameters.from_named(found) if found else None
         if numbers:
-            self.step, self.accuracy, self.loss = numbers["step"], numbers["accuracy"], numbers["loss"]
+            self.step, self.accuracy = numbers["step"], numbers["accuracy"]
+            self.loss = math.inf if numbers["loss"] is None else numbers["loss"]  # JSON has no infinity

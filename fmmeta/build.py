@@ -9,7 +9,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -55,6 +55,15 @@ class Plan:
     deepspeed: dict[str, Any]
     precision: ds_config.Precision
     costs: list[float] | None = None  # seconds of each layer, where stages are balanced by them
+
+    @cached_property
+    def resolved(self) -> dict[str, Any]:
+        """What changes theta beside the flags and the data, for the run's settings (checks.RESOLVED)."""
+        return {
+            **ds_config.recorded(self.deepspeed, self.precision),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "transforms_fingerprint": self.transforms.fingerprint if self.transforms else "",
+        }
 
 
 def plan(config: Config, world: World, notice: Notice) -> Plan:

@@ -25,6 +25,8 @@ LEAST = {
     "logging_steps": 1, "weight_decay": 0, "prefetch_factor": 1, "prepare_timeout": 1,
 }  # fmt: skip
 MOST_SEED = 2**64 - 1
+# What the settings of a run have beside the flags and the data's fingerprint (build.Plan.resolved).
+RESOLVED = ("precision", "float32_matmul_precision", "deepspeed_values", "deepspeed_layout", "transforms_fingerprint")
 POSITIVE = ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "rates_lr", "proximal_weight")
 OPEN = ("max_task_loss", "max_task_norm", "step_timeout", "max_file_gib")  # positive, where they are given
 BELOW_ONE = ("inner_momentum", "inner_beta1", "inner_beta2", "outer_momentum", "start_share")
@@ -94,7 +96,7 @@ def _of_numbers(c: Any) -> Iterator[str]:
     if c.load_best_model_at_end and not (c.eval_steps and c.eval_episodes):
         yield "load_best_model_at_end=True needs validation scores; give --eval_steps and --eval_episodes"
     for name in c.accept_changed_settings:
-        if name not in (*type(c).__dataclass_fields__, "dataset_fingerprint"):
+        if name not in (*type(c).__dataclass_fields__, "dataset_fingerprint", *RESOLVED):
             yield f"accept_changed_settings={name} is no setting; name those that the refusal names"
     if not 0 <= c.max_bad_share <= 1:
         yield f"max_bad_share={c.max_bad_share} is no share; use a number from 0 to 1"

@@ -357,6 +357,12 @@ UNSPOKEN = {"output_dir", "resume_from_checkpoint", "local_rank", "accept_change
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any], free: bool = False) -> dict[str, str]:
-    """Settings that would make a continuation another run, by name, as `name: before -> now`; with `free` those that do not."""
-    keys = FREE_ON_RESUME - UNSPOKEN if free else (set(before) | set(now)) - FREE_ON_RESUME
+    """Settings that would make a continuation another run, by name, as `name: before -> now`; with `free` those that do not.
+
+    What was resolved is not compared where one side does not know it: runs of 0.1.0.
+    """
+    known = {name for name in checks.RESOLVED if name in before and name in now}
+    unbound = FREE_ON_RESUME | {"deepspeed_layout"} | ({"bf16"} if "precision" in known else set())
+    keys = unbound - UNSPOKEN if free else (set(before) | set(now)) - unbound
+    keys -= set(checks.RESOLVED) - known
     return {key: f"{key}: {before.get(key)} -> {now.get(key)}" for key in sorted(keys) if before.get(key) != now.get(key)}

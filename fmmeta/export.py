@@ -25,6 +25,7 @@ from fmmeta.models.load import Description, empty_learner, load_hf
 from fmmeta.models.lora import merged, save_adapter
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
+from fmmeta.values import to_json
 
 FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this large, if the model has as much
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", HEAD_FILE,
@@ -202,7 +203,7 @@ def accompany(folder: Path, skeleton: Any, config: Config, description: Descript
     facts |= {name: getattr(config, name) for name in REMEMBERED} | {"inner_rates": rates_of(rates)}
     if description.labels:
         facts["labels"] = list(description.labels)
-    (folder / "fmmeta.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / "fmmeta.json").write_text(to_json(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def rates_of(rates: Rates | None) -> Any:

@@ -54,7 +54,7 @@ class Journal:
             values["loss_spike"] = spike
         noted = step in (1, config.outer_steps) or step % config.logging_steps == 0
         if noted or values["skipped_tasks"] or spike or facts.get("retries"):
-            self.line = {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in values.items()}
+            self.line = values
             self.metrics.write(self.line)
         text = f"loss {values['query_loss']:.4f}  accuracy {100 * values['accuracy']:.1f} %"
         skipped = f"  skipped {values['skipped_tasks']}" if values["skipped_tasks"] else ""

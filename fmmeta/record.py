@@ -7,18 +7,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fmmeta.config import Config, UsageError
 from fmmeta.safety import redact
+from fmmeta.values import as_stored, to_json
 
 PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "peft")
 
+NOTHING: Mapping[str, Any] = {}
 
-def settings_of(config: Config, fingerprint: str) -> dict[str, Any]:
-    return json.loads(json.dumps({**config.as_dict(), "dataset_fingerprint": fingerprint}))
+
+def settings_of(config: Config, fingerprint: str, resolved: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+    """What makes a run: the flags, the data's fingerprint and what was `resolved` (build.Plan)."""
+    return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint, **resolved})
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
@@ -32,11 +36,12 @@ def read_run(folder: Path) -> dict[str, Any] | None:
         raise UsageError(f"{file} cannot be read; mend or remove it, or choose another output_dir") from None
 
 
-def write_run(folder: Path, config: Config, fingerprint: str, layout: str, **facts: Any) -> None:
+def write_run(folder: Path, config: Config, fingerprint: str, layout: str, resolved: Mapping[str, Any] = NOTHING,
+              **facts: Any) -> None:  # fmt: skip
     """Write run.json: every resolved setting, versions, git commit, data fingerprint, and `facts`."""
     versions = {name: version(name) for name in PACKAGES}
     run = {
-        "settings": settings_of(config, fingerprint),
+        "settings": settings_of(config, fingerprint, resolved),
         "layout": layout,
         "versions": versions,
         "git_commit": git_commit(),
@@ -44,7 +49,7 @@ def write_run(folder: Path, config: Config, fingerprint: str, layout: str, **fac
     }
     temporary = folder / "run.json.tmp"
     with temporary.open("w", encoding="utf-8") as file:
-        file.write(redact(json.dumps(run, indent=1)) + "\n")
+        file.write(redact(to_json(run, indent=1)) + "\n")
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(folder / "run.json")
@@ -86,7 +91,7 @@ class Metrics:
         if self.writes:
             try:
                 with self.file.open("a", encoding="utf-8") as file:
-                    file.write("\n" * self.lost + redact(json.dumps(values)) + "\n")  # a lost line may be half there
+                    file.write("\n" * self.lost + redact(to_json(values)) + "\n")  # a lost line may be half there
                 self.lost = False
             except OSError as error:
                 if not self.lost:

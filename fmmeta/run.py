@@ -310,4 +310,5 @@ class Run:
 
     def write_run(self, **facts: Any) -> None:
         """Write run.json. Local: the first rank's."""
-        record.write_run(self.folder, self.config, self.plan.sources.fingerprint, str(self.ranks.layout), **facts)
+        record.write_run(self.folder, self.config, self.plan.sources.fingerprint, str(self.ranks.layout), self.plan.resolved,
+                         **facts)  # fmt: skip

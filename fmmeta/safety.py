@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fmmeta.config import UsageError
@@ -33,6 +34,20 @@ def disk_trouble(error: BaseException) -> str | None:
     if found and int(found[1]) in DISK:
         return one_line(error)
     return None
+
+
+def make_folders(folder: Path) -> list[Path]:
+    """Make a folder and those that it lies in; return those that were missing, innermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, innermost first, up to one with something in it."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def one_line(error: BaseException) -> str:

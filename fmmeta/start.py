@@ -12,7 +12,8 @@ import json
 import os
 import platform
 import time
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,11 @@ from typing import Any
 from fmmeta import checkpoint
 from fmmeta.config import Config, UsageError, changed_settings
 from fmmeta.parallel.communicator import Communicator
-from fmmeta.record import read_run, settings_of
+from fmmeta.record import NOTHING, read_run, settings_of
+from fmmeta.safety import make_folders, remove_empty
+from fmmeta.values import as_stored
+
+LOCK = ".lock"
 
 MOST = 100  # times that the checkpoints of a run are listed while others write them
 
@@ -34,22 +39,32 @@ class Start:
     finished: bool
     said: tuple[str, ...] = ()  # what the user should know of it
     explicit: bool = False  # the checkpoint was named by the user
-    lock: Any = None  # held by rank 0 while the run lasts
+    lock: FolderLock | None = None  # held by rank 0 while the run lasts
 
 
-def open_run(config: Config, fingerprint: str, comm: Communicator) -> Start:
+def open_run(config: Config, fingerprint: str, comm: Communicator, resolved: Mapping[str, Any] = NOTHING) -> Start:
     """Make or find the run's folder; refuse one that holds a run with other settings, or is in use. The checkpoint is whole.
 
-    Collective: comm (world).
+    Refused, it leaves no lock, nor a folder that it made. Collective: comm (world).
     """
+    with ExitStack() as refused:
+        start = _open(config, fingerprint, comm, resolved, refused)
+        refused.pop_all()
+        return start
+
+
+def _open(config: Config, fingerprint: str, comm: Communicator, resolved: Mapping[str, Any], held: ExitStack) -> Start:
+    """See open_run. `held` gets the lock."""
     answer, lock = b"", None
     with comm.together("opening output_dir"):
         if comm.rank == 0:
-            folder = place_of(config, fingerprint)
-            if not config.elastic:  # there whoever writes has the lock (elastic/attendance.py)
-                lock = hold(folder)
+            folder = place_of(config, fingerprint, resolved)
+            # of elastic groups whoever writes has the lock (elastic/attendance.py)
+            lock = FolderLock(folder, None, make(folder)) if config.elastic else hold(folder)
+            held.callback(lock.close)
+            if not config.elastic:
                 checkpoint.put_back(folder)
-            start = find_start(config, fingerprint, folder)
+            start = find_start(config, fingerprint, folder, resolved)
             answer = json.dumps([str(start.folder), start.checkpoint and str(start.checkpoint), start.finished, start.said,
                                  start.explicit]).encode()  # fmt: skip
     folder, newest, finished, said, explicit = json.loads(comm.gather_bytes(answer)[0])
@@ -109,23 +124,20 @@ def newer(chosen: Path, found: list[Path]) -> list[Path]:
     return [path for path in found if path.resolve() != chosen.resolve() and int(path.name.removeprefix("checkpoint-")) >= at]
 
 
-def place_of(config: Config, fingerprint: str) -> Path:
+def place_of(config: Config, fingerprint: str, resolved: Mapping[str, Any] = NOTHING) -> Path:
     """The folder of the run: the one that is named, or the newest unfinished one of the same run, or a new one."""
     if config.output_dir is not None:
         folder = Path(config.output_dir)
     else:
         name = f"{config.algorithm}-{Path(config.dataset[0]).name}"
-        folder = unfinished(config, fingerprint, name) or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"output_dir={folder} cannot be made: {error.strerror}; choose another") from None
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"output_dir={folder} cannot be written to; choose another")
+        folder = (
+            unfinished(config, settings_of(config, fingerprint, resolved), name)
+            or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+        )
     return folder
 
 
-def unfinished(config: Config, fingerprint: str, name: str) -> Path | None:
+def unfinished(config: Config, now: dict[str, Any], name: str) -> Path | None:
     """The newest run in runs/ with these settings that was stopped, has a checkpoint, and is not in use."""
     if config.resume_from_checkpoint != "latest":
         return None
@@ -134,11 +146,7 @@ def unfinished(config: Config, fingerprint: str, name: str) -> Path | None:
             run = read_run(folder)
         except UsageError:
             continue
-        same = (
-            run is not None
-            and not run.get("finished")
-            and not changed_settings(run["settings"], settings_of(config, fingerprint))
-        )
+        same = run is not None and not run.get("finished") and not changed_settings(as_stored(run["settings"]), now)
         if same and checkpoint.complete(folder):
             try:
                 hold(folder, 0).close()
@@ -148,13 +156,47 @@ def unfinished(config: Config, fingerprint: str, name: str) -> Path | None:
     return None
 
 
-def hold(folder: Path, patience_s: float = 120.0, quiet: bool = False) -> Any:
-    """Take the lock of a run's folder; the kernel takes it back when this process ends, however it ends. Raises `UsageError`."""
-    file, began, told = (folder / ".lock").open("a+"), time.monotonic(), False
+class FolderLock:
+    """The lock of a run's folder, if `file` is it, and the folders that were `made` for it, innermost first."""
+
+    def __init__(self, folder: Path, file: Any, made: list[Path]) -> None:
+        self.folder, self.file, self.made = folder, file, made
+
+    def close(self) -> None:
+        """Give the lock back; folders that were made and in which nothing was written go with it."""
+        if self.file is not None:
+            (self.folder / LOCK).unlink(missing_ok=True)
+        remove_empty(self.made)
+        if self.file is not None:
+            self.file.close()
+
+
+def make(folder: Path) -> list[Path]:
+    """Make a run's folder; return those that were missing. Raises `UsageError`."""
+    try:
+        made = make_folders(folder)
+    except OSError as error:
+        raise UsageError(f"output_dir={folder} cannot be made: {error.strerror}; choose another") from None
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"output_dir={folder} cannot be written to; choose another")
+    return made
+
+
+def hold(folder: Path, patience_s: float = 120.0, quiet: bool = False) -> FolderLock:
+    """Make a run's folder and take its lock; the kernel takes it back when this process ends, however it ends. Raises
+    `UsageError`.
+    """
+    made, began, told = make(folder), time.monotonic(), False
     while True:
         try:
+            file = (folder / LOCK).open("a+")
+        except FileNotFoundError:  # another start was refused, and has removed the folder
+            made = make(folder) or made
+            continue
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            if is_file(file, folder / LOCK):
+                break
         except BlockingIOError:
             file.seek(0)
             owner = file.read().strip() or "another process"
@@ -166,35 +208,46 @@ def hold(folder: Path, patience_s: float = 120.0, quiet: bool = False) -> Any:
                 print(f"fmmeta: output_dir={folder} is in use by {owner}; waiting for {patience_s:g} s at most", flush=True)
             time.sleep(0.2)
         except OSError:  # a file system without locks
-            return file
+            return FolderLock(folder, file, made)
+        file.close()
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}")
     file.flush()
-    return file
+    return FolderLock(folder, file, made)
 
 
-def find_start(config: Config, fingerprint: str, folder: Path | None = None) -> Start:
+def is_file(file: Any, path: Path) -> bool:
+    """Whether an open file still has this name: its owner before may have removed it."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def find_start(config: Config, fingerprint: str, folder: Path | None = None, resolved: Mapping[str, Any] = NOTHING) -> Start:
     """What the settings and the names in the folder say; whether the checkpoint is whole is for all ranks to find out."""
-    folder = folder or place_of(config, fingerprint)
+    folder = folder or place_of(config, fingerprint, resolved)
     asked, said = config.resume_from_checkpoint, list[str]()
     explicit = None if asked in ("latest", "never") else Path(asked)
     before = read_run(folder)
     if explicit is not None:
         settings = checkpoint.read_state(explicit)["settings"]
-        said += accept_changes(settings, config, fingerprint, f"resume_from_checkpoint={explicit}")
+        said += accept_changes(settings, config, fingerprint, f"resume_from_checkpoint={explicit}", resolved)
     if before is None:
         return Start(folder, explicit, False, tuple(said), explicit is not None)
     if asked == "never":
         raise UsageError(f"output_dir={folder} holds a run, and resume_from_checkpoint=never; choose another output_dir")
-    said += [text for text in accept_changes(before["settings"], config, fingerprint, f"output_dir={folder}") if text not in said]
+    changes = accept_changes(before["settings"], config, fingerprint, f"output_dir={folder}", resolved)
+    said += [text for text in changes if text not in said]
     saved = checkpoint.complete(folder)
     finished = before.get("finished", False) and explicit is None and not any(text.startswith("accepted") for text in said)
     return Start(folder, explicit or (saved[-1] if saved else None), finished, tuple(said), explicit is not None)
 
 
-def accept_changes(before: dict[str, Any], config: Config, fingerprint: str, where: str) -> list[str]:
+def accept_changes(before: dict[str, Any], config: Config, fingerprint: str, where: str,
+                   resolved: Mapping[str, Any] = NOTHING) -> list[str]:  # fmt: skip
     """What to say of settings that differ from those of the run before. Raises `UsageError` for those that change theta."""
-    now = settings_of(config, fingerprint)
+    before, now = as_stored(before), settings_of(config, fingerprint, resolved)
     changed = changed_settings(before, now)
     accepted = {name: text for name, text in changed.items() if name in config.accept_changed_settings}
     refused = [text for name, text in changed.items() if name not in accepted]

@@ -123,5 +123,5 @@ class State:
     def save(self, last: bool) -> None:
         """Begin to write checkpoint-N; with `last` wait until it is whole. Collective: world."""
         vectors, tables, facts = self.give()
-        settings = record.settings_of(self.config, self.plan.sources.fingerprint)
+        settings = record.settings_of(self.config, self.plan.sources.fingerprint, self.plan.resolved)
         self.saver.save(self.place, vectors, {**facts, "layout": str(self.ranks.layout), "settings": settings}, tables, last)

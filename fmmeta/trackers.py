@@ -146,7 +146,8 @@ def flat(values: dict[str, Any]) -> dict[str, float]:
         elif isinstance(value, dict):
             told |= {f"{name}/{key}": one for key, one in flat(value).items()}
         elif isinstance(value, list):
-            each = {f"{name}/{place}": float(one) for place, one in enumerate(value) if isinstance(one, (int, float))}
+            each = {f"{name}/{place}": float(one) for place, one in enumerate(value)
+                    if isinstance(one, (int, float)) and math.isfinite(one)}  # fmt: skip
             told |= each or {name: len(value)}
     return told
 

@@ -14,6 +14,7 @@ from fmmeta.models.positions import fitted
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
+from fmmeta.record import settings_of
 from fmmeta.run import Result, Run
 from fmmeta.signals import Signals
 from fmmeta.start import open_run
@@ -52,7 +53,7 @@ class MetaTrainer:
         what = f"model_name_or_path={config.model_name_or_path} is being read"
         config = world.first_on_node(what, lambda: fitted(config, describe(config).hf_config), config.prepare_timeout)
         plan = build.plan(config, world, notice)
-        start = open_run(config, plan.sources.fingerprint, world.comm)
+        start = open_run(config, plan.sources.fingerprint, world.comm, plan.resolved)
         self.lock = start.lock
         for text in start.said:
             notice(text)
@@ -61,7 +62,8 @@ class MetaTrainer:
             return Result(start.folder, config.outer_steps)
         ranks = build.form_groups(config, plan, world, notice)
         parts = build.build(config, plan, ranks)
-        ranks = attendance.with_crew(ranks, crew, config, plan.sources.fingerprint, parts.worker, plan.precision)
+        settings = settings_of(config, plan.sources.fingerprint, plan.resolved)
+        ranks = attendance.with_crew(ranks, crew, config, settings, parts.worker, plan.precision)
         notice(f"output_dir {start.folder}")
         with nullcontext(self.signals) if self.signals else Signals() as signals:
             guard = Guard(config, ranks, parts.worker, signals, world.board())

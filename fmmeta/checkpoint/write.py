@@ -29,6 +29,7 @@ from fmmeta.checkpoint.whole import MANIFEST, STATE, TABLES, Entry, complete, sy
 from fmmeta.config import UsageError
 from fmmeta.parallel.communicator import Communicator, Ranks
 from fmmeta.parallel.shards import Fragment, ParamMap
+from fmmeta.values import to_json
 
 KINDS = {torch.float32: "F32", torch.float64: "F64"}  # vectors and tables have one of them
 PART = 2**24  # bytes that are written and hashed at a time
@@ -75,7 +76,7 @@ def write(folder: Path, shard: Mapping[str, Tensor], shapes: Mapping[str, list[i
                 entries = {name: entry for part in told_by for name, entry in json.loads(part).items()}
                 if tables:
                     entries[TABLES] = write_tensors(temporary / TABLES, tables, {})
-                entries[STATE] = write_text(temporary / STATE, json.dumps(state, indent=1))
+                entries[STATE] = write_text(temporary / STATE, to_json(state, indent=1))
                 write_text(temporary / MANIFEST, json.dumps({"files": entries}, indent=1))
                 sync(temporary)
                 put_in_place(temporary, folder, keep)

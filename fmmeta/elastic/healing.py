@@ -49,7 +49,7 @@ def heal(run: Running, crew: Crew, roll: Roll, notice: Callable[[str], None]) ->
     head = json.loads(broadcast_bytes(crew, json.dumps(head).encode() if here else b"", root))
     with crew.own.together("looking at the state to take over"):
         check_kinds(head["vectors"], run.state.theta)
-        check_kinds(head["tables"], run.state.live.get("rates"))
+        check_kinds(head["tables"], run.state.live.rates)
     for kind, tensors in (("vectors", vectors), ("tables", tables)):
         for name, (dtype, shape) in head[kind].items():
             tensors[name] = crew.broadcast_(tensors[name] if here else torch.empty(shape, dtype=DTYPES[dtype]), root)

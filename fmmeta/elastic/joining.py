@@ -21,7 +21,7 @@ from fmmeta.parallel.communicator import PROOF, Communicator, Ranks
 from fmmeta.parallel.crew import Crew, Everyone
 from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.worker import Worker
-from fmmeta.record import settings_of, version
+from fmmeta.record import version
 
 SECRET = ".elastic-secret"
 
@@ -37,14 +37,15 @@ def join(config: Config, own: Communicator) -> Crew | None:
     return Crew(own, lighthouse, config.group_name or f"{platform.node()}-{os.getpid()}")
 
 
-def with_crew(ranks: Ranks, crew: Crew | None, config: Config, fingerprint: str, worker: Worker, precision: Precision) -> Ranks:
-    """The communicators of a group in a crew. Collective: world."""
+def with_crew(ranks: Ranks, crew: Crew | None, config: Config, settings: Mapping[str, Any], worker: Worker,
+              precision: Precision) -> Ranks:  # fmt: skip
+    """The communicators of a group in a crew. `settings`: those of the run (record.settings_of). Collective: world."""
     if crew is None:
         return ranks
     with ranks.world.together("reading the secret of the run"):
         if ranks.world.rank == 0:
             crew.secret = run_secret(Path(str(config.output_dir)))
-    crew.mark = mark_of(settings_of(config, fingerprint), str(ranks.layout), worker.params.numel, precision)
+    crew.mark = mark_of(settings, str(ranks.layout), worker.params.numel, precision)
     return replace(ranks, cross=crew, crew=Everyone(ranks.world, crew))
 
 

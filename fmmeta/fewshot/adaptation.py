@@ -8,7 +8,6 @@ The inner loop is the one of meta-training, from the model's own memory (fmmeta.
 from __future__ import annotations
 
 import copy
-import json
 import math
 import shutil
 from collections import defaultdict
@@ -28,11 +27,12 @@ from fmmeta.fewshot.single import Single, start
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.progress import Progress
+from fmmeta.safety import make_folders, remove_empty
 from fmmeta.tasks.batch import Example
 from fmmeta.tasks.encode import encode
 from fmmeta.tasks.rows import Row, read_file
 from fmmeta.tasks.table import Table, tabulate
-from fmmeta.values import shortened
+from fmmeta.values import shortened, to_json
 
 Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
 """Text and class, or input and output; or as rows of a file have them."""
@@ -115,20 +115,19 @@ def write(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table,
            rates, folder / "merged")  # fmt: skip
     write_card(adapted, folder, settings, support)
     if adapted.predictions:
-        lines = "".join(json.dumps(one.as_dict(), ensure_ascii=False) + "\n" for one in adapted.predictions)
+        lines = "".join(to_json(one.as_dict(), ensure_ascii=False) + "\n" for one in adapted.predictions)
         (folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
 
 
 @contextmanager
 def new_folder(output_dir: str) -> Iterator[Path | None]:
-    """An empty folder for the block to fill, None without a name; emptied again if the block raises. Raises `UsageError`."""
+    """An empty folder for the block to fill, None without a name; as it was before if the block raises. Raises `UsageError`."""
     if not output_dir:
         yield None
         return
     folder = Path(output_dir)
     try:
-        new = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
+        made = make_folders(folder)
         if any(folder.iterdir()):
             raise UsageError(f"output_dir={folder} is not empty; choose another, so that nothing is overwritten")
     except OSError as error:
@@ -138,8 +137,7 @@ def new_folder(output_dir: str) -> Iterator[Path | None]:
     except BaseException:
         for inside in folder.iterdir():
             shutil.rmtree(inside) if inside.is_dir() else inside.unlink()
-        if new:
-            folder.rmdir()
+        remove_empty(made)
         raise
 
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,7 @@ from fmmeta.models.positions import fitted
 from fmmeta.progress import Progress
 from fmmeta.tasks.batch import IGNORE
 from fmmeta.tasks.encode import encode
-from fmmeta.values import shortened
+from fmmeta.values import shortened, to_json
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def run(settings: PredictConfig) -> None:
     with sink(settings.output) as file:
         for texts in batched(texts_of(settings), size):
             for one in answer(single, texts, settings.max_new_tokens):
-                print(json.dumps(one.as_dict(), ensure_ascii=False), file=file, flush=True)
+                print(to_json(one.as_dict(), ensure_ascii=False), file=file, flush=True)
 
 
 def load(settings: PredictConfig) -> Single:

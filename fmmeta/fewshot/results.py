@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.config import UsageError
-from fmmeta.fewshot.scores import EpisodeScore, paired, shown, strict, summary
+from fmmeta.fewshot.scores import EpisodeScore, paired, shown, summary
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.progress import Progress
+from fmmeta.safety import make_folders, remove_empty
+from fmmeta.values import to_json
 
 
 @dataclass
@@ -95,17 +97,18 @@ def verdict(gain: float, half: float) -> str | None:
 
 
 def check_output(path: Path) -> None:
-    """Raise `UsageError` for a file that cannot be written, before its content is computed. Makes its folder."""
+    """Raise `UsageError` for a file that cannot be written, before its content is computed."""
     if path.is_dir():
         raise UsageError(f"output={path} is a folder; give a file in it, such as {path / 'results.json'}")
     new = not path.exists()
     if not new and not path.is_file():
         return  # a pipe or a device, which a look would disturb
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        made = make_folders(path.parent)
         path.open("a").close()
         if new:
             path.resolve().unlink()
+        remove_empty(made)  # what is refused later leaves nothing
     except FileExistsError:
         raise UsageError(f"output={path} cannot be written ({path.parent} is no folder); give another file") from None
     except OSError as error:
@@ -114,7 +117,7 @@ def check_output(path: Path) -> None:
 
 def write(path: Path, results: Mapping[str, Any]) -> None:
     """Write results or settings as JSON. A file appears under its name when it is whole. Raises `UsageError`."""
-    text = json.dumps(strict(results), indent=1, allow_nan=False) + "\n"
+    text = to_json(results, indent=1) + "\n"
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

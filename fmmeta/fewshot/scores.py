@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
@@ -95,15 +95,6 @@ def shown(interval: tuple[float, float | None], form: str = ".4f", scale: float 
     forms = form, form.lstrip("+")
     return " ± ".join("-" if value is None or not math.isfinite(value) else format(scale * value, each)
                       for value, each in zip(interval, forms, strict=True))  # fmt: skip
-
-
-def strict(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have: the interval of one value, a loss that diverged."""
-    if isinstance(value, Mapping):
-        return {name: strict(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def gather(ranks: Ranks, scores: Sequence[S], kind: type[S]) -> list[S]:

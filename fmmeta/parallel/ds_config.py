@@ -47,6 +47,15 @@ REFUSED = {
     "super_offload": "it replaces the optimizer step",
 }
 
+# Blocks that change theta by rounding at most: how shards, buffers and logs are laid out.
+LAYOUT = {
+    "zero_optimization", "activation_checkpointing", "wall_clock_breakdown", "dump_state", "memory_breakdown", "flops_profiler",
+    "comms_logger", "monitor_config", "tensorboard", "wandb", "comet", "csv_monitor", "aio", "nebula", "checkpoint",
+}  # fmt: skip
+# Set by `complete`, whatever the file says.
+REPLACED = {"bf16", "data_types", "communication_data_type", "steps_per_print", "zero_allow_untested_optimizer",
+            "zero_force_ds_cpu_optimizer"}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -98,6 +107,14 @@ def check(config: dict[str, Any], name: str, bf16: bool, notice: Callable[[str],
     if zero.get("reduce_bucket_size") == "auto":
         given["bucket"] = 0
     return config, Precision(stage, bf16, offload, offload_param="offload_param" in zero, **given)
+
+
+def recorded(config: dict[str, Any], precision: Precision) -> dict[str, Any]:
+    """What a run's settings keep of a checked file: `precision` and what else changes theta, and the layout, which does not."""
+    kept = {key: value for key, value in config.items() if key not in REPLACED and value != "auto"}
+    return {"precision": "bf16" if precision.bf16 else "fp32",
+            "deepspeed_values": {key: value for key, value in kept.items() if key not in LAYOUT},
+            "deepspeed_layout": {key: value for key, value in kept.items() if key in LAYOUT}}  # fmt: skip
 
 
 def for_pipeline(config: dict[str, Any], precision: Precision, notice: Callable[[str], None]) -> tuple[dict[str, Any], Precision]:
@@ -152,6 +169,7 @@ def complete(config: dict[str, Any], precision: Precision, hidden_size: int) -> 
         communication_data_type="fp32",
         steps_per_print=None,
     )
+    config.pop("data_types", None)
     if precision.zero_stage > 0:  # ZeRO 0 refuses to accumulate in another type than the model's
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config

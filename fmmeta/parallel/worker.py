@@ -188,27 +188,27 @@ class Worker(ABC):
         return way
 
     def dot(self, a: Tensor, b: Tensor, places: Iterable[slice] | None = None) -> float:
-        """Inner product over the whole model. `places`: all of the vector, each looked at when it comes. Collective: group (none
-        if replicated)."""
+        """Inner product over the whole model, the same bits on every rank of the group. `places`: all of the vector, each looked
+        at when it comes. Collective: group.
+        """
         product, counted = torch.zeros((), dtype=torch.float64, device=self.device), self.params.counted()
         for place in [slice(0, len(a))] if places is None else places:
             for here in (overlap(place, run) for run in counted):
                 for x, y in pieces(self.device, a[here], b[here]):  # fp64 copies are twice the size
                     product += torch.dot(x.to(self.device).double(), y.to(self.device).double())
-        return float(product if self.params.replicated else self.group.sum_(product))
+        return float(over_group(self, product))
 
     def dots(self, a: Tensor, b: Tensor, segments: Sequence[tuple[int, int, int]], count: int) -> Tensor:
         """Inner products by layer, float64 [count] in host memory, over the whole model.
 
-        segments: begin, end, layer of stretches of this rank's vectors. Collective: group (none if replicated).
+        segments: begin, end, layer of stretches of this rank's vectors. Collective: group.
         """
         sums = torch.zeros(count, dtype=torch.float64, device=a.device)
         for run in self.params.counted():
             for begin, end, layer in segments:
                 here = overlap(slice(begin, end), run)
                 sums[layer] += torch.dot(a[here].double(), b[here].double())
-        sums = sums.cpu()
-        return sums if self.params.replicated else self.group.sum_(sums)
+        return over_group(self, sums.cpu())
 
     def whole(self, vector: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
         """One whole parameter out of the group's vectors. Collective: group."""
@@ -217,3 +217,10 @@ class Worker(ABC):
     def writer(self, name: str) -> int:
         """The rank of the group that writes a parameter to the exported folder."""
         return 0
+
+
+def over_group(worker: Worker, partial: Tensor) -> Tensor:
+    """A sum over the whole model from this rank's part of it: rank 0's where every rank holds all, since rounding may differ
+    between them and the sum may decide how many collectives follow. Collective: group.
+    """
+    return worker.group.broadcast_(partial) if worker.params.replicated else worker.group.sum_(partial)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 from fmmeta.config import UsageError
 from fmmeta.planning import picture, show
 from fmmeta.planning.hardware import Profile, find, save
 from fmmeta.planning.layouts import Planner
 from fmmeta.planning.settings import PlanConfig
+from fmmeta.values import to_json
 
 
 def run(plan: PlanConfig) -> None:
@@ -17,7 +16,7 @@ def run(plan: PlanConfig) -> None:
     layouts = planner.layouts()
     fits = bool(layouts) and not layouts[0].lacking
     if plan.json:
-        print(json.dumps(show.as_json(planner, layouts), indent=1))
+        print(to_json(show.as_json(planner, layouts), indent=1))
     elif fits:
         print(show.text(planner, layouts))
     if plan.picture is not None and layouts:

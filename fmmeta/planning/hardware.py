@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.config import UsageError
+from fmmeta.values import to_json
 
 MFU_BF16, MFU_FP32, ATTAINED = 0.45, 0.7, 0.8  # ATTAINED: of memory and link rates
 
@@ -104,6 +105,6 @@ def from_values(name: str, values: Any) -> Profile:
 def save(profile: Profile, path: str) -> None:
     """Raises `UsageError` where the file cannot be written."""
     try:
-        Path(path).write_text(json.dumps(asdict(profile), indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(to_json(asdict(profile), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"save_profile={path} cannot be written ({error.strerror}); choose another file") from None

@@ -11,6 +11,7 @@ and does not depend on who loads or how many do. Held-out episodes are left as t
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import pickle
 import sys
@@ -25,6 +26,7 @@ from fmmeta.tasks.batch import Example
 from fmmeta.tasks.encode import encode
 from fmmeta.tasks.schedule import Task
 from fmmeta.tasks.source import Draw, Episode
+from fmmeta.tasks.store import digest
 
 STREAM = 1 << 20  # keeps the random numbers of transforms apart from those that draw rows
 
@@ -89,6 +91,11 @@ class Transforms:
             return None
         return cls(found["example_transforms"], found["episode_transforms"], config, tokenizer)
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the source of each callable, where it has one. What these call is not looked at."""
+        return digest([[name, source_of(found)] for name, found in (*self.example, *self.episode)])
+
     def __call__(self, draw: Draw) -> Episode:
         """The episode of a draw, its texts transformed. Raises `UsageError` naming a transform that fails."""
         draw.store.check()
@@ -123,6 +130,13 @@ class Transforms:
             raise UsageError(f"transforms {names} left a label that is none of the episode's {len(draw.classes)} classes; "
                              "leave labels alone")  # fmt: skip
         return [replace(example, labels=row.label) for example, row in zip(examples, rows, strict=True)]
+
+
+def source_of(found: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(found)
+    except (OSError, TypeError):
+        return ""
 
 
 def find(setting: str, name: str) -> Callable[..., Any]:

@@ -17,6 +17,8 @@ from fmmeta.cli import parse
 from fmmeta.config import Config, UsageError
 from fmmeta.feed import Reader
 from fmmeta.guard import Guard
+from fmmeta.meta.algorithms import imaml
+from fmmeta.meta.curvature import Hessian
 from fmmeta.meta.outer import MetaGradient
 from fmmeta.models.load import load_learner
 from fmmeta.parallel import communicator
@@ -222,6 +224,33 @@ def odd_replicas(world: World) -> None:
         guard.check_replicas(7, theta)
     except Fault as fault:
         print(f"fault {fault}")
+
+
+class Rounded(Hessian):
+    """Products that are zero on the first rank, and of the size of a rounding error on the others."""
+
+    def times(self, phi: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        super().times(phi, d)
+        return d.roll(1) * (1e-4 * self.worker.group.rank)
+
+
+def cg_rounding(world: World) -> None:
+    """A ZeRO 0 group of two whose copies differ by rounding: conjugate gradients end after one step by those of rank 0, and
+    after more by those of rank 1.
+    """
+    config = Config(algorithm="imaml", group_size="2", num_workers="0")
+    plan = build.plan(config, world, lambda text: None)
+    ranks = world.split(2)
+    parts = build.build(config, plan, ranks)
+    worker, rule = parts.worker, imaml.rule(parts.setup, 0)
+    task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
+    ((_, episode),) = Reader.of(parts.load(plan.sources.train, None), ranks, config, print).alike(task)
+    b, _ = worker.gradient(episode.query)
+    assert isinstance(rule, imaml.Imaml)
+    hessian = Rounded(rule.curvature, worker, episode.support)
+    solved = rule._solve(worker, hessian, parts.theta, b)
+    print(f"solved in {len(hessian.passes)} passes, |b|^2 {worker.dot(b, b * (1 + 1e-6 * ranks.group.rank))}, "
+          f"residual {solved.residual}", flush=True)  # fmt: skip
 
 
 def refusals(world: World, file: str) -> None:

@@ -259,7 +259,7 @@ FROM_OUTSIDE = ("unknown flag", "group size", "line", "moe")  # whole launches
 @pytest.mark.timeout(600)
 def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
     inputs = bad_inputs(tmp_path)
-    started = {name: shared().train(words(tmp_path / name, **inputs[name][0]), 2, tmp_path / f"{name} logs")
+    started = {name: shared().train(words(tmp_path / "runs" / name, **inputs[name][0]), 2, tmp_path / f"{name} logs")
                for name in FROM_OUTSIDE}  # fmt: skip
     for name, ranks in started.items():
         ended = Ended(shared().wait(ranks, 100), [rank.text for rank in ranks])
@@ -269,7 +269,7 @@ def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
         assert inputs[name][1] in errors[0], name
         assert "Traceback" not in ended.output[0] + ended.output[1], name
         assert not ended.others, name
-        assert not (tmp_path / name / "metrics.jsonl").exists()
+        assert not (tmp_path / "runs" / name).exists()
 
 
 def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
@@ -286,6 +286,13 @@ def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
 
 def scenario(name: str, ranks: int) -> list[str]:
     return run_ranks(["-m", "tests.distributed.scenarios", name], ranks, timeout_s=100).ok().output
+
+
+def test_copies_of_a_model_that_differ_by_rounding_take_the_same_steps():
+    first, second = (re.search("solved in 4 passes.*", text) for text in scenario("cg_rounding", 2))
+    assert first is not None
+    assert second is not None
+    assert first[0] == second[0]
 
 
 @pytest.mark.parametrize(("setting", "value"), [("deepspeed", "ds_configs/zero3.json"), ("pipeline_stages", 2)])

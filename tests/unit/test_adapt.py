@@ -266,10 +266,13 @@ def test_an_inner_loop_that_runs_away_leaves_no_folder(bert, tmp_path):
     """The loss before the only step is finite, and nothing is after it."""
     for stops, said in ((False, "the support set is not finite after"), (True, "examples left out is not finite after any of")):
         message = refusal(
-            fmmeta.adapt, bert, PAIRS, output_dir=tmp_path / "out", inner_lr=3e38, inner_steps=1, early_stopping=stops
+            fmmeta.adapt, bert, PAIRS, output_dir=tmp_path / "new" / "out", inner_lr=3e38, inner_steps=1, early_stopping=stops
         )
         assert message == f"inner_lr=3e+38: the loss on {said} {1 + stops} inner steps; lower --inner_lr"
-    assert not (tmp_path / "out" / "config.json").exists()
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "out").mkdir()
+    refusal(fmmeta.adapt, bert, PAIRS, output_dir=tmp_path / "out", inner_lr=3e38, inner_steps=1, early_stopping=False)
+    assert (tmp_path / "out").is_dir()  # it was there
 
 
 def test_a_loss_that_rises_is_told(bert, capsys):

@@ -25,7 +25,7 @@ from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import Fragment, ParamMap, param_groups
 from fmmeta.parallel.worker import Worker
 from fmmeta.record import Metrics, write_run
-from fmmeta.start import find_start
+from fmmeta.start import find_start, hold
 from fmmeta.workers import untrained
 from tests.models import WORDS, save_bert, save_llama
 from tests.unit.helpers import one_rank, refusal
@@ -383,6 +383,7 @@ def weights(folder: Path) -> set[str]:
 def test_a_run_is_continued_or_refused(tmp_path):
     config = Config(output_dir=str(tmp_path / "run"), seed=1)
     assert find_start(config, "f").checkpoint is None
+    (tmp_path / "run").mkdir()
     write_run(tmp_path / "run", config, "f", "1 group of 1 rank", finished=False)
     newest = saved(tmp_path / "run", WHOLE, 4)
     assert find_start(config, "f").checkpoint == newest
@@ -403,7 +404,7 @@ def test_a_run_is_continued_or_refused(tmp_path):
 
 def test_folders_that_cannot_be_used(tmp_path):
     (tmp_path / "file").write_text("")
-    message = refusal(find_start, Config(output_dir=str(tmp_path / "file" / "run")), "f")
+    message = refusal(hold, tmp_path / "file" / "run")
     assert message == f"output_dir={tmp_path / 'file' / 'run'} cannot be made: Not a directory; choose another"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{")

@@ -12,7 +12,7 @@ from fmmeta.elastic.attendance import MOST, Elastic
 from fmmeta.elastic.healing import check_kinds, kinds
 from fmmeta.elastic.joining import mark_of
 from fmmeta.parallel.crew import Lost
-from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.ds_config import Precision, recorded
 from fmmeta.parallel.quorum import reachable_as
 from fmmeta.parallel.roll import Member, Roll
 from fmmeta.signals import Fault
@@ -117,6 +117,12 @@ def test_groups_with_other_settings_or_another_cut_have_another_mark():
               mark_of(settings, "1 group of 2 ranks", 10, Precision(2, False, False))]  # fmt: skip
     assert mine not in others
     assert len(set(others)) == 5
+    resolved = {**settings, **recorded({"zero_optimization": {"stage": 1}}, precision)}
+    mine = mark_of(resolved, "1 group of 2 ranks", 10, precision)
+    asked = {**resolved, "bf16": True, "deepspeed": "b.json", "deepspeed_layout": {}}  # by the flag or the file, it is the same
+    assert mark_of(asked, "1 group of 2 ranks", 10, precision) == mine
+    for change in ({"precision": "bf16"}, {"deepspeed_values": {"prescale_gradients": True}}, {"transforms_fingerprint": "x"}):
+        assert mark_of({**resolved, **change}, "1 group of 2 ranks", 10, precision) != mine
 
 
 def test_a_tensor_of_another_kind_is_refused_before_it_is_received():

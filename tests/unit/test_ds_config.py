@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 
 import pytest
 
@@ -52,7 +53,8 @@ def test_an_hf_file_works_as_it_is(ds_file):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_completed_file_leaves_gradients_alone(stage):
-    config = {"zero_optimization": {"stage": stage}, "gradient_clipping": 1.0}
+    given = {"zero_optimization": {"stage": stage}, "gradient_clipping": 1.0, "data_types": {"grad_accum_dtype": "bf16"}}
+    config = deepcopy(given)
     done = complete(config, Precision(stage, False, False), 8)
     assert done["gradient_clipping"] == 0.0
     assert (done["train_micro_batch_size_per_gpu"], done["gradient_accumulation_steps"]) == (1, 1)
@@ -60,7 +62,7 @@ def test_a_completed_file_leaves_gradients_alone(stage):
     assert done["zero_allow_untested_optimizer"] is True
     assert done["zero_force_ds_cpu_optimizer"] is False
     assert done.get("data_types") == ({"grad_accum_dtype": "fp32"} if stage else None)
-    assert config == {"zero_optimization": {"stage": stage}, "gradient_clipping": 1.0}  # the argument is not touched
+    assert config == given  # the argument is not touched
 
 
 @pytest.mark.parametrize(("asked", "flag", "bf16"), [

@@ -194,6 +194,8 @@ def test_splits_divide_the_classes(tmp_path, classes):
     assert [item.name for item in sources.train.items] == ["c0", "c3"]
     assert sources.valid is None
     assert [item.name for item in sources.test.items] == ["c1", "c2", "c4"]
+    file.write_text(json.dumps({"train": ["c0", "c3"], "test": ["c1", "c2"]}))
+    assert load(classes, class_splits=str(file)).fingerprint != sources.fingerprint  # a run is not continued with other splits
 
 
 @pytest.mark.parametrize("setting", ["class_splits", "task_splits", "split"])

@@ -67,13 +67,13 @@ class Imaml:
         """Conjugate gradients (Hestenes, Stiefel 1952) from zero. Collective: group."""
         x, residual, search = torch.zeros_like(b), b.clone(), b.clone()
         size = began = worker.dot(residual, residual)
-        for _ in range(self.steps):
+        for step in range(self.steps):
             if size <= 1e-12 * began:
                 break
             image = hessian.times(phi, search).div_(self.inner.proximal).add_(search, alpha=1 + self.damping)
             curvature = worker.dot(search, image)
             if not curvature > 0:
-                return Solved(x if x.any() else b, (size / began) ** 0.5, False)
+                return Solved(x if step else b, (size / began) ** 0.5, False)
             x.add_(search, alpha=size / curvature)
             residual.sub_(image, alpha=size / curvature)
             before, size = size, worker.dot(residual, residual)

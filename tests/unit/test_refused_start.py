@@ -1,0 +1,59 @@
+"""A start that is refused leaves nothing behind: neither the folders that it made nor a lock."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from fmmeta.config import Config
+from fmmeta.fewshot.results import check_output
+from fmmeta.start import hold, open_run
+from fmmeta.train import train
+from tests.unit.helpers import one_rank, refusal
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("settings", [{"group_size": "2"}, {"resume_from_checkpoint": "none"}],
+                         ids=["after the folder is open", "while it is opened"])  # fmt: skip
+def test_of_train(tmp_path, settings, there):
+    run = tmp_path / "runs" / "a"
+    if there:
+        run.mkdir(parents=True)
+    refusal(train, Config(output_dir=str(run), **settings))
+    assert list(tmp_path.rglob("*")) == ([run.parent, run] if there else [])
+
+
+def test_of_an_elastic_group(tmp_path):
+    """The lock is of the group that writes; another one's is left alone."""
+    config = Config(output_dir=str(tmp_path / "run"), elastic=True)
+    alone = open_run(config, "f", one_rank().world)
+    assert (tmp_path / "run").is_dir()
+    alone.lock.close()
+    assert list(tmp_path.iterdir()) == []
+    made = open_run(config, "f", one_rank().world)
+    writer = hold(tmp_path / "run")
+    made.lock.close()
+    assert [file.name for file in (tmp_path / "run").iterdir()] == [".lock"]
+    writer.close()
+
+
+def test_another_start_that_waits_for_the_folder_makes_it_again(tmp_path, monkeypatch):
+    folder, taken, waits = tmp_path / "run", [], threading.Event()
+    monkeypatch.setattr("builtins.print", lambda *_, **__: waits.set())  # that it waits
+    refused = hold(folder)
+    thread = threading.Thread(target=lambda: taken.append(hold(folder, 20)))
+    thread.start()
+    assert waits.wait(20)
+    refused.close()
+    thread.join()
+    assert (folder / ".lock").read_text().startswith("process ")
+    assert refusal(hold, folder, 0.1).startswith(f"output_dir={folder} is in use by process ")
+    (folder / "run.json").write_text("{}")
+    taken[0].close()
+    assert [file.name for file in folder.iterdir()] == ["run.json"]
+
+
+def test_of_evaluate_and_tune(tmp_path):
+    check_output(tmp_path / "new" / "folder" / "results.json")
+    assert list(tmp_path.iterdir()) == []

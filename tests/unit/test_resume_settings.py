@@ -1,0 +1,120 @@
+"""What changes theta beside the flags is compared on resume: precision, the DeepSpeed file, the code of transforms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fmmeta.build import plan
+from fmmeta.checkpoint import read_state
+from fmmeta.config import Config
+from fmmeta.parallel.communicator import World
+from fmmeta.parallel.layout import Launch
+from fmmeta.start import accept_changes, find_start
+from fmmeta.train import train
+from tests.unit.helpers import refusal
+
+STORED = ("precision", "float32_matmul_precision", "deepspeed_values", "deepspeed_layout", "transforms_fingerprint")
+TRANSFORM = """
+from dataclasses import replace
+
+def upper(example, rng):
+    return replace(example, text=example.text.{how}())
+"""
+
+
+def edit(file: Path, change: dict[str, Any]) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+
+
+@pytest.fixture
+def ds(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}))
+    return file
+
+
+@pytest.fixture
+def config(tmp_path, ds):
+    """Of a run that has made one outer step of two."""
+
+    def make(**settings: Any) -> Config:
+        return Config(output_dir=str(tmp_path / "run"), outer_steps=1, inner_steps=1, meta_batch_size=1, num_workers="0",
+                      eval_episodes=0, deepspeed=str(ds), **settings)  # fmt: skip
+
+    train(make())
+    edit(tmp_path / "run" / "run.json", {"finished": False})
+    return make
+
+
+def test_an_edited_file_that_changes_the_precision_is_refused(config, ds, capsys):
+    edit(ds, {"bf16": {"enabled": True}})
+    message = refusal(train, config())
+    assert "holds a run with other settings (precision: fp32 -> bf16); use these, another output_dir, or --accept" in message
+    train(config(accept_changed_settings=["precision"]))
+    assert "accepted from here on: precision: fp32 -> bf16" in capsys.readouterr().out
+
+
+def test_the_flag_and_the_file_may_change_places(config, ds, tmp_path, capsys):
+    """bf16 by the flag or by the file is the same precision."""
+    edit(ds, {"bf16": {"enabled": True}})
+    train(config(accept_changed_settings=["precision"]))
+    edit(tmp_path / "run" / "run.json", {"finished": False})
+    edit(ds, {"bf16": {"enabled": "auto"}})
+    train(config(bf16=True))
+    assert "settings that differ, and do not change theta: bf16: False -> True\n" in capsys.readouterr().out
+
+
+def test_an_edited_layout_is_named_and_other_values_are_refused(config, ds, tmp_path, capsys):
+    edit(ds, {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}})
+    train(config())
+    said = capsys.readouterr().out
+    assert "do not change theta: deepspeed_layout: " in said
+    assert "'stage': 1" in said
+    assert "'stage': 2" in said
+    edit(tmp_path / "run" / "run.json", {"finished": False})
+    edit(ds, {"gradient_predivide_factor": 2.0})
+    assert "(deepspeed_values: {} -> {'gradient_predivide_factor': 2.0});" in refusal(train, config())
+
+
+def test_what_torch_computes_fp32_products_in_counts(config):
+    torch.set_float32_matmul_precision("high")
+    try:
+        message = refusal(train, config())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert "(float32_matmul_precision: highest -> high);" in message
+
+
+def test_a_run_of_0_1_0_is_continued(config, ds, tmp_path):
+    """It has none of the entries, in run.json and in checkpoints."""
+    file, stored = tmp_path / "run" / "run.json", read_state(tmp_path / "run" / "checkpoint-1")["settings"]
+    settings = json.loads(file.read_text())["settings"]
+    assert set(STORED) <= settings.keys()
+    assert stored == settings
+    edit(ds, {"bf16": {"enabled": True}})
+    settings = {name: value for name, value in settings.items() if name not in STORED}
+    edit(file, {"settings": settings})
+    now = {"precision": "bf16", "deepspeed_values": {}, "deepspeed_layout": {}}
+    assert accept_changes(settings, config(), settings["dataset_fingerprint"], "here", now) == []
+    assert find_start(config(), settings["dataset_fingerprint"], None, now).checkpoint == tmp_path / "run" / "checkpoint-1"
+    assert "bf16: False -> True" in refusal(train, config(bf16=True))
+    train(config())
+    assert json.loads(file.read_text())["settings"]["precision"] == "bf16"
+
+
+def test_code_of_a_transform_that_has_changed_is_noticed(tmp_path, monkeypatch):
+    """Under the same name; a file that is only imported afterwards stands for another process."""
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for module, how in (("first", "upper"), ("first", "upper"), ("second", "lower")):
+        (tmp_path / f"{module}.py").write_text(TRANSFORM.format(how=how))
+        world = World(Launch(), torch.device("cpu"))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        made = plan(Config(example_transforms=[f"{module}:upper"]), world, lambda text: None)
+        found.append(made.resolved["transforms_fingerprint"])
+    assert found[0] == found[1] != found[2]

@@ -1,0 +1,82 @@
+"""Files that a run writes are strict JSON, whatever numbers are in them, and the run reads them again."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fmmeta.best import Best
+from fmmeta.config import Config
+from fmmeta.record import Metrics, write_run
+from fmmeta.report import page
+from fmmeta.start import find_start
+from fmmeta.trackers import flat
+from fmmeta.train import train
+
+
+def strictly(text: str) -> Any:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_lines_of_metrics(tmp_path):
+    told: list[dict[str, Any]] = []
+    metrics = Metrics(tmp_path, 0, True, told.append)
+    metrics.write({"step": 1, "query_loss": math.nan, "wait_seconds_by_group": [0.5, math.inf]})
+    metrics.write({"step": 2, "valid_loss": -math.inf, "valid_accuracy": 0.5})
+    first, second = (strictly(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first == {"step": 1, "query_loss": None, "wait_seconds_by_group": [0.5, None]}
+    assert second == {"step": 2, "valid_loss": None, "valid_accuracy": 0.5}
+    assert [flat(line) for line in told] == [{"step": 1, "wait_seconds_by_group/0": 0.5}, {"step": 2, "valid_accuracy": 0.5}]
+    assert Metrics(tmp_path, 1, True).last == 1
+
+
+@pytest.mark.parametrize("written", ["now", "by 0.1.0"])
+def test_a_setting_that_is_infinite_is_no_change(tmp_path, written):
+    config = Config(output_dir=str(tmp_path), mix_temperature=math.inf)
+    write_run(tmp_path, config, "f", "1 group of 1 rank", finished=False, held_out={"loss": [0.5, math.nan]})
+    run = strictly((tmp_path / "run.json").read_text())
+    assert run["held_out"] == {"loss": [0.5, None]}
+    if written != "now":
+        run["settings"]["mix_temperature"] = math.inf
+        (tmp_path / "run.json").write_text(json.dumps(run))
+    assert find_start(config, "f").said == ()
+
+
+def test_a_loss_that_is_not_finite_is_the_worst_of_equals_and_stays_so_after_a_resume():
+    live = {"theta": torch.zeros(2)}
+    best = Best(live)
+    best.meet(1, 0.5, math.nan)
+    stored = strictly(json.dumps(best.state().numbers).replace("Infinity", "null").replace("NaN", "null"))
+    resumed = Best(live)
+    resumed.load_state({"best theta": torch.zeros(2)}, {}, stored)
+    for one in (best, resumed):
+        one.meet(2, 0.5, math.inf)
+        assert one.step == 1
+        one.meet(3, 0.5, 7.0)
+        assert one.step == 3
+
+
+def test_all_files_of_a_run(tmp_path):
+    """One held-out episode has no interval, and an inner loop of such steps no finite loss."""
+    config = Config(output_dir=str(tmp_path / "run"), mix_temperature=math.inf, outer_steps=2, inner_steps=2, inner_lr=1e30,
+                    meta_batch_size=1, eval_steps=1, eval_episodes=1, save_steps=1, load_best_model_at_end=True,
+                    num_workers="0", max_bad_steps=9, logging_steps=1)  # fmt: skip
+    train(config)
+    files = sorted(file for end in ("json", "jsonl") for file in (tmp_path / "run").rglob(f"*.{end}"))
+    assert {"run.json", "metrics.jsonl", "state.json", "manifest.json", "fmmeta.json"} <= {file.name for file in files}
+    for file in files:
+        for text in file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]:
+            strictly(text)
+    assert '"query_loss": null' in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "Infinity" not in page.write(tmp_path / "run").read_text()
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps({**run, "finished": False}))
+    assert train(config).output_dir == Path(config.output_dir or "")
