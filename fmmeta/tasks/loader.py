@@ -32,7 +32,7 @@ from fmmeta.tasks.schedule import Task
 from fmmeta.tasks.source import Draw, Episode, TaskSource
 
 BACK_OFF_S = (0.1, 0.5, 2.0)  # waits before I/O is tried again
-DEATHS = 3  # a task that has killed so many loader processes is given up; so are loader processes that fail so often in a row
+DEATHS = 3  # a task that ends so many loader processes is given up; so are loader processes that fail so often without one
 WAIT_SHARE = 0.01  # of an outer step: `auto` starts loader processes if loading takes more
 MEASURED = 3  # outer steps loaded in the training process before `auto` decides
 
@@ -122,7 +122,7 @@ class EpisodeLoader:
         self.warnings: list[str] = []  # about loader processes, since they were last asked for
         self.full = False  # whether `warnings` has told that episodes cannot be written
         self.deaths: Counter[Seed] = Counter()  # of loader processes, by the task that they were preparing
-        self.failures, self.cause = 0, ""  # of loader processes in a row, without an episode between them; the last
+        self.failures, self.cause = 0, ""  # of loader processes in a row that no task caused; the last of any
         self.wait_s = self.load_s = 0.0
         self.rounds, self.warm = 0, (0.0, 0.0)  # outer steps, and what the first of them took: it warms up
 
@@ -193,16 +193,17 @@ class EpisodeLoader:
         ended = exit_codes(self.stream)
         blamed = self.folder.prepared_by(ended) if self.folder else []
         self.deaths.update(blamed)
-        self.failures += 1
+        self.failures += not blamed
         self.cause = ", ".join(map(how_ended, ended, ended.values())) or one_line(error)
         if isinstance(error, RuntimeError):
             self.warnings.append(f"a loader process died and was replaced: {self.cause}")
-        if self.failures >= DEATHS and not blamed:
+        if self.failures >= DEATHS:
             wrong = f"loader processes failed {self.failures} times in a row, last: {self.cause}"
             self.warnings.append(f"num_workers={self.num_workers}: {wrong}; the training process loads all episodes; {remedy()}")
             self.num_workers = 0
         self.close()
-        self.load.sleep(BACK_OFF_S[min(self.failures, len(BACK_OFF_S)) - 1])
+        tries = max([self.failures, *(self.deaths[seed] for seed in blamed)])
+        self.load.sleep(BACK_OFF_S[min(tries, len(BACK_OFF_S)) - 1])
 
     def _not_passed(self, error: OSError) -> None:
         """A loader process could not write an episode, or its file is gone: the training process loads this one."""
@@ -245,11 +246,11 @@ def end_with_trainer() -> None:
 
 
 def exit_codes(stream: Any) -> dict[int, int]:
-    """The loader processes of a stream that have failed, by number; it waits a moment for the first."""
+    """Of the loader processes of a stream that have ended, by number; it waits a moment for the first."""
     deadline = time.monotonic() + 1.0
     while True:
         workers = getattr(stream, "_workers", ())
-        ended = {worker.pid: worker.exitcode for worker in workers if worker.exitcode}
+        ended = {worker.pid: worker.exitcode for worker in workers if worker.exitcode is not None}
         if ended or not workers or time.monotonic() > deadline:
             return ended
         time.sleep(0.02)

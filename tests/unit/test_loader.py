@@ -54,6 +54,8 @@ class Trouble(TaskSource):
                 return self.source.draw(task)
             if what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if what == "exit":
+                os._exit(0)
             raise {"io": OSError(5, "Input/output error", "a.jsonl"), "row": UsageError("a.jsonl:3 is bad; mend it"),
                    "bug": ZeroDivisionError("division by zero")}[what]  # fmt: skip
         return self.source.draw(task)
@@ -186,9 +188,10 @@ def test_a_killed_process_is_replaced(made, tmp_path, impatient):
         loader.close()
 
 
-def test_a_task_that_kills_every_process_is_given_up(made, tmp_path, impatient):
+@pytest.mark.parametrize(("what", "ended"), [("kill", "was killed by SIGKILL"), ("exit", "exited with code 0")])
+def test_a_task_that_ends_every_process_is_given_up(made, tmp_path, impatient, what, ended):
     tasks = made[2][:6]
-    loader = loader_of(made, "1", Trouble(made[0], {tasks[2].item: ("kill", 99)}, tmp_path))
+    loader = loader_of(made, "1", Trouble(made[0], {tasks[2].item: (what, 99)}, tmp_path))
     try:
         loaded = loader.fetch(tasks)
     finally:
@@ -197,7 +200,7 @@ def test_a_task_that_kills_every_process_is_given_up(made, tmp_path, impatient):
     assert wrong.batches is None
     died = f"loader processes died {DEATHS} times while they prepared it"
     assert wrong.error.startswith(f"task {tasks[2].name}: {died}, last: process ")
-    assert wrong.error.endswith("was killed by SIGKILL")
+    assert wrong.error.endswith(ended)
     assert not wrong.crash
     assert same(loaded[:2], loader_of(made).fetch(tasks[:2]))
     assert loaded[3].batches is not None
