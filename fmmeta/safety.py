@@ -49,6 +49,22 @@ def inside(root: Path, path: Path) -> Path:
     return path
 
 
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a written file its name after its bytes are on the disk: it is whole, or not there. Raises `OSError`."""
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
 class Bounded(io.RawIOBase):
     """A compressed file that may not unpack to more than a bound; reading past it raises `UsageError`."""
 
