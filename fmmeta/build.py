@@ -40,7 +40,8 @@ from fmmeta.tasks.source import TaskSource, shares
 from fmmeta.tasks.transforms import Transforms
 from fmmeta.workers import place_of, start_worker
 
-Notice = Callable[[str], None]
+Notice = Callable[..., None]
+"""Logs a line, or several as one."""
 
 
 @dataclass
@@ -141,7 +142,7 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
         notice(text)
     if config.group_layout:
         shown = show_layout(config, plan, sizes, world, group_size, engine)
-        notice("\n".join([f"group_layout: {ranks.layout} on {len(world.nodes.hosts)} nodes", *shown]))
+        notice(f"group_layout: {ranks.layout} on {len(world.nodes.hosts)} nodes", *shown)
     if config.offload_outer and world.device.type == "cpu":
         notice("offload_outer changes nothing on CPUs: the ranks' memory is the host's already")
     if config.lora_r:

@@ -7,7 +7,6 @@ The inner loop is the one of meta-training, from the model's own memory (fmmeta.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -111,7 +110,7 @@ def write(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table,
            rates, folder / "merged")  # fmt: skip
     write_card(adapted, folder, settings, support)
     if adapted.predictions:
-        lines = "".join(json.dumps(one.as_dict(), ensure_ascii=False) + "\n" for one in adapted.predictions)
+        lines = "".join(f"{one.line()}\n" for one in adapted.predictions)
         (folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
 
 

@@ -20,6 +20,7 @@ from fmmeta.models.files import HEAD_FILE, base_of, cached_file
 from fmmeta.models.load import Description, describe
 from fmmeta.models.positions import fitted
 from fmmeta.progress import Progress
+from fmmeta.safety import printable
 from fmmeta.tasks.batch import IGNORE
 from fmmeta.tasks.encode import encode
 from fmmeta.values import shortened
@@ -40,6 +41,10 @@ class Answer:
             return {"input": self.input, "output": self.output, **known}
         return {"text": self.input, "label": self.output, "score": round(self.score, 6), **known}
 
+    def line(self) -> str:
+        """A line of JSON, without a character that steers a terminal."""
+        return printable(json.dumps(self.as_dict(), ensure_ascii=False))
+
 
 def run(settings: PredictConfig) -> None:
     """`fmmeta predict`. Standard input is answered as it comes, a file in batches."""
@@ -48,7 +53,7 @@ def run(settings: PredictConfig) -> None:
     with sink(settings.output) as file:
         for texts in batched(texts_of(settings), size):
             for one in answer(single, texts, settings.max_new_tokens):
-                print(json.dumps(one.as_dict(), ensure_ascii=False), file=file, flush=True)
+                print(one.line(), file=file, flush=True)
 
 
 def load(settings: PredictConfig) -> Single:

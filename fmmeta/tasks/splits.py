@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fmmeta.config import Config, UsageError
+from fmmeta.safety import inside
 
 SPLITS = ("train", "valid", "test")
 
@@ -29,7 +30,7 @@ def read_splits(name: str, config: Config, named_tasks: bool, notice: Callable[[
             if config.split is not None and alone:
                 raise UsageError(f"split={config.split} needs a file of splits; give one with --{setting}")
             return None
-        path = str(beside)
+        path = str(inside(Path(name), beside))
         notice(f"{setting}: {path}")
     if not Path(path).is_file():
         raise UsageError(f"{setting}={path} is not a file; give a JSON file of splits")
