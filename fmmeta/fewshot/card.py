@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.fewshot.adapted import Adapted
-from fmmeta.fewshot.settings import AdaptConfig, remembered
+from fmmeta.fewshot.settings import AdaptConfig
+from fmmeta.models.memory import remembered
 from fmmeta.safety import printable
 from fmmeta.tasks.table import Table
 

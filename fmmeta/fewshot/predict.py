@@ -14,10 +14,11 @@ from typing import Any
 from fmmeta.config import Config, UsageError
 from fmmeta.fewshot.inputs import batched, sink, texts_of
 from fmmeta.fewshot.language import generate
-from fmmeta.fewshot.settings import PredictConfig, remembered
+from fmmeta.fewshot.settings import PredictConfig
 from fmmeta.fewshot.single import Single, class_logits, start
 from fmmeta.models.files import HEAD_FILE, base_of, cached_file
 from fmmeta.models.load import Description, describe
+from fmmeta.models.memory import remembered
 from fmmeta.models.positions import fitted
 from fmmeta.progress import Progress
 from fmmeta.safety import printable

@@ -26,12 +26,14 @@ from fmmeta.feed import Reader
 from fmmeta.fewshot.defaults import stored_rates
 from fmmeta.fewshot.episodes import episodes_of, run_config
 from fmmeta.fewshot.results import check_output
-from fmmeta.fewshot.settings import EvaluateConfig, TuneConfig, remembered
+from fmmeta.fewshot.settings import EvaluateConfig, TuneConfig
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.models.load import Description, empty_learner
+from fmmeta.models.memory import remembered
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress
+from fmmeta.safety import publish
 from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import Load
 
@@ -210,7 +212,7 @@ def store(settings: TuneConfig, target: Path, best: Choice, base: Config) -> Non
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(target)
+        publish(temporary, target)
     except OSError as error:
         raise UsageError(f"{target} cannot be written ({error.strerror}); give another --output") from None
 

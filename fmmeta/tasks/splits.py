@@ -38,6 +38,9 @@ def read_splits(name: str, config: Config, named_tasks: bool, notice: Callable[[
         splits = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{setting}={path} is not JSON ({error}); mend the file") from None
+    if isinstance(splits, dict) and isinstance(splits.get("datasets"), list):  # fmmeta.json of a model
+        splits = next((one["splits"] for one in reversed(splits["datasets"]) if isinstance(one, dict) and "splits" in one
+                       and (one.get("dataset") == Path(name).name or len(splits["datasets"]) == 1)), None)  # fmt: skip
     if isinstance(splits, dict) and splits and "train" not in splits and all(isinstance(s, dict) for s in splits.values()):
         chosen = config.split or next(iter(splits))
         if chosen not in splits:

@@ -23,7 +23,7 @@ import numpy as np
 from fmmeta.config import Config, UsageError
 from fmmeta.safety import publish
 from fmmeta.tasks.encode import encode
-from fmmeta.tasks.rows import Bad, Row
+from fmmeta.tasks.rows import Bad, Row, ending
 from fmmeta.tasks.table import Table, tabulate
 
 FORMAT = 2  # part of every key: raise it when the columns, their meaning or the way texts become tokens change
@@ -195,10 +195,10 @@ def digest(value: Any) -> str:
 
 
 def files_digest(files: Sequence[Path]) -> str:
-    """Of the files' names and bytes; an unreadable file counts by its error, which reading it will meet again."""
+    """Of the files' kinds and bytes; an unreadable file counts by its error, which reading it will meet again."""
     seen = hashlib.sha256()
     for file in files:
-        seen.update(file.name.encode())
+        seen.update((ending(file) or "").encode())
         try:
             with file.open("rb") as opened:
                 while part := opened.read(2**20):
