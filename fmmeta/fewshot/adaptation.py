@@ -64,8 +64,8 @@ def adapt(settings: AdaptConfig, progress: Progress, support_set: Examples | Non
     for one in trained_with([settings.model_name_or_path]) if labels else ():
         if shared := sorted(one.trained_names("class") & set(labels)):
             what = f"{settings.support or 'support'}: {len(shared)} of {len(labels)} classes ({few(shared)})"
-            progress.notice(f"{what} have names of classes that the model was trained on with dataset={one.dataset}; its accuracy "
-                            "on them says nothing of new classes")  # fmt: skip
+            progress.notice(f"{what} have names of classes that the model was trained on with dataset={one.dataset}; its "
+                            "accuracy on them says nothing of new classes")  # fmt: skip
     asked = query_set or settings.query
     query = read_task("query", asked, config, progress.notice, unique=False) if asked else None
     unknown = sorted(set(query.right) - set(labels)) if query is not None and labels else []
