@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -21,6 +21,7 @@ from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.models.forward import check_attention
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
+from fmmeta.models.memory import trained_with
 from fmmeta.models.stages import plan_cut
 from fmmeta.models.stream import open_stream
 from fmmeta.models.timing import layer_seconds
@@ -38,10 +39,12 @@ from fmmeta.tasks.pack import pack
 from fmmeta.tasks.prompts import make_prompt
 from fmmeta.tasks.schedule import Schedule
 from fmmeta.tasks.source import TaskSource, shares
+from fmmeta.tasks.trained import UsedSplits
 from fmmeta.tasks.transforms import Transforms
 from fmmeta.workers import place_of, start_worker
 
-Notice = Callable[[str], None]
+Notice = Callable[..., None]
+"""Logs a line, or several as one."""
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Plan:
     transforms: Transforms | None
     deepspeed: dict[str, Any]
     precision: ds_config.Precision
+    trained: list[UsedSplits]  # what the model has been trained with before
     costs: list[float] | None = None  # seconds of each layer, where stages are balanced by them
 
     @cached_property
@@ -66,14 +70,17 @@ class Plan:
         }
 
 
-def plan(config: Config, world: World, notice: Notice) -> Plan:
-    """Read and check everything but the weights. Collective: world."""
+def plan(config: Config, world: World, notice: Notice, models: Sequence[str] = ()) -> Plan:
+    """Read and check everything but the weights. `models`: those whose splits count (default: that of `config`).
+
+    Collective: world.
+    """
     with world.comm.together("reading settings"):
         deepspeed, precision = ds_config.read(config.deepspeed, config.bf16, notice)
         if config.pipeline_stages > 1:
             deepspeed, precision = ds_config.for_pipeline(deepspeed, precision, notice)
 
-    def read() -> tuple[Description, Any, Sources]:
+    def read() -> tuple[Description, Any, Sources, list[UsedSplits]]:
         description = describe(config)
         if config.tensor_parallel_size > 1:
             ds_config.for_tensor(precision)
@@ -81,11 +88,13 @@ def plan(config: Config, world: World, notice: Notice) -> Plan:
         tokenizer = load_tokenizer(config, description, notice)
         if config.task_type == "causal_lm":
             make_prompt(config.prompt_template, tokenizer)  # what the tokenizer cannot do is said before any data are read
-        sources = load_sources(config, copy.deepcopy(tokenizer), notice)  # encoding sets its truncation; export needs its own
-        return replace(description, classes=len(sources.train.classes)), tokenizer, sources
+        trained = trained_with(models or [config.model_name_or_path])
+        # encoding sets the truncation of a tokenizer; export needs it as it was
+        sources = load_sources(config, copy.deepcopy(tokenizer), notice, trained)
+        return replace(description, classes=len(sources.train.classes)), tokenizer, sources, trained
 
     names = " ".join(config.dataset)
-    description, tokenizer, sources = world.first_on_node(
+    description, tokenizer, sources, trained = world.first_on_node(
         f"dataset={names} is being read and tokenised", read, config.prepare_timeout
     )
     with world.comm.together("trying the transforms"):
@@ -97,7 +106,7 @@ def plan(config: Config, world: World, notice: Notice) -> Plan:
     if len(prints) > 1:
         raise UsageError(f"dataset={names} is not the same on every rank ({len(prints)} versions); share one copy")
     costs = measure(config, description, precision, world) if config.pipeline_balance == "time" else None
-    return Plan(description, tokenizer, sources, transforms, deepspeed, precision, costs)
+    return Plan(description, tokenizer, sources, transforms, deepspeed, precision, trained, costs)
 
 
 def measure(config: Config, description: Description, precision: ds_config.Precision, world: World) -> list[float]:
@@ -151,7 +160,7 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
         notice(text)
     if config.group_layout:
         shown = show_layout(config, plan, sizes, world, group_size, engine)
-        notice("\n".join([f"group_layout: {ranks.layout} on {len(world.nodes.hosts)} nodes", *shown]))
+        notice(f"group_layout: {ranks.layout} on {len(world.nodes.hosts)} nodes", *shown)
     if config.offload_outer and world.device.type == "cpu":
         notice("offload_outer changes nothing on CPUs: the ranks' memory is the host's already")
     if config.lora_r:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fmmeta.config import UsageError
-from fmmeta.safety import redact
+from fmmeta.safety import printable, redact
 from fmmeta.signals import ENDED, STOPPED, Fault, Signals, Stopped, interrupting
 
 INTERRUPTED, CUT_OFF = 130, 141  # as shells have them: 128 + SIGINT, 128 + SIGPIPE (nobody reads standard output any more)
@@ -136,7 +136,7 @@ def fail(message: str) -> NoReturn:
 def leave(line: str, code: int) -> NoReturn:
     """Print one line on rank 0 and end with this code on every rank."""
     if global_rank() == 0:
-        print(redact(line), file=sys.stderr, flush=True)
+        print(printable(redact(line)), file=sys.stderr, flush=True)
     else:
         time.sleep(3)  # launchers kill the others at the first exit; let rank 0 be that one
     sys.exit(code)

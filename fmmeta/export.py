@@ -8,7 +8,7 @@ adapters there, which peft loads on their base, and on request an ordinary model
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from fmmeta.models.load import Description, empty_learner, load_hf
 from fmmeta.models.lora import merged, save_adapter
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
+from fmmeta.tasks.trained import UsedSplits
 from fmmeta.values import to_json
 
 FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this large, if the model has as much
@@ -33,9 +34,11 @@ WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.i
 
 
 def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor], config: Config, description: Description,
-           tokenizer: Any, ranks: Ranks, rates: Rates | None = None, merge_into: Path | None = None) -> None:  # fmt: skip
+           tokenizer: Any, ranks: Ranks, rates: Rates | None = None, merge_into: Path | None = None,
+           trained: Sequence[UsedSplits] = ()) -> None:  # fmt: skip
     """Write `folder`. `frozen`: tensors that are not trained, by name, on the ranks that write them; `rates`: written if they
-    were learned; `merge_into`: folder of lora_merge's model, merged/ beside `folder` if not given. Collective: world.
+    were learned; `merge_into`: folder of lora_merge's model, merged/ beside `folder` if not given; `trained`: the splits of
+    the data that theta has learned from. Collective: world.
     """
     skeleton = empty_learner(config, replace(description, classes=0))
     shapes = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}
@@ -45,13 +48,13 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
         weights = gather(theta, worker, shapes, ranks) | heads
         with ranks.world.together("exporting the adapters"):
             if ranks.first:
-                write_adapters(folder, skeleton, weights, config, description, tokenizer, rates, merge_into)
+                write_adapters(folder, skeleton, weights, config, description, tokenizer, rates, merge_into, trained)
     else:
         with ranks.world.together("exporting the configuration"):
             if ranks.first:
                 clear(folder)
                 save_model(folder, skeleton.hf, description, {})
-                accompany(folder, skeleton, config, description, tokenizer, rates)
+                accompany(folder, skeleton, config, description, tokenizer, rates, trained)
         failure: Exception | None = None
         if ranks.layout.group_index == 0:
             failure = write_weights(folder, theta, worker, frozen | heads, skeleton, config, shapes)
@@ -95,7 +98,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 
 def write_adapters(
     folder: Path, skeleton: Any, weights: dict[str, Tensor], config: Config, description: Description, tokenizer: Any,
-    rates: Rates | None, merge_into: Path | None,
+    rates: Rates | None, merge_into: Path | None, trained: Sequence[UsedSplits],
 ) -> None:  # fmt: skip
     """Write adapters (whole, by name) as peft does, with --lora_merge an ordinary model too."""
     description = replace(description, classes=0)  # in merged/ too: the head that is exported is that of the skeleton
@@ -110,7 +113,7 @@ def write_adapters(
         clear(folders[1])
         save_model(folders[1], whole, description)
     for each in folders:
-        accompany(each, skeleton, config, description, tokenizer, rates)
+        accompany(each, skeleton, config, description, tokenizer, rates, trained)
         if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
             save_tensors({name: weights[name] for name in skeleton.head_names}, each / HEAD_FILE)
 
@@ -193,7 +196,8 @@ def save_model(folder: Path, hf: Any, description: Description, weights: dict[st
     hf.save_pretrained(folder, state_dict=weights)
 
 
-def accompany(folder: Path, skeleton: Any, config: Config, description: Description, tokenizer: Any, rates: Rates | None) -> None:
+def accompany(folder: Path, skeleton: Any, config: Config, description: Description, tokenizer: Any, rates: Rates | None,
+              trained: Sequence[UsedSplits]) -> None:  # fmt: skip
     """What lies beside the weights: tokenizer, pooling, fmmeta.json."""
     tokenizer.save_pretrained(folder)
     if isinstance(skeleton, PooledClassifier):
@@ -203,6 +207,8 @@ def accompany(folder: Path, skeleton: Any, config: Config, description: Descript
     facts |= {name: getattr(config, name) for name in REMEMBERED} | {"inner_rates": rates_of(rates)}
     if description.labels:
         facts["labels"] = list(description.labels)
+    if trained:
+        facts["datasets"] = [json.loads(one) for one in dict.fromkeys(json.dumps(one.as_dict()) for one in trained)]
     (folder / "fmmeta.json").write_text(to_json(facts, indent=1) + "\n", encoding="utf-8")
 
 

@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from fmmeta.safety import printable
+
 
 class Progress:
     """Speaks on the first rank only. On a terminal the live line is redrawn; elsewhere a line comes every few seconds."""
@@ -17,10 +19,11 @@ class Progress:
         self.began: dict[str, float] = {}
         self.open_line = False
 
-    def notice(self, text: str) -> None:
+    def notice(self, *lines: str) -> None:
+        """Names from data may be in them, but steer no terminal and begin no line."""
         if self.speaks:
             self._end_line()
-            print(f"fmmeta: {text}", flush=True)
+            print("fmmeta: " + "\n".join(map(printable, lines)), flush=True)
 
     def line(self, what: str, done: int, total: int, text: str = "", first: int = 0) -> None:
         """Show `done` of `total`; `first` is where this process began, for the estimate of the time left."""
@@ -44,13 +47,14 @@ class Progress:
         if not self.speaks:
             return
         self._end_line()
+        header, rows = [printable(name) for name in header], [[printable(value) for value in row] for row in rows]
         widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
         def show(row: Sequence[str]) -> str:
             return "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
 
         rule = "-" * len(show(header))
-        print("\n".join(["", title, rule, show(header), rule, *map(show, rows), rule]), flush=True)
+        print("\n".join(["", printable(title), rule, show(header), rule, *map(show, rows), rule]), flush=True)
 
     def _end_line(self) -> None:
         if self.open_line:

@@ -290,7 +290,8 @@ class Run:
             self.progress.notice(f"start_share={config.start_share:g}: that share of the model is the weights at the start")
         self.guard.begin_stage("exporting the model")
         export(self.folder / "model", final.theta, self.worker, self.parts.frozen, config, self.plan.description,
-               self.plan.tokenizer, self.ranks, self.parts.setup.inner.rates.variant(final.rates))  # fmt: skip
+               self.plan.tokenizer, self.ranks, self.parts.setup.inner.rates.variant(final.rates),
+               trained=[*self.plan.trained, *(self.plan.sources.used if self.trains else ())])  # fmt: skip
         result, facts = Result(self.folder, state.outer_step), dict[str, Any]()
         if test is None:
             self.progress.notice("no held-out tasks: nothing to compare")

@@ -16,6 +16,7 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?K
 LEAST = 8  # characters of a secret; shorter ones are words
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO}
 GIB = 2**30
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def redact(text: str, env: Mapping[str, str] | None = None) -> str:
@@ -50,6 +51,11 @@ def remove_empty(folders: Iterable[Path]) -> None:
             folder.rmdir()
 
 
+def printable(text: str) -> str:
+    """The text on one line: control characters (of terminals, line ends, direction marks) as `\\uXXXX`, which JSON reads too."""
+    return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
@@ -57,11 +63,27 @@ def one_line(error: BaseException) -> str:
 def inside(root: Path, path: Path) -> Path:
     """`path`, if what it links to lies in `root`, or among the blobs of a hub cache. Raises `UsageError`."""
     if path.is_symlink():
-        there, home = path.resolve(), root.resolve()
-        cached = "snapshots" in home.parts and there.parent.name == "blobs"
+        there, home = Path(os.path.realpath(path)), root.resolve()
+        cached = any(above.name == "snapshots" and there.parent == above.with_name("blobs") for above in home.parents)
         if not (there.is_relative_to(home) or cached):
             raise UsageError(f"{path} is a link that leaves its folder (to {there}); copy the file, or remove the link")
     return path
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a written file its name after its bytes are on the disk: it is whole, or not there. Raises `OSError`."""
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
 
 
 class Bounded(io.RawIOBase):

@@ -109,12 +109,3 @@ def set_aside(folder: Path) -> Path:
         number += 1
     os.rename(folder, aside)
     return aside
-
-
-def sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.checkpoint.whole import MANIFEST, STATE, TABLES, Entry, complete, sync
+from fmmeta.checkpoint.whole import MANIFEST, STATE, TABLES, Entry, complete
 from fmmeta.config import UsageError
 from fmmeta.parallel.communicator import Communicator, Ranks
 from fmmeta.parallel.shards import Fragment, ParamMap
+from fmmeta.safety import sync
 from fmmeta.values import to_json
 
 KINDS = {torch.float32: "F32", torch.float64: "F64"}  # vectors and tables have one of them

@@ -26,13 +26,15 @@ from fmmeta.fewshot.settings import AdaptConfig
 from fmmeta.fewshot.single import Single, start
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner import InnerLoop
+from fmmeta.models.memory import trained_with
 from fmmeta.progress import Progress
 from fmmeta.safety import make_folders, remove_empty
 from fmmeta.tasks.batch import Example
 from fmmeta.tasks.encode import encode
 from fmmeta.tasks.rows import Row, read_file
 from fmmeta.tasks.table import Table, tabulate
-from fmmeta.values import shortened, to_json
+from fmmeta.tasks.trained import few
+from fmmeta.values import shortened
 
 Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
 """Text and class, or input and output; or as rows of a file have them."""
@@ -63,6 +65,11 @@ def adapt(settings: AdaptConfig, progress: Progress, support_set: Examples | Non
     labels = tuple(sorted(set(support.right))) if config.task_type == "classification" else ()
     if len(labels) == 1:
         raise UsageError(f"support={settings.support} has one class only, {labels[0]!r}; give examples of two or more")
+    for one in trained_with([settings.model_name_or_path]) if labels else ():
+        if shared := sorted(one.trained_names("class") & set(labels)):
+            what = f"{settings.support or 'support'}: {len(shared)} of {len(labels)} classes ({few(shared)})"
+            progress.notice(f"{what} have names of classes that the model was trained on with dataset={one.dataset}; its "
+                            "accuracy on them says nothing of new classes")  # fmt: skip
     asked = query_set or settings.query
     query = read_task("query", asked, config, progress.notice, unique=False) if asked else None
     unknown = sorted(set(query.right) - set(labels)) if query is not None and labels else []
@@ -112,10 +119,10 @@ def write(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table,
     learned = settings.remembered().get("inner_rates") is not None and not settings.own_rates()
     rates = inner_loop(settings, single).rates if learned else None
     export(folder, single.worker.read(), single.worker, single.frozen, config, single.description, single.tokenizer, single.ranks,
-           rates, folder / "merged")  # fmt: skip
+           rates, folder / "merged", trained_with([settings.model_name_or_path]))  # fmt: skip
     write_card(adapted, folder, settings, support)
     if adapted.predictions:
-        lines = "".join(to_json(one.as_dict(), ensure_ascii=False) + "\n" for one in adapted.predictions)
+        lines = "".join(f"{one.line()}\n" for one in adapted.predictions)
         (folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 from fmmeta.fewshot.adapted import Adapted
-from fmmeta.fewshot.settings import AdaptConfig, remembered
+from fmmeta.fewshot.settings import AdaptConfig
+from fmmeta.models.memory import remembered
+from fmmeta.safety import printable
 from fmmeta.tasks.table import Table
 
 
@@ -17,9 +21,9 @@ def write_card(adapted: Adapted, folder: Path, settings: AdaptConfig, support: T
     classes = config.task_type == "classification"
     header, served = served_by(adapted)
     header = {"base_model": base, **header, "tags": ["fmmeta", "few-shot"]}
-    source = f"`{Path(settings.support).name}`" if settings.support else "given in Python"
+    source = code(Path(settings.support).name) if settings.support else "given in Python"
     facts = [
-        ("base model", f"`{base}`"),
+        ("base model", code(base)),
         ("meta-training", origin(base)),
         ("support", f"{source}: {len(support.left)} examples"
                     + (f" of {len(adapted.labels)} classes" if classes else "")),
@@ -30,15 +34,21 @@ def write_card(adapted: Adapted, folder: Path, settings: AdaptConfig, support: T
         facts.append(("accuracy on examples left out", f"{100 * adapted.left_out:.1f} %; the steps were chosen on them"))
     if adapted.accuracy is not None:
         facts.append(
-            (f"accuracy on `{Path(str(settings.query)).name}`", f"{100 * adapted.accuracy:.1f} % of {len(adapted.predictions)}")
+            (
+                f"accuracy on {code(Path(str(settings.query)).name)}",
+                f"{100 * adapted.accuracy:.1f} % of {len(adapted.predictions)}",
+            )
         )
-    yaml = "".join(f"{key}: {json.dumps(value)}\n" for key, value in header.items())  # JSON is YAML
-    table = "".join(f"| {name} | {plain(value)} |\n" for name, value in facts)
-    listed = "".join(f"- {plain(label)}\n" for label in adapted.labels)
-    text = f"---\n{yaml}---\n\n# {Path(folder).resolve().name}\n\nAdapted by fmmeta from a few examples.\n\n"
+    yaml = "".join(
+        f"{key}: {printable(json.dumps(value, ensure_ascii=False))}\n" for key, value in header.items()
+    )  # JSON is YAML
+    table = "".join(f"| {cell(name)} | {cell(value)} |\n" for name, value in facts)
+    listed = "".join(f"- {code(label)}\n" for label in adapted.labels)
+    text = f"---\n{yaml}---\n\n# {escaped(Path(folder).resolve().name)}\n\nAdapted by fmmeta from a few examples.\n\n"
     text += f"| | |\n|---|---|\n{table}"
     text += f"\n## Classes\n\n{listed}" if classes else ""
-    text += f"\n## Use\n\n```bash\nfmmeta predict --model_name_or_path {folder} --input texts.txt\n```\n\n{served}\n"
+    command = f"fmmeta predict --model_name_or_path {shlex.quote(printable(str(folder)))} --input texts.txt"
+    text += f"\n## Use\n\n```bash\n{command}\n```\n\n{served}\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
@@ -65,18 +75,31 @@ def origin(base: str) -> str:
     memory: dict[str, Any] = remembered(base)
     if memory.get("algorithm", "none") == "none":  # `tune` leaves a memory too
         return "none"
-    text = f"{memory['algorithm']}, {memory.get('k_shot')} shots"
+    text = f"{escaped(memory['algorithm'])}, {escaped(memory.get('k_shot'))} shots"
     run = Path(base).parent / "run.json"
     if run.is_file():
         try:
             settings = json.loads(run.read_text(encoding="utf-8"))["settings"]
-            text += f", on {' '.join(settings['dataset'])}, {settings['outer_steps']} outer steps of "
-            text += f"{settings['meta_batch_size']} tasks"
+            text += f", on {' '.join(map(code, settings['dataset']))}, {escaped(settings['outer_steps'])} outer steps of "
+            text += f"{escaped(settings['meta_batch_size'])} tasks"
         except (OSError, ValueError, KeyError, TypeError):
             pass  # another folder's file
     return text
 
 
-def plain(text: str) -> str:
-    """On one line of a table."""
-    return " ".join(text.split()).replace("|", "\\|")
+def code(text: str) -> str:
+    """A name as a code span, in which neither Markdown nor HTML means anything."""
+    text = printable(" ".join(text.split())) or " "
+    fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
+    space = " " if "`" in (text[0], text[-1]) else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def escaped(text: Any) -> str:
+    """A value as text without marks."""
+    return re.sub(r"[!-,/:-@\[-^`{-~]", r"\\\g<0>", printable(" ".join(str(text).split())))
+
+
+def cell(text: str) -> str:
+    """Markdown in a table: a bar would end the cell."""
+    return re.sub(r"(\\*)\|", lambda bar: rf"{bar[1]}\|" if len(bar[1]) % 2 == 0 else bar[0], text)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fmmeta.config import Config, UsageError
-from fmmeta.fewshot.settings import remembered
 from fmmeta.meta.rates import HEAD, RATES_FILE, Rates
 from fmmeta.models.files import cached_file
+from fmmeta.models.memory import remembered
 from fmmeta.parallel.worker import Worker
 
 

@@ -1,15 +1,18 @@
-"""Which episodes an evaluation looks at: fixed by the data, the settings and the seed, and by nothing of the model."""
+"""Which episodes an evaluation looks at: fixed by the data, the settings and the seed; of models only the splits that they were
+trained with count.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fmmeta.config import Config, UsageError
 from fmmeta.feed import LEAST_SEEN
 from fmmeta.fewshot.settings import EvaluateConfig
+from fmmeta.models.memory import trained_with
 from fmmeta.parallel.communicator import World
 from fmmeta.safety import one_line
 from fmmeta.tasks.load import Sources, load_sources
@@ -80,10 +83,11 @@ def part_of(sources: Sources, part: str, config: Config) -> TaskSource:
     return source
 
 
-def episodes_of(settings: EvaluateConfig, k_shot: int, tokenizer: Any) -> Episodes:
-    """Read (from the prepared store) and choose. Raises `UsageError`."""
+def episodes_of(settings: EvaluateConfig, k_shot: int, tokenizer: Any, models: Sequence[str] = ()) -> Episodes:
+    """Read (from the prepared store) and choose. `models`: see `build.plan`. Raises `UsageError`."""
     config = run_config(settings, k_shot)
-    source = part_of(load_sources(config, tokenizer, lambda text: None), settings.part, config)
+    trained = trained_with(models or [settings.model_name_or_path])
+    source = part_of(load_sources(config, tokenizer, lambda text: None, trained), settings.part, config)
     most = config.most_classes
     if settings.n_way == "all" and config.task_type == "classification":
         most = all_ways(source)

@@ -61,11 +61,13 @@ def evaluate(settings: EvaluateConfig, progress: Progress | None = None,
     world = World(launch, pick_device(launch))
     progress = progress or Progress(speaks=launch.global_rank == 0)
     try:
-        bench, others = Bench(world, progress), None
+        file = settings.compare is not None and settings.compare.endswith(".json")
+        models = [settings.model_name_or_path, *([settings.compare] if settings.compare and not file else [])]
+        bench, others = Bench(world, progress, models), None
         with world.comm.together("reading settings"):
             if launch.global_rank == 0 and settings.output:
                 check_output(Path(settings.output))
-            if settings.compare is not None and settings.compare.endswith(".json"):
+            if settings.compare is not None and file:
                 others = read_cells(settings.compare)
             elif settings.compare is not None and launch.global_rank == 0:
                 check_other(settings)
@@ -84,10 +86,13 @@ def evaluate(settings: EvaluateConfig, progress: Progress | None = None,
 
 
 class Bench:
-    """Scores models one after another; the groups that the first one forms serve the others too. `task_type`: of the last one."""
+    """Scores models one after another; the groups that the first one forms serve the others too. `task_type`: of the last one.
 
-    def __init__(self, world: World, progress: Progress) -> None:
-        self.world, self.progress = world, progress
+    models: all of them, since one whose training classes must not be tested decides for the others.
+    """
+
+    def __init__(self, world: World, progress: Progress, models: Sequence[str]) -> None:
+        self.world, self.progress, self.models = world, progress, models
         self.ranks: Ranks | None = None
         self.task_type = ""
 
@@ -101,9 +106,9 @@ class Bench:
             config = run_config(settings, max(shots))
             refuse(settings, config)
         self.task_type = config.task_type
-        plan = build.plan(config, self.world, notice)
+        plan = build.plan(config, self.world, notice, self.models)
         with self.world.comm.together("choosing episodes"):
-            chosen = {k: episodes_of(settings, k, plan.tokenizer) for k in shots}
+            chosen = {k: episodes_of(settings, k, plan.tokenizer, self.models) for k in shots}
         if config.on_bad_task == "skip":
             chosen = {k: skipped(k, episodes, config, self.world, notice) for k, episodes in chosen.items()}
         with self.world.comm.together("choosing episodes"):

@@ -13,12 +13,14 @@ from typing import Any
 from fmmeta.config import Config, UsageError
 from fmmeta.fewshot.inputs import batched, sink, texts_of
 from fmmeta.fewshot.language import generate
-from fmmeta.fewshot.settings import PredictConfig, remembered
+from fmmeta.fewshot.settings import PredictConfig
 from fmmeta.fewshot.single import Single, class_logits, start
 from fmmeta.models.files import HEAD_FILE, base_of, cached_file
 from fmmeta.models.load import Description, describe
+from fmmeta.models.memory import remembered
 from fmmeta.models.positions import fitted
 from fmmeta.progress import Progress
+from fmmeta.safety import printable
 from fmmeta.tasks.batch import IGNORE
 from fmmeta.tasks.encode import encode
 from fmmeta.values import shortened, to_json
@@ -39,6 +41,10 @@ class Answer:
             return {"input": self.input, "output": self.output, **known}
         return {"text": self.input, "label": self.output, "score": round(self.score, 6), **known}
 
+    def line(self) -> str:
+        """A line of JSON, without a character that steers a terminal."""
+        return printable(to_json(self.as_dict(), ensure_ascii=False))
+
 
 def run(settings: PredictConfig) -> None:
     """`fmmeta predict`. Standard input is answered as it comes, a file in batches."""
@@ -47,7 +53,7 @@ def run(settings: PredictConfig) -> None:
     with sink(settings.output) as file:
         for texts in batched(texts_of(settings), size):
             for one in answer(single, texts, settings.max_new_tokens):
-                print(to_json(one.as_dict(), ensure_ascii=False), file=file, flush=True)
+                print(one.line(), file=file, flush=True)
 
 
 def load(settings: PredictConfig) -> Single:

@@ -14,7 +14,7 @@ from fmmeta.config import UsageError
 from fmmeta.fewshot.scores import EpisodeScore, paired, shown, summary
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.progress import Progress
-from fmmeta.safety import make_folders, remove_empty
+from fmmeta.safety import make_folders, publish, remove_empty
 from fmmeta.values import to_json
 
 
@@ -127,7 +127,7 @@ def write(path: Path, results: Mapping[str, Any]) -> None:
             return
         try:
             temporary.write_text(text, encoding="utf-8")
-            temporary.replace(target)
+            publish(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:

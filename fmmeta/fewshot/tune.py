@@ -25,9 +25,10 @@ from fmmeta.feed import Reader
 from fmmeta.fewshot.defaults import stored_rates
 from fmmeta.fewshot.episodes import episodes_of, run_config
 from fmmeta.fewshot.results import check_output, write
-from fmmeta.fewshot.settings import EvaluateConfig, TuneConfig, remembered
+from fmmeta.fewshot.settings import EvaluateConfig, TuneConfig
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.models.load import Description, empty_learner
+from fmmeta.models.memory import remembered
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.progress import Progress

@@ -41,9 +41,8 @@ def task_files(dataset: str, max_length: int) -> list[TaskFile] | None:
     root = Path(dataset)
     if not root.is_dir() or any(ending(path) for path in root.iterdir() if path.is_file()):
         return None
-    files = [path for folder in sorted(root.iterdir()) if folder.is_dir() for path in sorted(folder.iterdir()) if ending(path)]
-    for path in files:
-        inside(root.resolve() / path.parent.name, path)
+    folders = [inside(root, folder) for folder in sorted(root.iterdir()) if folder.is_dir()]
+    files = [inside(folder, path) for folder in folders for path in sorted(folder.iterdir()) if ending(path)]
     named: dict[str, TaskFile] = {}
     for path in files:
         name, stratum = f"{path.parent.name}/{path.name.split('.')[0]}", path.parent.name

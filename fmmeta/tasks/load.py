@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from fmmeta.tasks.rows import data_files, hub_rows, open_hub, read_file
 from fmmeta.tasks.source import AllClasses, Mixture, TaskSource, short_names
 from fmmeta.tasks.splits import SPLITS, check_splits, own_splits, read_splits
 from fmmeta.tasks.store import Store, digest, files_digest, prepare
+from fmmeta.tasks.trained import Splits, UsedSplits, doubts, label
 
 Notice = Callable[[str], None]
 SUITES = {"letters": letters, "marks": marks}
@@ -38,51 +39,58 @@ class Sources:
     test: TaskSource | None
     fingerprint: str
     summary: str
+    used: list[UsedSplits]  # of the data sets that are no suites
 
 
-Loaded = tuple[dict[str, TaskSource], str, str]
-"""Sources by split, fingerprint, summary."""
+Loaded = tuple[dict[str, TaskSource], str, str, UsedSplits | None]
+"""Sources by split, fingerprint, summary, splits."""
 
 
-def load_sources(config: Config, tokenizer: Any, notice: Notice) -> Sources:
-    """Read, split, check and tokenise `config.dataset`. Raises `UsageError` for whatever would fail later."""
-    loaded = [load_one(name, config, tokenizer, notice) for name in config.dataset]
-    for name, (made, _, _) in zip(config.dataset, loaded, strict=True):
+def load_sources(config: Config, tokenizer: Any, notice: Notice, trained: Sequence[UsedSplits] = ()) -> Sources:
+    """Read, split, check and tokenise `config.dataset`. Raises `UsageError` for whatever would fail later.
+
+    trained: what the models at hand were trained with. Their splits are kept where no setting names others.
+    """
+    loaded = [load_one(name, config, tokenizer, notice, trained) for name in config.dataset]
+    for name, (made, *_) in zip(config.dataset, loaded, strict=True):
         if "train" not in made:
             raise UsageError(f"dataset={name} has nothing to train on: its train split is empty; mend the split file")
-    fingerprint, summary = loaded[0][1], "; ".join(text for _, _, text in loaded)
+    fingerprint, summary = loaded[0][1], "; ".join(text for _, _, text, _ in loaded)
     if len(loaded) == 1:
         made = loaded[0][0]
     else:
         names = short_names(config.dataset)
-        made = {split: Mixture({name: one[split] for name, (one, _, _) in zip(names, loaded, strict=True) if split in one})
-                for split in SPLITS if any(split in one for one, _, _ in loaded)}  # fmt: skip
-        fingerprint = digest([one for _, one, _ in loaded])
+        made = {split: Mixture({name: one[split] for name, (one, *_) in zip(names, loaded, strict=True) if split in one})
+                for split in SPLITS if any(split in one for one, *_ in loaded)}  # fmt: skip
+        fingerprint = digest([one for _, one, *_ in loaded])
     train = AllClasses(made["train"]) if config.joint_head else made["train"]
-    return Sources(train, made.get("valid"), made.get("test"), fingerprint, summary)
+    return Sources(train, made.get("valid"), made.get("test"), fingerprint, summary, [used for *_, used in loaded if used])
 
 
-def load_one(name: str, config: Config, tokenizer: Any, notice: Notice) -> Loaded:
+def load_one(name: str, config: Config, tokenizer: Any, notice: Notice, trained: Sequence[UsedSplits]) -> Loaded:
     if name in SUITES:
         check_suite(name, config)
         rows, splits = SUITES[name]()
         content = digest([row.values for row in rows])  # the generator may change
         store = prepare(name, content, lambda bad: rows, config, tokenizer, notice)
         parts = np.array([part_of(text) for text in store.table.column("left").to_pylist()]) if name == "marks" else None
-        return from_store(name, store, splits, config, notice, parts)
+        if config.class_splits or config.task_splits or config.split:
+            raise UsageError(f"dataset={name} has splits of its own; leave --class_splits, --task_splits and --split out")
+        return from_store(name, store, splits, config, notice, None, parts)
     files = task_files(name, config.max_length)
     if files is not None:
-        return from_folder(name, FolderSource(files, shape_of(config), config, tokenizer), config, notice)
+        return from_folder(name, FolderSource(files, shape_of(config), config, tokenizer), config, notice, trained)
     found = data_files(name)
     if found is None:
         parts = open_hub(name, config.dataset_config_name)
         content = digest([part._fingerprint for part in parts.values()])
         store = prepare(name, content, lambda bad: hub_rows(name, parts), config, tokenizer, notice)
     else:
-        most = config.max_file_gib
-        store = prepare(name, files_digest(found), lambda bad: [row for file in found for row in read_file(file, bad, most)],
+        most, content = config.max_file_gib, files_digest(found)
+        store = prepare(name, content, lambda bad: [row for file in found for row in read_file(file, bad, most)],
                         config, tokenizer, notice)  # fmt: skip
-    return from_store(name, store, None, config, notice)
+    splits, used = choose_splits(name, content, config, strata_of(store), bool(store.task.names[0]), notice, trained)
+    return from_store(name, store, splits, config, notice, used)
 
 
 def check_suite(name: str, config: Config) -> None:
@@ -96,44 +104,53 @@ def check_suite(name: str, config: Config) -> None:
             raise UsageError(f"{setting}={value} is above the {most} texts of a class of dataset=marks; lower it")
 
 
-def from_store(name: str, store: Store, splits: dict[str, list[str]] | None, config: Config, notice: Notice,
+def from_store(name: str, store: Store, splits: Splits, config: Config, notice: Notice, used: UsedSplits | None,
                parts: np.ndarray | None = None) -> Loaded:  # fmt: skip
     """Sources over the rows of a store. `parts`: see PartedSource."""
-    named_tasks = bool(store.task.names[0])
     strata = strata_of(store)
-    if splits and (config.class_splits or config.task_splits or config.split):
-        raise UsageError(f"dataset={name} has splits of its own; leave --class_splits, --task_splits and --split out")
-    splits = splits or choose_splits(name, config, strata, named_tasks, notice)
     made = {
         split: source
         for split in SPLITS
         if (source := make_source(config, store, splits.get(split, []), strata, split, notice, parts))
     }
     seen = hashlib.sha256((store.fingerprint + json.dumps(splits, sort_keys=True)).encode())
-    summary = f"{name}: {len(store)} rows, {counts(strata, splits, 'tasks' if named_tasks else 'classes')}"
-    return made, seen.hexdigest(), summary
+    summary = f"{name}: {len(store)} rows, {counts(strata, splits, 'tasks' if store.task.names[0] else 'classes')}"
+    return made, seen.hexdigest(), summary, used
 
 
-def from_folder(name: str, source: FolderSource, config: Config, notice: Notice) -> Loaded:
+def from_folder(name: str, source: FolderSource, config: Config, notice: Notice, trained: Sequence[UsedSplits]) -> Loaded:
     """Sources over files that are tasks, none of which is read yet."""
     strata = {item.name: item.stratum for item in source.items}
-    splits = choose_splits(name, config, strata, True, notice)
+    splits, used = choose_splits(name, source.fingerprint, config, strata, True, notice, trained)
     place = {task: number for number, task in enumerate(source.items.names)}
     made: dict[str, TaskSource] = {
         split: source.part([place[task] for task in splits[split]]) for split in SPLITS if splits.get(split)
     }
     fingerprint = digest([source.fingerprint, splits])
-    return made, fingerprint, f"{name}: {len(source.items)} task files, {counts(strata, splits, 'tasks')}"
+    return made, fingerprint, f"{name}: {len(source.items)} task files, {counts(strata, splits, 'tasks')}", used
 
 
-def choose_splits(
-    name: str, config: Config, strata: Mapping[str, str], named_tasks: bool, notice: Notice
-) -> dict[str, list[str]]:
-    splits = read_splits(name, config, named_tasks, notice)
+def choose_splits(name: str, content: str, config: Config, strata: Mapping[str, str], named_tasks: bool, notice: Notice,
+                  trained: Sequence[UsedSplits]) -> tuple[Splits, UsedSplits]:  # fmt: skip
+    """Those that a setting names, that the model was trained with, that lie beside the data, or by a hash; the first there are.
+
+    content: digest of the data. Classes that are tested although the model was trained on them are named.
+    """
+    noun, least, held_out = ("task", 1, None) if named_tasks else ("class", config.n_way, None)
+    splits = None
+    if not (config.class_splits or config.task_splits or config.split):
+        found = ((one.restored(content, label(name), noun, strata), one.held_out) for one in reversed(trained))
+        splits, held_out = next((pair for pair in found if pair[0]), (None, None))
+        if splits is not None:
+            notice(f"{label(name)}: the splits that the model was trained with")
+    splits = splits or read_splits(name, config, named_tasks, notice)
     if splits is None:
-        splits = own_splits(strata, 1 if named_tasks else config.n_way, notice)
-    check_splits(splits, strata, "task" if named_tasks else "class")
-    return splits
+        splits, held_out = own_splits(strata, least, notice), least
+    check_splits(splits, strata, noun)
+    used = UsedSplits.of(name, content, noun, splits, held_out)
+    for text in doubts(trained, config, used, splits):
+        notice(text)
+    return splits, used
 
 
 def counts(strata: Mapping[str, str], splits: Mapping[str, list[str]], noun: str) -> str:

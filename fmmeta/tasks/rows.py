@@ -13,6 +13,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -70,7 +71,7 @@ def ending(path: Path) -> str | None:
 
 def read_file(path: Path, bad: Bad = refuse, most_gib: float = MOST_GIB) -> list[Row]:
     """Rows of a file. Raises `UsageError`, whatever `bad` does, if it unpacks to more than `most_gib`."""
-    readers = {".jsonl": jsonl, ".csv": csv_rows, ".parquet": parquet}
+    readers = {".jsonl": jsonl, ".csv": csv_rows, ".parquet": partial(parquet, most_gib=most_gib)}
     rows, wrong = list[Row](), list[UsageError]()
 
     def told(error: UsageError) -> None:
@@ -124,7 +125,7 @@ def csv_rows(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
         bad(UsageError(f"{path}:{line} is not a line of CSV ({error}); mend the line"))
 
 
-def parquet(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
+def parquet(path: Path, file: io.BufferedReader, bad: Bad, most_gib: float) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
@@ -132,9 +133,10 @@ def parquet(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
         packed = io.BytesIO(file.read())
         about = pyarrow.parquet.read_metadata(packed)
         size = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
-        if size > MOST_GIB * GIB:
-            bad(UsageError(f"{path} unpacks to {size} bytes, more than {MOST_GIB:g} GiB; cut it into several files"))
-            return
+        if size > most_gib * GIB:
+            raise UsageError(
+                f"{path} unpacks to {size} bytes, more than max_file_gib={most_gib:g}; raise it if you trust the file"
+            )
         table = pyarrow.parquet.read_table(packed)
     except pyarrow.ArrowException as error:
         bad(UsageError(f"{path} is not a parquet file ({error}); mend or remove it"))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fmmeta.config import Config, UsageError
+from fmmeta.safety import inside
 
 SPLITS = ("train", "valid", "test")
 
@@ -29,7 +30,7 @@ def read_splits(name: str, config: Config, named_tasks: bool, notice: Callable[[
             if config.split is not None and alone:
                 raise UsageError(f"split={config.split} needs a file of splits; give one with --{setting}")
             return None
-        path = str(beside)
+        path = str(inside(Path(name), beside))
         notice(f"{setting}: {path}")
     if not Path(path).is_file():
         raise UsageError(f"{setting}={path} is not a file; give a JSON file of splits")
@@ -37,6 +38,9 @@ def read_splits(name: str, config: Config, named_tasks: bool, notice: Callable[[
         splits = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{setting}={path} is not JSON ({error}); mend the file") from None
+    if isinstance(splits, dict) and isinstance(splits.get("datasets"), list):  # fmmeta.json of a model
+        splits = next((one["splits"] for one in reversed(splits["datasets"]) if isinstance(one, dict) and "splits" in one
+                       and (one.get("dataset") == Path(name).name or len(splits["datasets"]) == 1)), None)  # fmt: skip
     if isinstance(splits, dict) and splits and "train" not in splits and all(isinstance(s, dict) for s in splits.values()):
         chosen = config.split or next(iter(splits))
         if chosen not in splits:

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,14 +21,17 @@ from typing import Any
 import numpy as np
 
 from fmmeta.config import Config, UsageError
+from fmmeta.safety import publish
 from fmmeta.tasks.encode import encode
-from fmmeta.tasks.rows import Bad, Row
+from fmmeta.tasks.rows import Bad, Row, ending
 from fmmeta.tasks.table import Table, tabulate
 
-FORMAT = 1  # part of every key: raise it when the columns or their meaning change
+FORMAT = 2  # part of every key: raise it when the columns, their meaning or the way texts become tokens change
 CHUNK = 8192  # rows of a record batch, and of a call of the tokenizer
 KEYED = ("task_type", "max_length", "prompt_template", "text_column", "label_column", "stratum_column", "task_column",
-         "input_column", "output_column", "on_bad_task")  # fmt: skip
+         "input_column", "output_column", "on_bad_task", "max_bad_share", "max_file_gib")  # fmt: skip
+OF_TOKENIZER = ("eos_token_id", "special_tokens_map", "split_special_tokens", "clean_up_tokenization_spaces",
+                "truncation_side")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,8 @@ def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[
                    "right": pa.array(table.right[part]), "task": pa.array(table.task[part]),
                    "member": pa.array(table.member[part]), "stratum": pa.array(table.stratum[part])}  # fmt: skip
         batches.append(pa.record_batch(columns))
+    if config.task_type == "classification" and table.task[0]:
+        seen.update(json.dumps(table.right).encode())  # classes; without named tasks they are the members
     facts = {b"fmmeta": json.dumps({"notes": notes, "fingerprint": seen.hexdigest()}).encode()}
     schema = batches[0].schema.with_metadata(facts)
     temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
@@ -147,7 +153,7 @@ def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
             for batch in batches:
                 stream.write_batch(batch.replace_schema_metadata(facts))
-        temporary.replace(path)
+        publish(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -189,10 +195,10 @@ def digest(value: Any) -> str:
 
 
 def files_digest(files: Sequence[Path]) -> str:
-    """Of the files' names and bytes; an unreadable file counts by its error, which reading it will meet again."""
+    """Of the files' kinds and bytes; an unreadable file counts by its error, which reading it will meet again."""
     seen = hashlib.sha256()
     for file in files:
-        seen.update(file.name.encode())
+        seen.update((ending(file) or "").encode())
         try:
             with file.open("rb") as opened:
                 while part := opened.read(2**20):
@@ -203,9 +209,16 @@ def files_digest(files: Sequence[Path]) -> str:
 
 
 def tokenizer_print(tokenizer: Any) -> str:
-    """What a tokenizer does to a text, as a digest: the whole fast tokenizer, or the vocabulary and class of a slow one."""
+    """What a tokenizer does to a text, as a digest: settings and the whole fast tokenizer, or the files of a slow one.
+
+    A chat template counts where it is used only (`prepare`).
+    """
+    settings = [type(tokenizer).__qualname__, *(repr(getattr(tokenizer, name, None)) for name in OF_TOKENIZER)]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         parts = json.loads(backend.to_str())
-        return digest({**parts, "truncation": None, "padding": None})  # these two are what the last call asked for
-    return digest([type(tokenizer).__qualname__, tokenizer.get_vocab(), tokenizer.init_kwargs.__repr__()])
+        return digest([settings, {**parts, "truncation": None, "padding": None}])  # these two are what the last call asked for
+    with tempfile.TemporaryDirectory() as folder:  # merges and scores are in no vocabulary
+        tokenizer.save_vocabulary(folder)
+        files = files_digest(sorted(Path(folder).iterdir()))
+    return digest([settings, tokenizer.get_vocab(), repr(tokenizer.init_kwargs), files])

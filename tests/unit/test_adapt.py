@@ -20,6 +20,7 @@ from fmmeta.fewshot import predict
 from fmmeta.fewshot.adaptation import leave_out, read_task
 from fmmeta.fewshot.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.safety import CONTROL, printable
 from fmmeta.tasks.load import load_sources
 from tests.launch import environment, python
 from tests.models import WORDS
@@ -62,7 +63,7 @@ def test_a_folder_holds_what_a_plain_loop_learns(bert, tmp_path):
     assert f'base_model: "{bert}"' in card
     assert "| support | given in Python: 12 examples of 3 classes |" in card
     assert 'library_name: "transformers"\npipeline_tag: "text-classification"\n' in card
-    assert "- class lantern" in card
+    assert "- `class lantern`" in card
 
 
 def test_a_pooled_encoder_keeps_its_head_beside_it(bert, tmp_path):
@@ -183,6 +184,42 @@ def test_the_card_tells_meta_training_where_there_was_some(bert, tmp_path, memor
     (base / "fmmeta.json").write_text(json.dumps(memory))
     fmmeta.adapt(base, PAIRS, output_dir=tmp_path / "out", early_stopping=False)
     assert f"| meta-training | {said} |" in (tmp_path / "out" / "README.md").read_text()
+
+
+MARKS = ["<script>alert(1)</script>", "[x](javascript:alert)", "![](http://a.test/x)", "a | b", "`tick` ``two``", "*bold* _it_",
+         "line\n\n# heading\n\n---\n", "http://a.test", "\x1b[31mred\u202e", "&lt;", "\\`", "- item"]  # fmt: skip
+
+
+def test_names_in_a_card_are_text(bert, tmp_path):
+    """Labels, names of files and what other folders say become neither Markdown, nor HTML, nor YAML."""
+    yaml, markdown = pytest.importorskip("yaml"), pytest.importorskip("markdown_it")
+    base = shutil.copytree(bert, tmp_path / "a`b|<i>\U0001f600")
+    (base / "fmmeta.json").write_text(json.dumps({"algorithm": "<b>|x", "k_shot": "](y)", "inner_steps": 1}))
+    run = {"settings": {"dataset": ["<img src=x>|`"], "outer_steps": "<u>", "meta_batch_size": "*4*"}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    support = write_rows(
+        tmp_path / "s`<s>|t.jsonl", [{"text": f"{label} {i}", "label": label} for label in MARKS for i in (1, 2)]
+    )
+    folder = tmp_path / "<h1>"
+    fmmeta.adapt(base, str(support), query=str(support), output_dir=folder, early_stopping=False)
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert not CONTROL.search(text.replace("\n", ""))
+    _, header, body = text.split("---\n", 2)
+    assert yaml.safe_load(header)["base_model"] == str(base)
+    tokens = markdown.MarkdownIt("commonmark").enable("table").parse(body)
+    inner = [child for token in tokens for child in token.children or []]
+    assert not {"html_block", "hr"} & {token.type for token in tokens}
+    assert not {"html_inline", "link_open", "image", "em_open", "strong_open"} & {child.type for child in inner}
+    assert [token.tag for token in tokens if token.type == "heading_open"] == ["h1", "h2", "h2"]
+    codes = [child.content for child in inner if child.type == "code_inline"]
+    shown = [printable(" ".join(label.split())) for label in sorted(MARKS)]
+    assert [code for code in codes if code in shown] == shown
+    assert {str(base), support.name, "<img src=x>|`"} <= set(codes)
+    texts = "".join(child.content for child in inner if child.type == "text")
+    assert "<b>|x, ](y) shots, on , <u> outer steps of *4* tasks" in texts
+    rows = [token for token in tokens if token.type == "tr_open"]
+    cells = [token for token in tokens if token.type in ("td_open", "th_open")]
+    assert len(cells) == 2 * len(rows)
 
 
 def test_a_learned_head_of_the_builtin_model_asks_no_hub(monkeypatch):

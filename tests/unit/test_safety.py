@@ -15,13 +15,15 @@ import pytest
 from fmmeta import doctor
 from fmmeta.cli import main
 from fmmeta.config import Config
+from fmmeta.fewshot.predict import Answer
 from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.progress import Progress
 from fmmeta.record import Metrics, write_run
-from fmmeta.safety import disk_trouble, redact
+from fmmeta.safety import CONTROL, disk_trouble, redact
 from fmmeta.tasks import episode_folder, loader
 from fmmeta.tasks.folder import task_files
 from fmmeta.tasks.load import load_sources
-from fmmeta.tasks.rows import data_files, read_file
+from fmmeta.tasks.rows import data_files, read_file, read_rows
 from tests import audit
 from tests.models import write_classes
 from tests.unit.helpers import refusal
@@ -71,6 +73,61 @@ def test_links_out_of_a_folder_are_refused_and_a_hub_cache_is_not(tmp_path):
     (blobs / "0a").write_bytes(ROW)
     (cache / "x.jsonl").symlink_to(blobs / "0a")
     assert data_files(str(cache)) == [cache / "x.jsonl"]
+
+
+def test_a_stratum_or_a_split_file_that_links_out_of_the_data_is_refused(tmp_path):
+    outside, tasks = tmp_path / "outside", tmp_path / "tasks"
+    (tasks / "own").mkdir(parents=True)
+    outside.mkdir()
+    for folder in (outside, tasks / "own"):
+        (folder / "t.jsonl").write_bytes(ROW)
+    (tasks / "again").symlink_to(tasks / "own")
+    assert [file.name for file in task_files(str(tasks), 64) or []] == ["again/t", "own/t"]
+    (tasks / "stratum").symlink_to(outside)
+    assert refusal(task_files, str(tasks), 64) == (
+        f"{tasks / 'stratum'} is a link that leaves its folder (to {outside}); copy the file, or remove the link"
+    )
+    (tasks / "stratum").unlink()
+    (outside / "splits.json").write_text('{"train": ["own/t", "again/t"]}')
+    (tasks / "task_splits.json").symlink_to(outside / "splits.json")
+    settings = {"dataset": [str(tasks)], "task_type": "causal_lm", "k_shot": 1, "num_query": 1}
+    assert refusal(load_sources, Config(**settings), byte_tokenizer(), lambda text: None).startswith(
+        f"{tasks / 'task_splits.json'} is a link that leaves its folder (to {outside / 'splits.json'}); "
+    )
+    named = Config(**settings, task_splits=str(tasks / "task_splits.json"))  # the user's own word
+    assert len(load_sources(named, byte_tokenizer(), lambda text: None).train.items) == 2
+
+
+def test_only_the_blobs_of_the_same_cache_may_be_linked_to(tmp_path):
+    cache, other = tmp_path / "hub" / "snapshots" / "abc", tmp_path / "private" / "blobs"
+    for folder in (cache, other):
+        folder.mkdir(parents=True)
+    (other / "x.jsonl").write_bytes(ROW)
+    (cache / "x.jsonl").symlink_to(other / "x.jsonl")
+    assert "leaves its folder" in refusal(data_files, str(cache))
+    (cache / "x.jsonl").unlink()
+    (cache / "x.jsonl").symlink_to("x.jsonl")  # to itself
+    assert "cannot be read" in refusal(read_rows, str(cache))
+
+
+EVIL = "\x1b[2J\x9b31m\u202e a\rb\nfmmeta: forged"
+
+
+def test_names_from_data_do_not_steer_a_terminal(monkeypatch, tmp_path, capsys):
+    progress = Progress(speaks=True)
+    progress.notice(f"left out: {EVIL}")
+    progress.notice("several", "lines")
+    progress.table(EVIL, ["", EVIL], [[EVIL, "1"]])
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--dataset", f"./{EVIL}"])
+    print(Answer("a", EVIL, 0.5).line())
+    shown = capsys.readouterr()
+    lines = (shown.out + shown.err).splitlines()
+    assert not any(CONTROL.search(line) for line in lines)
+    assert lines[0] == "fmmeta: left out: \\u001b[2J\\u009b31m\\u202e a\\u000db\\u000afmmeta: forged"
+    assert lines[1:3] == ["fmmeta: several", "lines"]
+    assert not any(line.startswith("fmmeta: forged") for line in lines)
+    assert json.loads(Answer("a", EVIL, 0.5).line()) == {"text": "a", "label": EVIL, "score": 0.5}
 
 
 def test_names_in_data_and_splits_are_never_paths(tmp_path, monkeypatch):
