@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
-from fmmeta.fewshot import adaptation, evaluation
+from fmmeta.fewshot import adaptation as adapt_command
+from fmmeta.fewshot import evaluation as evaluate_command
 from fmmeta.fewshot.adaptation import Examples
 from fmmeta.fewshot.adapted import Adapted
 from fmmeta.fewshot.settings import AdaptConfig, EvaluateConfig
@@ -27,7 +28,7 @@ T = TypeVar("T")
 def evaluate(model_name_or_path: Name, dataset: Sequence[Name] | Name, *, quiet: bool = True, **settings: Any) -> dict[str, Any]:
     """Few-shot scores of a model, as results.json has them. `settings`: the flags of `fmmeta evaluate`. Raises `UsageError`."""
     given = settings_of(EvaluateConfig, {"model_name_or_path": model_name_or_path, "dataset": dataset, **settings})
-    return evaluation.evaluate(given, Progress(speaks=not quiet))
+    return evaluate_command.evaluate(given, Progress(speaks=not quiet))
 
 
 def adapt(model_name_or_path: Name, support: Examples | Name, *, query: Examples | Name | None = None,
@@ -47,7 +48,7 @@ def adapt(model_name_or_path: Name, support: Examples | Name, *, query: Examples
     given = settings_of(
         AdaptConfig, {"model_name_or_path": model_name_or_path, "output_dir": output_dir or "", **files, **settings}
     )
-    return adaptation.adapt(given, Progress(speaks=not quiet), examples["support"], examples["query"])
+    return adapt_command.adapt(given, Progress(speaks=not quiet), examples["support"], examples["query"])
 
 
 def listed(name: str, examples: Any) -> Examples:

@@ -66,7 +66,7 @@ def test_a_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkey
     with monkeypatch.context() as patch:
         whole = StopAt(patch, 10**9)
         MetaTrainer(config_of(tmp_path, "whole", **settings)).train()
-    confused, rates = 1, len(getattr(gains, "SCALES", ()))
+    confused, rates = 1, len(gains.SCALES)
     for number in (whole.scored - 3 * rates - 3 - confused - 2, whole.scored - 4, whole.scored):
         name, command = f"stopped-{number}", {**settings}
         with monkeypatch.context() as patch:

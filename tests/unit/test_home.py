@@ -91,16 +91,16 @@ def test_a_run_gives_the_same_model(tmp_path, capsys):
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
     thetas = []
     for algorithm in ("fomaml", "reptile"):
-        for offload in (False, True):
-            folder = tmp_path / f"{algorithm}-{offload}"
+        for offloaded in (False, True):
+            folder = tmp_path / f"{algorithm}-{offloaded}"
             config = Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(folder), k_shot=1, num_query=2,
-                            algorithm=algorithm, outer_steps=3, save_steps=2, eval_episodes=2, offload_outer=offload)  # fmt: skip
+                            algorithm=algorithm, outer_steps=3, save_steps=2, eval_episodes=2, offload_outer=offloaded)  # fmt: skip
             MetaTrainer(config).train()
             said = (
                 "fmmeta: offload_outer changes nothing on CPUs: the ranks' memory is the host's already"
                 in capsys.readouterr().out
             )
-            assert said == offload
+            assert said == offloaded
             thetas.append(load_file(folder / "model" / "model.safetensors"))
             assert json.loads((folder / "run.json").read_text())["held_out"]["episodes"] == 2
         before, after = thetas[-2:]

@@ -107,12 +107,12 @@ def test_a_checkpoint_that_another_group_removes_is_not_the_last_word(tmp_path, 
     run.mkdir()
     write_run(run, config, "f", "", finished=False)
     saved(run, WHOLE, 4)
-    verify, steps = whole.file_fault, [5, 6]
+    original, steps = whole.file_fault, [5, 6]
 
     def while_others_save(file, entry):
         if steps:
             saved(run, WHOLE, steps.pop(0), keep=1)
-        return verify(file, entry)
+        return original(file, entry)
 
     monkeypatch.setattr(whole, "file_fault", while_others_save)
     start = open_run(config, "f", one_rank().world)
