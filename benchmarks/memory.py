@@ -65,10 +65,10 @@ def libraries(engine: bool) -> None:
 def run(folder: str, flags: list[str]) -> None:
     from fmmeta import build
     from fmmeta.cli import parse
+    from fmmeta.common.progress import Progress
     from fmmeta.parallel import memory
     from fmmeta.parallel.communicator import World, pick_device
     from fmmeta.parallel.layout import Launch
-    from fmmeta.progress import Progress
     from fmmeta.run import Run
     from fmmeta.start import Start
 

@@ -115,10 +115,10 @@ def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) 
     """One of the ranks that calibrate and train in turn. out: JSON file whose line for these flags is written anew."""
     from fmmeta import build
     from fmmeta.cli import parse
+    from fmmeta.common.progress import Progress
     from fmmeta.parallel import ds_config
     from fmmeta.parallel.communicator import World, pick_device
     from fmmeta.parallel.layout import Launch
-    from fmmeta.progress import Progress
     from fmmeta.run import Run
     from fmmeta.start import Start
 

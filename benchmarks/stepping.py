@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from fmmeta import build
+from fmmeta.common.progress import Progress
 from fmmeta.config import Config
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
-from fmmeta.progress import Progress
 from fmmeta.run import Run
 from fmmeta.start import Start
 from fmmeta.tasks.batch import Batches

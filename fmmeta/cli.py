@@ -16,8 +16,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from fmmeta.common.security import printable, redact
 from fmmeta.config import UsageError
-from fmmeta.safety import printable, redact
 from fmmeta.signals import ENDED, STOPPED, Fault, Signals, Stopped, interrupting
 
 INTERRUPTED, CUT_OFF = 130, 141  # as shells have them: 128 + SIGINT, 128 + SIGPIPE (nobody reads standard output any more)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fmmeta.safety import GIB
+from fmmeta.common.security import GIB
 
 TESTED = {"torch": ("2.6", "2.14"), "deepspeed": ("0.19.8", "0.20"), "transformers": ("5.0", "6"), "datasets": ("4.0", "6"),
           "accelerate": ("1.10", "2"), "safetensors": ("0.5", "")}  # fmt: skip
@@ -187,7 +187,7 @@ def limits() -> list[Finding]:
 
 
 def memory() -> list[Finding]:
-    from fmmeta.parallel.limits import host_bytes
+    from fmmeta.common.host_memory import host_bytes
 
     free = host_bytes(1) / GIB
     return [Finding("host memory", "ok" if free > 4 else "warning", f"{free:.1f} GiB that a process may take",

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta import record
+from fmmeta.common.progress import Progress
 from fmmeta.config import Config
 from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.outer import OuterStep
 from fmmeta.meta.tally import Tally
 from fmmeta.parallel.communicator import Ranks
-from fmmeta.progress import Progress
 from fmmeta.state import State
 from fmmeta.trackers import Trackers
 

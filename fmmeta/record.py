@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fmmeta.common.security import redact
 from fmmeta.config import Config, UsageError
-from fmmeta.safety import redact
 from fmmeta.values import as_stored, to_json
 
 PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "peft")

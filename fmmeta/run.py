@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fmmeta import build, record
+from fmmeta.common.progress import Progress
 from fmmeta.config import Config, UsageError
 from fmmeta.elastic import attendance
 from fmmeta.export import export
@@ -31,7 +32,6 @@ from fmmeta.meta.tally import Tally
 from fmmeta.meta.together import most_at_once, together
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.profiler import Profiler
-from fmmeta.progress import Progress
 from fmmeta.report import page
 from fmmeta.signals import Stopped
 from fmmeta.start import Start, newest_whole

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta import checkpoint
+from fmmeta.common.security import make_folders, remove_empty
 from fmmeta.config import Config, UsageError, changed_settings
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.record import NOTHING, read_run, settings_of
-from fmmeta.safety import make_folders, remove_empty
 from fmmeta.values import as_stored
 
 LOCK = ".lock"

@@ -6,6 +6,7 @@ import os
 from contextlib import nullcontext
 
 from fmmeta import build
+from fmmeta.common.progress import Progress
 from fmmeta.config import Config
 from fmmeta.elastic import attendance
 from fmmeta.guard import Guard
@@ -13,7 +14,6 @@ from fmmeta.models.load import describe
 from fmmeta.models.positions import fitted
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
-from fmmeta.progress import Progress
 from fmmeta.record import settings_of
 from fmmeta.run import Result, Run
 from fmmeta.signals import Signals

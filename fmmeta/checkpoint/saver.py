@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from fmmeta.checkpoint import write
+from fmmeta.common.host_memory import host_bytes
 from fmmeta.config import Config, UsageError
 from fmmeta.parallel.communicator import Ranks
-from fmmeta.parallel.limits import host_bytes
 from fmmeta.parallel.shards import ParamMap
 
 LAST_S = 60.0  # that a failing run waits for a write

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from fmmeta.checkpoint.whole import MANIFEST, STATE, TABLES, Entry, complete
+from fmmeta.common.security import sync
 from fmmeta.config import UsageError
 from fmmeta.parallel.communicator import Communicator, Ranks
 from fmmeta.parallel.shards import Fragment, ParamMap
-from fmmeta.safety import sync
 from fmmeta.values import to_json
 
 KINDS = {torch.float32: "F32", torch.float64: "F64"}  # vectors and tables have one of them

@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fmmeta.common.progress import Progress
+from fmmeta.common.security import make_folders, remove_empty
 from fmmeta.config import Config, UsageError
 from fmmeta.export import export
 from fmmeta.fewshot.adapted import Adapted
@@ -27,8 +29,6 @@ from fmmeta.fewshot.single import Single, start
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.models.memory import trained_with
-from fmmeta.progress import Progress
-from fmmeta.safety import make_folders, remove_empty
 from fmmeta.tasks.batch import Example
 from fmmeta.tasks.encode import encode
 from fmmeta.tasks.rows import Row, read_file

@@ -8,10 +8,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from fmmeta.common.security import printable
 from fmmeta.fewshot.adapted import Adapted
 from fmmeta.fewshot.settings import AdaptConfig
 from fmmeta.models.memory import remembered
-from fmmeta.safety import printable
 from fmmeta.tasks.table import Table
 
 

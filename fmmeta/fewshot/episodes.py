@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fmmeta.common.security import one_line
 from fmmeta.config import Config, UsageError
 from fmmeta.feed import LEAST_SEEN
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.models.memory import trained_with
 from fmmeta.parallel.communicator import World
-from fmmeta.safety import one_line
 from fmmeta.tasks.load import Sources, load_sources
 from fmmeta.tasks.schedule import Schedule, Task
 from fmmeta.tasks.source import ClassSource, Draw, Mixture, TaskSource

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta import build
+from fmmeta.common.progress import Progress
 from fmmeta.config import Config, InnerConfig, UsageError
 from fmmeta.feed import Reader
 from fmmeta.fewshot.defaults import stored_rates
@@ -32,7 +33,6 @@ from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.whole_worker import WholeWorker
-from fmmeta.progress import Progress
 from fmmeta.signals import Signals
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.schedule import Task

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from fmmeta.build import hash_vector
+from fmmeta.common.progress import Progress
 from fmmeta.config import UNSPOKEN, Config
 from fmmeta.feed import Reader
 from fmmeta.fewshot.scores import gather, mean_ci95
 from fmmeta.meta.inner import InnerLoop, Learning
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
-from fmmeta.progress import Progress
 from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.schedule import Schedule, Task

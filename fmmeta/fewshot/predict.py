@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fmmeta.common.progress import Progress
+from fmmeta.common.security import printable
 from fmmeta.config import Config, UsageError
 from fmmeta.fewshot.inputs import batched, sink, texts_of
 from fmmeta.fewshot.language import generate
@@ -19,8 +21,6 @@ from fmmeta.models.files import HEAD_FILE, base_of, cached_file
 from fmmeta.models.load import Description, describe
 from fmmeta.models.memory import remembered
 from fmmeta.models.positions import fitted
-from fmmeta.progress import Progress
-from fmmeta.safety import printable
 from fmmeta.tasks.batch import IGNORE
 from fmmeta.tasks.encode import encode
 from fmmeta.values import shortened, to_json

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fmmeta.common.progress import Progress
+from fmmeta.common.security import make_folders, publish, remove_empty
 from fmmeta.config import UsageError
 from fmmeta.fewshot.scores import EpisodeScore, paired, shown, summary
 from fmmeta.fewshot.settings import EvaluateConfig
-from fmmeta.progress import Progress
-from fmmeta.safety import make_folders, publish, remove_empty
 from fmmeta.values import to_json
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmmeta.common.progress import Progress
 from fmmeta.config import Config
 from fmmeta.models.load import Description, describe, load_tokenizer
 from fmmeta.parallel import ds_config
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.plain import PlainWorker
-from fmmeta.progress import Progress
 from fmmeta.tasks.batch import Batches, Dealer, Example
 from fmmeta.workers import start_worker
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fmmeta import build
+from fmmeta.common.progress import Progress
 from fmmeta.config import REMEMBERED, Config, UsageError
 from fmmeta.feed import Reader
 from fmmeta.fewshot.defaults import stored_rates
@@ -31,7 +32,6 @@ from fmmeta.models.load import Description, empty_learner
 from fmmeta.models.memory import remembered
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
-from fmmeta.progress import Progress
 from fmmeta.signals import Signals, Stopped
 from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import Load

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from fmmeta.common.security import one_line
 from fmmeta.config import Config, UsageError
 from fmmeta.models.learner import Learner
-from fmmeta.safety import one_line
 
 
 def check_attention(config: Config, bf16: bool, device: str) -> None:

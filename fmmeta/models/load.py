@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fmmeta.common.security import one_line
 from fmmeta.config import Config, UsageError
 from fmmeta.models.files import HEAD_FILE, adapter_folder, adapters_in, base_of, cached_file, is_path, reachable
 from fmmeta.models.forward import check_packing, check_positions, checkpoint_layers, unsupported
@@ -18,7 +19,6 @@ from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, Pool
 from fmmeta.models.lora import import_peft, inject, merged, restore_adapters
 from fmmeta.models.positions import DEFAULT, positions
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
-from fmmeta.safety import one_line
 
 DROPOUTS = ("dropout", "pdrop", "layerdrop")  # in the names of chances that something is left out
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")

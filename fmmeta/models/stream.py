@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmmeta.common.security import one_line
 from fmmeta.config import Config, UsageError
 from fmmeta.models.files import base_of, cached_file
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, auto_class, load_learner, restore_head, wrap
-from fmmeta.safety import one_line
 
 Entry = tuple[str, str]  # file, key in it
 

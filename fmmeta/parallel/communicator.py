@@ -31,12 +31,12 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from fmmeta.common.security import disk_trouble
 from fmmeta.config import UsageError
 from fmmeta.parallel import network
 from fmmeta.parallel.layout import Launch, Layout
 from fmmeta.parallel.meeting import meet
 from fmmeta.parallel.nodes import Nodes
-from fmmeta.safety import disk_trouble
 
 TIMEOUT = timedelta(minutes=30)
 BUCKET = 2**23  # elements of a reduction that travel together: 32 MiB in fp32

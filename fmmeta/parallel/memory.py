@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from fmmeta.common.host_memory import host_bytes
 from fmmeta.config import UsageError
 from fmmeta.parallel.communicator import World
 from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.footprint import GIB, Sizes, estimate
 from fmmeta.parallel.layout import any_of, divisors
-from fmmeta.parallel.limits import host_bytes
 
 HEADROOM = 0.9  # allocators, buckets and the runtime need the rest
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch.utils.data
 
+from fmmeta.common.security import one_line
 from fmmeta.config import UsageError
-from fmmeta.safety import one_line
 from fmmeta.tasks.batch import Batches, Dealer, Example
 from fmmeta.tasks.episode_folder import EpisodeFolder, Seed, put, remove_stale, root, take
 from fmmeta.tasks.schedule import Task

@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from fmmeta.common.security import inside
 from fmmeta.config import Config, UsageError
-from fmmeta.safety import inside
 
 SPLITS = ("train", "valid", "test")
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from fmmeta.common.security import redact
 from fmmeta.config import Config
-from fmmeta.safety import redact
 from fmmeta.tasks.splits import own_splits
 from fmmeta.tasks.store import digest
 

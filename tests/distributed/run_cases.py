@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import save_file
 
 from fmmeta import build
+from fmmeta.common.progress import Progress
 from fmmeta.config import Config
 from fmmeta.export import export
 from fmmeta.models.load import empty_learner, load_learner
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
-from fmmeta.progress import Progress
 from fmmeta.run import Run
 from fmmeta.start import Start
 from fmmeta.tasks.loader import Load

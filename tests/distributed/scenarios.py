@@ -14,6 +14,7 @@ import torch
 
 from fmmeta import build, workers
 from fmmeta.cli import parse
+from fmmeta.common.progress import Progress
 from fmmeta.config import Config, UsageError
 from fmmeta.feed import Reader
 from fmmeta.guard import Guard
@@ -24,7 +25,6 @@ from fmmeta.models.load import load_learner
 from fmmeta.parallel import communicator
 from fmmeta.parallel.communicator import PeerError, World, pick_device
 from fmmeta.parallel.layout import Launch
-from fmmeta.progress import Progress
 from fmmeta.run import Run
 from fmmeta.signals import Fault
 from fmmeta.start import Start

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 
 import fmmeta
+from fmmeta.common.security import CONTROL, printable
 from fmmeta.config import Config
 from fmmeta.fewshot import predict
 from fmmeta.fewshot.adaptation import leave_out, read_task
 from fmmeta.fewshot.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.safety import CONTROL, printable
 from fmmeta.tasks.load import load_sources
 from tests.launch import environment, python
 from tests.models import WORDS

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from fmmeta import build
+from fmmeta.common.progress import Progress
 from fmmeta.config import Config
 from fmmeta.fewshot.confusion import confusion
 from fmmeta.fewshot.heldout import TEST, HeldOut
 from fmmeta.parallel.communicator import World
 from fmmeta.parallel.layout import Launch
-from fmmeta.progress import Progress
 from tests.models import save_bert, save_llama, write_classes, write_pairs
 
 

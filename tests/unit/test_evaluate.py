@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import fmmeta
+from fmmeta.common.progress import Progress
 from fmmeta.config import Config, UsageError
 from fmmeta.fewshot import evaluation
 from fmmeta.fewshot.episodes import episodes_of, run_config
@@ -24,7 +25,6 @@ from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.progress import Progress
 from tests.models import WORDS, save_family, write_pairs
 from tests.unit.helpers import refusal
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fmmeta.common.progress import Progress
 from fmmeta.config import SCHEDULES, Config
 from fmmeta.feed import Reader
 from fmmeta.fewshot.gains import compare, show
@@ -31,7 +32,6 @@ from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
 from fmmeta.parallel.whole_worker import without_slope
 from fmmeta.parallel.worker import Pass
-from fmmeta.progress import Progress
 from fmmeta.tasks.batch import Batches, Dealer, Example
 from fmmeta.tasks.loader import Loaded
 from fmmeta.tasks.schedule import Task

@@ -14,12 +14,12 @@ import pytest
 
 from fmmeta import doctor
 from fmmeta.cli import main
+from fmmeta.common.progress import Progress
+from fmmeta.common.security import CONTROL, disk_trouble, redact
 from fmmeta.config import Config
 from fmmeta.fewshot.predict import Answer
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.progress import Progress
 from fmmeta.record import Metrics, write_run
-from fmmeta.safety import CONTROL, disk_trouble, redact
 from fmmeta.tasks import episode_folder, loader
 from fmmeta.tasks.folder import task_files
 from fmmeta.tasks.load import load_sources

@@ -11,12 +11,12 @@ import pytest
 
 import fmmeta
 from fmmeta import Config, MetaTrainer
+from fmmeta.common.progress import Progress
 from fmmeta.fewshot.adaptation import adapt
 from fmmeta.fewshot.episodes import episodes_of
 from fmmeta.fewshot.settings import AdaptConfig, EvaluateConfig, TuneConfig
 from fmmeta.fewshot.tune import tune
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.progress import Progress
 from fmmeta.tasks import trained
 from fmmeta.tasks.load import load_sources
 from fmmeta.tasks.trained import UsedSplits

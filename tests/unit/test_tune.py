@@ -14,9 +14,9 @@ from transformers import AutoModel
 
 import fmmeta
 from fmmeta import Config, MetaTrainer
+from fmmeta.common.progress import Progress
 from fmmeta.fewshot.settings import TuneConfig
 from fmmeta.fewshot.tune import Bench, tune
-from fmmeta.progress import Progress
 from tests.models import write_pairs
 from tests.unit.helpers import refusal
 

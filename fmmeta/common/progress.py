@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from fmmeta.safety import printable
+from fmmeta.common.security import printable
 
 
 class Progress:
