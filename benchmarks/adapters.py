@@ -19,7 +19,7 @@ import torch
 from benchmarks.common import spread, table, write_json
 from benchmarks.floor import SETTINGS
 from benchmarks.stepping import Cost, alone, find_data, find_model, prepare
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.outer import MetaGradient
 from fmmeta.meta.together import together

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import table, write_json
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.models.load import describe, load_learner

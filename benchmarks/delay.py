@@ -27,8 +27,8 @@ from typing import Any
 from benchmarks.common import plot, table, write_json
 from fmmeta import MetaTrainer
 from fmmeta.cli import parse
+from fmmeta.config.values import strict
 from fmmeta.fewshot.scores import mean_ci95, shown
-from fmmeta.values import strict
 
 WAYS: dict[str, list[str]] = {
     "plain": [],

@@ -20,7 +20,7 @@ import torch
 from benchmarks.common import spread, table, write_json
 from benchmarks.floor import SETTINGS, Floor
 from benchmarks.stepping import Cost, alone, find_data, find_model, prepare
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models.load import empty_learner, load_learner
 from fmmeta.planning.work import Products, products
 from fmmeta.tasks.batch import Batches, MicroBatch

@@ -22,7 +22,7 @@ import torch
 from benchmarks.common import plot, spread, table, write_json
 from benchmarks.memory import resident
 from benchmarks.stepping import QUIET, Cost, Prepared, alone, find_model, prepare
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
 from fmmeta.tasks.batch import Batches, MicroBatch
 

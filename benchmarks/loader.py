@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import plot, spread, table, write_json
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.tasks.batch import Dealer
 from fmmeta.tasks.load import load_sources

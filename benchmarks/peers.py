@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from benchmarks.common import spread, table, write_json
 from benchmarks.floor import SETTINGS
 from benchmarks.stepping import Cost, Prepared, alone, find_data, find_model, prepare
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
 from fmmeta.models.load import load_learner
 from fmmeta.tasks.batch import Batches, MicroBatch

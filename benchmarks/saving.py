@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.common import spread, table, write_json
 from fmmeta.checkpoint.saver import Saver
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.shards import Fragment, ParamMap

@@ -19,7 +19,7 @@ import torch
 
 from fmmeta import build
 from fmmeta.common.progress import Progress
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.run import Run

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.common import table
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.load import load_sources
 from fmmeta.tasks.schedule import Items, Schedule

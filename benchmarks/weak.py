@@ -27,7 +27,7 @@ import torch
 from benchmarks.common import spread, table, write_json
 from benchmarks.floor import SETTINGS
 from benchmarks.stepping import find_data, find_model
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fmmeta.config import Config as Config
-    from fmmeta.config import UsageError as UsageError
+    from fmmeta.config.settings import Config as Config
+    from fmmeta.config.settings import UsageError as UsageError
     from fmmeta.fewshot.api import adapt as adapt
     from fmmeta.fewshot.api import evaluate as evaluate
     from fmmeta.train import MetaTrainer as MetaTrainer
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Config", "MetaTrainer", "UsageError", "adapt", "evaluate"]
 
-_HOME = {"Config": "fmmeta.config", "UsageError": "fmmeta.config", "MetaTrainer": "fmmeta.train",
+_HOME = {"Config": "fmmeta.config.settings", "UsageError": "fmmeta.config.settings", "MetaTrainer": "fmmeta.train",
          "adapt": "fmmeta.fewshot.api", "evaluate": "fmmeta.fewshot.api"}  # fmt: skip
 
 

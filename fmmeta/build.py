@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.models.forward import check_attention

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fmmeta.common.security import printable, redact
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.signals import ENDED, STOPPED, Fault, Signals, Stopped, interrupting
 
 INTERRUPTED, CUT_OFF = 130, 141  # as shells have them: 128 + SIGINT, 128 + SIGPIPE (nobody reads standard output any more)
@@ -33,7 +33,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("meta-train a checkpoint (one process; `deepspeed launch/train.py` starts more)",
-                     "fmmeta.config:Config", "fmmeta.train:train"),
+                     "fmmeta.config.settings:Config", "fmmeta.train:train"),
     "evaluate": Command("few-shot scores of a model on held-out tasks, with intervals and paired comparison",
                         "fmmeta.fewshot.settings:EvaluateConfig", "fmmeta.fewshot.evaluation:run"),
     "tune": Command("choose a model's inner loop on validation tasks and store it with the model",

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.config import REMEMBERED, Config
+from fmmeta.config.settings import REMEMBERED, Config
+from fmmeta.config.values import to_json
 from fmmeta.meta.rates import RATES_FILE, Rates
 from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, base_of
 from fmmeta.models.learner import PooledClassifier
@@ -26,7 +27,6 @@ from fmmeta.models.lora import merged, save_adapter
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
 from fmmeta.tasks.trained import UsedSplits
-from fmmeta.values import to_json
 
 FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this large, if the model has as much
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", HEAD_FILE,

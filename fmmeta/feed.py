@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.parallel.communicator import PeerError, Ranks
 from fmmeta.tasks.batch import Batches
 from fmmeta.tasks.loader import EpisodeLoader, Load, Loaded

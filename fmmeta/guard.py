@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fmmeta.build import hash_vector
 from fmmeta.checkpoint.saver import Saver
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.direction import Direction
 from fmmeta.parallel.communicator import Board, Ranks
 from fmmeta.parallel.worker import Worker

@@ -9,7 +9,7 @@ from typing import Any
 
 from fmmeta import record
 from fmmeta.common.progress import Progress
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.outer import OuterStep
 from fmmeta.meta.tally import Tally

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.security import redact
-from fmmeta.config import Config, UsageError
-from fmmeta.values import as_stored, to_json
+from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.values import as_stored, to_json
 
 PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "peft")
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from fmmeta import build, record
 from fmmeta.common.progress import Progress
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.elastic import attendance
 from fmmeta.export import export
 from fmmeta.feed import Feed, Reader

@@ -23,7 +23,7 @@ from torch import Tensor
 from fmmeta import build, checkpoint, record
 from fmmeta.best import Best, BestState
 from fmmeta.checkpoint.saver import Saver
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.guard import Spikes
 from fmmeta.meta.outer import Outer, OuterState
 from fmmeta.meta.parameters import MetaParameters

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from fmmeta import build
 from fmmeta.common.progress import Progress
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.elastic import attendance
 from fmmeta.guard import Guard
 from fmmeta.models.load import describe

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.models.compiled import compile_model
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, load_learner

@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     except ImportError:
         sys.exit("fmmeta: error: submitit is not installed; pip install 'fmmeta[submitit]'")
     from fmmeta.cli import parse
-    from fmmeta.config import UsageError
+    from fmmeta.config.settings import UsageError
 
     try:
         parse(flags)

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 
 SPIKE, SKIPPED, BAD, NOT_FINITE = 60, 30, 45, 31
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.checkpoint.whole import TABLES, read_manifest
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.parallel.shards import Fragment, ParamMap
 
 

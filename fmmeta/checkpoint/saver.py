@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fmmeta.checkpoint import write
 from fmmeta.common.host_memory import host_bytes
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.shards import ParamMap
 

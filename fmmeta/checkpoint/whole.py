@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any, TypedDict
 
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.parallel.communicator import Communicator
 
 STATE, TABLES, MANIFEST = "state.json", "tables.safetensors", "manifest.json"

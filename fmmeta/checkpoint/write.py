@@ -27,10 +27,10 @@ from torch import Tensor
 
 from fmmeta.checkpoint.whole import MANIFEST, STATE, TABLES, Entry, complete
 from fmmeta.common.security import sync
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
+from fmmeta.config.values import to_json
 from fmmeta.parallel.communicator import Communicator, Ranks
 from fmmeta.parallel.shards import Fragment, ParamMap
-from fmmeta.values import to_json
 
 KINDS = {torch.float32: "F32", torch.float64: "F64"}  # vectors and tables have one of them
 PART = 2**24  # bytes that are written and hashed at a time

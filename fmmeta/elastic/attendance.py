@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fmmeta import checkpoint
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.elastic.healing import Running, heal
 from fmmeta.elastic.joining import SECRET, join, with_crew
 from fmmeta.guard import Guard

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.feed import Feed
 from fmmeta.guard import Guard
 from fmmeta.journal import Journal

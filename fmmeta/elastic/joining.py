@@ -16,7 +16,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from fmmeta.config import Config, UsageError, changed_settings
+from fmmeta.config.settings import Config, UsageError, changed_settings
 from fmmeta.parallel.communicator import PROOF, Communicator, Ranks
 from fmmeta.parallel.crew import Crew, Everyone
 from fmmeta.parallel.ds_config import Precision

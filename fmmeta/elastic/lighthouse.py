@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from fmmeta.config import UsageError, setting
+from fmmeta.config.settings import UsageError, setting
 from fmmeta.parallel.network import listen
 from fmmeta.parallel.quorum import coordination, first_line
 

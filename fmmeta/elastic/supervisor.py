@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fmmeta.config import Config, UsageError, setting
+from fmmeta.config.settings import Config, UsageError, setting
 from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
 from fmmeta.parallel.quorum import coordination
 from fmmeta.record import read_run

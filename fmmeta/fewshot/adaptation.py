@@ -19,7 +19,8 @@ from typing import Any
 
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import make_folders, remove_empty
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.values import shortened
 from fmmeta.export import export
 from fmmeta.fewshot.adapted import Adapted
 from fmmeta.fewshot.card import write_card
@@ -34,7 +35,6 @@ from fmmeta.tasks.encode import encode
 from fmmeta.tasks.rows import Row, read_file
 from fmmeta.tasks.table import Table, tabulate
 from fmmeta.tasks.trained import few
-from fmmeta.values import shortened
 
 Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
 """Text and class, or input and output; or as rows of a file have them."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
+from fmmeta.config.values import shortened
 from fmmeta.fewshot.predict import Answer, answer
 from fmmeta.fewshot.single import Single
 from fmmeta.tasks.table import broken_text
-from fmmeta.values import shortened
 
 
 @dataclass(repr=False)

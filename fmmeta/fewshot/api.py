@@ -14,12 +14,12 @@ from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from fmmeta.common.progress import Progress
+from fmmeta.config.values import UsageError, of_type, shortened
 from fmmeta.fewshot import adaptation as adapt_command
 from fmmeta.fewshot import evaluation as evaluate_command
 from fmmeta.fewshot.adaptation import Examples
 from fmmeta.fewshot.adapted import Adapted
 from fmmeta.fewshot.settings import AdaptConfig, EvaluateConfig
-from fmmeta.values import UsageError, of_type, shortened
 
 Name = str | os.PathLike[str]
 T = TypeVar("T")

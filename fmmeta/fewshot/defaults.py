@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.meta.rates import HEAD, RATES_FILE, Rates
 from fmmeta.models.files import cached_file
 from fmmeta.models.memory import remembered

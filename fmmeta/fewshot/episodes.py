@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fmmeta.common.security import one_line
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.feed import LEAST_SEEN
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.models.memory import trained_with

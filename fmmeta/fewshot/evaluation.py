@@ -17,7 +17,7 @@ from typing import Any
 
 from fmmeta import build
 from fmmeta.common.progress import Progress
-from fmmeta.config import Config, InnerConfig, UsageError
+from fmmeta.config.settings import Config, InnerConfig, UsageError
 from fmmeta.feed import Reader
 from fmmeta.fewshot.defaults import stored_rates
 from fmmeta.fewshot.episodes import Episodes, episodes_of, run_config, skipped

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
+from fmmeta.config.values import strict
 from fmmeta.fewshot.confusion import confusion
 from fmmeta.fewshot.heldout import TEST, HeldOut, Score, per_stratum
 from fmmeta.fewshot.scores import Interval, mean_ci95, shown
@@ -16,7 +17,6 @@ from fmmeta.meta.inner import InnerLoop
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.tasks.load import Sources
 from fmmeta.tasks.source import TaskSource
-from fmmeta.values import strict
 
 SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the training's inner rates, tried for the baseline
 CHOICE_EPISODES = 20  # validation episodes for each of them, at most

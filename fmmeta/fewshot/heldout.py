@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fmmeta.build import hash_vector
 from fmmeta.common.progress import Progress
-from fmmeta.config import UNSPOKEN, Config
+from fmmeta.config.settings import UNSPOKEN, Config
 from fmmeta.feed import Reader
 from fmmeta.fewshot.scores import gather, mean_ci95
 from fmmeta.meta.inner import InnerLoop, Learning

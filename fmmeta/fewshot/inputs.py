@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.fewshot.settings import PredictConfig
 from fmmeta.tasks.rows import MOST_GIB, ending, read_file, unpacked
 from fmmeta.tasks.table import broken_text

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.models.positions import positions
 from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.tasks.batch import IGNORE, Dealer, Example

@@ -12,7 +12,8 @@ from typing import Any
 
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import printable
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.values import shortened, to_json
 from fmmeta.fewshot.inputs import batched, sink, texts_of
 from fmmeta.fewshot.language import generate
 from fmmeta.fewshot.settings import PredictConfig
@@ -23,7 +24,6 @@ from fmmeta.models.memory import remembered
 from fmmeta.models.positions import fitted
 from fmmeta.tasks.batch import IGNORE
 from fmmeta.tasks.encode import encode
-from fmmeta.values import shortened, to_json
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fmmeta.config import (
+from fmmeta.config.settings import (
     POOLINGS,
     REMEMBERED,
     Config,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.progress import Progress
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models.load import Description, describe, load_tokenizer
 from fmmeta.parallel import ds_config
 from fmmeta.parallel.communicator import Ranks, World, pick_device

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fmmeta import build
 from fmmeta.common.progress import Progress
-from fmmeta.config import REMEMBERED, Config, UsageError
+from fmmeta.config.settings import REMEMBERED, Config, UsageError
 from fmmeta.feed import Reader
 from fmmeta.fewshot.defaults import stored_rates
 from fmmeta.fewshot.episodes import episodes_of, run_config

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fmmeta.combinations import PULLED
-from fmmeta.config import Config
+from fmmeta.config.conflicts import PULLED
+from fmmeta.config.settings import Config
 
 MOMENTS = {"adamw": 2, "sgd": 0, "nesterov": 1, "adagrad": 1, "adamax": 2, "nadam": 2, "radam": 2, "rmsprop": 1}
 """Vectors that each outer optimizer keeps."""

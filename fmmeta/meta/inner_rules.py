@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.rates import Rates
 from fmmeta.parallel.worker import Update
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.direction import Direction
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.parallel.communicator import Communicator

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.tasks.batch import IGNORE, Example
 from fmmeta.tasks.source import Episode
 

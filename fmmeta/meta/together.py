@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.costs import PULLED, rows_of
 from fmmeta.meta.direction import Direction
 from fmmeta.meta.head import class_means

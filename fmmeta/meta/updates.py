@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
 from fmmeta.parallel.communicator import Communicator
 

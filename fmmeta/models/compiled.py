@@ -12,7 +12,7 @@ import shutil
 import torch
 from torch import nn
 
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.models.learner import Learner
 
 BACKEND = "inductor"

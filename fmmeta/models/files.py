@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fmmeta.common.security import one_line
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 
 BASE_FOLDER = "base"  # in the folder of adapters of the built-in model, which is nowhere else
 HEAD_FILE = "head.safetensors"  # the head of an encoder with fmmeta's pooling

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fmmeta.common.security import one_line
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.models.learner import Learner
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.models.files import BASE_FOLDER
 from fmmeta.models.learner import Learner, NativeClassifier, PooledClassifier
 

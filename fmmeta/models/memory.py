@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from fmmeta.config import REMEMBERED, Config, UsageError
+from fmmeta.config.settings import REMEMBERED, Config, UsageError
 from fmmeta.models.files import cached_file
 from fmmeta.tasks import trained
 

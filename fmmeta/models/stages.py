@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.models.learner import Learner
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fmmeta.common.security import one_line
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.models.files import base_of, cached_file
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, auto_class, load_learner, restore_head, wrap

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from fmmeta.common.security import disk_trouble
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.parallel import network
 from fmmeta.parallel.layout import Launch, Layout
 from fmmeta.parallel.meeting import meet

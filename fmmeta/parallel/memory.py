@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from fmmeta.common.host_memory import host_bytes
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.parallel.communicator import World
 from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.footprint import GIB, Sizes, estimate

@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.signals import Fault
 
 BEAT, CONNECT = timedelta(milliseconds=250), timedelta(seconds=10)

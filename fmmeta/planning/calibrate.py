@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.planning.hardware import Profile
 from fmmeta.planning.settings import PlanConfig
 from fmmeta.signals import end_with_parent
@@ -120,7 +120,7 @@ def product_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float
     """Flop/s through the model's layers, in a micro-batch of a group of all ranks."""
     import torch
 
-    from fmmeta.config import Config
+    from fmmeta.config.settings import Config
     from fmmeta.meta.costs import rows_of
     from fmmeta.models.load import auto_class, describe
     from fmmeta.models.stages import FAMILIES

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
+from fmmeta.config.values import to_json
 from fmmeta.planning import picture, show
 from fmmeta.planning.hardware import Profile, find, save
 from fmmeta.planning.layouts import Planner
 from fmmeta.planning.settings import PlanConfig
-from fmmeta.values import to_json
 
 
 def run(plan: PlanConfig) -> None:

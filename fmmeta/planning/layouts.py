@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel import ds_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.parallel.footprint import GIB
 from fmmeta.planning.layouts import Layout
 from fmmeta.planning.show import KINDS, bar_of

@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from fmmeta.combinations import DIFFERENCES, UNTRAINED
-from fmmeta.config import Config, InnerConfig, MetaConfig, ModelConfig, ParallelConfig, TaskConfig, UsageError, setting
+from fmmeta.config.conflicts import DIFFERENCES, UNTRAINED
+from fmmeta.config.settings import Config, InnerConfig, MetaConfig, ModelConfig, ParallelConfig, TaskConfig, UsageError, setting
 
 EVERY = " (default: every one is planned)"
 LORA_R = 8  # the rank of adapters that is planned beside training all weights

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.parallel.footprint import GIB, Estimate
 from fmmeta.planning.layouts import Layout, Planner
 from fmmeta.planning.ways import Way, file_of

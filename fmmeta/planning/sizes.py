@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta import costs as of_rules
 from fmmeta.models.learner import Learner
 from fmmeta.models.stages import plan_cut

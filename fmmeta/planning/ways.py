@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.parallel import ds_config
 from fmmeta.parallel.layout import divisors
 from fmmeta.planning.settings import LORA_R, PlanConfig

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.costs import passes, rows_of
 from fmmeta.models.learner import Learner
 from fmmeta.models.stages import plan_cut

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fmmeta.config import UsageError, setting
+from fmmeta.config.settings import UsageError, setting
 from fmmeta.report import course, results, timing
 from fmmeta.report.facts import AFTER, FROM_START, Facts, number, read
 from fmmeta.report.markup import NONE, Markup, cell, quiet, row, row_head, section, table, tag

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.tasks.batch import IGNORE, Example
 from fmmeta.tasks.prompts import Prompt, make_prompt
 

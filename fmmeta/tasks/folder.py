@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.security import inside
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.tasks.members import group_rows, problems
 from fmmeta.tasks.rows import Bad, Row, ending, read_file
 from fmmeta.tasks.schedule import Item, Items, Task

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.tasks.builtin import letters
 from fmmeta.tasks.folder import FolderSource, task_files
 from fmmeta.tasks.marks import ASKED, CLASSES, SHOWN, marks, part_of

@@ -25,7 +25,7 @@ from typing import Any
 import torch.utils.data
 
 from fmmeta.common.security import one_line
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.tasks.batch import Batches, Dealer, Example
 from fmmeta.tasks.episode_folder import EpisodeFolder, Seed, put, remove_stale, root, take
 from fmmeta.tasks.schedule import Task

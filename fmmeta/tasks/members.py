@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.tasks.source import ClassSource, PairSource, PartedSource, Shape, TaskSource
 from fmmeta.tasks.store import Store
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.tasks.batch import Example
 from fmmeta.tasks.schedule import Item, Items, Task
 from fmmeta.tasks.store import Store

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fmmeta.common.security import inside
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 
 SPLITS = ("train", "valid", "test")
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fmmeta.common.security import publish
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.tasks.encode import encode
 from fmmeta.tasks.rows import Bad, Row, ending
 from fmmeta.tasks.table import Table, tabulate

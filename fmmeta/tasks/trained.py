@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.security import redact
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.tasks.splits import own_splits
 from fmmeta.tasks.store import digest
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.tasks.batch import Example
 from fmmeta.tasks.encode import encode
 from fmmeta.tasks.schedule import Task

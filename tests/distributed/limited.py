@@ -17,7 +17,7 @@ import torch
 from fmmeta import build
 from fmmeta.common.host_memory import status_bytes
 from fmmeta.common.progress import Progress
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.engine import import_deepspeed
 from fmmeta.parallel.layout import Launch

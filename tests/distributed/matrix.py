@@ -24,7 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.reference import Reference, reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.load import load_sources

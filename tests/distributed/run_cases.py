@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from fmmeta import build
 from fmmeta.common.progress import Progress
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.export import export
 from fmmeta.models.load import empty_learner, load_learner
 from fmmeta.parallel.communicator import World, pick_device

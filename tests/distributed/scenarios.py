@@ -15,7 +15,7 @@ import torch
 from fmmeta import build, workers
 from fmmeta.cli import parse
 from fmmeta.common.progress import Progress
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.feed import Reader
 from fmmeta.guard import Guard
 from fmmeta.meta.algorithms import imaml

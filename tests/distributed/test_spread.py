@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner
 from tests.distributed.matrix import Bench, Case, Launches, selected, spread, spread_cover, tolerance
 from tests.models import ENCODERS

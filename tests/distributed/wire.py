@@ -64,7 +64,7 @@ def main(model: str, data: str, out: str, *cases: str) -> None:
 
 def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any) -> dict[str, Any]:
     from fmmeta import build
-    from fmmeta.config import Config
+    from fmmeta.config.settings import Config
     from fmmeta.models.load import empty_learner
     from fmmeta.planning.sizes import held, part_sizes
     from fmmeta.planning.work import one_pass, products

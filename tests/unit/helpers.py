@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fmmeta.config import UsageError
+from fmmeta.config.settings import UsageError
 from fmmeta.parallel.communicator import Ranks, World
 from fmmeta.parallel.layout import Launch
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import Setup, setup
 from fmmeta.meta.direction import Direction

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import fmmeta
 from fmmeta.common.security import CONTROL, printable
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.fewshot import predict
 from fmmeta.fewshot.adaptation import leave_out, read_task
 from fmmeta.fewshot.settings import AdaptConfig, PredictConfig

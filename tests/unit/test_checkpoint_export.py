@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fmmeta import checkpoint
 from fmmeta import export as export_module
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.export import export
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.plain import PlainWorker

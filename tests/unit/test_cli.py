@@ -8,7 +8,7 @@ import pytest
 
 from fmmeta import cli
 from fmmeta.cli import parse
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from tests.unit.helpers import refusal
 
 

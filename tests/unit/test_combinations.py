@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fmmeta.cli import parse
-from fmmeta.combinations import WHOLE_MATRICES
-from fmmeta.config import Config
+from fmmeta.config.conflicts import WHOLE_MATRICES
+from fmmeta.config.settings import Config
 from tests.unit.helpers import refusal
 
 ADAM = {"inner_optimizer": "adamw"}

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
 from fmmeta.models import compiled
 from fmmeta.models.compiled import compile_model

@@ -8,8 +8,8 @@ from dataclasses import fields
 import numpy
 import pytest
 
-from fmmeta.checks import LEAST
-from fmmeta.config import FREE_ON_RESUME, Config, changed_settings
+from fmmeta.config.settings import FREE_ON_RESUME, Config, changed_settings
+from fmmeta.config.validate import LEAST
 from tests.unit.helpers import refusal
 
 COMPANIONS = {  # settings without which a choice is refused

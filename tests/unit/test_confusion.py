@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fmmeta import build
 from fmmeta.common.progress import Progress
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.fewshot.confusion import confusion
 from fmmeta.fewshot.heldout import TEST, HeldOut
 from fmmeta.parallel.communicator import World

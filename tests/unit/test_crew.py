@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.elastic.attendance import MOST, Elastic
 from fmmeta.elastic.healing import check_kinds, kinds
 from fmmeta.elastic.joining import mark_of

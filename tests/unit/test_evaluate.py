@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import fmmeta
 from fmmeta.common.progress import Progress
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.fewshot import evaluation
 from fmmeta.fewshot.episodes import episodes_of, run_config
 from fmmeta.fewshot.frozen import knn, linear

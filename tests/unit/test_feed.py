@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.feed import Reader
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batch import Dealer

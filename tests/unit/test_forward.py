@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from fmmeta.build import form_groups, plan
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models.forward import check_attention
 from fmmeta.models.load import describe, load_learner
 from fmmeta.parallel import memory

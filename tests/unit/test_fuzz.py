@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from fmmeta import checkpoint
 from fmmeta.cli import COMMANDS, find, parse
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.fewshot.adaptation import leave_out, read_task
 from fmmeta.fewshot.inputs import opened, read_texts
 from fmmeta.fewshot.settings import AdaptConfig, PredictConfig

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.guard import Guard, Spikes
 from fmmeta.meta.direction import Direction
 from fmmeta.parallel.worker import Pass

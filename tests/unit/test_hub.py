@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from tests.launch import alone
 from tests.models import save_bert, write_classes

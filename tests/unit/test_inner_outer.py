@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.common.progress import Progress
-from fmmeta.config import SCHEDULES, Config
+from fmmeta.config.settings import SCHEDULES, Config
 from fmmeta.feed import Reader
 from fmmeta.fewshot.gains import compare, show
 from fmmeta.fewshot.heldout import HeldOut, Score, per_stratum

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.inner_rules import inner_rule, proximal
 from fmmeta.meta.rates import Layers, Rates, layer_of, natural
 from tests.unit import learners

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fmmeta.common.progress import Progress
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.fewshot.single import class_logits, start
 from fmmeta.models.learner import NativeClassifier
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batch import Dealer
 from fmmeta.tasks.load import load_sources

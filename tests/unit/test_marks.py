@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.models.load import describe, load_learner, load_tokenizer

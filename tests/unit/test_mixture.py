@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.folder import FolderSource, glance, task_files
 from fmmeta.tasks.load import Sources, load_sources, stratum_weights

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models.forward import check_packing
 from fmmeta.models.learner import CausalLearner, positions
 from fmmeta.models.load import describe, empty_learner, load_learner

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from fmmeta import cli
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta import costs
 from fmmeta.meta.outer import OPTIMIZERS, MetaGradient, Outer
 from fmmeta.models.load import describe, empty_learner, load_learner

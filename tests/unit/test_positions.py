@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import fmmeta
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.fewshot import predict
 from fmmeta.fewshot.settings import PredictConfig
 from fmmeta.models.load import describe

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.fewshot.results import check_output
 from fmmeta.start import hold, open_run
 from fmmeta.train import train

@@ -11,7 +11,7 @@ import torch
 
 from fmmeta.build import plan
 from fmmeta.checkpoint import read_state
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.parallel.communicator import World
 from fmmeta.parallel.layout import Launch
 from fmmeta.start import accept_changes, find_start

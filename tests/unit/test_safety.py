@@ -16,7 +16,7 @@ from fmmeta import doctor
 from fmmeta.cli import main
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import CONTROL, disk_trouble, redact
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.fewshot.predict import Answer
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.record import Metrics, write_run

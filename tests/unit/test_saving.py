@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from fmmeta import checkpoint
 from fmmeta.checkpoint import whole, write
 from fmmeta.checkpoint.saver import Saver
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.record import write_run
 from fmmeta.start import accept_changes, find_start, hold, open_run
 from tests.launch import ROOT, environment
@@ -198,7 +198,7 @@ def test_a_full_disk_costs_the_save_and_nothing_else(tmp_path):
     code = f"""
 from pathlib import Path
 from fmmeta.checkpoint.saver import Saver
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta import checkpoint
 from tests.unit.helpers import one_rank
 from tests.unit.test_saving import *

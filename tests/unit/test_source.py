@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batch import IGNORE
 from fmmeta.tasks.encode import encode_pairs, encode_texts

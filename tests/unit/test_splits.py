@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.tasks.splits import check_splits, own_splits, read_splits
 from tests.unit.helpers import refusal
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.models.stages import balance, plan_cut, take_stage
 from fmmeta.models.stream import open_stream

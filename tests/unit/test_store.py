@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks import store as stores
 from fmmeta.tasks.encode import LONGEST_TOKEN, encode, encode_pairs, encode_texts

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fmmeta.best import Best
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.record import Metrics, write_run
 from fmmeta.report import page
 from fmmeta.start import find_start

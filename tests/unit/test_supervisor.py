@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.elastic import supervisor as module
 from fmmeta.elastic.supervisor import ElasticConfig, Group, Supervisor
 from fmmeta.record import write_run

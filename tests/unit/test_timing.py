@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models import timing
 from fmmeta.models.load import describe
 from fmmeta.models.stages import plan_cut

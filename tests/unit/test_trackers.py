@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fmmeta import trackers
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.trackers import Trackers, check_installed, flat, harmless, settings
 from fmmeta.train import MetaTrainer
 from tests.unit.helpers import refusal

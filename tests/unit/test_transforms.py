@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.load import load_sources
 from fmmeta.tasks.schedule import Schedule

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.outer import Outer
 from fmmeta.meta.updates import MARK, Updates
 from fmmeta.parallel.communicator import Communicator

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fmmeta.config import Config
+from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.costs import keeps_support
 from fmmeta.meta.direction import Direction, Rule

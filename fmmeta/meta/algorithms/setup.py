@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from fmmeta.config import Config, UsageError
+from fmmeta.config.settings import Config, UsageError
 from fmmeta.meta.algorithms.in_context import InContext
 from fmmeta.meta.curvature import Curvature
 from fmmeta.meta.head import HeadStart

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from fmmeta import checks, combinations
-from fmmeta.values import UsageError, of_type
+from fmmeta.config import conflicts, validate
+from fmmeta.config.values import UsageError, of_type
 
 TASK_TYPES = ("classification", "causal_lm")
 POOLINGS = ("auto", "model", "mean", "cls")
@@ -197,7 +197,7 @@ class MetaConfig:
         None,
         "Peak outer learning rate (default: SGD 1.0; AdamW 2e-3 for the built-in model, else 2e-4 with LoRA, 2e-5 without)",
     )
-    outer_optimizer: str = setting("adamw", f"Optimizer of theta: {', '.join(combinations.OUTER_OPTIMIZERS)}")
+    outer_optimizer: str = setting("adamw", f"Optimizer of theta: {', '.join(conflicts.OUTER_OPTIMIZERS)}")
     outer_momentum: float = setting(0.9, "Momentum of outer_optimizer=nesterov")
     weight_decay: float = setting(0.01, "Weight decay of theta; never on norms and biases")
     adam_epsilon: float = setting(
@@ -297,11 +297,11 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         """Fill in what was left open, then refuse what cannot work."""
         for item in fields(self):
             setattr(self, item.name, of_type(type(self), item.name, getattr(self, item.name)))
-        for problem in checks.of_choices(self, fields(self)):
+        for problem in validate.of_choices(self, fields(self)):
             raise UsageError(problem)
-        for name, value in checks.resolved(self).items():
+        for name, value in validate.resolved(self).items():
             setattr(self, name, value)
-        for problem in checks.problems(self):
+        for problem in validate.problems(self):
             raise UsageError(problem)
 
     @property
@@ -361,8 +361,8 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any], free: bool = F
 
     What was resolved is not compared where one side does not know it: runs of 0.1.0.
     """
-    known = {name for name in checks.RESOLVED if name in before and name in now}
+    known = {name for name in validate.RESOLVED if name in before and name in now}
     unbound = FREE_ON_RESUME | {"deepspeed_layout"} | ({"bf16"} if "precision" in known else set())
     keys = unbound - UNSPOKEN if free else (set(before) | set(now)) - unbound
-    keys -= set(checks.RESOLVED) - known
+    keys -= set(validate.RESOLVED) - known
     return {key: f"{key}: {before.get(key)} -> {now.get(key)}" for key in sorted(keys) if before.get(key) != now.get(key)}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from fmmeta.values import LARGEST
+from fmmeta.config.values import LARGEST
 
 UNROLLED = ("fomaml", "maml", "boil", "proto_maml", "meta_sgd")  # a loss is differentiated through the inner loop
 SECOND_ORDER = ("maml", "boil", "proto_maml", "meta_sgd", "anil")

@@ -1,7 +1,7 @@
 """What values the settings may have: defaults of those left open, and a line for everything that cannot work.
 
 Reads a Config's values and nothing else, neither files nor other processes; `config.py` calls it and raises. Which algorithm
-goes with which settings is in combinations.py.
+goes with which settings is in conflicts.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import Field
 from typing import Any
 
-from fmmeta import combinations
-from fmmeta.values import LARGEST
+from fmmeta.config import conflicts
+from fmmeta.config.values import LARGEST
 
 LEAST = {
     "lora_r": 0, "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
@@ -51,7 +51,7 @@ def resolved(c: Any) -> dict[str, Any]:
         "adam_epsilon": 1e-3 if builtin else 1e-6,
         "test_episodes": c.eval_episodes,
         "lora_alpha": 2.0 * c.lora_r if c.lora_r else None,
-        **combinations.defaults(c),
+        **conflicts.defaults(c),
     }
     return {name: value for name, value in open_settings.items() if getattr(c, name) is None}
 
@@ -64,7 +64,7 @@ def problems(c: Any) -> Iterator[str]:
     yield from _of_the_prompt(c)
     yield from _of_lora(c)
     yield from _of_trackers(c)
-    yield from combinations.problems(c)
+    yield from conflicts.problems(c)
 
 
 def _of_numbers(c: Any) -> Iterator[str]:
