@@ -30,8 +30,8 @@ from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
-from fmmeta.tasks.batch import Batches, Dealer, Example
-from fmmeta.tasks.schedule import Item, Items, Schedule, Task, deal
+from fmmeta.tasks.batching import Batches, Dealer, Example
+from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule, Task, deal
 
 ROWS = (4, 400)  # rows of an episode's support set
 

@@ -40,7 +40,7 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.elastic.supervisor import ElasticConfig as Elastic
 from fmmeta.elastic.supervisor import Group, Supervisor
 from fmmeta.models.load import describe, load_learner
-from fmmeta.tasks.transforms import TextEpisode
+from fmmeta.tasks.augment import TextEpisode
 from tests.nursery import Rank, shared
 
 SLEEP = "FMMETA_TASK_SECONDS"  # a file with a number; none: do not sleep

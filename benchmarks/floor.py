@@ -24,7 +24,7 @@ from benchmarks.common import plot, spread, table, write_json
 from benchmarks.stepping import QUIET, Cost, Prepared, alone, find_data, find_model, prepare
 from fmmeta.config.settings import Config
 from fmmeta.models.load import load_learner
-from fmmeta.tasks.batch import Batches, MicroBatch
+from fmmeta.tasks.batching import Batches, MicroBatch
 
 SETTINGS = {"algorithm": "fomaml", "n_way": 5, "k_shot": 5, "num_query": 5, "inner_lr": 0.05, "outer_lr": 2e-5, "pooling": "mean",
             "lr_scheduler_type": "constant", "adam_epsilon": 1e-4, "max_length": 64, **QUIET}  # fmt: skip

@@ -23,7 +23,7 @@ from benchmarks.stepping import Cost, alone, find_data, find_model, prepare
 from fmmeta.config.settings import Config
 from fmmeta.models.load import empty_learner, load_learner
 from fmmeta.planning.work import Products, products
-from fmmeta.tasks.batch import Batches, MicroBatch
+from fmmeta.tasks.batching import Batches, MicroBatch
 
 PEAKS = {  # dense TFLOPS by precision, from the vendors' data sheets; fp32 is without TF32, as torch computes by default
     "H200": {"bf16": 989.0, "fp32": 67.0}, "H100": {"bf16": 989.0, "fp32": 67.0}, "A100": {"bf16": 312.0, "fp32": 19.5},

@@ -24,7 +24,7 @@ from benchmarks.memory import resident
 from benchmarks.stepping import QUIET, Cost, Prepared, alone, find_model, prepare
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
-from fmmeta.tasks.batch import Batches, MicroBatch
+from fmmeta.tasks.batching import Batches, MicroBatch
 
 USUAL = {"tasks": 2, "inner_steps": 2, "rows": 8, "length": 16}
 AXES = {"tasks": (1, 2, 4, 8), "inner_steps": (1, 2, 4, 8), "rows": (4, 8, 16, 32), "length": (8, 16, 32, 64)}

@@ -42,7 +42,7 @@ COMMON: dict[str, Any] = {"num_query": 1, "k_shot": 1, "max_length": 64, "save_s
                           "load_best_model_at_end": True, "lr_scheduler_type": "linear", "warmup_steps": 10,
                           "micro_batch_size": 32}  # fmt: skip
 METRIC: dict[str, Any] = {"feature_norm": COSINE, "algorithm": "protonet", "n_way": 20, "meta_batch_size": 1, "eval_episodes": 20}
-DROPPED: dict[str, Any] = {"example_transforms": ["fmmeta.tasks.transforms:drop_words"]}
+DROPPED: dict[str, Any] = {"example_transforms": ["fmmeta.tasks.augment:drop_words"]}
 TASKS: dict[str, Any] = {"n_way": 5, "meta_batch_size": 4, "eval_episodes": 10}
 INNER: dict[str, Any] = {**TASKS, "inner_steps": 5, "inner_lr": 0.1, "outer_lr": 5e-5}
 ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-training, method of the test

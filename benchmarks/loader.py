@@ -25,11 +25,11 @@ import torch
 from benchmarks.common import plot, spread, table, write_json
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_tokenizer
-from fmmeta.tasks.batch import Dealer
-from fmmeta.tasks.load import load_sources
+from fmmeta.tasks.batching import Dealer
 from fmmeta.tasks.loader import EpisodeLoader, Load
-from fmmeta.tasks.samplers import TaskSampler
-from fmmeta.tasks.schedule import Schedule, Task
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task
+from fmmeta.tasks.schedule.samplers import TaskSampler
+from fmmeta.tasks.sources.load import load_sources
 
 
 def measure(

@@ -37,7 +37,7 @@ from benchmarks.stepping import Cost, Prepared, alone, find_data, find_model, pr
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
 from fmmeta.models.load import load_learner
-from fmmeta.tasks.batch import Batches, MicroBatch
+from fmmeta.tasks.batching import Batches, MicroBatch
 
 Grads = dict[str, Tensor]
 PADDED = 64

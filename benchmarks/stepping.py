@@ -24,7 +24,7 @@ from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.run import Run
 from fmmeta.start import Start
-from fmmeta.tasks.batch import Batches
+from fmmeta.tasks.batching import Batches
 
 ROOT = Path(__file__).parent.parent
 QUIET = {"eval_episodes": 0, "save_steps": 0, "logging_steps": 10, "num_workers": "0", "check_replicas_steps": 0}

@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.common import table
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks.load import load_sources
-from fmmeta.tasks.schedule import Items, Schedule
+from fmmeta.tasks.schedule.meta_batches import Items, Schedule
+from fmmeta.tasks.sources.load import load_sources
 
 PER_STEP = 10  # tasks of a meta-batch
 

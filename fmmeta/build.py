@@ -32,15 +32,15 @@ from fmmeta.parallel.layout import Layout, Place
 from fmmeta.parallel.tensor import tensor_parallel_block
 from fmmeta.parallel.worker import Worker
 from fmmeta.planning.sizes import counts, held, part_sizes, stage_rows
-from fmmeta.tasks.batch import Dealer
-from fmmeta.tasks.load import Sources, load_sources, stratum_weights
+from fmmeta.tasks.augment import Transforms
+from fmmeta.tasks.batching import Dealer
+from fmmeta.tasks.data.prompts import make_prompt
+from fmmeta.tasks.data.used_splits import UsedSplits
 from fmmeta.tasks.loader import Load, Prompted
-from fmmeta.tasks.pack import pack
-from fmmeta.tasks.prompts import make_prompt
-from fmmeta.tasks.schedule import Schedule
-from fmmeta.tasks.source import TaskSource, shares
-from fmmeta.tasks.trained import UsedSplits
-from fmmeta.tasks.transforms import Transforms
+from fmmeta.tasks.packing import pack
+from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.base import TaskSource, shares
+from fmmeta.tasks.sources.load import Sources, load_sources, stratum_weights
 from fmmeta.workers import place_of, start_worker
 
 Notice = Callable[..., None]

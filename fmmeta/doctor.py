@@ -140,7 +140,7 @@ def age_s(file: Path) -> float:
 
 
 def disk() -> list[Finding]:
-    from fmmeta.tasks.store import cache_folder
+    from fmmeta.tasks.data.token_store import cache_folder
 
     found = []
     for what, folder in (("disk here", Path.cwd()), ("disk of the cache", cache_folder())):

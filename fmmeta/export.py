@@ -26,7 +26,7 @@ from fmmeta.models.load import Description, empty_learner, load_hf
 from fmmeta.models.lora import merged, save_adapter
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
-from fmmeta.tasks.trained import UsedSplits
+from fmmeta.tasks.data.used_splits import UsedSplits
 
 FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this large, if the model has as much
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", HEAD_FILE,

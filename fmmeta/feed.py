@@ -18,10 +18,10 @@ import torch
 
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.parallel.communicator import PeerError, Ranks
-from fmmeta.tasks.batch import Batches
+from fmmeta.tasks.batching import Batches
 from fmmeta.tasks.loader import EpisodeLoader, Load, Loaded
-from fmmeta.tasks.samplers import TaskSampler
-from fmmeta.tasks.schedule import Schedule, Task, deal
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task, deal
+from fmmeta.tasks.schedule.samplers import TaskSampler
 
 LEAST_SEEN = 100  # tasks that max_bad_share counts as seen from the start, so that the first bad one does not stop a run
 

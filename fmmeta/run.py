@@ -36,7 +36,7 @@ from fmmeta.report import page
 from fmmeta.signals import Stopped
 from fmmeta.start import Start, newest_whole
 from fmmeta.state import State
-from fmmeta.tasks.batch import Batches
+from fmmeta.tasks.batching import Batches
 from fmmeta.tasks.loader import Load
 from fmmeta.trackers import Trackers
 

@@ -117,7 +117,7 @@ class TaskConfig(RowConfig):
         False, "causal_lm: lay short rows behind each other into sequences of up to max_length tokens; none sees another"
     )
     example_transforms: list[str] = setting(
-        [], "Callables module:name on each example of training episodes; see fmmeta/tasks/transforms.py"
+        [], "Callables module:name on each example of training episodes; see fmmeta/tasks/augment.py"
     )
     episode_transforms: list[str] = setting([], "Callables module:name on whole training episodes, after the others")
     num_workers: str = setting("auto", "Loader processes per rank; auto: none, or as many as a measurement asks for")

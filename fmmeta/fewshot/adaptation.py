@@ -30,11 +30,11 @@ from fmmeta.fewshot.single import Single, start
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.models.memory import trained_with
-from fmmeta.tasks.batch import Example
-from fmmeta.tasks.encode import encode
-from fmmeta.tasks.rows import Row, read_file
-from fmmeta.tasks.table import Table, tabulate
-from fmmeta.tasks.trained import few
+from fmmeta.tasks.batching import Example
+from fmmeta.tasks.data.columns import Table, tabulate
+from fmmeta.tasks.data.encode import encode
+from fmmeta.tasks.data.rows import Row, read_file
+from fmmeta.tasks.data.used_splits import few
 
 Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
 """Text and class, or input and output; or as rows of a file have them."""

@@ -9,7 +9,7 @@ from fmmeta.config.settings import UsageError
 from fmmeta.config.values import shortened
 from fmmeta.fewshot.predict import Answer, answer
 from fmmeta.fewshot.single import Single
-from fmmeta.tasks.table import broken_text
+from fmmeta.tasks.data.columns import broken_text
 
 
 @dataclass(repr=False)

@@ -12,7 +12,7 @@ from fmmeta.common.security import printable
 from fmmeta.fewshot.adapted import Adapted
 from fmmeta.fewshot.settings import AdaptConfig
 from fmmeta.models.memory import remembered
-from fmmeta.tasks.table import Table
+from fmmeta.tasks.data.columns import Table
 
 
 def write_card(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fmmeta.fewshot.heldout import TEST, HeldOut
 from fmmeta.meta.inner import Learning
 from fmmeta.parallel.whole_worker import WholeWorker
-from fmmeta.tasks.source import TaskSource
+from fmmeta.tasks.sources.base import TaskSource
 
 
 def confusion(held_out: HeldOut, source: TaskSource, theta: Tensor, learning: Learning) -> dict[str, Any]:

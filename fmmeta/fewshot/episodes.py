@@ -15,10 +15,10 @@ from fmmeta.feed import LEAST_SEEN
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.models.memory import trained_with
 from fmmeta.parallel.communicator import World
-from fmmeta.tasks.load import Sources, load_sources
-from fmmeta.tasks.schedule import Schedule, Task
-from fmmeta.tasks.source import ClassSource, Draw, Mixture, TaskSource
-from fmmeta.tasks.store import digest
+from fmmeta.tasks.data.token_store import digest
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task
+from fmmeta.tasks.sources.base import ClassSource, Draw, Mixture, TaskSource
+from fmmeta.tasks.sources.load import Sources, load_sources
 
 STREAM = 2  # of the schedule; training is 0, validation 1
 

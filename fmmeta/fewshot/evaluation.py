@@ -35,7 +35,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.signals import Signals
 from fmmeta.tasks.loader import Load
-from fmmeta.tasks.schedule import Task
+from fmmeta.tasks.schedule.meta_batches import Task
 
 
 def run(settings: EvaluateConfig, signals: Signals | None = None) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
-from fmmeta.tasks.batch import Dealer, Example
-from fmmeta.tasks.source import Draw
-from fmmeta.tasks.store import Store
+from fmmeta.tasks.batching import Dealer, Example
+from fmmeta.tasks.data.token_store import Store
+from fmmeta.tasks.sources.base import Draw
 
 Key = tuple[Path, int]
 

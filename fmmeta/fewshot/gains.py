@@ -15,8 +15,8 @@ from fmmeta.fewshot.scores import Interval, mean_ci95, shown
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.meta.parameters import MetaParameters
-from fmmeta.tasks.load import Sources
-from fmmeta.tasks.source import TaskSource
+from fmmeta.tasks.sources.base import TaskSource
+from fmmeta.tasks.sources.load import Sources
 
 SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the training's inner rates, tried for the baseline
 CHOICE_EPISODES = 20  # validation episodes for each of them, at most

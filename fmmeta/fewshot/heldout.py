@@ -25,10 +25,10 @@ from fmmeta.fewshot.scores import gather, mean_ci95
 from fmmeta.meta.inner import InnerLoop, Learning
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.worker import Worker
-from fmmeta.tasks.batch import Batches
+from fmmeta.tasks.batching import Batches
 from fmmeta.tasks.loader import Load
-from fmmeta.tasks.schedule import Schedule, Task
-from fmmeta.tasks.source import TaskSource
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task
+from fmmeta.tasks.sources.base import TaskSource
 
 VALID, TEST = 1, 2  # streams of the schedule; training is 0
 FINISHED = "held_out.json"  # episodes of a final evaluation that was stopped

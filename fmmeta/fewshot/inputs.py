@@ -18,8 +18,8 @@ from typing import Any, TextIO
 
 from fmmeta.config.settings import UsageError
 from fmmeta.fewshot.settings import PredictConfig
-from fmmeta.tasks.rows import MOST_GIB, ending, read_file, unpacked
-from fmmeta.tasks.table import broken_text
+from fmmeta.tasks.data.columns import broken_text
+from fmmeta.tasks.data.rows import MOST_GIB, ending, read_file, unpacked
 
 KEYS = ("text", "sentence", "utterance", "input", "prompt", "question")
 

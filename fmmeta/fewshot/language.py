@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.models.positions import positions
 from fmmeta.parallel.whole_worker import WholeWorker
-from fmmeta.tasks.batch import IGNORE, Dealer, Example
-from fmmeta.tasks.encode import encode_pairs
-from fmmeta.tasks.source import Draw
-from fmmeta.tasks.store import Store
+from fmmeta.tasks.batching import IGNORE, Dealer, Example
+from fmmeta.tasks.data.encode import encode_pairs
+from fmmeta.tasks.data.token_store import Store
+from fmmeta.tasks.sources.base import Draw
 
 
 def rouge_l(answer: str, truth: str) -> float:

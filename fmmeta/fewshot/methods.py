@@ -19,9 +19,9 @@ from fmmeta.fewshot.scores import BINS, EpisodeScore, counted, score_of
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.parallel.worker import Worker
-from fmmeta.tasks.batch import Batches, MicroBatch
-from fmmeta.tasks.schedule import Task
-from fmmeta.tasks.source import Draw
+from fmmeta.tasks.batching import Batches, MicroBatch
+from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.tasks.sources.base import Draw
 
 Extra = Callable[[], dict[str, float]]
 """Further numbers of an episode from the weights that the worker holds."""

@@ -22,8 +22,8 @@ from fmmeta.models.files import HEAD_FILE, base_of, cached_file
 from fmmeta.models.load import Description, describe
 from fmmeta.models.memory import remembered
 from fmmeta.models.positions import fitted
-from fmmeta.tasks.batch import IGNORE
-from fmmeta.tasks.encode import encode
+from fmmeta.tasks.batching import IGNORE
+from fmmeta.tasks.data.encode import encode
 
 
 @dataclass(frozen=True)

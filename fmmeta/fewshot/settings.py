@@ -26,7 +26,7 @@ from fmmeta.config.settings import (
 from fmmeta.models.load import describe
 from fmmeta.models.memory import remembered
 from fmmeta.models.positions import fitted
-from fmmeta.tasks.rows import ENDINGS, ending
+from fmmeta.tasks.data.rows import ENDINGS, ending
 
 METHODS = ("finetune", "prototype", "linear", "knn", "in_context")
 METRICS = ("rouge_l", "options")

@@ -16,7 +16,7 @@ from fmmeta.parallel import ds_config
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.plain import PlainWorker
-from fmmeta.tasks.batch import Batches, Dealer, Example
+from fmmeta.tasks.batching import Batches, Dealer, Example
 from fmmeta.workers import start_worker
 
 

@@ -33,7 +33,7 @@ from fmmeta.models.memory import remembered
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.signals import Signals, Stopped
-from fmmeta.tasks.batch import Batches
+from fmmeta.tasks.batching import Batches
 from fmmeta.tasks.loader import Load
 
 DECIMALS = 4  # of a loss that is shown; losses that agree in them tie

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fmmeta.meta.direction import Direction
 from fmmeta.parallel.worker import Worker
-from fmmeta.tasks.batch import Batches
+from fmmeta.tasks.batching import Batches
 
 TRUSTED = 0.02  # relative difference above which a meta-gradient is called inexact
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.parallel.worker import Pass, Worker
-from fmmeta.tasks.batch import MicroBatch
+from fmmeta.tasks.batching import MicroBatch
 
 CHANGE = {"fp32": 0.004, "bf16": 0.2}  # cube root of a gradient's relative rounding error: 3e-7, 1e-2
 PROBE = {"fp32": 3e-5, "bf16": 3e-2}  # of |phi|: step of the first look at the curvature

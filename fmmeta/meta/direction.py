@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.parallel.worker import Pass, Worker
-from fmmeta.tasks.batch import Batches
+from fmmeta.tasks.batching import Batches
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.parallel.worker import Part, Pass, Worker
-from fmmeta.tasks.batch import MicroBatch
+from fmmeta.tasks.batching import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmmeta.parallel.worker import Pass, Worker
-from fmmeta.tasks.batch import MicroBatch
+from fmmeta.tasks.batching import MicroBatch
 
 Head = list[Tensor]
 """Weight [C, D] and, where there is one, bias [C], fp64."""

@@ -15,7 +15,7 @@ from fmmeta.meta.inner_rules import InnerRule, State, proximal
 from fmmeta.meta.rates import Rates
 from fmmeta.meta.trajectory import Trajectory
 from fmmeta.parallel.worker import Ahead, Pass, Worker
-from fmmeta.tasks.batch import Batches, MicroBatch
+from fmmeta.tasks.batching import Batches, MicroBatch
 
 
 class Learning(Protocol):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fmmeta.config.settings import Config
-from fmmeta.tasks.batch import IGNORE, Example
-from fmmeta.tasks.source import Episode
+from fmmeta.tasks.batching import IGNORE, Example
+from fmmeta.tasks.sources.base import Episode
 
 Weights = dict[str, Tensor]
 FIRST_ORDER = ("fomaml", "reptile", "joint", "protonet")

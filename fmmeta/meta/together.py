@@ -23,7 +23,7 @@ from fmmeta.models.task_axis import TaskAxis
 from fmmeta.parallel.task_batch import TaskBatch
 from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.parallel.worker import Pass, Worker
-from fmmeta.tasks.batch import Batches, joined
+from fmmeta.tasks.batching import Batches, joined
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from fmmeta.meta.direction import Direction
 from fmmeta.meta.inner import Adapted, InnerLoop
 from fmmeta.meta.trajectory import Trajectory
 from fmmeta.parallel.worker import Pass, Worker
-from fmmeta.tasks.batch import Batches
+from fmmeta.tasks.batching import Batches
 
 FINAL_ONLY: tuple[float, ...] = ()
 

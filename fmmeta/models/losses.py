@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmmeta.tasks.batch import IGNORE, MicroBatch
+from fmmeta.tasks.batching import IGNORE, MicroBatch
 
 
 def objective(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:

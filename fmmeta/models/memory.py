@@ -9,12 +9,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fmmeta.config.settings import REMEMBERED, Config, UsageError
 from fmmeta.models.files import cached_file
-from fmmeta.tasks import trained
+from fmmeta.tasks.data import used_splits
 
 
-def trained_with(models: Sequence[str]) -> list[trained.UsedSplits]:
+def trained_with(models: Sequence[str]) -> list[used_splits.UsedSplits]:
     """The splits that these models were trained with. Raises `UsageError`."""
-    return [one for model in models for one in trained.read(remembered(model))]
+    return [one for model in models for one in used_splits.read(remembered(model))]
 
 
 def remembered(model_name_or_path: str) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def remembered(model_name_or_path: str) -> dict[str, Any]:
         for name, value in facts.items():
             if value is not None and (wanted := misfit(name, value)):
                 raise ValueError(f"{name} is {json.dumps(value)[:40]}, and should be {wanted}")
-        trained.read(facts)
+        used_splits.read(facts)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"model_name_or_path={model_name_or_path}: fmmeta.json cannot be read ({error}); mend or remove it"

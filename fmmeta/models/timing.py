@@ -18,7 +18,7 @@ from fmmeta.models.learner import Learner
 from fmmeta.models.losses import objective
 from fmmeta.models.stages import Cut, Stage, base_of, family_of, take_stage
 from fmmeta.models.stream import places_of, put
-from fmmeta.tasks.batch import MicroBatch
+from fmmeta.tasks.batching import MicroBatch
 
 REPEATS = 5
 

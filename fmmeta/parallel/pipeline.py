@@ -28,7 +28,7 @@ from fmmeta.parallel.engine import EngineWorker, Names, ShardTap, import_deepspe
 from fmmeta.parallel.layout import Place
 from fmmeta.parallel.whole_worker import pulling, without_slope
 from fmmeta.parallel.worker import Ahead, Answer, Part, Pass, Update
-from fmmeta.tasks.batch import MicroBatch
+from fmmeta.tasks.batching import MicroBatch
 
 Fed = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # what the first and the last stage load of a micro-batch
 

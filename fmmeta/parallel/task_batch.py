@@ -21,7 +21,7 @@ from fmmeta.models.losses import per_row
 from fmmeta.models.task_axis import TaskAxis
 from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.parallel.worker import Pass, Update
-from fmmeta.tasks.batch import MicroBatch, Sets, joined
+from fmmeta.tasks.batching import MicroBatch, Sets, joined
 
 
 class TaskBatch:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fmmeta.models.losses import objective
 from fmmeta.parallel.worker import Ahead, Part, Pass, Update, Worker
-from fmmeta.tasks.batch import MicroBatch
+from fmmeta.tasks.batching import MicroBatch
 
 
 class WholeWorker(Worker):

@@ -30,7 +30,7 @@ from torch import Tensor
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.home import pieces
 from fmmeta.parallel.shards import ParamMap, overlap
-from fmmeta.tasks.batch import MicroBatch
+from fmmeta.tasks.batching import MicroBatch
 
 Update = Callable[[Tensor, Tensor, slice], None]
 """Changes a shard in place, given its gradient and where it lies in the vector. Local: it must not communicate."""

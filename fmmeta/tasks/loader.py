@@ -26,10 +26,10 @@ import torch.utils.data
 
 from fmmeta.common.security import one_line
 from fmmeta.config.settings import UsageError
-from fmmeta.tasks.batch import Batches, Dealer, Example
+from fmmeta.tasks.batching import Batches, Dealer, Example
 from fmmeta.tasks.episode_folder import EpisodeFolder, Seed, put, remove_stale, root, take
-from fmmeta.tasks.schedule import Task
-from fmmeta.tasks.source import Draw, Episode, TaskSource
+from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.tasks.sources.base import Draw, Episode, TaskSource
 
 BACK_OFF_S = (0.1, 0.5, 2.0)  # waits before I/O is tried again
 DEATHS = 3  # a task that ends so many loader processes is given up; so are loader processes that fail so often without one

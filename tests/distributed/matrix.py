@@ -27,8 +27,8 @@ from safetensors.torch import load_file
 from fmmeta.config.settings import Config
 from fmmeta.meta.reference import Reference, reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
-from fmmeta.tasks.load import load_sources
-from fmmeta.tasks.schedule import Schedule
+from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.load import load_sources
 from tests.launch import start_ranks
 from tests.models import DECODERS, ENCODERS, save_bert, save_family, save_llama, write_classes, write_pairs
 

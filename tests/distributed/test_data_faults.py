@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks.load import load_sources
-from fmmeta.tasks.schedule import Schedule, Task
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task
+from fmmeta.tasks.sources.load import load_sources
 from tests.launch import Ended, run_ranks
 from tests.models import WORDS
 

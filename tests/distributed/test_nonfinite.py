@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from fmmeta.config.settings import Config
 from fmmeta.meta.reference import reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
-from fmmeta.tasks.load import load_sources
-from fmmeta.tasks.schedule import Schedule
+from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.load import load_sources
 from tests.distributed.matrix import Bench, Case, tolerance
 from tests.distributed.nan_memory import fill
 from tests.launch import run_ranks

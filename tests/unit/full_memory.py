@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from fmmeta.tasks.batch import Dealer
+from fmmeta.tasks.batching import Dealer
 from fmmeta.tasks.loader import EpisodeLoader, Load
 from tests.unit.test_loader import same
 

@@ -17,9 +17,9 @@ from fmmeta.meta.reference import direction
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
 from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
-from fmmeta.tasks.batch import IGNORE, Batches, Dealer, Example
-from fmmeta.tasks.schedule import Task
-from fmmeta.tasks.source import Episode
+from fmmeta.tasks.batching import IGNORE, Batches, Dealer, Example
+from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.tasks.sources.base import Episode
 
 CPU = torch.device("cpu")
 CLASSES = 3

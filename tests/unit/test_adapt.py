@@ -21,7 +21,7 @@ from fmmeta.fewshot import predict
 from fmmeta.fewshot.adaptation import leave_out, read_task
 from fmmeta.fewshot.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks.load import load_sources
+from fmmeta.tasks.sources.load import load_sources
 from tests.launch import environment, python
 from tests.models import WORDS
 from tests.unit.helpers import refusal, write_rows

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fmmeta.meta.algorithms import RULES
 from fmmeta.models.losses import objective
-from fmmeta.tasks.batch import IGNORE, Batches, Dealer, Example, MicroBatch, collate
+from fmmeta.tasks.batching import IGNORE, Batches, Dealer, Example, MicroBatch, collate
 from tests.unit.learners import (
     by_name,
     config_of,

@@ -27,7 +27,7 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.parallel import ds_config
 from fmmeta.record import write_run
 from fmmeta.start import open_run
-from fmmeta.tasks.load import load_sources
+from fmmeta.tasks.sources.load import load_sources
 from tests.models import write_classes
 from tests.unit.helpers import one_rank
 from tests.unit.test_checkpoint_export import WHOLE, saved

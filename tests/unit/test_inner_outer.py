@@ -32,9 +32,9 @@ from fmmeta.parallel.plain import PlainWorker
 from fmmeta.parallel.shards import param_groups
 from fmmeta.parallel.whole_worker import without_slope
 from fmmeta.parallel.worker import Pass
-from fmmeta.tasks.batch import Batches, Dealer, Example
+from fmmeta.tasks.batching import Batches, Dealer, Example
 from fmmeta.tasks.loader import Loaded
-from fmmeta.tasks.schedule import Task
+from fmmeta.tasks.schedule.meta_batches import Task
 from tests.unit.helpers import one_rank
 from tests.unit.learners import batches_of, bert, config_of, episode_of, llama
 from tests.unit.learners import worker_of as learners_worker

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.models.load import describe, load_tokenizer
-from fmmeta.tasks.load import load_sources
-from fmmeta.tasks.schedule import Schedule
+from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.load import load_sources
 from tests.models import save_bert, write_classes
 from tests.unit.helpers import refusal, write_rows
 

@@ -18,13 +18,13 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks.batch import Dealer
-from fmmeta.tasks.load import load_sources
+from fmmeta.tasks.augment import Transforms
+from fmmeta.tasks.batching import Dealer
 from fmmeta.tasks.loader import DEATHS, MEASURED, EpisodeLoader, Load, Loaded
-from fmmeta.tasks.samplers import TaskSampler
-from fmmeta.tasks.schedule import Schedule, Task
-from fmmeta.tasks.source import Draw, TaskSource
-from fmmeta.tasks.transforms import Transforms
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task
+from fmmeta.tasks.schedule.samplers import TaskSampler
+from fmmeta.tasks.sources.base import Draw, TaskSource
+from fmmeta.tasks.sources.load import load_sources
 from tests.models import write_classes
 from tests.nursery import ROOT, environment
 
@@ -83,7 +83,7 @@ def made(tmp_path_factory):
     """A source, a schedule over it, and its first twelve tasks."""
     path = write_classes(tmp_path_factory.mktemp("data") / "c.jsonl")
     config = Config(dataset=[str(path)], n_way=2, k_shot=1, num_query=1,
-                    example_transforms=["fmmeta.tasks.transforms:swap_words"])  # fmt: skip
+                    example_transforms=["fmmeta.tasks.augment:swap_words"])  # fmt: skip
     source = load_sources(config, TOKENIZER, lambda text: None).train
     schedule = Schedule(source.items, 3, 1)
     return source, schedule, [task for step in range(4) for task in schedule.meta_batch(step)], Transforms.of(config, TOKENIZER)

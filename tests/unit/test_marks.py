@@ -10,10 +10,10 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.models.load import describe, load_learner, load_tokenizer
-from fmmeta.tasks.builtin import hidden_kinds
-from fmmeta.tasks.load import load_sources
-from fmmeta.tasks.marks import MARKS, marks, part_of
-from fmmeta.tasks.schedule import Schedule
+from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.load import load_sources
+from fmmeta.tasks.suites.letters import hidden_kinds
+from fmmeta.tasks.suites.marks import MARKS, marks, part_of
 from tests.unit.helpers import refusal
 from tests.unit.learners import batches_of, by_name, worker_of
 

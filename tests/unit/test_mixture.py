@@ -12,10 +12,10 @@ import pytest
 
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks.folder import FolderSource, glance, task_files
-from fmmeta.tasks.load import Sources, load_sources, stratum_weights
-from fmmeta.tasks.schedule import Schedule
-from fmmeta.tasks.source import shares, short_names
+from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.base import shares, short_names
+from fmmeta.tasks.sources.load import Sources, load_sources, stratum_weights
+from fmmeta.tasks.sources.task_files import FolderSource, glance, task_files
 from tests.models import WORDS, write_classes, write_pairs
 from tests.unit.helpers import DATA, refusal, write_rows
 

@@ -16,7 +16,7 @@ from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.reference import set_gradient, set_loss
 from fmmeta.meta.tally import Tally
 from fmmeta.models.learner import PooledClassifier
-from fmmeta.tasks.batch import collate
+from fmmeta.tasks.batching import collate
 from tests.unit import learners
 from tests.unit.helpers import one_rank
 from tests.unit.learners import against_oracle, batches_of, by_name, config_of, episode_of, setup_of, worker_of
@@ -385,7 +385,7 @@ def test_none_trains_nothing_and_evaluates(tmp_path, capsys, monkeypatch):
 
 def test_prompts_hold_the_support_set():
     from fmmeta.meta.algorithms.in_context import prompted
-    from fmmeta.tasks.batch import IGNORE, Example
+    from fmmeta.tasks.batching import IGNORE, Example
 
     support = [Example([1, 10, 11], [IGNORE, IGNORE, 11]), Example([1, 20, 21, 22], [IGNORE, IGNORE, 21, 22])]
     query = Example([1, 30, 31], [IGNORE, IGNORE, 31])
@@ -406,7 +406,7 @@ def test_in_context_scores_the_query_with_and_without_the_support_set():
     import torch.nn.functional as F
 
     from fmmeta.meta.algorithms.in_context import prompted
-    from fmmeta.tasks.batch import Batches, Dealer
+    from fmmeta.tasks.batching import Batches, Dealer
 
     learner = LEARNERS["llama"]
     config = config_of(learner, algorithm="in_context")

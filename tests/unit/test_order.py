@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmmeta.tasks.order import VIRTUAL, Order, hashed, quotas
-from fmmeta.tasks.samplers import EveryClassBatches, SequentialTasks, TaskSampler
-from fmmeta.tasks.schedule import Item, Items, Schedule, node_parts
-from fmmeta.tasks.source import shares
+from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule, node_parts
+from fmmeta.tasks.schedule.order import VIRTUAL, Order, hashed, quotas
+from fmmeta.tasks.schedule.samplers import EveryClassBatches, SequentialTasks, TaskSampler
+from fmmeta.tasks.sources.base import shares
 from tests.unit.helpers import refusal
 
 STRATA = st.lists(st.integers(1, 12), min_size=1, max_size=6)  # members per stratum

@@ -14,8 +14,8 @@ from fmmeta.models.forward import check_packing
 from fmmeta.models.learner import CausalLearner, positions
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.models.losses import objective
-from fmmeta.tasks.batch import IGNORE, Dealer, Example
-from fmmeta.tasks.pack import pack
+from fmmeta.tasks.batching import IGNORE, Dealer, Example
+from fmmeta.tasks.packing import pack
 from tests.models import save, save_llama
 from tests.unit.helpers import refusal
 

@@ -28,7 +28,7 @@ from fmmeta.planning.settings import PlanConfig
 from fmmeta.planning.sizes import held, micro_batches, part_sizes
 from fmmeta.planning.ways import Way, deepspeed_of, file_of, ways
 from fmmeta.planning.work import Products, needed_flops, products, task_work
-from fmmeta.tasks.batch import Dealer, Example
+from fmmeta.tasks.batching import Dealer, Example
 from tests.models import save_family
 from tests.unit.helpers import ROOT, refusal
 from tests.unit.learners import config_of, worker_of

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks.batch import IGNORE, Example
-from fmmeta.tasks.encode import encode_pairs
+from fmmeta.tasks.batching import IGNORE, Example
+from fmmeta.tasks.data.encode import encode_pairs
 from tests.models import save_llama, write_pairs
 from tests.unit.helpers import refusal
 

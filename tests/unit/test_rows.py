@@ -6,7 +6,7 @@ import gzip
 
 import pytest
 
-from fmmeta.tasks.rows import read_rows
+from fmmeta.tasks.data.rows import read_rows
 from tests.unit.helpers import refusal, write_rows
 
 ROWS = [{"text": 'Grüße, "du"', "label": "a"}, {"text": "two\nlines", "label": "b"}, {"text": "plain", "label": "a"}]

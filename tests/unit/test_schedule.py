@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmmeta.tasks.schedule import Item, Items, Schedule, Task, deal
+from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule, Task, deal
 
 STRATA = st.lists(st.integers(1, 12), min_size=1, max_size=6)  # items per stratum
 TOKENS = st.lists(st.integers(1, 500), max_size=24)

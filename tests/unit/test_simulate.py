@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fmmeta.planning import simulate
 from fmmeta.planning.simulate import Outcome, World, deal_steps, group_times, outcome
-from fmmeta.tasks.schedule import Task, deal
+from fmmeta.tasks.schedule.meta_batches import Task, deal
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,11 +10,11 @@ import pytest
 
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks.batch import IGNORE
-from fmmeta.tasks.encode import encode_pairs, encode_texts
-from fmmeta.tasks.load import Sources, load_sources
-from fmmeta.tasks.schedule import Schedule
-from fmmeta.tasks.source import Episode
+from fmmeta.tasks.batching import IGNORE
+from fmmeta.tasks.data.encode import encode_pairs, encode_texts
+from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.base import Episode
+from fmmeta.tasks.sources.load import Sources, load_sources
 from tests.models import write_classes, write_pairs
 from tests.unit.helpers import DATA, refusal, write_rows
 

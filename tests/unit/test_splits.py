@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmmeta.config.settings import Config
-from fmmeta.tasks.splits import check_splits, own_splits, read_splits
+from fmmeta.tasks.data.splits import check_splits, own_splits, read_splits
 from tests.unit.helpers import refusal
 
 FIVE = {"01": {"train": ["a"], "valid": ["b"], "test": ["c"]}, "02": {"train": ["c"], "valid": ["a"], "test": ["b"]}}

@@ -14,14 +14,14 @@ import pytest
 
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks import store as stores
-from fmmeta.tasks.encode import LONGEST_TOKEN, encode, encode_pairs, encode_texts
-from fmmeta.tasks.folder import FolderSource, task_files
-from fmmeta.tasks.load import load_sources
-from fmmeta.tasks.members import shape_of
-from fmmeta.tasks.rows import Row, read_file
-from fmmeta.tasks.schedule import Schedule
-from fmmeta.tasks.store import Store, cache_folder, files_digest, prepare, tokenizer_print
+from fmmeta.tasks.data import token_store as stores
+from fmmeta.tasks.data.encode import LONGEST_TOKEN, encode, encode_pairs, encode_texts
+from fmmeta.tasks.data.rows import Row, read_file
+from fmmeta.tasks.data.token_store import Store, cache_folder, files_digest, prepare, tokenizer_print
+from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.load import load_sources
+from fmmeta.tasks.sources.rows_by_class import shape_of
+from fmmeta.tasks.sources.task_files import FolderSource, task_files
 from tests.models import write_classes, write_pairs
 from tests.unit.helpers import refusal, write_rows
 

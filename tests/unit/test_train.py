@@ -13,8 +13,8 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.fewshot import gains, heldout
 from fmmeta.meta.reference import reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
-from fmmeta.tasks.load import load_sources
-from fmmeta.tasks.schedule import Schedule
+from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.load import load_sources
 from tests.models import save_bert, write_classes
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks.load import load_sources
-from fmmeta.tasks.schedule import Schedule
-from fmmeta.tasks.transforms import TextExample, Transforms, drop_words, name_classes, swap_words
+from fmmeta.tasks.augment import TextExample, Transforms, drop_words, name_classes, swap_words
+from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.load import load_sources
 from tests.models import write_classes, write_pairs
 from tests.unit.helpers import refusal
 
@@ -86,7 +86,7 @@ def test_pairs_are_changed_with_their_answers(tmp_path):
 
 def test_episodes_are_changed_whole_and_last(tmp_path):
     plain, changed = run(tmp_path, example_transforms=[f"{HERE}:upper"],
-                         episode_transforms=["fmmeta.tasks.transforms:name_classes", f"{HERE}:first_query_only"])  # fmt: skip
+                         episode_transforms=["fmmeta.tasks.augment:name_classes", f"{HERE}:first_query_only"])  # fmt: skip
     prompt = " | ".join(plain.classes)
     assert texts(changed.support) == [f"{prompt}: {text.upper()}" for text in texts(plain.support)]
     assert len(changed.query) == 1

@@ -28,7 +28,7 @@ from fmmeta.meta.head_only import Asked, Head, Rows, gather, head_of
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.meta.rates import HEAD
 from fmmeta.parallel.worker import Ahead, Answer, Part, Pass, Worker
-from fmmeta.tasks.batch import Batches, MicroBatch, Sets, alike, joined
+from fmmeta.tasks.batching import Batches, MicroBatch, Sets, alike, joined
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from fmmeta.meta.curvature import Curvature, Hessian
 from fmmeta.meta.direction import Direction, Rule
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.parallel.worker import Worker
-from fmmeta.tasks.batch import Batches
+from fmmeta.tasks.batching import Batches
 
 UNSOLVED = 0.5  # a residual above this is no solution
 NUMBERS: tuple[str, ...] = ("cg_residual", "too_little_proximal_weight")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fmmeta.parallel.worker import Pass, Worker
-from fmmeta.tasks.batch import IGNORE, Batches, Example
+from fmmeta.tasks.batching import IGNORE, Batches, Example
 
 
 def prompted(

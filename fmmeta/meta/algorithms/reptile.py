@@ -20,7 +20,7 @@ from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.direction import Direction, Rule
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.parallel.worker import Worker
-from fmmeta.tasks.batch import Batches
+from fmmeta.tasks.batching import Batches
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.tasks.source import ClassSource, PairSource, PartedSource, Shape, TaskSource
-from fmmeta.tasks.store import Store
+from fmmeta.tasks.data.token_store import Store
+from fmmeta.tasks.sources.base import ClassSource, PairSource, PartedSource, Shape, TaskSource
 
 
 def strata_of(store: Store) -> dict[str, str]:

@@ -7,8 +7,8 @@ from itertools import takewhile
 from typing import Any
 
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.tasks.batch import IGNORE, Example
-from fmmeta.tasks.prompts import Prompt, make_prompt
+from fmmeta.tasks.batching import IGNORE, Example
+from fmmeta.tasks.data.prompts import Prompt, make_prompt
 
 LONGEST_TOKEN = 64  # characters: what lies further off than max_length of these is cut before a tokenizer sees it
 

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.tasks.batch import Example
-from fmmeta.tasks.encode import encode
-from fmmeta.tasks.schedule import Task
-from fmmeta.tasks.source import Draw, Episode
-from fmmeta.tasks.store import digest
+from fmmeta.tasks.batching import Example
+from fmmeta.tasks.data.encode import encode
+from fmmeta.tasks.data.token_store import digest
+from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.tasks.sources.base import Draw, Episode
 
 STREAM = 1 << 20  # keeps the random numbers of transforms apart from those that draw rows
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch.utils.data import Sampler
 
-from fmmeta.tasks.order import Order
-from fmmeta.tasks.schedule import Schedule, Task
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task
+from fmmeta.tasks.schedule.order import Order
 
 
 class TaskSampler(Sampler[Task]):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.tasks.rows import Bad, Row, refuse
+from fmmeta.tasks.data.rows import Bad, Row, refuse
 
 USUAL = {
     "text_column": ("text", "sentence", "utterance"), "label_column": ("label", "intent", "class"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fmmeta.tasks.batch import IGNORE, Example
+from fmmeta.tasks.batching import IGNORE, Example
 
 
 def pack(rows: Sequence[Example], least: int, length: int) -> list[Example]:

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.tasks.builtin import letters
-from fmmeta.tasks.folder import FolderSource, task_files
-from fmmeta.tasks.marks import ASKED, CLASSES, SHOWN, marks, part_of
-from fmmeta.tasks.members import make_source, shape_of, strata_of
-from fmmeta.tasks.rows import data_files, hub_rows, open_hub, read_file
-from fmmeta.tasks.source import AllClasses, Mixture, TaskSource, short_names
-from fmmeta.tasks.splits import SPLITS, check_splits, own_splits, read_splits
-from fmmeta.tasks.store import Store, digest, files_digest, prepare
-from fmmeta.tasks.trained import Splits, UsedSplits, doubts, label
+from fmmeta.tasks.data.rows import data_files, hub_rows, open_hub, read_file
+from fmmeta.tasks.data.splits import SPLITS, check_splits, own_splits, read_splits
+from fmmeta.tasks.data.token_store import Store, digest, files_digest, prepare
+from fmmeta.tasks.data.used_splits import Splits, UsedSplits, doubts, label
+from fmmeta.tasks.sources.base import AllClasses, Mixture, TaskSource, short_names
+from fmmeta.tasks.sources.rows_by_class import make_source, shape_of, strata_of
+from fmmeta.tasks.sources.task_files import FolderSource, task_files
+from fmmeta.tasks.suites.letters import letters
+from fmmeta.tasks.suites.marks import ASKED, CLASSES, SHOWN, marks, part_of
 
 Notice = Callable[[str], None]
 SUITES = {"letters": letters, "marks": marks}

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import random
 
-from fmmeta.tasks.builtin import KINDS, hidden_kinds
-from fmmeta.tasks.rows import Row
+from fmmeta.tasks.data.rows import Row
+from fmmeta.tasks.suites.letters import KINDS, hidden_kinds
 
 MARKS = "!?~"
 CLASSES = len(MARKS)

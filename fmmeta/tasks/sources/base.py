@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from fmmeta.config.settings import UsageError
-from fmmeta.tasks.batch import Example
-from fmmeta.tasks.schedule import Item, Items, Task
-from fmmeta.tasks.store import Store
+from fmmeta.tasks.batching import Example
+from fmmeta.tasks.data.token_store import Store
+from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 from fmmeta.common.security import redact
 from fmmeta.config.settings import Config
-from fmmeta.tasks.splits import own_splits
-from fmmeta.tasks.store import digest
+from fmmeta.tasks.data.splits import own_splits
+from fmmeta.tasks.data.token_store import digest
 
 MOST_NAMES = 10_000  # that are stored; of more a digest, and the rule where they come from a hash
 SHOWN = 5

@@ -19,7 +19,7 @@ import random
 import string
 from collections.abc import Callable
 
-from fmmeta.tasks.rows import Row
+from fmmeta.tasks.data.rows import Row
 
 CLASSES, ROWS = 6, 20
 KINDS, OF_A_KIND = 12, 5

@@ -22,9 +22,9 @@ import numpy as np
 
 from fmmeta.common.security import publish
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.tasks.encode import encode
-from fmmeta.tasks.rows import Bad, Row, ending
-from fmmeta.tasks.table import Table, tabulate
+from fmmeta.tasks.data.columns import Table, tabulate
+from fmmeta.tasks.data.encode import encode
+from fmmeta.tasks.data.rows import Bad, Row, ending
 
 FORMAT = 2  # part of every key: raise it when the columns, their meaning or the way texts become tokens change
 CHUNK = 8192  # rows of a record batch, and of a call of the tokenizer

@@ -16,11 +16,11 @@ from typing import Any
 
 from fmmeta.common.security import inside
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.tasks.members import group_rows, problems
-from fmmeta.tasks.rows import Bad, Row, ending, read_file
-from fmmeta.tasks.schedule import Item, Items, Task
-from fmmeta.tasks.source import ClassSource, Draw, PairSource, Shape, TaskSource
-from fmmeta.tasks.store import digest, files_digest, prepare
+from fmmeta.tasks.data.rows import Bad, Row, ending, read_file
+from fmmeta.tasks.data.token_store import digest, files_digest, prepare
+from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
+from fmmeta.tasks.sources.base import ClassSource, Draw, PairSource, Shape, TaskSource
+from fmmeta.tasks.sources.rows_by_class import group_rows, problems
 
 OPEN = 64  # files whose tokens stay at hand
 PEEK = 4096  # bytes looked at to estimate the length of a row
