@@ -170,7 +170,7 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
     """The machine's profile by one of the clocks."""
     from types import SimpleNamespace
 
-    from fmmeta.models import timing
+    from fmmeta.models import layer_timing
     from fmmeta.parallel.communicator import Communicator
     from fmmeta.planning import calibrate
     from fmmeta.planning.settings import PlanConfig
@@ -178,13 +178,13 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
     plan = PlanConfig(model_name_or_path=folder, gpus=ranks.world.size, gpu_memory_gib=1e3, bf16=bf16, dataset=["pairs"],
                       **{**TASK, **TIMED})  # fmt: skip
     given = SimpleNamespace(perf_counter=CLOCKS[clock])
-    ordinary = timing.time, calibrate.time
-    timing.time = calibrate.time = given  # type: ignore[assignment]
+    ordinary = layer_timing.time, calibrate.time
+    layer_timing.time = calibrate.time = given  # type: ignore[assignment]
     try:
         link: Communicator = ranks.group if ranks.group.size > 1 else ranks.cross
         return calibrate.of_ranks(plan, SimpleNamespace(world=ranks.world, group=link, device=ranks.device))
     finally:
-        timing.time, calibrate.time = ordinary
+        layer_timing.time, calibrate.time = ordinary
 
 
 def train(run: Any, steps: int = 3) -> dict[str, list[float]]:

@@ -19,12 +19,12 @@ from torch import Tensor
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.in_context import prompted
-from fmmeta.models.forward import check_attention
+from fmmeta.models.forward_options import check_attention
+from fmmeta.models.layer_timing import layer_seconds
+from fmmeta.models.lazy_weights import open_stream
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
-from fmmeta.models.memory import trained_with
-from fmmeta.models.stages import plan_cut
-from fmmeta.models.stream import open_stream
-from fmmeta.models.timing import layer_seconds
+from fmmeta.models.pipeline_split import plan_cut
+from fmmeta.models.stored_settings import trained_with
 from fmmeta.parallel import ds_config, memory
 from fmmeta.parallel.communicator import Ranks, World
 from fmmeta.parallel.home import Home

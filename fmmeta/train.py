@@ -10,8 +10,8 @@ from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.elastic import attendance
 from fmmeta.guard import Guard
+from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe
-from fmmeta.models.positions import fitted
 from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.record import settings_of

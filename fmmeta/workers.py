@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.models.compiled import compile_model
+from fmmeta.models.compile import compile_model
+from fmmeta.models.lazy_weights import open_stream
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, load_learner
-from fmmeta.models.stages import plan_cut, take_stage
-from fmmeta.models.stream import open_stream
+from fmmeta.models.pipeline_split import plan_cut, take_stage
 from fmmeta.parallel import ds_config
 from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.ds_config import Precision

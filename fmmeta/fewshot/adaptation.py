@@ -29,7 +29,7 @@ from fmmeta.fewshot.settings import AdaptConfig
 from fmmeta.fewshot.single import Single, start
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner import InnerLoop
-from fmmeta.models.memory import trained_with
+from fmmeta.models.stored_settings import trained_with
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.columns import Table, tabulate
 from fmmeta.tasks.data.encode import encode

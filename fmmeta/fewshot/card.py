@@ -11,7 +11,7 @@ from typing import Any
 from fmmeta.common.security import printable
 from fmmeta.fewshot.adapted import Adapted
 from fmmeta.fewshot.settings import AdaptConfig
-from fmmeta.models.memory import remembered
+from fmmeta.models.stored_settings import remembered
 from fmmeta.tasks.data.columns import Table
 
 

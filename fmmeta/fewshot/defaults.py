@@ -10,7 +10,7 @@ import torch
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.meta.rates import HEAD, RATES_FILE, Rates
 from fmmeta.models.files import cached_file
-from fmmeta.models.memory import remembered
+from fmmeta.models.stored_settings import remembered
 from fmmeta.parallel.worker import Worker
 
 

@@ -13,7 +13,7 @@ from fmmeta.common.security import one_line
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.feed import LEAST_SEEN
 from fmmeta.fewshot.settings import EvaluateConfig
-from fmmeta.models.memory import trained_with
+from fmmeta.models.stored_settings import trained_with
 from fmmeta.parallel.communicator import World
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.models.positions import positions
+from fmmeta.models.lengths import positions
 from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.tasks.batching import IGNORE, Dealer, Example
 from fmmeta.tasks.data.encode import encode_pairs

@@ -19,9 +19,9 @@ from fmmeta.fewshot.language import generate
 from fmmeta.fewshot.settings import PredictConfig
 from fmmeta.fewshot.single import Single, class_logits, start
 from fmmeta.models.files import HEAD_FILE, base_of, cached_file
+from fmmeta.models.lengths import fitted
 from fmmeta.models.load import Description, describe
-from fmmeta.models.memory import remembered
-from fmmeta.models.positions import fitted
+from fmmeta.models.stored_settings import remembered
 from fmmeta.tasks.batching import IGNORE
 from fmmeta.tasks.data.encode import encode
 

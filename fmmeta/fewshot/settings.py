@@ -23,9 +23,9 @@ from fmmeta.config.settings import (
     UsageError,
     setting,  # fmt: skip
 )
+from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe
-from fmmeta.models.memory import remembered
-from fmmeta.models.positions import fitted
+from fmmeta.models.stored_settings import remembered
 from fmmeta.tasks.data.rows import ENDINGS, ending
 
 METHODS = ("finetune", "prototype", "linear", "knn", "in_context")

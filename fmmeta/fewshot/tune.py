@@ -29,7 +29,7 @@ from fmmeta.fewshot.results import check_output, write
 from fmmeta.fewshot.settings import EvaluateConfig, TuneConfig
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.models.load import Description, empty_learner
-from fmmeta.models.memory import remembered
+from fmmeta.models.stored_settings import remembered
 from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
 from fmmeta.signals import Signals, Stopped

@@ -19,7 +19,7 @@ from fmmeta.meta.direction import Direction
 from fmmeta.meta.head import class_means
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.models.learner import Learner
-from fmmeta.models.task_axis import TaskAxis
+from fmmeta.models.multi_task_layers import TaskAxis
 from fmmeta.parallel.task_batch import TaskBatch
 from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.parallel.worker import Pass, Worker

@@ -14,10 +14,10 @@ import torch
 from fmmeta.common.security import one_line
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.models.files import HEAD_FILE, adapter_folder, adapters_in, base_of, cached_file, is_path, reachable
-from fmmeta.models.forward import check_packing, check_positions, checkpoint_layers, unsupported
+from fmmeta.models.forward_options import check_packing, check_positions, checkpoint_layers, unsupported
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
+from fmmeta.models.lengths import DEFAULT, positions
 from fmmeta.models.lora import import_peft, inject, merged, restore_adapters
-from fmmeta.models.positions import DEFAULT, positions
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
 
 DROPOUTS = ("dropout", "pdrop", "layerdrop")  # in the names of chances that something is left out

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmmeta.models.stream import Stream
+from fmmeta.models.lazy_weights import Stream
 from fmmeta.parallel import shards
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.layout import Place

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmmeta.models.lazy_weights import Stream
 from fmmeta.models.losses import objective
-from fmmeta.models.stages import Cut, Stage
-from fmmeta.models.stream import Stream
+from fmmeta.models.pipeline_split import Cut, Stage
 from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.engine import EngineWorker, Names, ShardTap, import_deepspeed
 from fmmeta.parallel.layout import Place

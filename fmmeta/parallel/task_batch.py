@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.models.losses import per_row
-from fmmeta.models.task_axis import TaskAxis
+from fmmeta.models.multi_task_layers import TaskAxis
 from fmmeta.parallel.whole_worker import WholeWorker
 from fmmeta.parallel.worker import Pass, Update
 from fmmeta.tasks.batching import MicroBatch, Sets, joined

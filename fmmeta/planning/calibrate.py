@@ -122,10 +122,10 @@ def product_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float
 
     from fmmeta.config.settings import Config
     from fmmeta.meta.costs import rows_of
+    from fmmeta.models.layer_timing import layer_seconds
+    from fmmeta.models.lazy_weights import initialise, wrap_without_storage
     from fmmeta.models.load import auto_class, describe
-    from fmmeta.models.stages import FAMILIES
-    from fmmeta.models.stream import initialise, wrap_without_storage
-    from fmmeta.models.timing import layer_seconds
+    from fmmeta.models.pipeline_split import FAMILIES
     from fmmeta.planning.sizes import micro_batches
     from fmmeta.planning.work import products
 

@@ -9,7 +9,7 @@ from typing import Any
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs as of_rules
 from fmmeta.models.learner import Learner
-from fmmeta.models.stages import plan_cut
+from fmmeta.models.pipeline_split import plan_cut
 from fmmeta.parallel.footprint import GIB, Sizes
 from fmmeta.parallel.tensor import cut_patterns
 

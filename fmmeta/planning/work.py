@@ -25,7 +25,7 @@ from torch import nn
 from fmmeta.config.settings import Config
 from fmmeta.meta.costs import passes, rows_of
 from fmmeta.models.learner import Learner
-from fmmeta.models.stages import plan_cut
+from fmmeta.models.pipeline_split import plan_cut
 from fmmeta.parallel.ds_config import Precision
 from fmmeta.parallel.footprint import Sizes
 from fmmeta.parallel.tensor import cut_patterns

@@ -9,8 +9,8 @@ import torch
 
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
-from fmmeta.models import compiled
-from fmmeta.models.compiled import compile_model
+from fmmeta.models import compile
+from fmmeta.models.compile import compile_model
 from fmmeta.train import MetaTrainer
 from tests.unit.helpers import refusal
 from tests.unit.learners import batches_of, bert, config_of, episode_of, setup_of, worker_of
@@ -39,7 +39,7 @@ def test_meta_gradient_is_that_of_the_plain_model(algorithm, monkeypatch):
         calls.append(graph)
         return aot_module_simplified(graph, inputs, fw_compiler=nop)
 
-    monkeypatch.setattr(compiled, "BACKEND", backend)
+    monkeypatch.setattr(compile, "BACKEND", backend)
     torch._dynamo.reset()
     found = direction_of(bert(), algorithm, True)
     assert 1 <= len(calls) <= 4  # with and without gradients; a first size may be one of its own, but not every length is
@@ -75,4 +75,4 @@ def test_without_a_compiler_a_run_says_so(tmp_path, monkeypatch):
     )
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "neither g++ nor clang++ is there" in refusal(compiled.check_compiler, "cpu")
+    assert "neither g++ nor clang++ is there" in refusal(compile.check_compiler, "cpu")

@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fmmeta.build import form_groups, plan
 from fmmeta.config.settings import Config
-from fmmeta.models.forward import check_attention
+from fmmeta.models.forward_options import check_attention
 from fmmeta.models.load import describe, load_learner
 from fmmeta.parallel import memory
 from fmmeta.parallel.communicator import World

@@ -10,9 +10,9 @@ import torch
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.fewshot.single import class_logits, start
+from fmmeta.models.lazy_weights import open_stream
 from fmmeta.models.learner import NativeClassifier
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
-from fmmeta.models.stream import open_stream
 from fmmeta.tasks.batching import Example
 from tests.models import save, save_bert, save_family, save_llama
 from tests.unit.helpers import refusal

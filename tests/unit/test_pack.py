@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmmeta.config.settings import Config
-from fmmeta.models.forward import check_packing
+from fmmeta.models.forward_options import check_packing
 from fmmeta.models.learner import CausalLearner, positions
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.models.losses import objective

@@ -11,8 +11,8 @@ import fmmeta
 from fmmeta.config.settings import Config
 from fmmeta.fewshot import predict
 from fmmeta.fewshot.settings import PredictConfig
+from fmmeta.models.lengths import fitted, positions
 from fmmeta.models.load import describe
-from fmmeta.models.positions import fitted, positions
 from fmmeta.train import train
 from tests.models import WORDS, byte_tokenizer
 from tests.unit.helpers import refusal, write_rows

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fmmeta.config.settings import Config
+from fmmeta.models.lazy_weights import open_stream
 from fmmeta.models.load import describe, empty_learner, load_learner
-from fmmeta.models.stages import balance, plan_cut, take_stage
-from fmmeta.models.stream import open_stream
+from fmmeta.models.pipeline_split import balance, plan_cut, take_stage
 from fmmeta.parallel.layout import Place
 from fmmeta.parallel.pipeline import hold_stage
 from fmmeta.workers import untrained
@@ -107,7 +107,7 @@ def test_an_idle_stage_passes_gradients_on_and_learns_nothing(saved):
 
 
 def test_a_stage_reads_its_own_tensors_only(saved, monkeypatch):
-    from fmmeta.models.stream import Stream
+    from fmmeta.models.lazy_weights import Stream
 
     read = []
     ordinary = Stream.read

@@ -13,7 +13,7 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.together import Together, most_at_once, together
 from fmmeta.models.lora import inject
-from fmmeta.models.task_axis import TaskAxis, per_task
+from fmmeta.models.multi_task_layers import TaskAxis, per_task
 from tests.models import save_bert, write_classes
 from tests.unit.helpers import refusal
 from tests.unit.learners import (

@@ -7,11 +7,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fmmeta.config.settings import Config
-from fmmeta.models import timing
+from fmmeta.models import layer_timing
+from fmmeta.models.layer_timing import layer_seconds
+from fmmeta.models.lazy_weights import open_stream
 from fmmeta.models.load import describe
-from fmmeta.models.stages import plan_cut
-from fmmeta.models.stream import open_stream
-from fmmeta.models.timing import layer_seconds
+from fmmeta.models.pipeline_split import plan_cut
 from tests.models import DECODERS, ENCODERS, save, save_family
 from tests.unit.helpers import refusal
 
@@ -47,8 +47,8 @@ def test_the_cut_follows_the_costs(tmp_path):
 def test_every_family_is_tried_a_layer_at_a_time(tmp_path, monkeypatch, family):
     """Four stages: without layers, first, middle, last; Qwen2's middle layers differ in how far they look."""
     held = []
-    ordinary = timing.fill
-    monkeypatch.setattr(timing, "fill", lambda stage, *rest: held.append(len(layers_of(stage))) or ordinary(stage, *rest))
+    ordinary = layer_timing.fill
+    monkeypatch.setattr(layer_timing, "fill", lambda stage, *rest: held.append(len(layers_of(stage))) or ordinary(stage, *rest))
     settings = {"task_type": "causal_lm"} if family in DECODERS else {"n_way": 3}
     learner = stream_of(save_family(tmp_path, family, layers=4), lora_r=2, gradient_checkpointing=family == "bert", **settings)
     seconds = layer_seconds(learner, 2, 16, torch.device("cpu"), bf16=family == "gpt2")
@@ -69,7 +69,7 @@ def layers_of(stage) -> list[str]:
 def test_layers_that_look_differently_far_are_two_kinds(tmp_path):
     learner = stream_of(save_family(tmp_path, "qwen2", layers=4), task_type="causal_lm")
     layers = learner.hf.model.layers
-    kinds = [timing.kind_of(learner, layer, number) for number, layer in enumerate(layers)]
+    kinds = [layer_timing.kind_of(learner, layer, number) for number, layer in enumerate(layers)]
     assert kinds[0] != kinds[1]
     assert kinds[1] == kinds[2] == kinds[3]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from fmmeta.models.forward import checkpoint_layers
+from fmmeta.models.forward_options import checkpoint_layers
 from fmmeta.models.learner import NativeClassifier, PooledClassifier
 from fmmeta.models.unpadded import MODELS
 

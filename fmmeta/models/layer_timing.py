@@ -14,10 +14,10 @@ import time
 import torch
 from torch import Tensor
 
+from fmmeta.models.lazy_weights import places_of, put
 from fmmeta.models.learner import Learner
 from fmmeta.models.losses import objective
-from fmmeta.models.stages import Cut, Stage, base_of, family_of, take_stage
-from fmmeta.models.stream import places_of, put
+from fmmeta.models.pipeline_split import Cut, Stage, base_of, family_of, take_stage
 from fmmeta.tasks.batching import MicroBatch
 
 REPEATS = 5
