@@ -26,10 +26,10 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.models.load import describe, load_learner
-from fmmeta.parallel.communicator import World, pick_device
+from fmmeta.parallel.deepspeed_shards import param_groups
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.plain import PlainWorker
-from fmmeta.parallel.shards import param_groups
+from fmmeta.parallel.process_groups import World, pick_device
+from fmmeta.parallel.workers.plain import PlainWorker
 from fmmeta.tasks.batching import Batches, Dealer, Example
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule, Task, deal
 

@@ -117,7 +117,7 @@ class Bench:
         import torch
 
         from fmmeta import checkpoint
-        from fmmeta.parallel.communicator import Communicator
+        from fmmeta.parallel.process_groups import Communicator
 
         alone = Communicator(None, 0, 1, torch.device("cpu"))
         self.counts["checkpoints"] += len(checkpoint.complete(run))

@@ -57,7 +57,7 @@ def libraries(engine: bool) -> None:
     import fmmeta.train  # noqa: F401
 
     if engine:
-        from fmmeta.parallel.engine import import_deepspeed
+        from fmmeta.parallel.workers.zero import import_deepspeed
 
         import_deepspeed()
 
@@ -67,8 +67,8 @@ def run(folder: str, flags: list[str]) -> None:
     from fmmeta.cli import parse
     from fmmeta.common.progress import Progress
     from fmmeta.parallel import memory
-    from fmmeta.parallel.communicator import World, pick_device
     from fmmeta.parallel.layout import Launch
+    from fmmeta.parallel.process_groups import World, pick_device
     from fmmeta.run import Run
     from fmmeta.start import Start
 
@@ -110,17 +110,17 @@ def ordinary(folder: str, deepspeed_json: str | None = None, fused: str = "") ->
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    from fmmeta.parallel import ds_config
-    from fmmeta.parallel.communicator import World, pick_device
-    from fmmeta.parallel.engine import import_deepspeed
+    from fmmeta.parallel import deepspeed_config
     from fmmeta.parallel.layout import Launch
+    from fmmeta.parallel.process_groups import World, pick_device
+    from fmmeta.parallel.workers.zero import import_deepspeed
 
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
     world.split(launch.world_size)
     deepspeed = import_deepspeed()
-    settings, precision = ds_config.read(deepspeed_json, False, print)
-    settings = ds_config.complete(settings, precision, 1024)
+    settings, precision = deepspeed_config.read(deepspeed_json, False, print)
+    settings = deepspeed_config.complete(settings, precision, 1024)
     before = resident("VmRSS")
     kept = HfDeepSpeedConfig(settings) if precision.zero_stage == 3 else None
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -149,12 +149,12 @@ def staged(folder: str) -> None:
 
     from fmmeta import build
     from fmmeta.cli import parse
-    from fmmeta.parallel import pipeline
-    from fmmeta.parallel.communicator import World, pick_device
-    from fmmeta.parallel.engine import import_deepspeed
     from fmmeta.parallel.layout import Launch
+    from fmmeta.parallel.process_groups import World, pick_device
+    from fmmeta.parallel.workers import pipeline
+    from fmmeta.parallel.workers.create import start_worker
+    from fmmeta.parallel.workers.zero import import_deepspeed
     from fmmeta.tasks.loader import Load
-    from fmmeta.workers import start_worker
 
     class Fused(torch.optim.AdamW):
         def __init__(self, groups: Any) -> None:

@@ -116,9 +116,9 @@ def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) 
     from fmmeta import build
     from fmmeta.cli import parse
     from fmmeta.common.progress import Progress
-    from fmmeta.parallel import ds_config
-    from fmmeta.parallel.communicator import World, pick_device
+    from fmmeta.parallel import deepspeed_config
     from fmmeta.parallel.layout import Launch
+    from fmmeta.parallel.process_groups import World, pick_device
     from fmmeta.run import Run
     from fmmeta.start import Start
 
@@ -141,7 +141,7 @@ def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) 
         for clock, took in train(run).items():
             found[clock]["steps"] += took
     size, bf16 = int(config.group_size), plan.precision.bf16
-    stage = ds_config.read(config.deepspeed, bf16, lambda text: None)[1].zero_stage
+    stage = deepspeed_config.read(config.deepspeed, bf16, lambda text: None)[1].zero_stage
     line: dict[str, Any] = {"flags": flags, "ranks": launch.world_size}
     for clock, each in found.items():
         profile = middle(each["profiles"])
@@ -171,7 +171,7 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
     from types import SimpleNamespace
 
     from fmmeta.models import layer_timing
-    from fmmeta.parallel.communicator import Communicator
+    from fmmeta.parallel.process_groups import Communicator
     from fmmeta.planning import calibrate
     from fmmeta.planning.settings import PlanConfig
 

@@ -18,9 +18,9 @@ import torch
 from benchmarks.common import spread, table, write_json
 from fmmeta.checkpoint.saver import Saver
 from fmmeta.config.settings import Config
-from fmmeta.parallel.communicator import World, pick_device
+from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.shards import Fragment, ParamMap
+from fmmeta.parallel.process_groups import World, pick_device
 
 
 def measure(params: int, saves: int, asynchronous: bool, folder: Path) -> dict[str, Any]:

@@ -20,8 +20,8 @@ import torch
 from fmmeta import build
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
-from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.run import Run
 from fmmeta.start import Start
 from fmmeta.tasks.batching import Batches

@@ -29,8 +29,8 @@ from benchmarks.floor import SETTINGS
 from benchmarks.stepping import find_data, find_model
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, empty_learner
-from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.planning.sizes import held, part_sizes
 
 ROOT = Path(__file__).parent.parent

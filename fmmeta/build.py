@@ -25,12 +25,13 @@ from fmmeta.models.lazy_weights import open_stream
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
 from fmmeta.models.pipeline_split import plan_cut
 from fmmeta.models.stored_settings import trained_with
-from fmmeta.parallel import ds_config, memory
-from fmmeta.parallel.communicator import Ranks, World
-from fmmeta.parallel.home import Home
+from fmmeta.parallel import deepspeed_config, memory
 from fmmeta.parallel.layout import Layout, Place
-from fmmeta.parallel.tensor import tensor_parallel_block
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.offload import Home
+from fmmeta.parallel.process_groups import Ranks, World
+from fmmeta.parallel.workers.base import Worker
+from fmmeta.parallel.workers.create import place_of, start_worker
+from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 from fmmeta.planning.sizes import counts, held, part_sizes, stage_rows
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Dealer
@@ -41,7 +42,6 @@ from fmmeta.tasks.packing import pack
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import TaskSource, shares
 from fmmeta.tasks.sources.load import Sources, load_sources, stratum_weights
-from fmmeta.workers import place_of, start_worker
 
 Notice = Callable[..., None]
 """Logs a line, or several as one."""
@@ -56,7 +56,7 @@ class Plan:
     sources: Sources
     transforms: Transforms | None
     deepspeed: dict[str, Any]
-    precision: ds_config.Precision
+    precision: deepspeed_config.Precision
     trained: list[UsedSplits]  # what the model has been trained with before
     costs: list[float] | None = None  # seconds of each layer, where stages are balanced by them
 
@@ -64,7 +64,7 @@ class Plan:
     def resolved(self) -> dict[str, Any]:
         """What changes theta beside the flags and the data, for the run's settings (checks.RESOLVED)."""
         return {
-            **ds_config.recorded(self.deepspeed, self.precision),
+            **deepspeed_config.recorded(self.deepspeed, self.precision),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "transforms_fingerprint": self.transforms.fingerprint if self.transforms else "",
         }
@@ -76,14 +76,14 @@ def plan(config: Config, world: World, notice: Notice, models: Sequence[str] = (
     Collective: world.
     """
     with world.comm.together("reading settings"):
-        deepspeed, precision = ds_config.read(config.deepspeed, config.bf16, notice)
+        deepspeed, precision = deepspeed_config.read(config.deepspeed, config.bf16, notice)
         if config.pipeline_stages > 1:
-            deepspeed, precision = ds_config.for_pipeline(deepspeed, precision, notice)
+            deepspeed, precision = deepspeed_config.for_pipeline(deepspeed, precision, notice)
 
     def read() -> tuple[Description, Any, Sources, list[UsedSplits]]:
         description = describe(config)
         if config.tensor_parallel_size > 1:
-            ds_config.for_tensor(precision)
+            deepspeed_config.for_tensor(precision)
             tensor_parallel_block(description.hf_config, config.tensor_parallel_size)
         tokenizer = load_tokenizer(config, description, notice)
         if config.task_type == "causal_lm":
@@ -109,7 +109,7 @@ def plan(config: Config, world: World, notice: Notice, models: Sequence[str] = (
     return Plan(description, tokenizer, sources, transforms, deepspeed, precision, trained, costs)
 
 
-def measure(config: Config, description: Description, precision: ds_config.Precision, world: World) -> list[float]:
+def measure(config: Config, description: Description, precision: deepspeed_config.Precision, world: World) -> list[float]:
     """Seconds of each layer in a micro-batch of the run's size, as the first rank tries them, so that all cut alike. Collective:
     world.
     """

@@ -90,7 +90,7 @@ def accelerator() -> list[Finding]:
     import torch
     import torch.cuda.nccl
 
-    from fmmeta.parallel.communicator import backends
+    from fmmeta.parallel.process_groups import backends
 
     gloo, nccl = backends()
     backend = [Finding("gloo", "ok", "is there")] if gloo else [

@@ -24,8 +24,8 @@ from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, base_of
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.models.load import Description, empty_learner, load_hf
 from fmmeta.models.lora import merged, save_adapter
-from fmmeta.parallel.communicator import Ranks
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.process_groups import Ranks
+from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.data.used_splits import UsedSplits
 
 FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this large, if the model has as much

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.parallel.communicator import PeerError, Ranks
+from fmmeta.parallel.process_groups import PeerError, Ranks
 from fmmeta.tasks.batching import Batches
 from fmmeta.tasks.loader import EpisodeLoader, Load, Loaded
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task, deal

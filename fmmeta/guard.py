@@ -27,8 +27,8 @@ from fmmeta.build import hash_vector
 from fmmeta.checkpoint.saver import Saver
 from fmmeta.config.settings import Config
 from fmmeta.meta.direction import Direction
-from fmmeta.parallel.communicator import Board, Ranks
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.process_groups import Board, Ranks
+from fmmeta.parallel.workers.base import Worker
 from fmmeta.signals import Fault, Launcher, Signals
 from fmmeta.watchdog import MARGIN_S, Watch, Watchdog, myself
 

@@ -13,7 +13,7 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.outer import OuterStep
 from fmmeta.meta.tally import Tally
-from fmmeta.parallel.communicator import Ranks
+from fmmeta.parallel.process_groups import Ranks
 from fmmeta.state import State
 from fmmeta.trackers import Trackers
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fmmeta.meta.outer import MetaGradient
-from fmmeta.parallel.communicator import Ranks, pending_type
+from fmmeta.parallel.process_groups import Ranks, pending_type
 
 KINDS = ("data", "forward", "backward", "group communication", "role switch", "cross-group", "outer step", "other")
 STEP = 2  # outer steps before the one that is looked at: they warm up

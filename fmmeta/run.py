@@ -30,7 +30,7 @@ from fmmeta.meta.direction import Direction, Rule, Several
 from fmmeta.meta.outer import OuterStep
 from fmmeta.meta.tally import Tally
 from fmmeta.meta.together import most_at_once, together
-from fmmeta.parallel.communicator import Ranks
+from fmmeta.parallel.process_groups import Ranks
 from fmmeta.profiler import Profiler
 from fmmeta.report import page
 from fmmeta.signals import Stopped

@@ -22,7 +22,7 @@ from fmmeta import checkpoint
 from fmmeta.common.security import make_folders, remove_empty
 from fmmeta.config.settings import Config, UsageError, changed_settings
 from fmmeta.config.values import as_stored
-from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.process_groups import Communicator
 from fmmeta.record import NOTHING, read_run, settings_of
 
 LOCK = ".lock"

@@ -28,7 +28,7 @@ from fmmeta.guard import Spikes
 from fmmeta.meta.outer import Outer, OuterState
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.meta.updates import Updates
-from fmmeta.parallel.communicator import Ranks
+from fmmeta.parallel.process_groups import Ranks
 
 
 class State:

@@ -12,8 +12,8 @@ from fmmeta.elastic import attendance
 from fmmeta.guard import Guard
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe
-from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.record import settings_of
 from fmmeta.run import Result, Run
 from fmmeta.signals import Signals

@@ -22,8 +22,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fmmeta.parallel.communicator import Board, Ranks
 from fmmeta.parallel.nodes import link_of
+from fmmeta.parallel.process_groups import Board, Ranks
 from fmmeta.signals import ENDED, Launcher, Signals, born
 
 FIRST_S, FLOOR_S, TIMES = 1800.0, 300.0, 10.0  # bound before a step is measured; least bound; times the slowest step

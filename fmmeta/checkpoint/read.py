@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmmeta.checkpoint.whole import TABLES, read_manifest
 from fmmeta.config.settings import UsageError
-from fmmeta.parallel.shards import Fragment, ParamMap
+from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap
 
 
 def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict[str, Tensor]:

@@ -22,8 +22,8 @@ from torch import Tensor
 from fmmeta.checkpoint import write
 from fmmeta.common.host_memory import host_bytes
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.parallel.communicator import Ranks
-from fmmeta.parallel.shards import ParamMap
+from fmmeta.parallel.deepspeed_shards import ParamMap
+from fmmeta.parallel.process_groups import Ranks
 
 LAST_S = 60.0  # that a failing run waits for a write
 SHARE = 0.5  # of the host memory that is left, which copies may take

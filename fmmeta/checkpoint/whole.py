@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from fmmeta.config.settings import UsageError
-from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.process_groups import Communicator
 
 STATE, TABLES, MANIFEST = "state.json", "tables.safetensors", "manifest.json"
 FILES = re.compile(r"shard-[0-9]{5}\.safetensors|tables\.safetensors|state\.json")

@@ -29,8 +29,8 @@ from fmmeta.checkpoint.whole import MANIFEST, STATE, TABLES, Entry, complete
 from fmmeta.common.security import sync
 from fmmeta.config.settings import UsageError
 from fmmeta.config.values import to_json
-from fmmeta.parallel.communicator import Communicator, Ranks
-from fmmeta.parallel.shards import Fragment, ParamMap
+from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap
+from fmmeta.parallel.process_groups import Communicator, Ranks
 
 KINDS = {torch.float32: "F32", torch.float64: "F64"}  # vectors and tables have one of them
 PART = 2**24  # bytes that are written and hashed at a time

@@ -24,8 +24,8 @@ from fmmeta.config.settings import Config, UsageError
 from fmmeta.elastic.healing import Running, heal
 from fmmeta.elastic.joining import SECRET, join, with_crew
 from fmmeta.guard import Guard
-from fmmeta.parallel.communicator import Ranks
 from fmmeta.parallel.crew import Crew, Lost
+from fmmeta.parallel.process_groups import Ranks
 from fmmeta.parallel.roll import Roll
 from fmmeta.record import read_run
 from fmmeta.signals import Fault

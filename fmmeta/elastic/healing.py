@@ -19,10 +19,10 @@ from fmmeta.config.settings import UsageError
 from fmmeta.feed import Feed
 from fmmeta.guard import Guard
 from fmmeta.journal import Journal
-from fmmeta.parallel.communicator import Communicator
 from fmmeta.parallel.crew import Crew
+from fmmeta.parallel.process_groups import Communicator
 from fmmeta.parallel.roll import Roll
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.workers.base import Worker
 from fmmeta.state import State
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}  # of vectors and tables

@@ -17,10 +17,10 @@ from secrets import token_hex
 from typing import Any
 
 from fmmeta.config.settings import Config, UsageError, changed_settings
-from fmmeta.parallel.communicator import PROOF, Communicator, Ranks
 from fmmeta.parallel.crew import Crew, Everyone
-from fmmeta.parallel.ds_config import Precision
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.deepspeed_config import Precision
+from fmmeta.parallel.process_groups import PROOF, Communicator, Ranks
+from fmmeta.parallel.workers.base import Worker
 from fmmeta.record import version
 
 SECRET = ".elastic-secret"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fmmeta.fewshot.heldout import TEST, HeldOut
 from fmmeta.meta.inner import Learning
-from fmmeta.parallel.whole_worker import WholeWorker
+from fmmeta.parallel.workers.full_model import WholeWorker
 from fmmeta.tasks.sources.base import TaskSource
 
 

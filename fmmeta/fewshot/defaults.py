@@ -11,7 +11,7 @@ from fmmeta.config.settings import Config, UsageError
 from fmmeta.meta.rates import HEAD, RATES_FILE, Rates
 from fmmeta.models.files import cached_file
 from fmmeta.models.stored_settings import remembered
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.workers.base import Worker
 
 
 def stored_rates(config: Config, rates: Rates, worker: Worker) -> Rates:

@@ -14,7 +14,7 @@ from fmmeta.config.settings import Config, UsageError
 from fmmeta.feed import LEAST_SEEN
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.models.stored_settings import trained_with
-from fmmeta.parallel.communicator import World
+from fmmeta.parallel.process_groups import World
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import ClassSource, Draw, Mixture, TaskSource

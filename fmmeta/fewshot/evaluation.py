@@ -30,9 +30,9 @@ from fmmeta.fewshot.scores import EpisodeScore, gather
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.models.load import describe, empty_learner
-from fmmeta.parallel.communicator import Ranks, World, pick_device
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.whole_worker import WholeWorker
+from fmmeta.parallel.process_groups import Ranks, World, pick_device
+from fmmeta.parallel.workers.full_model import WholeWorker
 from fmmeta.signals import Signals
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.schedule.meta_batches import Task

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.communicator import Ranks
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.process_groups import Ranks
+from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Dealer, Example
 from fmmeta.tasks.data.token_store import Store
 from fmmeta.tasks.sources.base import Draw

@@ -23,8 +23,8 @@ from fmmeta.config.settings import UNSPOKEN, Config
 from fmmeta.feed import Reader
 from fmmeta.fewshot.scores import gather, mean_ci95
 from fmmeta.meta.inner import InnerLoop, Learning
-from fmmeta.parallel.communicator import Ranks
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.process_groups import Ranks
+from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Batches
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.models.lengths import positions
-from fmmeta.parallel.whole_worker import WholeWorker
+from fmmeta.parallel.workers.full_model import WholeWorker
 from fmmeta.tasks.batching import IGNORE, Dealer, Example
 from fmmeta.tasks.data.encode import encode_pairs
 from fmmeta.tasks.data.token_store import Store

@@ -17,8 +17,8 @@ from fmmeta.fewshot.features import Features
 from fmmeta.fewshot.frozen import METHODS as FROZEN
 from fmmeta.fewshot.scores import BINS, EpisodeScore, counted, score_of
 from fmmeta.meta.inner import InnerLoop
-from fmmeta.parallel.whole_worker import WholeWorker
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.workers.base import Worker
+from fmmeta.parallel.workers.full_model import WholeWorker
 from fmmeta.tasks.batching import Batches, MicroBatch
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import Draw

@@ -22,7 +22,7 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
-from fmmeta.parallel.communicator import Ranks
+from fmmeta.parallel.process_groups import Ranks
 
 BINS = 10
 Interval = tuple[float, float]

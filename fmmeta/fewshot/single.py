@@ -12,12 +12,12 @@ from torch import Tensor
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.models.load import Description, describe, load_tokenizer
-from fmmeta.parallel import ds_config
-from fmmeta.parallel.communicator import Ranks, World, pick_device
+from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.plain import PlainWorker
+from fmmeta.parallel.process_groups import Ranks, World, pick_device
+from fmmeta.parallel.workers.create import start_worker
+from fmmeta.parallel.workers.plain import PlainWorker
 from fmmeta.tasks.batching import Batches, Dealer, Example
-from fmmeta.workers import start_worker
 
 
 @dataclass
@@ -47,7 +47,7 @@ def start(config: Config, progress: Progress, labels: Sequence[str] = (), bf16: 
         description.hf_config.label2id = {label: number for number, label in enumerate(labels)}
     tokenizer = load_tokenizer(config, description, progress.notice)
     ranks = World(Launch(), pick_device(Launch())).split(1, default_group=False)
-    started = start_worker(config, description, *ds_config.read(None, bf16, progress.notice), "plain", ranks)
+    started = start_worker(config, description, *deepspeed_config.read(None, bf16, progress.notice), "plain", ranks)
     assert isinstance(started.worker, PlainWorker)
     dealer = Dealer(description.hf_config.pad_token_id, config.micro_batch_size)
     return Single(config, description, tokenizer, ranks, started.worker, started.head_names, started.frozen, dealer)

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fmmeta.meta.direction import Direction
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Batches
 
 TRUSTED = 0.02  # relative difference above which a meta-gradient is called inexact

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.parallel.workers.base import Pass, Worker
 from fmmeta.tasks.batching import MicroBatch
 
 CHANGE = {"fp32": 0.004, "bf16": 0.2}  # cube root of a gradient's relative rounding error: 3e-7, 1e-2

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fmmeta.meta.inner import InnerLoop
-from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.parallel.workers.base import Pass, Worker
 from fmmeta.tasks.batching import Batches
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.worker import Part, Pass, Worker
+from fmmeta.parallel.workers.base import Part, Pass, Worker
 from fmmeta.tasks.batching import MicroBatch
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.parallel.workers.base import Pass, Worker
 from fmmeta.tasks.batching import MicroBatch
 
 Head = list[Tensor]

@@ -14,7 +14,7 @@ from fmmeta.meta.head_only import Head, Rows, gather, head_of
 from fmmeta.meta.inner_rules import InnerRule, State, proximal
 from fmmeta.meta.rates import Rates
 from fmmeta.meta.trajectory import Trajectory
-from fmmeta.parallel.worker import Ahead, Pass, Worker
+from fmmeta.parallel.workers.base import Ahead, Pass, Worker
 from fmmeta.tasks.batching import Batches, MicroBatch
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fmmeta.config.settings import Config
 from fmmeta.meta.rates import Rates
-from fmmeta.parallel.worker import Update
+from fmmeta.parallel.workers.base import Update
 
 
 @dataclass

@@ -21,10 +21,10 @@ from torch import Tensor
 from fmmeta.config.settings import Config
 from fmmeta.meta.direction import Direction
 from fmmeta.meta.inner import InnerLoop
-from fmmeta.parallel.communicator import Communicator
-from fmmeta.parallel.home import Home
-from fmmeta.parallel.shards import overlap
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.deepspeed_shards import overlap
+from fmmeta.parallel.offload import Home
+from fmmeta.parallel.process_groups import Communicator
+from fmmeta.parallel.workers.base import Worker
 
 
 class MetaGradient:

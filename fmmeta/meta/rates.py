@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.workers.base import Worker
 
 HEAD = "head"
 RATES_FILE = "inner_lr.safetensors"  # rates element by element, in an exported folder, named as its tensors

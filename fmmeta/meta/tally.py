@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fmmeta.meta.direction import Direction
-from fmmeta.parallel.communicator import Ranks
+from fmmeta.parallel.process_groups import Ranks
 
 
 class Tally:

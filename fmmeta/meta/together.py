@@ -20,9 +20,9 @@ from fmmeta.meta.head import class_means
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.models.learner import Learner
 from fmmeta.models.multi_task_layers import TaskAxis
-from fmmeta.parallel.task_batch import TaskBatch
-from fmmeta.parallel.whole_worker import WholeWorker
-from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.parallel.workers.base import Pass, Worker
+from fmmeta.parallel.workers.full_model import WholeWorker
+from fmmeta.parallel.workers.multi_task import TaskBatch
 from fmmeta.tasks.batching import Batches, joined
 
 

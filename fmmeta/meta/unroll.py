@@ -26,7 +26,7 @@ from fmmeta.meta.curvature import Curvature
 from fmmeta.meta.direction import Direction
 from fmmeta.meta.inner import Adapted, InnerLoop
 from fmmeta.meta.trajectory import Trajectory
-from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.parallel.workers.base import Pass, Worker
 from fmmeta.tasks.batching import Batches
 
 FINAL_ONLY: tuple[float, ...] = ()

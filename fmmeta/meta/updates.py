@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fmmeta.config.settings import Config
 from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
-from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.process_groups import Communicator
 
 MARK = "pending "  # before the names of vectors and tables in a checkpoint
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}

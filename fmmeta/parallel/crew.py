@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fmmeta.parallel.communicator import Communicator, Venue, is_proof, meet_at, proof, somebody_at
+from fmmeta.parallel.process_groups import Communicator, Venue, is_proof, meet_at, proof, somebody_at
 from fmmeta.parallel.quorum import Line, coordination, first_line, reachable_as
 from fmmeta.parallel.roll import Member, Roll
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.deepspeed_config import Precision
 
 GIB = 2**30
 META = ("theta", "meta_gradient", "direction", "moments", "kept")

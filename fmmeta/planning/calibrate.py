@@ -82,8 +82,8 @@ def wait(ranks: list[subprocess.Popen[str]]) -> str:
 def rank_main(asked: str, out: str) -> None:
     """One of the ranks that measure."""
     end_with_parent()
-    from fmmeta.parallel.communicator import World, pick_device
     from fmmeta.parallel.layout import Launch
+    from fmmeta.parallel.process_groups import World, pick_device
 
     plan = PlanConfig(**json.loads(Path(asked).read_text()))
     launch = Launch.from_env(os.environ)

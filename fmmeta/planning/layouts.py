@@ -10,11 +10,11 @@ from typing import Any
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import describe, empty_learner
-from fmmeta.parallel import ds_config
-from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel import deepspeed_config
+from fmmeta.parallel.deepspeed_config import Precision
 from fmmeta.parallel.footprint import GIB, Estimate, Sizes, estimate
 from fmmeta.parallel.memory import HEADROOM, at_size
-from fmmeta.parallel.tensor import tensor_parallel_block
+from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 from fmmeta.planning.hardware import Profile
 from fmmeta.planning.predict import Room, Seconds, step_seconds, task_seconds
 from fmmeta.planning.settings import ROWS, PlanConfig
@@ -129,12 +129,12 @@ class Planner:
     def precision_of(self, way: Way) -> Precision:
         settings, name = deepspeed_of(way), "the plan's file"
         if self.plan.deepspeed is not None:
-            settings, name = ds_config.load(self.plan.deepspeed), self.plan.deepspeed
-        settings, precision = ds_config.check(settings, name, self.plan.bf16_planned, lambda text: None)
+            settings, name = deepspeed_config.load(self.plan.deepspeed), self.plan.deepspeed
+        settings, precision = deepspeed_config.check(settings, name, self.plan.bf16_planned, lambda text: None)
         if way.stages > 1:
-            _, precision = ds_config.for_pipeline(settings, precision, lambda text: None)
+            _, precision = deepspeed_config.for_pipeline(settings, precision, lambda text: None)
         if way.tensor > 1:
-            ds_config.for_tensor(precision)
+            deepspeed_config.for_tensor(precision)
             tensor_parallel_block(self.description.hf_config, way.tensor)
         return at_size(precision, way.group_size)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.deepspeed_config import Precision
 from fmmeta.parallel.footprint import Sizes
 from fmmeta.planning.hardware import Profile
 from fmmeta.planning.work import Task, Wire, refresh

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fmmeta.config.settings import UsageError
-from fmmeta.parallel import ds_config
+from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import divisors
 from fmmeta.planning.settings import LORA_R, PlanConfig
 
@@ -92,7 +92,9 @@ def cuts(plan: PlanConfig, size: int, per_node: int) -> Iterator[tuple[int, int]
 def sharings(plan: PlanConfig, size: int, data: int, model_ranks: int) -> Iterator[tuple[int, bool]]:
     """ZeRO stages, each with and without DeepSpeed's offload; one data rank has nothing to share."""
     if plan.deepspeed is not None:
-        _, precision = ds_config.check(ds_config.load(plan.deepspeed), plan.deepspeed, plan.bf16_planned, lambda text: None)
+        _, precision = deepspeed_config.check(
+            deepspeed_config.load(plan.deepspeed), plan.deepspeed, plan.bf16_planned, lambda text: None
+        )
         yield precision.zero_stage, precision.offload
         return
     stages = plan.zero_stage or [0, 1, 2, 3]

@@ -18,9 +18,9 @@ from fmmeta import build
 from fmmeta.common.host_memory import status_bytes
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.parallel.communicator import World, pick_device
-from fmmeta.parallel.engine import import_deepspeed
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import World, pick_device
+from fmmeta.parallel.workers.zero import import_deepspeed
 from fmmeta.run import Run
 from fmmeta.start import Start
 

@@ -22,8 +22,8 @@ from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.export import export
 from fmmeta.models.load import empty_learner, load_learner
-from fmmeta.parallel.communicator import World, pick_device
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.run import Run
 from fmmeta.start import Start
 from fmmeta.tasks.loader import Load

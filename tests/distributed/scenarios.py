@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from fmmeta import build, workers
+from fmmeta import build
 from fmmeta.cli import parse
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config, UsageError
@@ -22,13 +22,14 @@ from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.curvature import Hessian
 from fmmeta.meta.outer import MetaGradient
 from fmmeta.models.load import load_learner
-from fmmeta.parallel import communicator
-from fmmeta.parallel.communicator import PeerError, World, pick_device
+from fmmeta.parallel import process_groups
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import PeerError, World, pick_device
+from fmmeta.parallel.workers import create
+from fmmeta.parallel.workers.create import check_equal, fingerprint_of
 from fmmeta.run import Run
 from fmmeta.signals import Fault
 from fmmeta.start import Start
-from fmmeta.workers import check_equal, fingerprint_of
 
 
 def together(world: World) -> None:
@@ -54,7 +55,7 @@ def together(world: World) -> None:
 
 def buckets(world: World) -> None:
     """A sum comes bucket by bucket, each whole when it comes, whatever travels; its mean and norm are those of the whole."""
-    communicator.BUCKET = 8
+    process_groups.BUCKET = 8
     comm, share = world.comm, world.launch.global_rank + 1.0
     for wire in (None, torch.bfloat16):
         vector, seen = torch.arange(20.0) * share, []
@@ -101,7 +102,7 @@ def born_sharded(world: World, model: str, data: str, setting: str, value: str) 
     def whole(*_):
         raise AssertionError("a whole model was loaded")
 
-    workers.load_learner = whole
+    create.load_learner = whole
     spread = {setting: int(value) if value.isdigit() else value}
     config = Config(
         model_name_or_path=model, dataset=[data], task_type="causal_lm", lora_r=2, num_query=3, group_size="2", **spread
@@ -266,7 +267,7 @@ def refusals(world: World, file: str) -> None:
 
 def prepare_once(world: World, folder: str) -> None:
     """One rank of a node works first; its failure is everybody's; who waits too long says for whom."""
-    communicator.SAY_S = 0.3
+    process_groups.SAY_S = 0.3
     file = Path(folder) / "prepared"
 
     def read() -> str:

@@ -19,8 +19,8 @@ import torch
 from benchmarks.elastic import SLEEP, Born, Trial, alone, lines_of, parity, theta_of
 from fmmeta.elastic.supervisor import Group
 from fmmeta.parallel import quorum
-from fmmeta.parallel.communicator import Communicator, proof
 from fmmeta.parallel.crew import Crew, Lost
+from fmmeta.parallel.process_groups import Communicator, proof
 from fmmeta.parallel.quorum import Line, coordination
 from fmmeta.run import Run
 from fmmeta.signals import Fault

@@ -50,8 +50,8 @@ def main(model: str, data: str, out: str, *cases: str) -> None:
     for name, kind, which in (("all_gather_into_tensor", "gather", 0), ("all_gather", "gather", 0), ("all_reduce", "sum", 0),
                               ("reduce_scatter_tensor", "reduce", 1), ("send", "send", 0)):  # fmt: skip
         counting(name, kind, which)
-    from fmmeta.parallel.communicator import World, pick_device
     from fmmeta.parallel.layout import Launch
+    from fmmeta.parallel.process_groups import World, pick_device
 
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))

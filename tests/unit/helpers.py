@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fmmeta.config.settings import UsageError
-from fmmeta.parallel.communicator import Ranks, World
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import Ranks, World
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"

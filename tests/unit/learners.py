@@ -15,8 +15,8 @@ from fmmeta.meta.algorithms.setup import Setup, setup
 from fmmeta.meta.direction import Direction
 from fmmeta.meta.reference import direction
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
-from fmmeta.parallel.plain import PlainWorker
-from fmmeta.parallel.shards import param_groups
+from fmmeta.parallel.deepspeed_shards import param_groups
+from fmmeta.parallel.workers.plain import PlainWorker
 from fmmeta.tasks.batching import IGNORE, Batches, Dealer, Example
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import Episode

@@ -18,7 +18,7 @@ from fmmeta.meta.direction import Direction
 from fmmeta.meta.reference import direction, set_gradient, set_loss
 from fmmeta.meta.trajectory import Trajectory
 from fmmeta.models.learner import Learner
-from fmmeta.parallel.worker import Pass
+from fmmeta.parallel.workers.base import Pass
 from tests.unit import learners
 from tests.unit.learners import against_oracle, batches_of, by_name, config_of, episode_of, setup_of, worker_of
 

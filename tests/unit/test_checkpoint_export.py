@@ -21,12 +21,12 @@ from fmmeta import export as export_module
 from fmmeta.config.settings import Config
 from fmmeta.export import export
 from fmmeta.models.load import describe, load_learner, load_tokenizer
-from fmmeta.parallel.plain import PlainWorker
-from fmmeta.parallel.shards import Fragment, ParamMap, param_groups
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap, param_groups
+from fmmeta.parallel.workers.base import Worker
+from fmmeta.parallel.workers.create import untrained
+from fmmeta.parallel.workers.plain import PlainWorker
 from fmmeta.record import Metrics, write_run
 from fmmeta.start import find_start, hold
-from fmmeta.workers import untrained
 from tests.models import WORDS, save_bert, save_llama
 from tests.unit.helpers import one_rank, refusal
 

@@ -12,8 +12,8 @@ from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.fewshot.confusion import confusion
 from fmmeta.fewshot.heldout import TEST, HeldOut
-from fmmeta.parallel.communicator import World
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import World
 from tests.models import save_bert, save_llama, write_classes, write_pairs
 
 

@@ -12,7 +12,7 @@ from fmmeta.elastic.attendance import MOST, Elastic
 from fmmeta.elastic.healing import check_kinds, kinds
 from fmmeta.elastic.joining import mark_of
 from fmmeta.parallel.crew import Lost
-from fmmeta.parallel.ds_config import Precision, recorded
+from fmmeta.parallel.deepspeed_config import Precision, recorded
 from fmmeta.parallel.quorum import reachable_as
 from fmmeta.parallel.roll import Member, Roll
 from fmmeta.signals import Fault

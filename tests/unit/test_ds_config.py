@@ -7,7 +7,7 @@ from copy import deepcopy
 
 import pytest
 
-from fmmeta.parallel.ds_config import OURS, REFUSED, Precision, complete, for_pipeline, for_tensor, read
+from fmmeta.parallel.deepspeed_config import OURS, REFUSED, Precision, complete, for_pipeline, for_tensor, read
 from tests.unit.helpers import ROOT, refusal
 
 HF = {  # a typical file of transformers' documentation

@@ -11,10 +11,10 @@ from fmmeta.config.settings import Config
 from fmmeta.models.forward_options import check_attention
 from fmmeta.models.load import describe, load_learner
 from fmmeta.parallel import memory
-from fmmeta.parallel.communicator import World
-from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.deepspeed_config import Precision
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.memory import Sizes
+from fmmeta.parallel.process_groups import World
 from tests.models import save, save_bert, save_llama, write_pairs
 from tests.unit.helpers import refusal
 

@@ -24,7 +24,7 @@ from fmmeta.fewshot.adaptation import leave_out, read_task
 from fmmeta.fewshot.inputs import opened, read_texts
 from fmmeta.fewshot.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.parallel import ds_config
+from fmmeta.parallel import deepspeed_config
 from fmmeta.record import write_run
 from fmmeta.start import open_run
 from fmmeta.tasks.sources.load import load_sources
@@ -175,8 +175,8 @@ def test_deepspeed_files(content, bf16, apart):
     file = apart / "ds.json"
     file.write_text(deep(content), encoding="utf-8", errors="replace")
     with one_line_at_most():
-        filled, precision = ds_config.read(str(file), bf16, lambda text: None)
-        ds_config.complete(filled, precision, 64)
+        filled, precision = deepspeed_config.read(str(file), bf16, lambda text: None)
+        deepspeed_config.complete(filled, precision, 64)
     assert files_in(apart) == {file}
 
 

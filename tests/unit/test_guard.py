@@ -19,7 +19,7 @@ import torch
 from fmmeta.config.settings import Config
 from fmmeta.guard import Guard, Spikes
 from fmmeta.meta.direction import Direction
-from fmmeta.parallel.worker import Pass
+from fmmeta.parallel.workers.base import Pass
 from fmmeta.signals import Launcher, Signals, about, born
 from fmmeta.watchdog import Watch, identity_of, myself, stack_of
 from tests.unit.helpers import one_rank, refusal

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from fmmeta import Config, MetaTrainer
 from fmmeta.meta.inner_rules import State as InnerState
 from fmmeta.meta.outer import MetaGradient, Outer, OuterState
-from fmmeta.parallel import home, memory
-from fmmeta.parallel.ds_config import Precision
-from fmmeta.parallel.home import Home
-from fmmeta.parallel.plain import PlainWorker
+from fmmeta.parallel import memory, offload
+from fmmeta.parallel.deepspeed_config import Precision
+from fmmeta.parallel.offload import Home
+from fmmeta.parallel.workers.plain import PlainWorker
 from tests.models import save_bert, write_classes
 from tests.unit.helpers import refusal
 from tests.unit.test_inner_outer import encoder, worker_of
@@ -33,7 +33,7 @@ def outer_of(worker: PlainWorker, offload: bool, **settings) -> Outer:
 @pytest.mark.parametrize("chunk", [64, 1000, 2**24])
 def test_offloaded_steps_are_the_same_steps(monkeypatch, optimizer, chunk):
     """In pieces of any size, and through a resumption."""
-    monkeypatch.setattr(home, "chunk", lambda device: chunk)
+    monkeypatch.setattr(offload, "chunk", lambda device: chunk)
     worker = worker_of(encoder("mean"), "zero")
     here, away = (outer_of(worker, offload, outer_optimizer=optimizer) for offload in (False, True))
     pieces = list(away.home.pieces(slice(7, 3007)))
@@ -59,7 +59,7 @@ def test_pieces_are_the_whole(monkeypatch, chunk):
     """torch's optimizer on the whole vector, and on pieces of it."""
     worker = worker_of(encoder("mean"))
     whole = outer_of(worker, False)
-    monkeypatch.setattr(home, "chunk", lambda device: chunk)
+    monkeypatch.setattr(offload, "chunk", lambda device: chunk)
     cut = outer_of(worker, False)
     assert len(cut.parts) > len(whole.parts) == 2
     for step in range(3):

@@ -26,12 +26,12 @@ from fmmeta.meta.inner import InnerLoop
 from fmmeta.meta.outer import MetaGradient, Outer
 from fmmeta.models.learner import NativeClassifier, PooledClassifier
 from fmmeta.models.losses import objective
-from fmmeta.parallel.communicator import Communicator
-from fmmeta.parallel.engine import ShardTap
-from fmmeta.parallel.plain import PlainWorker
-from fmmeta.parallel.shards import param_groups
-from fmmeta.parallel.whole_worker import without_slope
-from fmmeta.parallel.worker import Pass
+from fmmeta.parallel.deepspeed_shards import param_groups
+from fmmeta.parallel.process_groups import Communicator
+from fmmeta.parallel.workers.base import Pass
+from fmmeta.parallel.workers.full_model import without_slope
+from fmmeta.parallel.workers.plain import PlainWorker
+from fmmeta.parallel.workers.zero import ShardTap
 from fmmeta.tasks.batching import Batches, Dealer, Example
 from fmmeta.tasks.loader import Loaded
 from fmmeta.tasks.schedule.meta_batches import Task

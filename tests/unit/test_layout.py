@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from fmmeta.common import host_memory
 from fmmeta.parallel import memory
-from fmmeta.parallel.communicator import World
-from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.deepspeed_config import Precision
 from fmmeta.parallel.layout import Launch, Layout, Place, first_host
 from fmmeta.parallel.memory import Sizes, check_group_size, choose_group_size, estimate
 from fmmeta.parallel.nodes import Nodes
+from fmmeta.parallel.process_groups import World
 from tests.unit.helpers import refusal
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",

@@ -18,8 +18,8 @@ from fmmeta.fewshot.predict import load as predict_from
 from fmmeta.fewshot.settings import PredictConfig
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
 from fmmeta.models.lora import settings_of
-from fmmeta.parallel.communicator import World
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import World
 from tests.models import save, save_bert, save_llama, write_classes
 from tests.unit.helpers import refusal
 from tests.unit.test_checkpoint_export import assert_same_logits, exported, inputs

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fmmeta.parallel.meeting import meet
+from fmmeta.parallel.rendezvous import meet
 
 
 class Dictionary:

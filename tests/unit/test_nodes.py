@@ -119,7 +119,7 @@ def test_sizes_read_well():
 
 def test_groups_chosen_automatically_stay_inside_nodes():
     from fmmeta.parallel import memory
-    from fmmeta.parallel.ds_config import Precision
+    from fmmeta.parallel.deepspeed_config import Precision
     from tests.unit.test_layout import SIZES
 
     for sizes in ((6, 6), (4, 4), (3, 3), (4, 2), (1, 1)):

@@ -17,7 +17,7 @@ from fmmeta.config.settings import Config
 from fmmeta.meta import costs
 from fmmeta.meta.outer import OPTIMIZERS, MetaGradient, Outer
 from fmmeta.models.load import describe, empty_learner, load_learner
-from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel.deepspeed_config import Precision
 from fmmeta.parallel.footprint import estimate
 from fmmeta.planning import hardware, show
 from fmmeta.planning.hardware import PROFILES, Profile

@@ -9,7 +9,7 @@ import torch
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.meta.outer import MetaGradient
-from fmmeta.parallel.communicator import pending_type
+from fmmeta.parallel.process_groups import pending_type
 from fmmeta.profiler import KINDS, Clock, wrapped
 from tests.launch import run_ranks
 

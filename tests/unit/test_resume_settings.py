@@ -12,8 +12,8 @@ import torch
 from fmmeta.build import plan
 from fmmeta.checkpoint import read_state
 from fmmeta.config.settings import Config
-from fmmeta.parallel.communicator import World
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import World
 from fmmeta.start import accept_changes, find_start
 from fmmeta.train import train
 from tests.unit.helpers import refusal

@@ -17,8 +17,8 @@ from fmmeta.models.lazy_weights import open_stream
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.models.pipeline_split import balance, plan_cut, take_stage
 from fmmeta.parallel.layout import Place
-from fmmeta.parallel.pipeline import hold_stage
-from fmmeta.workers import untrained
+from fmmeta.parallel.workers.create import untrained
+from fmmeta.parallel.workers.pipeline import hold_stage
 from tests.models import DECODERS, ENCODERS, save_family
 from tests.unit.helpers import refusal
 

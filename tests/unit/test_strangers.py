@@ -14,7 +14,7 @@ LISTENERS = """
 import sys
 import psutil
 import torch
-from fmmeta.parallel.communicator import World, pick_device
+from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.parallel.layout import Launch
 import os
 world = World(Launch.from_env(os.environ), torch.device("cpu"))
@@ -51,8 +51,8 @@ def test_one_node_listens_on_loopback_and_notes_of_strangers_do_not_count():
 def test_a_lighthouse_and_the_stores_of_one_node_listen_on_loopback():
     pytest.importorskip("torchft", reason="elastic groups need torchft")
     from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
-    from fmmeta.parallel.communicator import Communicator
     from fmmeta.parallel.crew import Crew
+    from fmmeta.parallel.process_groups import Communicator
 
     before = listening(psutil.Process())
     server, address = open_lighthouse(LighthouseConfig(host="127.0.0.1", port=0))
@@ -68,8 +68,8 @@ def test_a_lighthouse_and_the_stores_of_one_node_listen_on_loopback():
 def test_members_that_do_not_know_the_secret_are_no_members():
     pytest.importorskip("torchft", reason="elastic groups need torchft")
     from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
-    from fmmeta.parallel.communicator import Communicator
     from fmmeta.parallel.crew import Crew
+    from fmmeta.parallel.process_groups import Communicator
     from fmmeta.parallel.quorum import Line, coordination
 
     server, address = open_lighthouse(LighthouseConfig(host="127.0.0.1", port=0, min_groups=3))

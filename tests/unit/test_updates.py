@@ -11,7 +11,7 @@ from torch import Tensor
 from fmmeta.config.settings import Config
 from fmmeta.meta.outer import Outer
 from fmmeta.meta.updates import MARK, Updates
-from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel.process_groups import Communicator
 from tests.unit.test_inner_outer import encoder, worker_of
 
 CPU = torch.device("cpu")

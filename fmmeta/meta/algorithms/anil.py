@@ -27,7 +27,7 @@ from fmmeta.meta.direction import Direction, Rule
 from fmmeta.meta.head_only import Asked, Head, Rows, gather, head_of
 from fmmeta.meta.inner import InnerLoop
 from fmmeta.meta.rates import HEAD
-from fmmeta.parallel.worker import Ahead, Answer, Part, Pass, Worker
+from fmmeta.parallel.workers.base import Ahead, Answer, Part, Pass, Worker
 from fmmeta.tasks.batching import Batches, MicroBatch, Sets, alike, joined
 
 

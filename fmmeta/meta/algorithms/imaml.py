@@ -24,7 +24,7 @@ from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.curvature import Curvature, Hessian
 from fmmeta.meta.direction import Direction, Rule
 from fmmeta.meta.inner import InnerLoop
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Batches
 
 UNSOLVED = 0.5  # a residual above this is no solution

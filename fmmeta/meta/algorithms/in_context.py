@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fmmeta.parallel.worker import Pass, Worker
+from fmmeta.parallel.workers.base import Pass, Worker
 from fmmeta.tasks.batching import IGNORE, Batches, Example
 
 

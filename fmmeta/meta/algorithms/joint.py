@@ -17,7 +17,7 @@ from torch import Tensor
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.direction import Direction, Rule
 from fmmeta.meta.inner import InnerLoop
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Batches
 
 

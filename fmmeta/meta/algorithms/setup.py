@@ -18,7 +18,7 @@ from fmmeta.meta.inner import InnerLoop, Learning
 from fmmeta.meta.inner_rules import inner_rule
 from fmmeta.meta.rates import HEAD, Layers, Rates
 from fmmeta.meta.unroll import FINAL_ONLY, Unrolled
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.workers.base import Worker
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fmmeta.models.losses import objective
-from fmmeta.parallel.worker import Ahead, Part, Pass, Update, Worker
+from fmmeta.parallel.workers.base import Ahead, Part, Pass, Update, Worker
 from fmmeta.tasks.batching import MicroBatch
 
 

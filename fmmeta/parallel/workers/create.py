@@ -23,14 +23,14 @@ from fmmeta.models.lazy_weights import open_stream
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, load_learner
 from fmmeta.models.pipeline_split import plan_cut, take_stage
-from fmmeta.parallel import ds_config
-from fmmeta.parallel.communicator import Ranks
-from fmmeta.parallel.ds_config import Precision
+from fmmeta.parallel import deepspeed_config
+from fmmeta.parallel.deepspeed_config import Precision
+from fmmeta.parallel.deepspeed_shards import param_groups
 from fmmeta.parallel.layout import Layout, Place
-from fmmeta.parallel.plain import PlainWorker
-from fmmeta.parallel.shards import param_groups
-from fmmeta.parallel.tensor import tensor_parallel_block
-from fmmeta.parallel.worker import Worker
+from fmmeta.parallel.process_groups import Ranks
+from fmmeta.parallel.workers.base import Worker
+from fmmeta.parallel.workers.plain import PlainWorker
+from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 
 
 @dataclass
@@ -50,7 +50,7 @@ def start_worker(config: Config, description: Description, deepspeed: dict[str, 
     if config.compile and engine != "plain":
         raise UsageError(f"compile=True compiles a model that one rank holds in plain PyTorch, and DeepSpeed runs this group of "
                          f"{place.group_size}: it hooks into modules; leave it out, or use --group_size 1")  # fmt: skip
-    filled = ds_config.complete(deepspeed, precision, getattr(description.hf_config, "hidden_size", 768))
+    filled = deepspeed_config.complete(deepspeed, precision, getattr(description.hf_config, "hidden_size", 768))
     if place.tensor > 1:
         filled["tensor_parallel"] = tensor_parallel_block(description.hf_config, place.tensor)
     if place.stages > 1:
@@ -71,7 +71,7 @@ def start_worker(config: Config, description: Description, deepspeed: dict[str, 
             if config.compile:
                 compile_model(learner, ranks.device)
     else:
-        from fmmeta.parallel.engine import DeepSpeedWorker
+        from fmmeta.parallel.workers.zero import DeepSpeedWorker
 
         worker = DeepSpeedWorker(learner, groups, filled, ranks.group, place)
     return Started(worker, learner.head_names, place, frozen)
@@ -79,7 +79,7 @@ def start_worker(config: Config, description: Description, deepspeed: dict[str, 
 
 def start_sharded(config: Config, description: Description, filled: dict[str, Any], place: Place, ranks: Ranks) -> Started:
     """ZeRO 3 from birth. Collective: world."""
-    from fmmeta.parallel.engine import DeepSpeedWorker, shard_at_birth
+    from fmmeta.parallel.workers.zero import DeepSpeedWorker, shard_at_birth
 
     with ranks.world.together("opening the checkpoint"):
         stream = open_stream(config, description)
@@ -103,7 +103,7 @@ def start_sharded(config: Config, description: Description, filled: dict[str, An
 def start_pipeline(config: Config, description: Description, filled: dict[str, Any], place: Place, ranks: Ranks,
                    costs: Sequence[float] | None) -> Started:  # fmt: skip
     """A stage per rank. Collective: world."""
-    from fmmeta.parallel.pipeline import PipelineWorker, hold_stage
+    from fmmeta.parallel.workers.pipeline import PipelineWorker, hold_stage
 
     with ranks.world.together("reading the stages"):
         stream = open_stream(config, description)

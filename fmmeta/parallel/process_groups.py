@@ -35,8 +35,8 @@ from fmmeta.common.security import disk_trouble
 from fmmeta.config.settings import UsageError
 from fmmeta.parallel import network
 from fmmeta.parallel.layout import Launch, Layout
-from fmmeta.parallel.meeting import meet
 from fmmeta.parallel.nodes import Nodes
+from fmmeta.parallel.rendezvous import meet
 
 TIMEOUT = timedelta(minutes=30)
 BUCKET = 2**23  # elements of a reduction that travel together: 32 MiB in fp32

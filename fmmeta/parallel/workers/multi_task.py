@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fmmeta.models.losses import per_row
 from fmmeta.models.multi_task_layers import TaskAxis
-from fmmeta.parallel.whole_worker import WholeWorker
-from fmmeta.parallel.worker import Pass, Update
+from fmmeta.parallel.workers.base import Pass, Update
+from fmmeta.parallel.workers.full_model import WholeWorker
 from fmmeta.tasks.batching import MicroBatch, Sets, joined
 
 

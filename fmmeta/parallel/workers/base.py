@@ -27,9 +27,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.communicator import Communicator
-from fmmeta.parallel.home import pieces
-from fmmeta.parallel.shards import ParamMap, overlap
+from fmmeta.parallel.deepspeed_shards import ParamMap, overlap
+from fmmeta.parallel.offload import pieces
+from fmmeta.parallel.process_groups import Communicator
 from fmmeta.tasks.batching import MicroBatch
 
 Update = Callable[[Tensor, Tensor, slice], None]

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmmeta.parallel.communicator import Communicator
-from fmmeta.parallel.shards import Fragment, ParamMap
-from fmmeta.parallel.whole_worker import WholeWorker
-from fmmeta.parallel.worker import Update
+from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap
+from fmmeta.parallel.process_groups import Communicator
+from fmmeta.parallel.workers.base import Update
+from fmmeta.parallel.workers.full_model import WholeWorker
 
 
 class PlainWorker(WholeWorker):

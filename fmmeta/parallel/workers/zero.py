@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from fmmeta.models.lazy_weights import Stream
-from fmmeta.parallel import shards
-from fmmeta.parallel.communicator import Communicator
+from fmmeta.parallel import deepspeed_shards
 from fmmeta.parallel.layout import Place
-from fmmeta.parallel.tensor import Cut, cut_of
-from fmmeta.parallel.whole_worker import WholeWorker
-from fmmeta.parallel.worker import Pass, Update, Worker
+from fmmeta.parallel.process_groups import Communicator
+from fmmeta.parallel.workers.base import Pass, Update, Worker
+from fmmeta.parallel.workers.full_model import WholeWorker
+from fmmeta.parallel.workers.tensor_parallel import Cut, cut_of
 
 Names = Mapping[int, tuple[str, tuple[int, ...]]]
 """Id of a parameter -> its name and whole shape."""
@@ -68,9 +68,9 @@ class EngineWorker(Worker):
 
     def attach(self, engine: Any, shard_rank: int, names: Names, copies: Collection[str] = (),
                replicated: bool | None = None, cuts: Mapping[str, Cut] | None = None) -> None:  # fmt: skip
-        """Find the shards of `engine`, whose optimizer is the tap; see shards.param_map for the rest."""
+        """Find the shards of `engine`, whose optimizer is the tap; see deepspeed_shards.param_map for the rest."""
         self.engine, self.data_ranks = engine, self.place.data
-        self.shards = shards.of_engine(engine, shard_rank)
+        self.shards = deepspeed_shards.of_engine(engine, shard_rank)
         self.params = self.shards.param_map(names, copies, replicated, cuts)
         self.home = self.shards.tensors[0].device
         begin = 0

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from fmmeta.models.lazy_weights import Stream
 from fmmeta.models.losses import objective
 from fmmeta.models.pipeline_split import Cut, Stage
-from fmmeta.parallel.communicator import Communicator
-from fmmeta.parallel.engine import EngineWorker, Names, ShardTap, import_deepspeed
 from fmmeta.parallel.layout import Place
-from fmmeta.parallel.whole_worker import pulling, without_slope
-from fmmeta.parallel.worker import Ahead, Answer, Part, Pass, Update
+from fmmeta.parallel.process_groups import Communicator
+from fmmeta.parallel.workers.base import Ahead, Answer, Part, Pass, Update
+from fmmeta.parallel.workers.full_model import pulling, without_slope
+from fmmeta.parallel.workers.zero import EngineWorker, Names, ShardTap, import_deepspeed
 from fmmeta.tasks.batching import MicroBatch
 
 Fed = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # what the first and the last stage load of a micro-batch
