@@ -21,8 +21,8 @@ from benchmarks.floor import SETTINGS
 from benchmarks.stepping import Cost, alone, find_data, find_model, prepare
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
-from fmmeta.meta.outer import MetaGradient
-from fmmeta.meta.together import together
+from fmmeta.meta.multi_task import together
+from fmmeta.meta.outer_step import MetaGradient
 
 ROWS: dict[str, dict[str, Any]] = {
     "lora": {"algorithm": "fomaml", "lora_r": 8},

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.config.values import to_json
-from fmmeta.meta.rates import RATES_FILE, Rates
+from fmmeta.meta.inner_lrs import RATES_FILE, Rates
 from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, base_of
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.models.load import Description, empty_learner, load_hf

@@ -26,7 +26,7 @@ from torch import Tensor
 from fmmeta.build import hash_vector
 from fmmeta.checkpoint.saver import Saver
 from fmmeta.config.settings import Config
-from fmmeta.meta.direction import Direction
+from fmmeta.meta.task_gradient import Direction
 from fmmeta.parallel.process_groups import Board, Ranks
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.signals import Fault, Launcher, Signals

@@ -11,7 +11,7 @@ from fmmeta import record
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import imaml
-from fmmeta.meta.outer import OuterStep
+from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.tally import Tally
 from fmmeta.parallel.process_groups import Ranks
 from fmmeta.state import State

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fmmeta.meta.outer import MetaGradient
+from fmmeta.meta.outer_step import MetaGradient
 from fmmeta.parallel.process_groups import Ranks, pending_type
 
 KINDS = ("data", "forward", "backward", "group communication", "role switch", "cross-group", "outer step", "other")

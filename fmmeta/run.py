@@ -25,11 +25,11 @@ from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.guard import Guard
 from fmmeta.journal import Journal
 from fmmeta.meta.algorithms import NUMBERS, RULES
-from fmmeta.meta.check import Checked, check
-from fmmeta.meta.direction import Direction, Rule, Several
-from fmmeta.meta.outer import OuterStep
+from fmmeta.meta.multi_task import most_at_once, together
+from fmmeta.meta.outer_step import OuterStep
+from fmmeta.meta.second_order.gradient_check import Checked, check
 from fmmeta.meta.tally import Tally
-from fmmeta.meta.together import most_at_once, together
+from fmmeta.meta.task_gradient import Direction, Rule, Several
 from fmmeta.parallel.process_groups import Ranks
 from fmmeta.profiler import Profiler
 from fmmeta.report import page

@@ -25,9 +25,9 @@ from fmmeta.best import Best, BestState
 from fmmeta.checkpoint.saver import Saver
 from fmmeta.config.settings import Config
 from fmmeta.guard import Spikes
-from fmmeta.meta.outer import Outer, OuterState
+from fmmeta.meta.delayed_update import Updates
+from fmmeta.meta.outer_step import Outer, OuterState
 from fmmeta.meta.parameters import MetaParameters
-from fmmeta.meta.updates import Updates
 from fmmeta.parallel.process_groups import Ranks
 
 

@@ -28,7 +28,7 @@ from fmmeta.fewshot.defaults import stored_rates
 from fmmeta.fewshot.settings import AdaptConfig
 from fmmeta.fewshot.single import Single, start
 from fmmeta.meta.algorithms import setup as rules
-from fmmeta.meta.inner import InnerLoop
+from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.models.stored_settings import trained_with
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.columns import Table, tabulate

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.fewshot.heldout import TEST, HeldOut
-from fmmeta.meta.inner import Learning
+from fmmeta.meta.inner_loop import Learning
 from fmmeta.parallel.workers.full_model import WholeWorker
 from fmmeta.tasks.sources.base import TaskSource
 

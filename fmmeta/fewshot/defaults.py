@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.meta.rates import HEAD, RATES_FILE, Rates
+from fmmeta.meta.inner_lrs import HEAD, RATES_FILE, Rates
 from fmmeta.models.files import cached_file
 from fmmeta.models.stored_settings import remembered
 from fmmeta.parallel.workers.base import Worker

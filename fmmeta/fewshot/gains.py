@@ -13,7 +13,7 @@ from fmmeta.fewshot.confusion import confusion
 from fmmeta.fewshot.heldout import TEST, HeldOut, Score, per_stratum
 from fmmeta.fewshot.scores import Interval, mean_ci95, shown
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.inner import InnerLoop
+from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.tasks.sources.load import Sources

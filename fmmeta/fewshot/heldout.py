@@ -22,7 +22,7 @@ from fmmeta.common.progress import Progress
 from fmmeta.config.settings import UNSPOKEN, Config
 from fmmeta.feed import Reader
 from fmmeta.fewshot.scores import gather, mean_ci95
-from fmmeta.meta.inner import InnerLoop, Learning
+from fmmeta.meta.inner_loop import InnerLoop, Learning
 from fmmeta.parallel.process_groups import Ranks
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Batches

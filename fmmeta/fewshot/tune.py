@@ -27,7 +27,7 @@ from fmmeta.fewshot.defaults import stored_rates
 from fmmeta.fewshot.episodes import episodes_of, run_config
 from fmmeta.fewshot.results import check_output, write
 from fmmeta.fewshot.settings import EvaluateConfig, TuneConfig
-from fmmeta.meta.inner import InnerLoop
+from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.models.load import Description, empty_learner
 from fmmeta.models.stored_settings import remembered
 from fmmeta.parallel.layout import Launch

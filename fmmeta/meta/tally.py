@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fmmeta.meta.direction import Direction
+from fmmeta.meta.task_gradient import Direction
 from fmmeta.parallel.process_groups import Ranks
 
 

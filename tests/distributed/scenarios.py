@@ -19,8 +19,8 @@ from fmmeta.config.settings import Config, UsageError
 from fmmeta.feed import Reader
 from fmmeta.guard import Guard
 from fmmeta.meta.algorithms import imaml
-from fmmeta.meta.curvature import Hessian
-from fmmeta.meta.outer import MetaGradient
+from fmmeta.meta.outer_step import MetaGradient
+from fmmeta.meta.second_order.hessian import Hessian
 from fmmeta.models.load import load_learner
 from fmmeta.parallel import process_groups
 from fmmeta.parallel.layout import Launch

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import Setup, setup
-from fmmeta.meta.direction import Direction
 from fmmeta.meta.reference import direction
+from fmmeta.meta.task_gradient import Direction
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
 from fmmeta.parallel.deepspeed_shards import param_groups
 from fmmeta.parallel.workers.plain import PlainWorker

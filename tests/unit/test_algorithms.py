@@ -12,11 +12,11 @@ import torch
 
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import step_counts
-from fmmeta.meta.check import Check, check
-from fmmeta.meta.curvature import Curvature
-from fmmeta.meta.direction import Direction
 from fmmeta.meta.reference import direction, set_gradient, set_loss
-from fmmeta.meta.trajectory import Trajectory
+from fmmeta.meta.second_order.gradient_check import Check, check
+from fmmeta.meta.second_order.hessian import Curvature
+from fmmeta.meta.second_order.trajectory import Trajectory
+from fmmeta.meta.task_gradient import Direction
 from fmmeta.models.learner import Learner
 from fmmeta.parallel.workers.base import Pass
 from tests.unit import learners
@@ -256,7 +256,7 @@ def test_self_check_trusts_fp32_and_warns_of_bf16():
 
 
 def test_self_check_sees_a_step_that_is_too_long(monkeypatch):
-    import fmmeta.meta.curvature as curvature
+    import fmmeta.meta.second_order.hessian as curvature
 
     learner = LEARNERS["llama"]
     config, episode = config_of(learner, algorithm="maml", inner_lr=0.3), batches_of(episode_of(learner))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from fmmeta import Config, MetaTrainer
 from fmmeta.fewshot import gains, heldout
 from fmmeta.fewshot.heldout import HeldOut
-from fmmeta.meta.inner import InnerLoop
+from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.signals import Signals, Stopped
 from tests.models import save_bert, write_classes
 

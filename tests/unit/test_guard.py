@@ -18,7 +18,7 @@ import torch
 
 from fmmeta.config.settings import Config
 from fmmeta.guard import Guard, Spikes
-from fmmeta.meta.direction import Direction
+from fmmeta.meta.task_gradient import Direction
 from fmmeta.parallel.workers.base import Pass
 from fmmeta.signals import Launcher, Signals, about, born
 from fmmeta.watchdog import Watch, identity_of, myself, stack_of

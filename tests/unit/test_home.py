@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer
-from fmmeta.meta.inner_rules import State as InnerState
-from fmmeta.meta.outer import MetaGradient, Outer, OuterState
+from fmmeta.meta.inner_optimizers import State as InnerState
+from fmmeta.meta.outer_step import MetaGradient, Outer, OuterState
 from fmmeta.parallel import memory, offload
 from fmmeta.parallel.deepspeed_config import Precision
 from fmmeta.parallel.offload import Home

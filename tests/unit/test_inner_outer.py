@@ -21,9 +21,9 @@ from fmmeta.fewshot.heldout import HeldOut, Score, per_stratum
 from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import setup
-from fmmeta.meta.direction import Direction, Rule
-from fmmeta.meta.inner import InnerLoop
-from fmmeta.meta.outer import MetaGradient, Outer
+from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.meta.outer_step import MetaGradient, Outer
+from fmmeta.meta.task_gradient import Direction, Rule
 from fmmeta.models.learner import NativeClassifier, PooledClassifier
 from fmmeta.models.losses import objective
 from fmmeta.parallel.deepspeed_shards import param_groups

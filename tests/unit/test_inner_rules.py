@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.inner_rules import inner_rule, proximal
-from fmmeta.meta.rates import Layers, Rates, layer_of, natural
+from fmmeta.meta.inner_lrs import Layers, Rates, layer_of, natural
+from fmmeta.meta.inner_optimizers import inner_rule, proximal
 from tests.unit import learners
 from tests.unit.helpers import refusal
 from tests.unit.learners import batches_of, config_of, episode_of, setup_of, worker_of

@@ -11,7 +11,7 @@ from torch import nn
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.meta.algorithms import RULES
-from fmmeta.meta.together import Together, most_at_once, together
+from fmmeta.meta.multi_task import Together, most_at_once, together
 from fmmeta.models.lora import inject
 from fmmeta.models.multi_task_layers import TaskAxis, per_task
 from tests.models import save_bert, write_classes

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.outer import Outer
-from fmmeta.meta.updates import MARK, Updates
+from fmmeta.meta.delayed_update import MARK, Updates
+from fmmeta.meta.outer_step import Outer
 from fmmeta.parallel.process_groups import Communicator
 from tests.unit.test_inner_outer import encoder, worker_of
 

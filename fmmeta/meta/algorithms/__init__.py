@@ -1,6 +1,6 @@
 """Meta-gradient rules: one file each, one signature, chosen by name.
 
-A rule turns one task into a direction for theta: `direction(worker, theta, episode)` (fmmeta/meta/direction.py). A file has
+A rule turns one task into a direction for theta: `direction(worker, theta, episode)` (fmmeta/meta/task_gradient.py). A file has
 one function, `rule(setup, outer_step)`: which rule holds at an outer step, since some begin as another.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from fmmeta.meta.algorithms import anil, boil, fomaml, imaml, joint, maml, meta_sgd, proto_maml, protonet, reptile
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.direction import Rule
+from fmmeta.meta.task_gradient import Rule
 
 RULES: dict[str, Callable[[Setup, int], Rule]] = {
     "fomaml": fomaml.rule, "maml": maml.rule, "reptile": reptile.rule, "imaml": imaml.rule, "anil": anil.rule, "boil": boil.rule,

@@ -23,10 +23,10 @@ from torch import Tensor
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.costs import keeps_support
-from fmmeta.meta.direction import Direction, Rule
-from fmmeta.meta.head_only import Asked, Head, Rows, gather, head_of
-from fmmeta.meta.inner import InnerLoop
-from fmmeta.meta.rates import HEAD
+from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.meta.inner_lrs import HEAD
+from fmmeta.meta.linear_probe import Asked, Head, Rows, gather, head_of
+from fmmeta.meta.task_gradient import Direction, Rule
 from fmmeta.parallel.workers.base import Ahead, Answer, Part, Pass, Worker
 from fmmeta.tasks.batching import Batches, MicroBatch, Sets, alike, joined
 

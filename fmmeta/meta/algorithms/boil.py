@@ -11,7 +11,7 @@ Cost per task: that of MAML, 3 K + 3 passes; with `--first_order_steps` that of 
 from __future__ import annotations
 
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.direction import Rule
+from fmmeta.meta.task_gradient import Rule
 
 
 def rule(setup: Setup, outer_step: int) -> Rule:

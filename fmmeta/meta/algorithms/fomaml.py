@@ -9,7 +9,7 @@ derivatives. Cost per task: K + 1 forward and backward passes, no memory beyond 
 from __future__ import annotations
 
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.direction import Rule
+from fmmeta.meta.task_gradient import Rule
 
 
 def rule(setup: Setup, outer_step: int) -> Rule:

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.curvature import Curvature, Hessian
-from fmmeta.meta.direction import Direction, Rule
-from fmmeta.meta.inner import InnerLoop
+from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.meta.second_order.hessian import Curvature, Hessian
+from fmmeta.meta.task_gradient import Direction, Rule
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Batches
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.direction import Direction, Rule
-from fmmeta.meta.inner import InnerLoop
+from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.meta.task_gradient import Direction, Rule
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Batches
 

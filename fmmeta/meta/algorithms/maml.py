@@ -14,7 +14,7 @@ section 4).
 from __future__ import annotations
 
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.direction import Rule
+from fmmeta.meta.task_gradient import Rule
 
 
 def rule(setup: Setup, outer_step: int) -> Rule:

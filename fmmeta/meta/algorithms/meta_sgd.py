@@ -11,7 +11,7 @@ two for its moments. The rates are exported as model/inner_lr.safetensors.
 from __future__ import annotations
 
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.direction import Rule
+from fmmeta.meta.task_gradient import Rule
 
 
 def rule(setup: Setup, outer_step: int) -> Rule:

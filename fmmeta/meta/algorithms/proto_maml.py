@@ -12,7 +12,7 @@ Cost per task: MAML's 3 K + 3 passes, a forward of the support set for the means
 from __future__ import annotations
 
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.direction import Rule
+from fmmeta.meta.task_gradient import Rule
 
 
 def rule(setup: Setup, outer_step: int) -> Rule:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from fmmeta.meta.algorithms.anil import Anil
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.direction import Rule
+from fmmeta.meta.task_gradient import Rule
 
 
 def rule(setup: Setup, outer_step: int) -> Rule:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.meta.algorithms.in_context import InContext
-from fmmeta.meta.curvature import Curvature
-from fmmeta.meta.head import HeadStart
-from fmmeta.meta.inner import InnerLoop, Learning
-from fmmeta.meta.inner_rules import inner_rule
-from fmmeta.meta.rates import HEAD, Layers, Rates
-from fmmeta.meta.unroll import FINAL_ONLY, Unrolled
+from fmmeta.meta.classifier_head import HeadStart
+from fmmeta.meta.inner_loop import InnerLoop, Learning
+from fmmeta.meta.inner_lrs import HEAD, Layers, Rates
+from fmmeta.meta.inner_optimizers import inner_rule
+from fmmeta.meta.second_order.hessian import Curvature
+from fmmeta.meta.second_order.unroll import FINAL_ONLY, Unrolled
 from fmmeta.parallel.workers.base import Worker
 
 

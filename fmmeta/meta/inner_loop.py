@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fmmeta.meta.head import HeadStart, Means
-from fmmeta.meta.head_only import Head, Rows, gather, head_of
-from fmmeta.meta.inner_rules import InnerRule, State, proximal
-from fmmeta.meta.rates import Rates
-from fmmeta.meta.trajectory import Trajectory
+from fmmeta.meta.classifier_head import HeadStart, Means
+from fmmeta.meta.inner_lrs import Rates
+from fmmeta.meta.inner_optimizers import InnerRule, State, proximal
+from fmmeta.meta.linear_probe import Head, Rows, gather, head_of
+from fmmeta.meta.second_order.trajectory import Trajectory
 from fmmeta.parallel.workers.base import Ahead, Pass, Worker
 from fmmeta.tasks.batching import Batches, MicroBatch
 

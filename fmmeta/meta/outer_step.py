@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.direction import Direction
-from fmmeta.meta.inner import InnerLoop
+from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.meta.task_gradient import Direction
 from fmmeta.parallel.deepspeed_shards import overlap
 from fmmeta.parallel.offload import Home
 from fmmeta.parallel.process_groups import Communicator

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fmmeta.meta.inner import InnerLoop
+from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.parallel.workers.base import Pass, Worker
 from fmmeta.tasks.batching import Batches
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.outer import MetaGradient, Outer, OuterState, OuterStep
+from fmmeta.meta.outer_step import MetaGradient, Outer, OuterState, OuterStep
 from fmmeta.parallel.process_groups import Communicator
 
 MARK = "pending "  # before the names of vectors and tables in a checkpoint

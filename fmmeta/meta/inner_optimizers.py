@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.rates import Rates
+from fmmeta.meta.inner_lrs import Rates
 from fmmeta.parallel.workers.base import Update
 
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fmmeta.meta.curvature import Curvature
-from fmmeta.meta.direction import Direction
-from fmmeta.meta.inner import Adapted, InnerLoop
-from fmmeta.meta.trajectory import Trajectory
+from fmmeta.meta.inner_loop import Adapted, InnerLoop
+from fmmeta.meta.second_order.hessian import Curvature
+from fmmeta.meta.second_order.trajectory import Trajectory
+from fmmeta.meta.task_gradient import Direction
 from fmmeta.parallel.workers.base import Pass, Worker
 from fmmeta.tasks.batching import Batches
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fmmeta.config.settings import Config
+from fmmeta.meta.classifier_head import class_means
 from fmmeta.meta.costs import PULLED, rows_of
-from fmmeta.meta.direction import Direction
-from fmmeta.meta.head import class_means
-from fmmeta.meta.inner import InnerLoop
+from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.meta.task_gradient import Direction
 from fmmeta.models.learner import Learner
 from fmmeta.models.multi_task_layers import TaskAxis
 from fmmeta.parallel.workers.base import Pass, Worker

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fmmeta.meta.direction import Direction
+from fmmeta.meta.task_gradient import Direction
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Batches
 
