@@ -91,7 +91,7 @@ def run(folder: str, flags: list[str]) -> None:
     trainer.loop()
     peak = resident("VmHWM") - before
     Path("/proc/self/clear_refs").write_text("5")
-    from fmmeta.export import export
+    from fmmeta.checkpoint.hf_export import export
 
     export(Path(f"{folder}-exported"), trainer.theta, parts.worker, parts.frozen, config, plan.description, plan.tokenizer, ranks)
     exporting = resident("VmHWM") - before

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import spread, table, write_json
-from fmmeta.checkpoint.saver import Saver
+from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.config.settings import Config
 from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap
 from fmmeta.parallel.layout import Launch

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.build import hash_vector
-from fmmeta.checkpoint.saver import Saver
+from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.config.settings import Config
 from fmmeta.meta.task_gradient import Direction
 from fmmeta.parallel.process_groups import Board, Ranks

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from fmmeta import build, record
+from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.elastic import attendance
-from fmmeta.export import export
 from fmmeta.feed import Feed, Reader
 from fmmeta.fewshot.gains import against_start, show
 from fmmeta.fewshot.heldout import VALID, HeldOut

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fmmeta import build, checkpoint, record
 from fmmeta.best import Best, BestState
-from fmmeta.checkpoint.saver import Saver
+from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.config.settings import Config
 from fmmeta.guard import Spikes
 from fmmeta.meta.delayed_update import Updates

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fmmeta.checkpoint.whole import TABLES, read_manifest
+from fmmeta.checkpoint.verify import TABLES, read_manifest
 from fmmeta.config.settings import UsageError
 from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap
 

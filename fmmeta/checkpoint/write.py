@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.checkpoint.whole import MANIFEST, STATE, TABLES, Entry, complete
+from fmmeta.checkpoint.verify import MANIFEST, STATE, TABLES, Entry, complete
 from fmmeta.common.security import sync
 from fmmeta.config.settings import UsageError
 from fmmeta.config.values import to_json

@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import make_folders, remove_empty
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.config.values import shortened
-from fmmeta.export import export
 from fmmeta.fewshot.adapted import Adapted
 from fmmeta.fewshot.card import write_card
 from fmmeta.fewshot.defaults import stored_rates

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from fmmeta import build
+from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
-from fmmeta.export import export
 from fmmeta.models.load import empty_learner, load_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fmmeta import checkpoint
-from fmmeta import export as export_module
+from fmmeta.checkpoint import hf_export as export_module
+from fmmeta.checkpoint.hf_export import export
 from fmmeta.config.settings import Config
-from fmmeta.export import export
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap, param_groups
 from fmmeta.parallel.workers.base import Worker

@@ -20,8 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fmmeta import checkpoint
-from fmmeta.checkpoint import whole, write
-from fmmeta.checkpoint.saver import Saver
+from fmmeta.checkpoint import verify, write
+from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.config.settings import Config
 from fmmeta.record import write_run
 from fmmeta.start import accept_changes, find_start, hold, open_run
@@ -107,14 +107,14 @@ def test_a_checkpoint_that_another_group_removes_is_not_the_last_word(tmp_path, 
     run.mkdir()
     write_run(run, config, "f", "", finished=False)
     saved(run, WHOLE, 4)
-    original, steps = whole.file_fault, [5, 6]
+    original, steps = verify.file_fault, [5, 6]
 
     def while_others_save(file, entry):
         if steps:
             saved(run, WHOLE, steps.pop(0), keep=1)
         return original(file, entry)
 
-    monkeypatch.setattr(whole, "file_fault", while_others_save)
+    monkeypatch.setattr(verify, "file_fault", while_others_save)
     start = open_run(config, "f", one_rank().world)
     assert (start.checkpoint, start.said) == (run / "checkpoint-6", ())
     assert sorted(path.name for path in run.glob("*checkpoint*")) == ["checkpoint-6"]
@@ -197,7 +197,7 @@ def test_a_full_disk_costs_the_save_and_nothing_else(tmp_path):
     """A real one: a file system of 64 KiB in a namespace of its own."""
     code = f"""
 from pathlib import Path
-from fmmeta.checkpoint.saver import Saver
+from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.config.settings import Config, UsageError
 from fmmeta import checkpoint
 from tests.unit.helpers import one_rank
@@ -270,7 +270,7 @@ def test_training_goes_on_while_a_thread_writes_what_was(tmp_path, monkeypatch):
 
 
 def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr("fmmeta.checkpoint.saver.host_bytes", lambda ranks: 100)
+    monkeypatch.setattr("fmmeta.checkpoint.async_saver.host_bytes", lambda ranks: 100)
     saver = Saver(WHOLE, Config(), one_rank(), pytest.fail)
     vectors = {"theta": laid_out(WHOLE, parameters(100)), "exp_avg": laid_out(WHOLE, parameters(500))}
     saver.save(tmp_path / "checkpoint-1", vectors, state_of(1, vectors), {})
