@@ -22,7 +22,7 @@ from benchmarks.floor import SETTINGS, Floor
 from benchmarks.stepping import Cost, alone, find_data, find_model, prepare
 from fmmeta.config.settings import Config
 from fmmeta.models.load import empty_learner, load_learner
-from fmmeta.planning.work import Products, products
+from fmmeta.planning.compute import Products, products
 from fmmeta.tasks.batching import Batches, MicroBatch
 
 PEAKS = {  # dense TFLOPS by precision, from the vendors' data sheets; fp32 is without TF32, as torch computes by default

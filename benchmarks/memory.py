@@ -1,10 +1,10 @@
 """Resident memory of each rank while a random Llama of 200 M parameters is meta-trained, beside the estimate.
 
-    python benchmarks/memory.py model FOLDER                                             # writes the checkpoint
-    torchrun --nproc_per_node 2 benchmarks/memory.py run FOLDER --group_size 2 [flags]   # a JSON line per rank
-    torchrun --nproc_per_node 2 benchmarks/memory.py deepspeed FOLDER [DEEPSPEED.json [fused]]   # ordinary training
-    torchrun --nproc_per_node 2 benchmarks/memory.py pipeline FOLDER                     # the same in stages, one per rank
-    python benchmarks/memory.py collect LINES OUT.json                                   # `# title` and JSON lines to a file
+    python benchmarks/auto_group_size.py model FOLDER                                             # writes the checkpoint
+    torchrun --nproc_per_node 2 benchmarks/auto_group_size.py run FOLDER --group_size 2 [flags]   # a JSON line per rank
+    torchrun --nproc_per_node 2 benchmarks/auto_group_size.py deepspeed FOLDER [DEEPSPEED.json [fused]]   # ordinary training
+    torchrun --nproc_per_node 2 benchmarks/auto_group_size.py pipeline FOLDER                     # the same in stages, one per rank
+    python benchmarks/auto_group_size.py collect LINES OUT.json                                   # `# title` and JSON lines to a file
 
 The peak is VmHWM less the resident set before the weights are read (interpreter, libraries, process groups). `deepspeed` is
 training as DeepSpeed's documentation has it, without fmmeta but for the completed JSON: transformers loads the model (cut at
@@ -66,9 +66,9 @@ def run(folder: str, flags: list[str]) -> None:
     from fmmeta import build
     from fmmeta.cli import parse
     from fmmeta.common.progress import Progress
-    from fmmeta.parallel import memory
     from fmmeta.parallel.layout import Launch
     from fmmeta.parallel.process_groups import World, pick_device
+    from fmmeta.planning import auto_group_size
     from fmmeta.run import Run
     from fmmeta.start import Start
 
@@ -96,7 +96,7 @@ def run(folder: str, flags: list[str]) -> None:
     export(Path(f"{folder}-exported"), trainer.theta, parts.worker, parts.frozen, config, plan.description, plan.tokenizer, ranks)
     exporting = resident("VmHWM") - before
     own = sum(fragment.length for fragment in parts.worker.params.fragments)
-    estimated = memory.estimate(build.sizes_of(config, plan, world.device), plan.precision, parts.place.data)
+    estimated = auto_group_size.estimate(build.sizes_of(config, plan, world.device), plan.precision, parts.place.data)
     line = {"rank": launch.global_rank, "parameters": own, "load_gb": loaded / 1e9, "train_gb": peak / 1e9,
             "export_gb": exporting / 1e9, "estimate_gb": estimated.total / 1e9, "estimate": str(estimated)}  # fmt: skip
     for text in world.comm.gather_bytes(json.dumps(line).encode()):

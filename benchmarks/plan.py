@@ -53,7 +53,7 @@ def make_model(folder: str, size: str = "") -> None:
 
 def cpu_profile() -> Any:
     """Some rates; memory does not depend on them, but on the device."""
-    from fmmeta.planning.hardware import PROFILES
+    from fmmeta.planning.machines import PROFILES
 
     return replace(PROFILES["a100"], device="cpu")
 

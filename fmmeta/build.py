@@ -25,13 +25,14 @@ from fmmeta.models.lazy_weights import open_stream
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
 from fmmeta.models.pipeline_split import plan_cut
 from fmmeta.models.stored_settings import trained_with
-from fmmeta.parallel import deepspeed_config, memory
+from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Layout, Place
 from fmmeta.parallel.offload import Home
 from fmmeta.parallel.process_groups import Ranks, World
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.create import place_of, start_worker
 from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
+from fmmeta.planning import auto_group_size
 from fmmeta.planning.sizes import counts, held, part_sizes, stage_rows
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Dealer
@@ -137,13 +138,13 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
         if config.group_size not in ("auto", str(group_size)):
             raise UsageError(f"group_size={config.group_size} with elastic=True: a launch is one group, and this one has "
                              f"{group_size} ranks; leave group_size out")  # fmt: skip
-        memory.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
+        auto_group_size.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
     elif config.group_size == "auto":
-        group_size, why = memory.choose_group_size(world, sizes, plan.precision, model_ranks)
+        group_size, why = auto_group_size.choose_group_size(world, sizes, plan.precision, model_ranks)
         notice(why)
     else:
         group_size = int(config.group_size)
-        memory.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
+        auto_group_size.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
     engine = engine_of(config, plan, group_size, world.device)
     warned = world.nodes.check(group_size)
     if config.task_sharding == "node" and len(set(world.nodes.sizes)) > 1:
@@ -169,7 +170,9 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ran
     return ranks
 
 
-def show_layout(config: Config, plan: Plan, sizes: memory.Sizes, world: World, group_size: int, engine: str) -> list[str]:
+def show_layout(
+    config: Config, plan: Plan, sizes: auto_group_size.Sizes, world: World, group_size: int, engine: str
+) -> list[str]:
     """Who is where, and what travels on which link."""
     stage, stages, tensor = plan.precision.zero_stage, config.pipeline_stages, config.tensor_parallel_size
     kinds = ["gradients" if stage < 3 else "weights and gradients"] if group_size > stages * tensor else []
@@ -190,7 +193,7 @@ def balance_of(config: Config, plan: Plan) -> str:
     return f"stages by {config.pipeline_balance}: {'; '.join(parts)}"
 
 
-def sizes_of(config: Config, plan: Plan, device: torch.device) -> memory.Sizes:
+def sizes_of(config: Config, plan: Plan, device: torch.device) -> auto_group_size.Sizes:
     """The largest rank's part of the model and its micro-batches. Raises `UsageError` for what cannot be cut."""
     learner = empty_learner(config, plan.description)
     hf_config = plan.description.hf_config

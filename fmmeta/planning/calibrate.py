@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.config.settings import UsageError
-from fmmeta.planning.hardware import Profile
+from fmmeta.planning.machines import Profile
 from fmmeta.planning.settings import PlanConfig
 from fmmeta.signals import end_with_parent
 
@@ -126,8 +126,8 @@ def product_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float
     from fmmeta.models.lazy_weights import initialise, wrap_without_storage
     from fmmeta.models.load import auto_class, describe
     from fmmeta.models.pipeline_split import FAMILIES
+    from fmmeta.planning.compute import products
     from fmmeta.planning.sizes import micro_batches
-    from fmmeta.planning.work import products
 
     alone = {"pipeline_stages": 1, "tensor_parallel_size": 1, "lora_r": 0, "gradient_checkpointing": False}
     config = Config(**{**plan.run_settings(), **alone})

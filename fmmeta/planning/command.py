@@ -5,8 +5,8 @@ from __future__ import annotations
 from fmmeta.config.settings import UsageError
 from fmmeta.config.values import to_json
 from fmmeta.planning import picture, show
-from fmmeta.planning.hardware import Profile, find, save
 from fmmeta.planning.layouts import Planner
+from fmmeta.planning.machines import Profile, find, save
 from fmmeta.planning.settings import PlanConfig
 
 

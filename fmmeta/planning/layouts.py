@@ -12,16 +12,16 @@ from fmmeta.models.learner import Learner
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.deepspeed_config import Precision
-from fmmeta.parallel.footprint import GIB, Estimate, Sizes, estimate
-from fmmeta.parallel.memory import HEADROOM, at_size
 from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
-from fmmeta.planning.hardware import Profile
-from fmmeta.planning.predict import Room, Seconds, step_seconds, task_seconds
+from fmmeta.planning.auto_group_size import HEADROOM, at_size
+from fmmeta.planning.compute import Products, Wire, needed_flops, products, refresh, task_work
+from fmmeta.planning.machines import Profile
+from fmmeta.planning.memory import GIB, Estimate, Sizes, estimate
 from fmmeta.planning.settings import ROWS, PlanConfig
 from fmmeta.planning.simulate import World, simulate
 from fmmeta.planning.sizes import held, part_sizes
-from fmmeta.planning.ways import Way, deepspeed_of, ways
-from fmmeta.planning.work import Products, Wire, needed_flops, products, refresh, task_work
+from fmmeta.planning.strategies import Way, deepspeed_of, ways
+from fmmeta.planning.time import Room, Seconds, step_seconds, task_seconds
 
 YEAR_S = 365.25 * 86400
 INTERVAL_S = 1800  # between checkpoints, where failures are simulated

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fmmeta.config.settings import UsageError
-from fmmeta.parallel.footprint import GIB
 from fmmeta.planning.layouts import Layout
+from fmmeta.planning.memory import GIB
 from fmmeta.planning.show import KINDS, bar_of
 from fmmeta.report.markup import Markup, tag
 

@@ -8,9 +8,9 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from fmmeta.config.settings import Config
-from fmmeta.parallel.footprint import GIB, Estimate
 from fmmeta.planning.layouts import Layout, Planner
-from fmmeta.planning.ways import Way, file_of
+from fmmeta.planning.memory import GIB, Estimate
+from fmmeta.planning.strategies import Way, file_of
 
 KINDS = {
     "weights": ("weights", "gathered"),

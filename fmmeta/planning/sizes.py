@@ -10,8 +10,8 @@ from fmmeta.config.settings import Config
 from fmmeta.meta import costs as of_rules
 from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import plan_cut
-from fmmeta.parallel.footprint import GIB, Sizes
 from fmmeta.parallel.workers.tensor_parallel import cut_patterns
+from fmmeta.planning.memory import GIB, Sizes
 
 
 def held(config: Config, learner: Learner, hf_config: Any, costs: Sequence[float] | None = None) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from fmmeta.planning import hardware
+from fmmeta.planning import machines
 from fmmeta.planning.command import profile_of
 from fmmeta.planning.settings import PlanConfig
 from tests.launch import run_ranks
@@ -53,7 +53,7 @@ def test_a_machine_is_measured(files, tmp_path):
     plan = PlanConfig(model_name_or_path=str(model), task_type="causal_lm", gpus=2, gpu_memory_gib=1.0, calibrate=True,
                       save_profile=str(tmp_path / "here.json"), max_length=32, dataset=["rows"])  # fmt: skip
     found = profile_of(plan)
-    assert hardware.find(str(tmp_path / "here.json")) == found
+    assert machines.find(str(tmp_path / "here.json")) == found
     assert found.source.startswith("measured on 2 ranks (cpu")
     assert 1e6 < found.matmul_bf16 < 1e13
     assert 1e7 < found.memory < 1e12

@@ -66,8 +66,8 @@ def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any
     from fmmeta import build
     from fmmeta.config.settings import Config
     from fmmeta.models.load import empty_learner
+    from fmmeta.planning.compute import one_pass, products
     from fmmeta.planning.sizes import held, part_sizes
-    from fmmeta.planning.work import one_pass, products
 
     given = dict(CASES[name])
     stage, live = given.pop("zero_stage", 0), given.pop("live", None)

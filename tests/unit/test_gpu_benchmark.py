@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import flops_of, mfu, peak_of, task_flops
 from fmmeta.meta.algorithms import RULES
-from fmmeta.planning.work import products
+from fmmeta.planning.compute import products
 from tests.launch import environment
 from tests.unit.helpers import ROOT
 from tests.unit.learners import batches_of, config_of, episode_of, llama, setup_of, worker_of

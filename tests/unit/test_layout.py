@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmmeta.common import host_memory
-from fmmeta.parallel import memory
 from fmmeta.parallel.deepspeed_config import Precision
 from fmmeta.parallel.layout import Launch, Layout, Place, first_host
-from fmmeta.parallel.memory import Sizes, check_group_size, choose_group_size, estimate
 from fmmeta.parallel.nodes import Nodes
 from fmmeta.parallel.process_groups import World
+from fmmeta.planning import auto_group_size
+from fmmeta.planning.auto_group_size import Sizes, check_group_size, choose_group_size, estimate
 from tests.unit.helpers import refusal
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
@@ -156,7 +156,7 @@ def world_of(monkeypatch, world_size: int, local_world_size: int, free: int) -> 
     world = World(Launch(), torch.device("cpu"))
     world.launch = Launch(0, world_size, 0, local_world_size)
     world.nodes = Nodes(tuple(rank // local_world_size for rank in range(world_size)), ("n",) * (world_size // local_world_size))
-    monkeypatch.setattr(memory, "free_bytes", lambda device, local: free)
+    monkeypatch.setattr(auto_group_size, "free_bytes", lambda device, local: free)
     return world
 
 
@@ -164,7 +164,7 @@ def world_of(monkeypatch, world_size: int, local_world_size: int, free: int) -> 
 def test_the_smallest_group_that_fits(monkeypatch, wanted):
     """Just enough memory for a group size is just too little for the next smaller one."""
     precision = Precision(3, False, False)
-    free = int(estimate(SIZES, precision, wanted).total / memory.HEADROOM) + 1
+    free = int(estimate(SIZES, precision, wanted).total / auto_group_size.HEADROOM) + 1
     size, why = choose_group_size(world_of(monkeypatch, 16, 8, free), SIZES, precision)
     assert size == wanted
     assert why.startswith(f"group_size {wanted} (auto): weights ")
@@ -172,7 +172,7 @@ def test_the_smallest_group_that_fits(monkeypatch, wanted):
 
 def test_a_group_stays_inside_a_node_and_divides_the_world(monkeypatch):
     precision = Precision(3, False, False)
-    free = int(estimate(SIZES, precision, 4).total / memory.HEADROOM) + 1
+    free = int(estimate(SIZES, precision, 4).total / auto_group_size.HEADROOM) + 1
     assert choose_group_size(world_of(monkeypatch, 6, 6, free), SIZES, precision)[0] == 6
     assert "2 ranks of a group need" in refusal(choose_group_size, world_of(monkeypatch, 16, 2, free), SIZES, precision)
 
@@ -190,7 +190,7 @@ def test_no_room_at_all(monkeypatch):
 def test_memory_of_the_host_is_shared_by_its_ranks():
     import psutil
 
-    assert memory.free_bytes(torch.device("cpu"), 1000) <= psutil.virtual_memory().total // 1000
+    assert auto_group_size.free_bytes(torch.device("cpu"), 1000) <= psutil.virtual_memory().total // 1000
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))

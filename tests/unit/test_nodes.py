@@ -118,8 +118,8 @@ def test_sizes_read_well():
 
 
 def test_groups_chosen_automatically_stay_inside_nodes():
-    from fmmeta.parallel import memory
     from fmmeta.parallel.deepspeed_config import Precision
+    from fmmeta.planning import auto_group_size
     from tests.unit.test_layout import SIZES
 
     for sizes in ((6, 6), (4, 4), (3, 3), (4, 2), (1, 1)):
@@ -127,12 +127,14 @@ def test_groups_chosen_automatically_stay_inside_nodes():
         world.nodes, world.device = nodes_of(*sizes), None
         world.launch = Launch(0, sum(sizes), 0, sizes[0])
         for least in divisors(sum(sizes)):
-            free = (int(memory.estimate(SIZES, Precision(3, False, False), least).total / memory.HEADROOM) + 1,) * 2
+            free = (
+                int(auto_group_size.estimate(SIZES, Precision(3, False, False), least).total / auto_group_size.HEADROOM) + 1,
+            ) * 2
             world.comm = type("Comm", (), {"gather_bytes": lambda self, own, free=free: [json.dumps(free).encode()]})()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(memory, "free_bytes", lambda device, local: 1)
+                patch.setattr(auto_group_size, "free_bytes", lambda device, local: 1)
                 wanted = [s for s in divisors(sum(sizes)) if s >= least and s <= min(sizes) and all(n % s == 0 for n in sizes)]
                 if wanted:
-                    assert memory.choose_group_size(world, SIZES, Precision(3, False, False))[0] == wanted[0]
+                    assert auto_group_size.choose_group_size(world, SIZES, Precision(3, False, False))[0] == wanted[0]
                 else:
-                    refusal(memory.choose_group_size, world, SIZES, Precision(3, False, False))
+                    refusal(auto_group_size.choose_group_size, world, SIZES, Precision(3, False, False))

@@ -18,16 +18,16 @@ from fmmeta.meta import costs
 from fmmeta.meta.outer_step import OPTIMIZERS, MetaGradient, Outer
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.parallel.deepspeed_config import Precision
-from fmmeta.parallel.footprint import estimate
-from fmmeta.planning import hardware, show
-from fmmeta.planning.hardware import PROFILES, Profile
+from fmmeta.planning import machines, show
+from fmmeta.planning.compute import Products, needed_flops, products, task_work
 from fmmeta.planning.layouts import Planner
+from fmmeta.planning.machines import PROFILES, Profile
+from fmmeta.planning.memory import estimate
 from fmmeta.planning.picture import svg
-from fmmeta.planning.predict import Room, step_seconds, task_seconds
 from fmmeta.planning.settings import PlanConfig
 from fmmeta.planning.sizes import held, micro_batches, part_sizes
-from fmmeta.planning.ways import Way, deepspeed_of, file_of, ways
-from fmmeta.planning.work import Products, needed_flops, products, task_work
+from fmmeta.planning.strategies import Way, deepspeed_of, file_of, ways
+from fmmeta.planning.time import Room, step_seconds, task_seconds
 from fmmeta.tasks.batching import Dealer, Example
 from tests.models import save_family
 from tests.unit.helpers import ROOT, refusal
@@ -431,8 +431,8 @@ def test_settings_that_no_layout_goes_with(capfd, folders):
 
 def test_profiles_from_files(tmp_path):
     path = tmp_path / "mine.json"
-    hardware.save(PROFILES["a100"], str(path))
-    assert hardware.find(str(path)) == PROFILES["a100"]
+    machines.save(PROFILES["a100"], str(path))
+    assert machines.find(str(path)) == PROFILES["a100"]
     values = asdict(PROFILES["a100"])
     listed = ", ".join(values)
     for change, said in (({"memory": 0}, "sets memory=0, which is no rate; give a positive number"),
@@ -441,12 +441,12 @@ def test_profiles_from_files(tmp_path):
                          ({"device": "tpu"}, 'sets device="tpu"; use cuda or cpu'),
                          ({"speed": 1}, f"sets speed; it holds {listed}")):  # fmt: skip
         path.write_text(json.dumps({**values, **change}))
-        assert refusal(hardware.find, str(path)) == f"profile={path} {said}"
+        assert refusal(machines.find, str(path)) == f"profile={path} {said}"
     path.write_text(json.dumps({key: value for key, value in values.items() if key != "latency"}))
-    assert refusal(hardware.find, str(path)) == f"profile={path} lacks latency; it holds {listed}"
+    assert refusal(machines.find, str(path)) == f"profile={path} lacks latency; it holds {listed}"
     path.write_text("{")
-    assert refusal(hardware.find, str(path)).startswith(f"profile={path} is not JSON (")
+    assert refusal(machines.find, str(path)).startswith(f"profile={path} is not JSON (")
     for text in ("[]", "3"):
         path.write_text(text)
-        assert refusal(hardware.find, str(path)) == f"profile={path} lacks name; it holds {listed}"
-    assert refusal(hardware.save, PROFILES["a100"], str(tmp_path)).startswith(f"save_profile={tmp_path} cannot be written (")
+        assert refusal(machines.find, str(path)) == f"profile={path} lacks name; it holds {listed}"
+    assert refusal(machines.save, PROFILES["a100"], str(tmp_path)).startswith(f"save_profile={tmp_path} cannot be written (")

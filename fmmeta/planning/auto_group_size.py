@@ -10,9 +10,9 @@ import torch
 from fmmeta.common.host_memory import host_bytes
 from fmmeta.config.settings import UsageError
 from fmmeta.parallel.deepspeed_config import Precision
-from fmmeta.parallel.footprint import GIB, Sizes, estimate
 from fmmeta.parallel.layout import any_of, divisors
 from fmmeta.parallel.process_groups import World
+from fmmeta.planning.memory import GIB, Sizes, estimate
 
 HEADROOM = 0.9  # allocators, buckets and the runtime need the rest
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fmmeta.parallel.deepspeed_config import Precision
-from fmmeta.parallel.footprint import Sizes
-from fmmeta.planning.hardware import Profile
-from fmmeta.planning.work import Task, Wire, refresh
+from fmmeta.planning.compute import Task, Wire, refresh
+from fmmeta.planning.machines import Profile
+from fmmeta.planning.memory import Sizes
 
 # Bytes that are read and written per element of a shard, or of the gradients, in fp32:
 UPDATE = 24  # theta -= rate g: 12; is g finite: 4; zeros: 4; a low-precision copy: 4

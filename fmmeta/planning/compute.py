@@ -27,8 +27,8 @@ from fmmeta.meta.costs import passes, rows_of
 from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import plan_cut
 from fmmeta.parallel.deepspeed_config import Precision
-from fmmeta.parallel.footprint import Sizes
 from fmmeta.parallel.workers.tensor_parallel import cut_patterns
+from fmmeta.planning.memory import Sizes
 from fmmeta.planning.sizes import micro_batches, stage_rows
 
 COLUMNS = 5  # products cut by columns in a layer of parallel/tensor.py's plan: queries, keys, values, gate and up
