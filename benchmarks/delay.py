@@ -28,7 +28,7 @@ from benchmarks.common import plot, table, write_json
 from fmmeta import MetaTrainer
 from fmmeta.cli import parse
 from fmmeta.config.values import strict
-from fmmeta.fewshot.scores import mean_ci95, shown
+from fmmeta.metrics.scores import mean_ci95, shown
 
 WAYS: dict[str, list[str]] = {
     "plain": [],

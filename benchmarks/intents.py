@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.common import keep, read, table
 from fmmeta import Config, MetaTrainer, evaluate
-from fmmeta.fewshot.scores import mean_ci95
+from fmmeta.metrics.scores import mean_ci95
 
 RESULTS = Path(__file__).parent / "results" / "intents.json"
 SPLITS = ("01", "02", "03", "04", "05")

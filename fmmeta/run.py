@@ -21,7 +21,6 @@ from fmmeta.elastic import attendance
 from fmmeta.feed import Feed, Reader
 from fmmeta.fewshot.gains import against_start, show
 from fmmeta.fewshot.heldout import VALID, HeldOut
-from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.guard import Guard
 from fmmeta.journal import Journal
 from fmmeta.meta.algorithms import NUMBERS, RULES
@@ -30,6 +29,7 @@ from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.second_order.gradient_check import Checked, check
 from fmmeta.meta.tally import Tally
 from fmmeta.meta.task_gradient import Direction, Rule, Several
+from fmmeta.metrics.scores import mean_ci95
 from fmmeta.parallel.process_groups import Ranks
 from fmmeta.profiler import Profiler
 from fmmeta.report import page

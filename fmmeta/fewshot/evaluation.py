@@ -26,9 +26,9 @@ from fmmeta.fewshot.frozen import METHODS as FROZEN
 from fmmeta.fewshot.language import LanguageMetrics
 from fmmeta.fewshot.methods import Finetune, InContext, frozen_score
 from fmmeta.fewshot.results import Cell, check_comparable, check_output, differences, read_cells, results_of, show, write
-from fmmeta.fewshot.scores import EpisodeScore, gather
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.meta.algorithms.in_context import prompted
+from fmmeta.metrics.scores import EpisodeScore, gather
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import Ranks, World, pick_device

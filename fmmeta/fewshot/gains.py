@@ -11,10 +11,10 @@ from fmmeta.config.settings import Config
 from fmmeta.config.values import strict
 from fmmeta.fewshot.confusion import confusion
 from fmmeta.fewshot.heldout import TEST, HeldOut, Score, per_stratum
-from fmmeta.fewshot.scores import Interval, mean_ci95, shown
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.parameters import MetaParameters
+from fmmeta.metrics.scores import Interval, mean_ci95, shown
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.tasks.sources.load import Sources
 

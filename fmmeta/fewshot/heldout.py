@@ -21,8 +21,8 @@ from fmmeta.build import hash_vector
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import UNSPOKEN, Config
 from fmmeta.feed import Reader
-from fmmeta.fewshot.scores import gather, mean_ci95
 from fmmeta.meta.inner_loop import InnerLoop, Learning
+from fmmeta.metrics.scores import gather, mean_ci95
 from fmmeta.parallel.process_groups import Ranks
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Batches

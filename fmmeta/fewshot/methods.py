@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fmmeta.fewshot.features import Features
 from fmmeta.fewshot.frozen import METHODS as FROZEN
-from fmmeta.fewshot.scores import BINS, EpisodeScore, counted, score_of
 from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.metrics.scores import BINS, EpisodeScore, counted, score_of
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import WholeWorker
 from fmmeta.tasks.batching import Batches, MicroBatch

@@ -20,8 +20,8 @@ from fmmeta.fewshot.episodes import episodes_of, run_config
 from fmmeta.fewshot.frozen import knn, linear
 from fmmeta.fewshot.language import LanguageMetrics, longest_common, rouge_l
 from fmmeta.fewshot.results import Cell, differences, read_cells, results_of, show, write
-from fmmeta.fewshot.scores import EpisodeScore, calibration_error, counted, paired, score_of
 from fmmeta.fewshot.settings import EvaluateConfig
+from fmmeta.metrics.scores import EpisodeScore, calibration_error, counted, paired, score_of
 from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer

@@ -18,12 +18,12 @@ from fmmeta.config.settings import SCHEDULES, Config
 from fmmeta.feed import Reader
 from fmmeta.fewshot.gains import compare, show
 from fmmeta.fewshot.heldout import HeldOut, Score, per_stratum
-from fmmeta.fewshot.scores import mean_ci95
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.outer_step import MetaGradient, Outer
 from fmmeta.meta.task_gradient import Direction, Rule
+from fmmeta.metrics.scores import mean_ci95
 from fmmeta.models.learner import NativeClassifier, PooledClassifier
 from fmmeta.models.losses import objective
 from fmmeta.parallel.deepspeed_shards import param_groups
