@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from fmmeta.common.security import printable, redact
 from fmmeta.config.settings import UsageError
-from fmmeta.signals import ENDED, STOPPED, Fault, Signals, Stopped, interrupting
+from fmmeta.reliability.signals import ENDED, STOPPED, Fault, Signals, Stopped, interrupting
 
 INTERRUPTED, CUT_OFF = 130, 141  # as shells have them: 128 + SIGINT, 128 + SIGPIPE (nobody reads standard output any more)
 

@@ -21,7 +21,6 @@ from fmmeta.elastic import attendance
 from fmmeta.feed import Feed, Reader
 from fmmeta.fewshot.gains import against_start, show
 from fmmeta.fewshot.heldout import VALID, HeldOut
-from fmmeta.guard import Guard
 from fmmeta.journal import Journal
 from fmmeta.meta.algorithms import NUMBERS, RULES
 from fmmeta.meta.multi_task import most_at_once, together
@@ -32,8 +31,9 @@ from fmmeta.meta.task_gradient import Direction, Rule, Several
 from fmmeta.metrics.scores import mean_ci95
 from fmmeta.parallel.process_groups import Ranks
 from fmmeta.profiler import Profiler
+from fmmeta.reliability.signals import Stopped
+from fmmeta.reliability.stop import Guard
 from fmmeta.report import page
-from fmmeta.signals import Stopped
 from fmmeta.start import Start, newest_whole
 from fmmeta.state import State
 from fmmeta.tasks.batching import Batches

@@ -24,11 +24,11 @@ from fmmeta import build, checkpoint, record
 from fmmeta.best import Best, BestState
 from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.config.settings import Config
-from fmmeta.guard import Spikes
 from fmmeta.meta.delayed_update import Updates
 from fmmeta.meta.outer_step import Outer, OuterState
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.parallel.process_groups import Ranks
+from fmmeta.reliability.stop import Spikes
 
 
 class State:

@@ -9,14 +9,14 @@ from fmmeta import build
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.elastic import attendance
-from fmmeta.guard import Guard
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.record import settings_of
+from fmmeta.reliability.signals import Signals
+from fmmeta.reliability.stop import Guard
 from fmmeta.run import Result, Run
-from fmmeta.signals import Signals
 from fmmeta.start import open_run
 from fmmeta.trackers import check_installed
 

@@ -31,7 +31,7 @@ class Training:
         import submitit
 
         from fmmeta.cli import parse
-        from fmmeta.signals import Signals, Stopped
+        from fmmeta.reliability.signals import Signals, Stopped
         from fmmeta.train import train
 
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)

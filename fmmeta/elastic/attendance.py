@@ -23,12 +23,12 @@ from fmmeta import checkpoint
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.elastic.healing import Running, heal
 from fmmeta.elastic.joining import SECRET, join, with_crew
-from fmmeta.guard import Guard
 from fmmeta.parallel.crew import Crew, Lost
 from fmmeta.parallel.process_groups import Ranks
 from fmmeta.parallel.roll import Roll
 from fmmeta.record import read_run
-from fmmeta.signals import Fault
+from fmmeta.reliability.signals import Fault
+from fmmeta.reliability.stop import Guard
 from fmmeta.start import hold
 
 LIGHTHOUSE_S = 120.0  # that a silent lighthouse is put up with

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from fmmeta.config.settings import UsageError
 from fmmeta.feed import Feed
-from fmmeta.guard import Guard
 from fmmeta.journal import Journal
 from fmmeta.parallel.crew import Crew
 from fmmeta.parallel.process_groups import Communicator
 from fmmeta.parallel.roll import Roll
 from fmmeta.parallel.workers.base import Worker
+from fmmeta.reliability.stop import Guard
 from fmmeta.state import State
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}  # of vectors and tables

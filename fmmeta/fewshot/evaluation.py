@@ -33,7 +33,7 @@ from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import Ranks, World, pick_device
 from fmmeta.parallel.workers.full_model import WholeWorker
-from fmmeta.signals import Signals
+from fmmeta.reliability.signals import Signals
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.schedule.meta_batches import Task
 

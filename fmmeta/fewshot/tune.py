@@ -32,7 +32,7 @@ from fmmeta.models.load import Description, empty_learner
 from fmmeta.models.stored_settings import remembered
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import Ranks, World, pick_device
-from fmmeta.signals import Signals, Stopped
+from fmmeta.reliability.signals import Signals, Stopped
 from fmmeta.tasks.batching import Batches
 from fmmeta.tasks.loader import Load
 

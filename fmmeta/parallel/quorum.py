@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fmmeta.config.settings import UsageError
-from fmmeta.signals import Fault
+from fmmeta.reliability.signals import Fault
 
 BEAT, CONNECT = timedelta(milliseconds=250), timedelta(seconds=10)
 LOOK_S = 1.0  # of a question without an answer, before the lighthouse is asked for a sign of life; and between two of them

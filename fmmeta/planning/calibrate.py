@@ -29,7 +29,7 @@ from typing import Any
 from fmmeta.config.settings import UsageError
 from fmmeta.planning.machines import Profile
 from fmmeta.planning.settings import PlanConfig
-from fmmeta.signals import end_with_parent
+from fmmeta.reliability.signals import end_with_parent
 
 VECTOR, LINK, REPEATS, ROWS = 2**24, 2**23, 5, 8  # elements, elements, times, rows of a micro-batch at most
 TIMEOUT_S = 600

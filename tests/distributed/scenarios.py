@@ -17,7 +17,6 @@ from fmmeta.cli import parse
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.feed import Reader
-from fmmeta.guard import Guard
 from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.outer_step import MetaGradient
 from fmmeta.meta.second_order.hessian import Hessian
@@ -27,8 +26,9 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import PeerError, World, pick_device
 from fmmeta.parallel.workers import create
 from fmmeta.parallel.workers.create import check_equal, fingerprint_of
+from fmmeta.reliability.signals import Fault
+from fmmeta.reliability.stop import Guard
 from fmmeta.run import Run
-from fmmeta.signals import Fault
 from fmmeta.start import Start
 
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 from hypothesis import settings
 
-from fmmeta.signals import STOPPING
+from fmmeta.reliability.signals import STOPPING
 from tests.models import save_bert, save_llama, write_classes
 
 settings.register_profile("fmmeta", deadline=None, derandomize=True, max_examples=40, database=None)

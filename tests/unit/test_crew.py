@@ -15,7 +15,7 @@ from fmmeta.parallel.crew import Lost
 from fmmeta.parallel.deepspeed_config import Precision, recorded
 from fmmeta.parallel.quorum import reachable_as
 from fmmeta.parallel.roll import Member, Roll
-from fmmeta.signals import Fault
+from fmmeta.reliability.signals import Fault
 from tests.unit.helpers import refusal
 
 

@@ -12,7 +12,7 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.fewshot import gains, heldout
 from fmmeta.fewshot.heldout import HeldOut
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.signals import Signals, Stopped
+from fmmeta.reliability.signals import Signals, Stopped
 from tests.models import save_bert, write_classes
 
 VARIANTS = {

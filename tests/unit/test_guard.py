@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
-from fmmeta.guard import Guard, Spikes
 from fmmeta.meta.task_gradient import Direction
 from fmmeta.parallel.workers.base import Pass
-from fmmeta.signals import Launcher, Signals, about, born
-from fmmeta.watchdog import Watch, identity_of, myself, stack_of
+from fmmeta.reliability.signals import Launcher, Signals, about, born
+from fmmeta.reliability.stop import Guard, Spikes
+from fmmeta.reliability.watchdog import Watch, identity_of, myself, stack_of
 from tests.unit.helpers import one_rank, refusal
 
 
@@ -76,7 +76,7 @@ def test_in_another_thread_nothing_is_heard():
 
 
 def test_a_shell_is_no_launcher():
-    code = "import time; from fmmeta.signals import Launcher; print(Launcher(True).watched)"
+    code = "import time; from fmmeta.reliability.signals import Launcher; print(Launcher(True).watched)"
     script = f"{sys.executable} -c '{code}'; true"  # the shell stays, because there is more to do
     ran = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"
@@ -95,7 +95,7 @@ def test_a_process_that_is_gone_has_no_birth():
 
 
 def test_a_process_of_another_pid_namespace_is_another_one():
-    code = "from fmmeta.watchdog import identity_of; print(*identity_of(1))"
+    code = "from fmmeta.reliability.watchdog import identity_of; print(*identity_of(1))"
     words = ["unshare", "-rpf", "--mount-proc", sys.executable, "-c", code]
     ran = subprocess.run(words, capture_output=True, text=True, check=False)
     if "unshare" in ran.stderr:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fmmeta.signals import born
+from fmmeta.reliability.signals import born
 from tests.distributed.short import until
 from tests.launch import Ended, environment, imported, python, run_ranks
 from tests.mother import PRELOADED

@@ -15,7 +15,7 @@ from fmmeta.config.settings import Config
 from fmmeta.elastic import supervisor as module
 from fmmeta.elastic.supervisor import ElasticConfig, Group, Supervisor
 from fmmeta.record import write_run
-from fmmeta.signals import born
+from fmmeta.reliability.signals import born
 from fmmeta.start import hold
 from tests.distributed.short import until
 

@@ -29,8 +29,8 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.task_gradient import Direction
 from fmmeta.parallel.process_groups import Board, Ranks
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.signals import Fault, Launcher, Signals
-from fmmeta.watchdog import MARGIN_S, Watch, Watchdog, myself
+from fmmeta.reliability.signals import Fault, Launcher, Signals
+from fmmeta.reliability.watchdog import MARGIN_S, Watch, Watchdog, myself
 
 
 class Guard:

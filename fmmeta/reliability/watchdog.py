@@ -24,7 +24,7 @@ from typing import Any
 
 from fmmeta.parallel.nodes import link_of
 from fmmeta.parallel.process_groups import Board, Ranks
-from fmmeta.signals import ENDED, Launcher, Signals, born
+from fmmeta.reliability.signals import ENDED, Launcher, Signals, born
 
 FIRST_S, FLOOR_S, TIMES = 1800.0, 300.0, 10.0  # bound before a step is measured; least bound; times the slowest step
 BEAT_S, TICK_S, GRACE_S = 5.0, 0.5, 3.0
