@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.config.settings import UsageError, setting
-from fmmeta.report import course, results, timing
-from fmmeta.report.facts import AFTER, FROM_START, Facts, number, read
+from fmmeta.report import charts, results, timing
+from fmmeta.report.data import AFTER, FROM_START, Facts, number, read
 from fmmeta.report.markup import NONE, Markup, cell, quiet, row, row_head, section, table, tag
 from fmmeta.report.style import SHEET
 from fmmeta.trackers import harmless
@@ -56,7 +56,7 @@ def keep(folder: Path, writes: bool, notice: Callable[[str], None]) -> None:
 
 def page(facts: Facts, written: str) -> str:
     """The report as text. `written`: when."""
-    sections = [results.held_out(facts), results.strata(facts), course.curves(facts), timing.timing(facts),
+    sections = [results.held_out(facts), results.strata(facts), charts.curves(facts), timing.timing(facts),
                 results.confusion(facts), about(facts)]  # fmt: skip
     head = tag("head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
                tag("meta", http_equiv="Content-Security-Policy", content=POLICY), tag("meta", name="robots", content="noindex"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fmmeta.report.facts import AFTER, BEFORE, FROM_START, Facts, number
+from fmmeta.report.data import AFTER, BEFORE, FROM_START, Facts, number
 from fmmeta.report.markup import NONE, Markup, cell, column_head, join, quiet, row, row_head, scrolling, section, table, tag
 
 Interval = Sequence[Any]

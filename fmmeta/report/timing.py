@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fmmeta.report.facts import Facts, Times, times
+from fmmeta.report.data import Facts, Times, times
 from fmmeta.report.markup import Markup, cell, column_head, join, quiet, row, row_head, section, table, tag
 
 MOST_GROUPS = 24

@@ -12,11 +12,11 @@ from itertools import pairwise
 import pytest
 
 from fmmeta import cli
-from fmmeta.report import facts as facts_of
-from fmmeta.report.chart import extremes, marks_between, smooth
-from fmmeta.report.facts import read, spikes, times
+from fmmeta.report import data as facts_of
+from fmmeta.report.data import read, spikes, times
 from fmmeta.report.page import keep, write
 from fmmeta.report.style import DARK, LIGHT, TEXTS
+from fmmeta.report.svg import extremes, marks_between, smooth
 from tests.runs import BAD, NOT_FINITE, SKIPPED, SPIKE, held_out, metrics, write_run
 
 VOID = {"meta", "link", "br"}

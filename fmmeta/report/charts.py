@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fmmeta.report.chart import Chart, Points, Series, smooth, thin
-from fmmeta.report.facts import Facts, Line, number, points, spikes
+from fmmeta.report.data import Facts, Line, number, points, spikes
 from fmmeta.report.markup import Markup, cell, column_head, join, quiet, row, row_head, scrolling, section, table, tag
+from fmmeta.report.svg import Chart, Points, Series, smooth, thin
 
 Marks = list[tuple[int, float]]
 SMOOTHED = 60  # values from which on a line gets a mean over a twentieth of them
