@@ -63,14 +63,14 @@ def libraries(engine: bool) -> None:
 
 
 def run(folder: str, flags: list[str]) -> None:
-    from fmmeta import build
     from fmmeta.cli import parse
     from fmmeta.common.progress import Progress
     from fmmeta.parallel.layout import Launch
     from fmmeta.parallel.process_groups import World, pick_device
     from fmmeta.planning import auto_group_size
-    from fmmeta.run import Run
-    from fmmeta.start import Start
+    from fmmeta.training import build
+    from fmmeta.training.loop import Run
+    from fmmeta.training.run_folder import Start
 
     launch = Launch.from_env(os.environ)
     work = Path(tempfile.mkdtemp())
@@ -147,7 +147,6 @@ def staged(folder: str) -> None:
     """Ordinary training in a pipeline: fmmeta's stages and batches, torch's optimizer in the engine, none of fmmeta's vectors."""
     import torch
 
-    from fmmeta import build
     from fmmeta.cli import parse
     from fmmeta.parallel.layout import Launch
     from fmmeta.parallel.process_groups import World, pick_device
@@ -155,6 +154,7 @@ def staged(folder: str) -> None:
     from fmmeta.parallel.workers.create import start_worker
     from fmmeta.parallel.workers.zero import import_deepspeed
     from fmmeta.tasks.loader import Load
+    from fmmeta.training import build
 
     class Fused(torch.optim.AdamW):
         def __init__(self, groups: Any) -> None:

@@ -113,14 +113,14 @@ CLOCKS = {"clock": time.perf_counter, "cpu": time.process_time}
 
 def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) -> None:
     """One of the ranks that calibrate and train in turn. out: JSON file whose line for these flags is written anew."""
-    from fmmeta import build
     from fmmeta.cli import parse
     from fmmeta.common.progress import Progress
     from fmmeta.parallel import deepspeed_config
     from fmmeta.parallel.layout import Launch
     from fmmeta.parallel.process_groups import World, pick_device
-    from fmmeta.run import Run
-    from fmmeta.start import Start
+    from fmmeta.training import build
+    from fmmeta.training.loop import Run
+    from fmmeta.training.run_folder import Start
 
     launch, work = Launch.from_env(os.environ), Path(tempfile.mkdtemp())
     rows = [{"task": f"t{t}", "input": "where " * 9 + f"{t} {i}", "output": "there " * 5} for t in range(4) for i in range(32)]

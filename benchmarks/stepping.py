@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from fmmeta import build
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
-from fmmeta.run import Run
-from fmmeta.start import Start
 from fmmeta.tasks.batching import Batches
+from fmmeta.training import build
+from fmmeta.training.loop import Run
+from fmmeta.training.run_folder import Start
 
 ROOT = Path(__file__).parent.parent
 QUIET = {"eval_episodes": 0, "save_steps": 0, "logging_steps": 10, "num_workers": "0", "check_replicas_steps": 0}

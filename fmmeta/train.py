@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 
-from fmmeta import build
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.elastic import attendance
@@ -13,12 +12,13 @@ from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
-from fmmeta.record import settings_of
 from fmmeta.reliability.signals import Signals
 from fmmeta.reliability.stop import Guard
-from fmmeta.run import Result, Run
-from fmmeta.start import open_run
-from fmmeta.trackers import check_installed
+from fmmeta.training import build
+from fmmeta.training.loop import Result, Run
+from fmmeta.training.run_folder import open_run
+from fmmeta.training.run_record import settings_of
+from fmmeta.training.trackers import check_installed
 
 
 class MetaTrainer:

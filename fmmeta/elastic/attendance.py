@@ -26,10 +26,10 @@ from fmmeta.elastic.joining import SECRET, join, with_crew
 from fmmeta.parallel.crew import Crew, Lost
 from fmmeta.parallel.process_groups import Ranks
 from fmmeta.parallel.roll import Roll
-from fmmeta.record import read_run
 from fmmeta.reliability.signals import Fault
 from fmmeta.reliability.stop import Guard
-from fmmeta.start import hold
+from fmmeta.training.run_folder import hold
+from fmmeta.training.run_record import read_run
 
 LIGHTHOUSE_S = 120.0  # that a silent lighthouse is put up with
 MOST = 100  # attempts at one outer step

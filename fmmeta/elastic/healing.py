@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.settings import UsageError
-from fmmeta.feed import Feed
-from fmmeta.journal import Journal
 from fmmeta.parallel.crew import Crew
 from fmmeta.parallel.process_groups import Communicator
 from fmmeta.parallel.roll import Roll
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.stop import Guard
-from fmmeta.state import State
+from fmmeta.training.episodes import Feed
+from fmmeta.training.run_log import Journal
+from fmmeta.training.state import State
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}  # of vectors and tables
 

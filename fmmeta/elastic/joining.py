@@ -21,7 +21,7 @@ from fmmeta.parallel.crew import Crew, Everyone
 from fmmeta.parallel.deepspeed_config import Precision
 from fmmeta.parallel.process_groups import PROOF, Communicator, Ranks
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.record import version
+from fmmeta.training.run_record import version
 
 SECRET = ".elastic-secret"
 

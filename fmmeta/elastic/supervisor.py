@@ -27,9 +27,9 @@ import torch
 from fmmeta.config.settings import Config, UsageError, setting
 from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
 from fmmeta.parallel.quorum import coordination
-from fmmeta.record import read_run
 from fmmeta.reliability.signals import ENDED, STOPPED
-from fmmeta.start import hold
+from fmmeta.training.run_folder import hold
+from fmmeta.training.run_record import read_run
 
 KILL_S = 30.0  # that the other ranks of a group in which one has died get to end by themselves
 PAUSE_S = 0.2

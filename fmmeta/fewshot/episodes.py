@@ -11,7 +11,6 @@ from typing import Any
 
 from fmmeta.common.security import one_line
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.feed import LEAST_SEEN
 from fmmeta.fewshot.settings import EvaluateConfig
 from fmmeta.models.stored_settings import trained_with
 from fmmeta.parallel.process_groups import World
@@ -19,6 +18,7 @@ from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import ClassSource, Draw, Mixture, TaskSource
 from fmmeta.tasks.sources.load import Sources, load_sources
+from fmmeta.training.episodes import LEAST_SEEN
 
 STREAM = 2  # of the schedule; training is 0, validation 1
 

@@ -15,10 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fmmeta import build
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config, InnerConfig, UsageError
-from fmmeta.feed import Reader
 from fmmeta.fewshot.defaults import stored_rates
 from fmmeta.fewshot.episodes import Episodes, episodes_of, run_config, skipped
 from fmmeta.fewshot.features import embed
@@ -36,6 +34,8 @@ from fmmeta.parallel.workers.full_model import WholeWorker
 from fmmeta.reliability.signals import Signals
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.training import build
+from fmmeta.training.episodes import Reader
 
 
 def run(settings: EvaluateConfig, signals: Signals | None = None) -> None:

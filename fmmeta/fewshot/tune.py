@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta import build
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import REMEMBERED, Config, UsageError
-from fmmeta.feed import Reader
 from fmmeta.fewshot.defaults import stored_rates
 from fmmeta.fewshot.episodes import episodes_of, run_config
 from fmmeta.fewshot.results import check_output, write
@@ -35,6 +33,8 @@ from fmmeta.parallel.process_groups import Ranks, World, pick_device
 from fmmeta.reliability.signals import Signals, Stopped
 from fmmeta.tasks.batching import Batches
 from fmmeta.tasks.loader import Load
+from fmmeta.training import build
+from fmmeta.training.episodes import Reader
 
 DECIMALS = 4  # of a loss that is shown; losses that agree in them tie
 DIVERGED = 1e3  # nats: a mean query loss above this counts as infinite, since no step size that is of use comes near it

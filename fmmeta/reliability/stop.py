@@ -23,7 +23,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fmmeta.build import hash_vector
 from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.config.settings import Config
 from fmmeta.meta.task_gradient import Direction
@@ -31,6 +30,7 @@ from fmmeta.parallel.process_groups import Board, Ranks
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.signals import Fault, Launcher, Signals
 from fmmeta.reliability.watchdog import MARGIN_S, Watch, Watchdog, myself
+from fmmeta.training.build import hash_vector
 
 
 class Guard:

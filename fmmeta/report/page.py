@@ -14,7 +14,7 @@ from fmmeta.report import charts, results, timing
 from fmmeta.report.data import AFTER, FROM_START, Facts, number, read
 from fmmeta.report.markup import NONE, Markup, cell, quiet, row, row_head, section, table, tag
 from fmmeta.report.style import SHEET
-from fmmeta.trackers import harmless
+from fmmeta.training.trackers import harmless
 
 NAME = "report.html"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser itself refuses scripts and requests

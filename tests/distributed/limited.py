@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from fmmeta import build
 from fmmeta.common.host_memory import status_bytes
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.parallel.workers.zero import import_deepspeed
-from fmmeta.run import Run
-from fmmeta.start import Start
+from fmmeta.training import build
+from fmmeta.training.loop import Run
+from fmmeta.training.run_folder import Start
 
 ROOM = 640 * 2**20
 

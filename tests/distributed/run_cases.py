@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from fmmeta import build
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.models.load import empty_learner, load_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
-from fmmeta.run import Run
-from fmmeta.start import Start
 from fmmeta.tasks.loader import Load
+from fmmeta.training import build
+from fmmeta.training.loop import Run
+from fmmeta.training.run_folder import Start
 
 
 def poison(parts: build.Parts, chosen: dict[tuple[int, int], str], factor: float = float("inf")) -> None:

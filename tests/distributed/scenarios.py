@@ -12,11 +12,9 @@ from typing import Any, cast
 
 import torch
 
-from fmmeta import build
 from fmmeta.cli import parse
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.feed import Reader
 from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.outer_step import MetaGradient
 from fmmeta.meta.second_order.hessian import Hessian
@@ -28,8 +26,10 @@ from fmmeta.parallel.workers import create
 from fmmeta.parallel.workers.create import check_equal, fingerprint_of
 from fmmeta.reliability.signals import Fault
 from fmmeta.reliability.stop import Guard
-from fmmeta.run import Run
-from fmmeta.start import Start
+from fmmeta.training import build
+from fmmeta.training.episodes import Reader
+from fmmeta.training.loop import Run
+from fmmeta.training.run_folder import Start
 
 
 def together(world: World) -> None:

@@ -23,7 +23,7 @@ from fmmeta.parallel.crew import Crew, Lost
 from fmmeta.parallel.process_groups import Communicator, proof
 from fmmeta.parallel.quorum import Line, coordination
 from fmmeta.reliability.signals import Fault
-from fmmeta.run import Run
+from fmmeta.training.loop import Run
 from tests.launch import run_ranks
 from tests.nursery import ROOT, environment, free_port
 

@@ -63,11 +63,11 @@ def main(model: str, data: str, out: str, *cases: str) -> None:
 
 
 def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any) -> dict[str, Any]:
-    from fmmeta import build
     from fmmeta.config.settings import Config
     from fmmeta.models.load import empty_learner
     from fmmeta.planning.compute import one_pass, products
     from fmmeta.planning.sizes import held, part_sizes
+    from fmmeta.training import build
 
     given = dict(CASES[name])
     stage, live = given.pop("zero_stage", 0), given.pop("live", None)

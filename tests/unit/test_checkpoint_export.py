@@ -25,8 +25,8 @@ from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap, param_groups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.create import untrained
 from fmmeta.parallel.workers.plain import PlainWorker
-from fmmeta.record import Metrics, write_run
-from fmmeta.start import find_start, hold
+from fmmeta.training.run_folder import find_start, hold
+from fmmeta.training.run_record import Metrics, write_run
 from tests.models import WORDS, save_bert, save_llama
 from tests.unit.helpers import one_rank, refusal
 

@@ -7,13 +7,13 @@ import copy
 import torch
 import torch.nn.functional as F
 
-from fmmeta import build
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
-from fmmeta.fewshot.confusion import confusion
-from fmmeta.fewshot.heldout import TEST, HeldOut
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
+from fmmeta.training import build
+from fmmeta.training.confusion import confusion
+from fmmeta.training.validation import TEST, HeldOut
 from tests.models import save_bert, save_llama, write_classes, write_pairs
 
 

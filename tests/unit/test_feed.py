@@ -7,12 +7,12 @@ import json
 import pytest
 
 from fmmeta.config.settings import Config
-from fmmeta.feed import Reader
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import Dealer
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
+from fmmeta.training.episodes import Reader
 from tests.models import WORDS
 from tests.unit.helpers import one_rank, refusal
 

@@ -9,10 +9,10 @@ import pytest
 from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer
-from fmmeta.fewshot import gains, heldout
-from fmmeta.fewshot.heldout import HeldOut
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.reliability.signals import Signals, Stopped
+from fmmeta.training import final_table, validation
+from fmmeta.training.validation import HeldOut
 from tests.models import save_bert, write_classes
 
 VARIANTS = {
@@ -66,7 +66,7 @@ def test_a_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkey
     with monkeypatch.context() as patch:
         whole = StopAt(patch, 10**9)
         MetaTrainer(config_of(tmp_path, "whole", **settings)).train()
-    confused, rates = 1, len(gains.SCALES)
+    confused, rates = 1, len(final_table.SCALES)
     for number in (whole.scored - 3 * rates - 3 - confused - 2, whole.scored - 4, whole.scored):
         name, command = f"stopped-{number}", {**settings}
         with monkeypatch.context() as patch:
@@ -79,7 +79,7 @@ def test_a_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkey
         assert exported(tmp_path / name) == exported(tmp_path / "whole")
         assert table_of(tmp_path / name) == table_of(tmp_path / "whole")
         assert stop.scored + again.scored - whole.scored <= confused  # no finished episode was scored twice
-        assert not (tmp_path / name / heldout.FINISHED).exists()
+        assert not (tmp_path / name / validation.FINISHED).exists()
 
 
 def test_a_stop_in_a_validation_repeats_it(tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ def test_nothing_is_lent_out_during_evaluation(tmp_path, monkeypatch):
         seen.append(self.live.theta.clone())
         return original(self, *args)
 
-    from fmmeta.run import Run
+    from fmmeta.training.loop import Run
 
     built = Run.__init__
 
@@ -130,7 +130,7 @@ def test_the_baseline_gets_the_inner_loop_that_serves_it_best(tmp_path, capsys):
     loop = table_of(tmp_path / "run")["baseline_inner_loop"]
     assert loop["episodes"] == 3
     assert loop["steps"] in (1, 2)
-    assert loop["scale"] in gains.SCALES
+    assert loop["scale"] in final_table.SCALES
     rate = f"inner_lr {1e-4 * loop['scale']:.3g}, {loop['steps']} steps"
     assert f"after adaptation, weights at the start ({rate})" in capsys.readouterr().out
 
@@ -147,7 +147,7 @@ def test_the_choice_is_the_highest_accuracy_then_the_lowest_loss():
                 3.0: [(0.2, 1.6), (0.5, 1.0), (0.1, 2.0)],
                 10.0: [(0.2, 1.6), (1.0, float("nan")), (1.0, float("inf"))],
             }
-            return [heldout.StepScores(0, [loss for _, loss in table[inner]], [accuracy for accuracy, _ in table[inner]])]
+            return [validation.StepScores(0, [loss for _, loss in table[inner]], [accuracy for accuracy, _ in table[inner]])]
 
     class Inner:
         steps = 1
@@ -164,5 +164,7 @@ def test_the_choice_is_the_highest_accuracy_then_the_lowest_loss():
     class Initial:
         theta = rates = None
 
-    chosen = [gains.choose_loop(Scored(), None, Initial(), Setup(kind), lambda: None) for kind in ("classification", "causal_lm")]  # type: ignore[arg-type]
+    chosen = [
+        final_table.choose_loop(Scored(), None, Initial(), Setup(kind), lambda: None) for kind in ("classification", "causal_lm")
+    ]  # type: ignore[arg-type]
     assert [(one.scale, one.steps) for one in chosen] == [(0.3, 2), (1.0, 2)]

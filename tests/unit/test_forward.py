@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fmmeta.build import form_groups, plan
 from fmmeta.config.settings import Config
 from fmmeta.models.forward_options import check_attention
 from fmmeta.models.load import describe, load_learner
@@ -15,6 +14,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.planning import auto_group_size
 from fmmeta.planning.auto_group_size import Sizes
+from fmmeta.training.build import form_groups, plan
 from tests.models import save, save_bert, save_llama, write_pairs
 from tests.unit.helpers import refusal
 

@@ -90,7 +90,7 @@ def test_torch_distributed_is_not_reached_by_its_full_name():
 
 
 @pytest.mark.parametrize("module", ["fmmeta", "fmmeta.config.settings", "fmmeta.cli", "fmmeta.parallel.layout", "fmmeta.tasks.schedule.meta_batches",
-                                    "fmmeta.report.page", "fmmeta.trackers"])  # fmt: skip
+                                    "fmmeta.report.page", "fmmeta.training.trackers"])  # fmt: skip
 def test_cheap_modules_import_nothing_heavy(module):
     code = f"import time; t = time.perf_counter(); import {module}; t = time.perf_counter() - t; import json, sys; "
     code += "print(json.dumps([t, sorted({name.split('.')[0] for name in sys.modules})]))"

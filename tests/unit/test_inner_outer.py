@@ -15,9 +15,6 @@ from torch import Tensor, nn
 
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import SCHEDULES, Config
-from fmmeta.feed import Reader
-from fmmeta.fewshot.gains import compare, show
-from fmmeta.fewshot.heldout import HeldOut, Score, per_stratum
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.inner_loop import InnerLoop
@@ -35,6 +32,9 @@ from fmmeta.parallel.workers.zero import ShardTap
 from fmmeta.tasks.batching import Batches, Dealer, Example
 from fmmeta.tasks.loader import Loaded
 from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.training.episodes import Reader
+from fmmeta.training.final_table import compare, show
+from fmmeta.training.validation import HeldOut, Score, per_stratum
 from tests.unit.helpers import one_rank
 from tests.unit.learners import batches_of, bert, config_of, episode_of, llama
 from tests.unit.learners import worker_of as learners_worker

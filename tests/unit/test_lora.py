@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer, adapt, evaluate
-from fmmeta.build import form_groups, plan
 from fmmeta.fewshot.predict import answer
 from fmmeta.fewshot.predict import load as predict_from
 from fmmeta.fewshot.settings import PredictConfig
@@ -20,6 +19,7 @@ from fmmeta.models.load import describe, empty_learner, load_learner, load_token
 from fmmeta.models.lora import settings_of
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
+from fmmeta.training.build import form_groups, plan
 from tests.models import save, save_bert, save_llama, write_classes
 from tests.unit.helpers import refusal
 from tests.unit.test_checkpoint_export import assert_same_logits, exported, inputs

@@ -10,13 +10,13 @@ import math
 import pytest
 import torch
 
-from fmmeta.fewshot import gains
 from fmmeta.meta.algorithms import RULES, imaml
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.reference import set_gradient, set_loss
-from fmmeta.meta.tally import Tally
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.tasks.batching import collate
+from fmmeta.training import final_table
+from fmmeta.training.step_metrics import Tally
 from tests.unit import learners
 from tests.unit.helpers import one_rank
 from tests.unit.learners import against_oracle, batches_of, by_name, config_of, episode_of, setup_of, worker_of
@@ -373,7 +373,7 @@ def run_of(tmp_path, **settings):
 
 @pytest.mark.timeout(120)
 def test_none_trains_nothing_and_evaluates(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(gains, "choose_loop", lambda *of: gains.BaselineLoop(1.0, 2))
+    monkeypatch.setattr(final_table, "choose_loop", lambda *of: final_table.BaselineLoop(1.0, 2))
     result, held_out = run_of(tmp_path, algorithm="none")
     assert "algorithm=none trains nothing: the weights are evaluated as they are" in capsys.readouterr().out
     assert result.after == result.after_from_start == held_out["after adaptation, meta-trained"]["accuracy"][0]

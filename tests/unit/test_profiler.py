@@ -10,7 +10,7 @@ import torch
 from fmmeta import Config, MetaTrainer
 from fmmeta.meta.outer_step import MetaGradient
 from fmmeta.parallel.process_groups import pending_type
-from fmmeta.profiler import KINDS, Clock, wrapped
+from fmmeta.training.profiler import KINDS, Clock, wrapped
 from tests.launch import run_ranks
 
 SHORT = {"outer_steps": 4, "meta_batch_size": 2, "inner_steps": 3, "eval_episodes": 0, "save_steps": 0, "num_workers": "0"}

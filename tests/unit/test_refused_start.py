@@ -8,8 +8,8 @@ import pytest
 
 from fmmeta.config.settings import Config
 from fmmeta.fewshot.results import check_output
-from fmmeta.start import hold, open_run
 from fmmeta.train import train
+from fmmeta.training.run_folder import hold, open_run
 from tests.unit.helpers import one_rank, refusal
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from fmmeta.build import plan
 from fmmeta.checkpoint import read_state
 from fmmeta.config.settings import Config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
-from fmmeta.start import accept_changes, find_start
 from fmmeta.train import train
+from fmmeta.training.build import plan
+from fmmeta.training.run_folder import accept_changes, find_start
 from tests.unit.helpers import refusal
 
 STORED = ("precision", "float32_matmul_precision", "deepspeed_values", "deepspeed_layout", "transforms_fingerprint")

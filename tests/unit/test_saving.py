@@ -23,8 +23,8 @@ from fmmeta import checkpoint
 from fmmeta.checkpoint import verify, write
 from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.config.settings import Config
-from fmmeta.record import write_run
-from fmmeta.start import accept_changes, find_start, hold, open_run
+from fmmeta.training.run_folder import accept_changes, find_start, hold, open_run
+from fmmeta.training.run_record import write_run
 from tests.launch import ROOT, environment
 from tests.unit.helpers import one_rank, refusal
 from tests.unit.test_checkpoint_export import CUT, SHAPES, WHOLE, assert_holds, laid_out, list_again, parameters, saved, state_of

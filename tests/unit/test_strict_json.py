@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from fmmeta.best import Best
 from fmmeta.config.settings import Config
-from fmmeta.record import Metrics, write_run
 from fmmeta.report import page
-from fmmeta.start import find_start
-from fmmeta.trackers import flat
 from fmmeta.train import train
+from fmmeta.training.best import Best
+from fmmeta.training.run_folder import find_start
+from fmmeta.training.run_record import Metrics, write_run
+from fmmeta.training.trackers import flat
 
 
 def strictly(text: str) -> Any:

@@ -14,9 +14,9 @@ import pytest
 from fmmeta.config.settings import Config
 from fmmeta.elastic import supervisor as module
 from fmmeta.elastic.supervisor import ElasticConfig, Group, Supervisor
-from fmmeta.record import write_run
 from fmmeta.reliability.signals import born
-from fmmeta.start import hold
+from fmmeta.training.run_folder import hold
+from fmmeta.training.run_record import write_run
 from tests.distributed.short import until
 
 FINISH = """

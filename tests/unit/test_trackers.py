@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from fmmeta import trackers
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.trackers import Trackers, check_installed, flat, harmless, settings
 from fmmeta.train import MetaTrainer
+from fmmeta.training import trackers
+from fmmeta.training.trackers import Trackers, check_installed, flat, harmless, settings
 from tests.unit.helpers import refusal
 
 SMALL = {"outer_steps": 4, "eval_steps": 2, "eval_episodes": 2, "meta_batch_size": 2, "logging_steps": 1, "save_steps": 2}

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer
-from fmmeta.fewshot import gains, heldout
 from fmmeta.meta.reference import reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
+from fmmeta.training import final_table, validation
 from tests.models import save_bert, write_classes
 
 
@@ -123,7 +123,9 @@ def test_exported_rates_are_those_that_were_learned(tmp_path, learned):
 def test_what_comes_out_is_a_mixture_of_start_and_theta(tmp_path, monkeypatch):
     """And so is what is validated, while theta itself goes its way as if there were none."""
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
-    monkeypatch.setattr(gains, "choose_loop", lambda *of: gains.BaselineLoop(1.0, 5))  # rows that differ by the weights alone
+    monkeypatch.setattr(
+        final_table, "choose_loop", lambda *of: final_table.BaselineLoop(1.0, 5)
+    )  # rows that differ by the weights alone
 
     def run(name, **settings):
         config = Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(tmp_path / name), k_shot=1,
@@ -156,14 +158,14 @@ def test_what_comes_out_is_a_mixture_of_start_and_theta(tmp_path, monkeypatch):
                                                                ({"test_episodes": 0}, 4, 0), ({"eval_episodes": 0}, 0, 0),
                                                                ({"eval_episodes": 0, "test_episodes": 3}, 0, 3)])  # fmt: skip
 def test_the_table_has_a_number_of_episodes_of_its_own(settings, validated, tested, tmp_path, monkeypatch):
-    scored, original = [], heldout.HeldOut.scores
+    scored, original = [], validation.HeldOut.scores
 
     def counting(*args):
         found = original(*args)
         scored.append(len(found))
         return found
 
-    monkeypatch.setattr(heldout.HeldOut, "scores", counting)
+    monkeypatch.setattr(validation.HeldOut, "scores", counting)
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
     given = {"eval_episodes": 4, **settings}
     config = Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(tmp_path / "run"), k_shot=1, num_query=2,

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.fewshot.heldout import TEST, HeldOut
 from fmmeta.meta.inner_loop import Learning
 from fmmeta.parallel.workers.full_model import WholeWorker
 from fmmeta.tasks.sources.base import TaskSource
+from fmmeta.training.validation import TEST, HeldOut
 
 
 def confusion(held_out: HeldOut, source: TaskSource, theta: Tensor, learning: Learning) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fmmeta import build, checkpoint, record
-from fmmeta.best import Best, BestState
+from fmmeta import checkpoint
 from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.config.settings import Config
 from fmmeta.meta.delayed_update import Updates
@@ -29,6 +28,8 @@ from fmmeta.meta.outer_step import Outer, OuterState
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.parallel.process_groups import Ranks
 from fmmeta.reliability.stop import Spikes
+from fmmeta.training import build, run_record
+from fmmeta.training.best import Best, BestState
 
 
 class State:
@@ -123,5 +124,5 @@ class State:
     def save(self, last: bool) -> None:
         """Begin to write checkpoint-N; with `last` wait until it is whole. Collective: world."""
         vectors, tables, facts = self.give()
-        settings = record.settings_of(self.config, self.plan.sources.fingerprint, self.plan.resolved)
+        settings = run_record.settings_of(self.config, self.plan.sources.fingerprint, self.plan.resolved)
         self.saver.save(self.place, vectors, {**facts, "layout": str(self.ranks.layout), "settings": settings}, tables, last)

@@ -17,10 +17,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from fmmeta.build import hash_vector
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import UNSPOKEN, Config
-from fmmeta.feed import Reader
 from fmmeta.meta.inner_loop import InnerLoop, Learning
 from fmmeta.metrics.scores import gather, mean_ci95
 from fmmeta.parallel.process_groups import Ranks
@@ -29,6 +27,8 @@ from fmmeta.tasks.batching import Batches
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import TaskSource
+from fmmeta.training.build import hash_vector
+from fmmeta.training.episodes import Reader
 
 VALID, TEST = 1, 2  # streams of the schedule; training is 0
 FINISHED = "held_out.json"  # episodes of a final evaluation that was stopped

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from fmmeta.config.settings import Config
 from fmmeta.config.values import strict
-from fmmeta.fewshot.confusion import confusion
-from fmmeta.fewshot.heldout import TEST, HeldOut, Score, per_stratum
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.metrics.scores import Interval, mean_ci95, shown
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.tasks.sources.load import Sources
+from fmmeta.training.confusion import confusion
+from fmmeta.training.validation import TEST, HeldOut, Score, per_stratum
 
 SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the training's inner rates, tried for the baseline
 CHOICE_EPISODES = 20  # validation episodes for each of them, at most

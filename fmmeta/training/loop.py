@@ -13,32 +13,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from fmmeta import build, record
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.elastic import attendance
-from fmmeta.feed import Feed, Reader
-from fmmeta.fewshot.gains import against_start, show
-from fmmeta.fewshot.heldout import VALID, HeldOut
-from fmmeta.journal import Journal
 from fmmeta.meta.algorithms import NUMBERS, RULES
 from fmmeta.meta.multi_task import most_at_once, together
 from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.second_order.gradient_check import Checked, check
-from fmmeta.meta.tally import Tally
 from fmmeta.meta.task_gradient import Direction, Rule, Several
 from fmmeta.metrics.scores import mean_ci95
 from fmmeta.parallel.process_groups import Ranks
-from fmmeta.profiler import Profiler
 from fmmeta.reliability.signals import Stopped
 from fmmeta.reliability.stop import Guard
 from fmmeta.report import page
-from fmmeta.start import Start, newest_whole
-from fmmeta.state import State
 from fmmeta.tasks.batching import Batches
 from fmmeta.tasks.loader import Load
-from fmmeta.trackers import Trackers
+from fmmeta.training import build, run_record
+from fmmeta.training.episodes import Feed, Reader
+from fmmeta.training.final_table import against_start, show
+from fmmeta.training.profiler import Profiler
+from fmmeta.training.run_folder import Start, newest_whole
+from fmmeta.training.run_log import Journal
+from fmmeta.training.state import State
+from fmmeta.training.step_metrics import Tally
+from fmmeta.training.trackers import Trackers
+from fmmeta.training.validation import VALID, HeldOut
 
 
 @dataclass
@@ -311,5 +311,5 @@ class Run:
 
     def write_run(self, **facts: Any) -> None:
         """Write run.json. Local: the first rank's."""
-        record.write_run(self.folder, self.config, self.plan.sources.fingerprint, str(self.ranks.layout), self.plan.resolved,
+        run_record.write_run(self.folder, self.config, self.plan.sources.fingerprint, str(self.ranks.layout), self.plan.resolved,
                          **facts)  # fmt: skip

@@ -7,15 +7,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fmmeta import record
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.outer_step import OuterStep
-from fmmeta.meta.tally import Tally
 from fmmeta.parallel.process_groups import Ranks
-from fmmeta.state import State
-from fmmeta.trackers import Trackers
+from fmmeta.training import run_record
+from fmmeta.training.state import State
+from fmmeta.training.step_metrics import Tally
+from fmmeta.training.trackers import Trackers
 
 
 class Journal:
@@ -24,13 +24,13 @@ class Journal:
     def __init__(self, config: Config, state: State, folder: Path, ranks: Ranks, trackers: Trackers, progress: Progress) -> None:
         self.config, self.state, self.ranks, self.progress = config, state, ranks, progress
         self.folder, self.trackers = folder, trackers
-        self.metrics = record.Metrics(folder, state.outer_step, False)
+        self.metrics = run_record.Metrics(folder, state.outer_step, False)
         self.first, self.warned = state.outer_step, False
         self.line: dict[str, Any] | None = None  # the last of metrics.jsonl
 
     def open(self) -> None:
         """Go on with the file; lines after the state's outer step are dropped."""
-        self.metrics = record.Metrics(self.folder, self.state.outer_step, self.ranks.first, self.trackers.log)
+        self.metrics = run_record.Metrics(self.folder, self.state.outer_step, self.ranks.first, self.trackers.log)
 
     def step(self, moved: OuterStep | None, tally: Tally, epoch: int, exploded: int, facts: dict[str, Any]) -> None:
         """An outer step is done: `tally` agreed, `exploded` tasks dropped for their size. moved: None if no update was due;

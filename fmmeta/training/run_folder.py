@@ -23,7 +23,7 @@ from fmmeta.common.security import make_folders, remove_empty
 from fmmeta.config.settings import Config, UsageError, changed_settings
 from fmmeta.config.values import as_stored
 from fmmeta.parallel.process_groups import Communicator
-from fmmeta.record import NOTHING, read_run, settings_of
+from fmmeta.training.run_record import NOTHING, read_run, settings_of
 
 LOCK = ".lock"
 
