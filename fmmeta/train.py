@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
-from fmmeta.elastic import attendance
+from fmmeta.elastic import controller
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe
 from fmmeta.parallel.layout import Launch
@@ -49,7 +49,7 @@ class MetaTrainer:
         with world.comm.together("looking for trackers"):
             if world.comm.rank == 0:
                 check_installed(config)
-        crew = attendance.join(config, world.comm)
+        crew = controller.join(config, world.comm)
         what = f"model_name_or_path={config.model_name_or_path} is being read"
         config = world.first_on_node(what, lambda: fitted(config, describe(config).hf_config), config.prepare_timeout)
         plan = build.plan(config, world, notice)
@@ -63,7 +63,7 @@ class MetaTrainer:
         ranks = build.form_groups(config, plan, world, notice)
         parts = build.build(config, plan, ranks)
         settings = settings_of(config, plan.sources.fingerprint, plan.resolved)
-        ranks = attendance.with_crew(ranks, crew, config, settings, parts.worker, plan.precision)
+        ranks = controller.with_crew(ranks, crew, config, settings, parts.worker, plan.precision)
         notice(f"output_dir {start.folder}")
         with nullcontext(self.signals) if self.signals else Signals() as signals:
             guard = Guard(config, ranks, parts.worker, signals, world.board())

@@ -10,8 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fmmeta.config.settings import UsageError, setting
+from fmmeta.elastic.lighthouse_client import coordination, first_line
 from fmmeta.parallel.network import listen
-from fmmeta.parallel.quorum import coordination, first_line
 
 
 @dataclass

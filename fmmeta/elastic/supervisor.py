@@ -26,7 +26,7 @@ import torch
 
 from fmmeta.config.settings import Config, UsageError, setting
 from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
-from fmmeta.parallel.quorum import coordination
+from fmmeta.elastic.lighthouse_client import coordination
 from fmmeta.reliability.signals import ENDED, STOPPED
 from fmmeta.training.run_folder import hold
 from fmmeta.training.run_record import read_run

@@ -16,7 +16,7 @@ from typing import Any, cast
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.elastic import attendance
+from fmmeta.elastic import controller
 from fmmeta.meta.algorithms import NUMBERS, RULES
 from fmmeta.meta.multi_task import most_at_once, together
 from fmmeta.meta.outer_step import OuterStep
@@ -56,7 +56,7 @@ class Run:
     """The state of one run and the steps of its life: resume, loop, finish."""
 
     def __init__(self, config: Config, plan: build.Plan, ranks: Ranks, parts: build.Parts, start: Start,
-                 progress: Progress, guard: Guard | None = None, crew: attendance.Crew | None = None) -> None:  # fmt: skip
+                 progress: Progress, guard: Guard | None = None, crew: controller.Crew | None = None) -> None:  # fmt: skip
         self.config, self.plan, self.ranks, self.parts = config, plan, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
         self.worker, self.theta = parts.worker, parts.theta
@@ -72,7 +72,7 @@ class Run:
         self.guard = guard or Guard(config, ranks, parts.worker)
         self.held_out = HeldOut(config, self.worker, parts.load, ranks, progress, self.guard.rests, self.folder)
         self.trackers = Trackers(progress.notice)
-        self.attendance = attendance.Elastic(config, crew, ranks, progress.notice) if crew else attendance.Steady()
+        self.attendance = controller.Elastic(config, crew, ranks, progress.notice) if crew else controller.Steady()
         self.profiler: Profiler | None = None
 
     @contextmanager

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from benchmarks.elastic import SLEEP, Born, Trial, alone, lines_of, parity, theta_of
+from fmmeta.elastic import lighthouse_client
+from fmmeta.elastic.communicator import Crew, Lost
+from fmmeta.elastic.lighthouse_client import Line, coordination
 from fmmeta.elastic.supervisor import Group
-from fmmeta.parallel import quorum
-from fmmeta.parallel.crew import Crew, Lost
 from fmmeta.parallel.process_groups import Communicator, proof
-from fmmeta.parallel.quorum import Line, coordination
 from fmmeta.reliability.signals import Fault
 from fmmeta.training.loop import Run
 from tests.launch import run_ranks
@@ -248,7 +248,7 @@ def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone
     since an answer to an earlier one would come to nobody. Then the lighthouse goes out while somebody asks; lit again at its
     port, it answers; gone, it costs the patience.
     """
-    monkeypatch.setattr(quorum, "LOOK_S", 0.2)
+    monkeypatch.setattr(lighthouse_client, "LOOK_S", 0.2)
     lit = Lit(tmp_path, port := free_port())
     address = f"http://127.0.0.1:{port}"
     lines, asked, question = [Line(address, name, coordination()) for name in "ab"], [], Line._question

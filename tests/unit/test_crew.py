@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
-from fmmeta.elastic.attendance import MOST, Elastic
-from fmmeta.elastic.healing import check_kinds, kinds
-from fmmeta.elastic.joining import mark_of
-from fmmeta.parallel.crew import Lost
+from fmmeta.elastic.communicator import Lost
+from fmmeta.elastic.controller import MOST, Elastic
+from fmmeta.elastic.join import mark_of
+from fmmeta.elastic.lighthouse_client import reachable_as
+from fmmeta.elastic.membership import Member, Roll
+from fmmeta.elastic.state_transfer import check_kinds, kinds
 from fmmeta.parallel.deepspeed_config import Precision, recorded
-from fmmeta.parallel.quorum import reachable_as
-from fmmeta.parallel.roll import Member, Roll
 from fmmeta.reliability.signals import Fault
 from tests.unit.helpers import refusal
 

@@ -50,8 +50,8 @@ def test_one_node_listens_on_loopback_and_notes_of_strangers_do_not_count():
 
 def test_a_lighthouse_and_the_stores_of_one_node_listen_on_loopback():
     pytest.importorskip("torchft", reason="elastic groups need torchft")
+    from fmmeta.elastic.communicator import Crew
     from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
-    from fmmeta.parallel.crew import Crew
     from fmmeta.parallel.process_groups import Communicator
 
     before = listening(psutil.Process())
@@ -67,10 +67,10 @@ def test_a_lighthouse_and_the_stores_of_one_node_listen_on_loopback():
 
 def test_members_that_do_not_know_the_secret_are_no_members():
     pytest.importorskip("torchft", reason="elastic groups need torchft")
+    from fmmeta.elastic.communicator import Crew
     from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
-    from fmmeta.parallel.crew import Crew
+    from fmmeta.elastic.lighthouse_client import Line, coordination
     from fmmeta.parallel.process_groups import Communicator
-    from fmmeta.parallel.quorum import Line, coordination
 
     server, address = open_lighthouse(LighthouseConfig(host="127.0.0.1", port=0, min_groups=3))
     crew = Crew(Communicator(None, 0, 1, torch.device("cpu")), address, "b")
@@ -95,7 +95,7 @@ def test_members_that_do_not_know_the_secret_are_no_members():
 
 
 def test_the_secret_of_a_run_is_one_and_its_owners(tmp_path):
-    from fmmeta.elastic.joining import SECRET, run_secret
+    from fmmeta.elastic.join import SECRET, run_secret
 
     with ThreadPoolExecutor(8) as pool:
         (found,) = set(pool.map(lambda _: run_secret(tmp_path), range(8)))

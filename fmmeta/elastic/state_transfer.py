@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.settings import UsageError
-from fmmeta.parallel.crew import Crew
+from fmmeta.elastic.communicator import Crew
+from fmmeta.elastic.membership import Roll
 from fmmeta.parallel.process_groups import Communicator
-from fmmeta.parallel.roll import Roll
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.stop import Guard
 from fmmeta.training.episodes import Feed

@@ -21,11 +21,11 @@ from typing import Any
 
 from fmmeta import checkpoint
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.elastic.healing import Running, heal
-from fmmeta.elastic.joining import SECRET, join, with_crew
-from fmmeta.parallel.crew import Crew, Lost
+from fmmeta.elastic.communicator import Crew, Lost
+from fmmeta.elastic.join import SECRET, join, with_crew
+from fmmeta.elastic.membership import Roll
+from fmmeta.elastic.state_transfer import Running, heal
 from fmmeta.parallel.process_groups import Ranks
-from fmmeta.parallel.roll import Roll
 from fmmeta.reliability.signals import Fault
 from fmmeta.reliability.stop import Guard
 from fmmeta.training.run_folder import hold

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from fmmeta.elastic.lighthouse_client import Line, coordination, first_line, reachable_as
+from fmmeta.elastic.membership import Member, Roll
 from fmmeta.parallel.process_groups import Communicator, Venue, is_proof, meet_at, proof, somebody_at
-from fmmeta.parallel.quorum import Line, coordination, first_line, reachable_as
-from fmmeta.parallel.roll import Member, Roll
 
 MEET_S = 10.0  # that members of a quorum wait for each other to meet; gloo tries up to four times for so long
 KNOCK_S = 5.0  # that a member's kernel has to answer for it before they meet

@@ -17,7 +17,7 @@ from secrets import token_hex
 from typing import Any
 
 from fmmeta.config.settings import Config, UsageError, changed_settings
-from fmmeta.parallel.crew import Crew, Everyone
+from fmmeta.elastic.communicator import Crew, Everyone
 from fmmeta.parallel.deepspeed_config import Precision
 from fmmeta.parallel.process_groups import PROOF, Communicator, Ranks
 from fmmeta.parallel.workers.base import Worker
