@@ -22,8 +22,8 @@ from typing import Any
 from benchmarks.common import keep, read, table
 from fmmeta import Config, MetaTrainer, evaluate
 from fmmeta.common.progress import Progress
-from fmmeta.fewshot.settings import TuneConfig
-from fmmeta.fewshot.tune import tune
+from fmmeta.evaluation.settings import TuneConfig
+from fmmeta.evaluation.tune import tune
 from fmmeta.metrics.scores import mean_ci95, shown
 
 RESULTS = Path(__file__).parent / "results" / "instructions.json"

@@ -22,10 +22,10 @@ from fmmeta.common.progress import Progress
 from fmmeta.common.security import make_folders, remove_empty
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.config.values import shortened
+from fmmeta.evaluation.settings import AdaptConfig
+from fmmeta.evaluation.stored_lrs import stored_rates
 from fmmeta.fewshot.adapted import Adapted
 from fmmeta.fewshot.card import write_card
-from fmmeta.fewshot.defaults import stored_rates
-from fmmeta.fewshot.settings import AdaptConfig
 from fmmeta.fewshot.single import Single, start
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner_loop import InnerLoop

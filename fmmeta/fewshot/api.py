@@ -15,11 +15,11 @@ from typing import Any, TypeVar, cast
 
 from fmmeta.common.progress import Progress
 from fmmeta.config.values import UsageError, of_type, shortened
+from fmmeta.evaluation import command as evaluate_command
+from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig
 from fmmeta.fewshot import adaptation as adapt_command
-from fmmeta.fewshot import evaluation as evaluate_command
 from fmmeta.fewshot.adaptation import Examples
 from fmmeta.fewshot.adapted import Adapted
-from fmmeta.fewshot.settings import AdaptConfig, EvaluateConfig
 
 Name = str | os.PathLike[str]
 T = TypeVar("T")

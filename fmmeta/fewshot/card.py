@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.security import printable
+from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.fewshot.adapted import Adapted
-from fmmeta.fewshot.settings import AdaptConfig
 from fmmeta.models.stored_settings import remembered
 from fmmeta.tasks.data.columns import Table
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fmmeta.config.settings import UsageError
-from fmmeta.fewshot.settings import PredictConfig
+from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.tasks.data.columns import broken_text
 from fmmeta.tasks.data.rows import MOST_GIB, ending, read_file, unpacked
 

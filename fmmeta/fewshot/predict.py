@@ -14,9 +14,9 @@ from fmmeta.common.progress import Progress
 from fmmeta.common.security import printable
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.config.values import shortened, to_json
+from fmmeta.evaluation.generation import generate
+from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.fewshot.inputs import batched, sink, texts_of
-from fmmeta.fewshot.language import generate
-from fmmeta.fewshot.settings import PredictConfig
 from fmmeta.fewshot.single import Single, class_logits, start
 from fmmeta.models.files import HEAD_FILE, base_of, cached_file
 from fmmeta.models.lengths import fitted

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 import fmmeta
 from fmmeta.common.security import CONTROL, printable
 from fmmeta.config.settings import Config
+from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.fewshot import predict
 from fmmeta.fewshot.adaptation import leave_out, read_task
-from fmmeta.fewshot.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.sources.load import load_sources
 from tests.launch import environment, python

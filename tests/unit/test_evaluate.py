@@ -15,12 +15,12 @@ import torch.nn.functional as F
 import fmmeta
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.fewshot import evaluation
-from fmmeta.fewshot.episodes import episodes_of, run_config
-from fmmeta.fewshot.frozen import knn, linear
-from fmmeta.fewshot.language import LanguageMetrics, longest_common, rouge_l
-from fmmeta.fewshot.results import Cell, differences, read_cells, results_of, show, write
-from fmmeta.fewshot.settings import EvaluateConfig
+from fmmeta.evaluation import command
+from fmmeta.evaluation.episodes import episodes_of, run_config
+from fmmeta.evaluation.feature_classifiers import knn, linear
+from fmmeta.evaluation.generation import LanguageMetrics, longest_common, rouge_l
+from fmmeta.evaluation.results import Cell, differences, read_cells, results_of, show, write
+from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.metrics.scores import EpisodeScore, calibration_error, counted, paired, score_of
 from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
@@ -278,7 +278,7 @@ def test_a_broken_task_file_is_left_out_of_both_models(llama, tmp_path, capsys):
 def test_greedy_answers_are_those_of_transformers(llama):
     from transformers import AutoModelForCausalLM
 
-    from fmmeta.fewshot.language import generate
+    from fmmeta.evaluation.generation import generate
     from fmmeta.fewshot.single import start
 
     single = start(Config(model_name_or_path=str(llama), task_type="causal_lm", algorithm="none"), Progress(False))
@@ -298,7 +298,7 @@ def test_answers_end_where_the_positions_do(tmp_path):
     """Each with the tokens that it would have alone, whatever shares its batch."""
     from transformers import AutoModelForCausalLM
 
-    from fmmeta.fewshot.language import generate
+    from fmmeta.evaluation.generation import generate
     from fmmeta.fewshot.single import start
 
     folder = save_family(tmp_path / "gpt2", "gpt2")  # 128 learned positions
@@ -409,10 +409,10 @@ def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even
         raise UsageError("output=there.json cannot be written (No space left on device); give another file")
 
     with monkeypatch.context() as full:
-        full.setattr(evaluation, "write", break_disk)
-        assert refusal(evaluation.run, settings).startswith("output=there.json cannot be written")
+        full.setattr(command, "write", break_disk)
+        assert refusal(command.run, settings).startswith("output=there.json cannot be written")
     assert "prototype" in capsys.readouterr().out.split("accuracy %")[1]
-    monkeypatch.setattr(evaluation.Bench, "cells", lambda *_: pytest.fail("computed before the check"))
+    monkeypatch.setattr(command.Bench, "cells", lambda *_: pytest.fail("computed before the check"))
     for output, told in ((tmp_path, f"is a folder; give a file in it, such as {tmp_path / 'results.json'}"),
                          (tmp_path / "file" / "x.json",
                           f"cannot be written ({tmp_path / 'file'} is no folder); give another file")):  # fmt: skip
@@ -423,7 +423,7 @@ def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even
 def test_a_model_to_compare_with_is_checked_first(bert, llama, classes, tmp_path, monkeypatch):
     other = shutil.copytree(llama, tmp_path / "other")
     (other / "fmmeta.json").write_text('{"task_type": "causal_lm"}')
-    monkeypatch.setattr(evaluation.Bench, "cells", lambda *_: pytest.fail("computed before the check"))
+    monkeypatch.setattr(command.Bench, "cells", lambda *_: pytest.fail("computed before the check"))
     assert refusal(fmmeta.evaluate, str(bert), str(classes), compare=str(other)) == (
         f"compare={other} is a model for task_type=causal_lm, and model_name_or_path={bert} one for task_type=classification; "
         "give another model, or --task_type")  # fmt: skip
@@ -458,9 +458,7 @@ def test_one_episode_has_no_interval_and_results_are_json(bert, classes, tmp_pat
     assert told["ci95"] is None
     assert told["accuracy"] == results["accuracy"]
     flags |= {"k_shot": [1], "method": ["knn"]}
-    evaluation.run(
-        EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, compare=str(tmp_path / "one.json"))
-    )
+    command.run(EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, compare=str(tmp_path / "one.json")))
     out = capsys.readouterr().out
     assert f"{100 * results['accuracy']:.2f} ± -" in out
     assert "+0.00 ± -" in out
@@ -501,7 +499,7 @@ def test_a_loss_that_diverged_is_read_back(tmp_path):
 
 def test_shots_and_ways_that_vary_are_shown_so(bert, classes, capsys):
     flags: dict[str, Any] = {"n_way": "2", "n_way_max": 3, "k_shot": [1], "k_shot_max": 4, "num_query": 2, "episodes": 4}
-    evaluation.run(EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, method=["prototype"]))
+    command.run(EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, method=["prototype"]))
     out = capsys.readouterr().out
     assert "4 episodes of 2 to 3 classes of the test part" in out
     assert "prototype  1 to 4 " in out
@@ -513,7 +511,7 @@ def test_a_remembered_language_model_has_no_ways(llama, pairs, tmp_path, capsys)
     (folder / "fmmeta.json").write_text('{"task_type": "causal_lm"}')
     flags: dict[str, Any] = {"k_shot": [1], "num_query": 2, "episodes": 2, "inner_steps": 0}
     settings = EvaluateConfig(model_name_or_path=str(folder), dataset=[str(pairs)], **flags, output=str(tmp_path / "told.json"))
-    evaluation.run(settings)
+    command.run(settings)
     assert json.loads((tmp_path / "told.json").read_text())["n_way"] is None
     assert "2 episodes of the test part" in capsys.readouterr().out
 

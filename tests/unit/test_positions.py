@@ -9,8 +9,8 @@ import pytest
 
 import fmmeta
 from fmmeta.config.settings import Config
+from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.fewshot import predict
-from fmmeta.fewshot.settings import PredictConfig
 from fmmeta.models.lengths import fitted, positions
 from fmmeta.models.load import describe
 from fmmeta.train import train

@@ -15,8 +15,8 @@ import pytest
 
 import fmmeta
 from fmmeta.cli import parse
+from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.fewshot import predict
-from fmmeta.fewshot.settings import PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from tests.launch import environment
 from tests.models import WORDS, save_llama

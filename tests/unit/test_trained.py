@@ -12,10 +12,10 @@ import pytest
 import fmmeta
 from fmmeta import Config, MetaTrainer
 from fmmeta.common.progress import Progress
+from fmmeta.evaluation.episodes import episodes_of
+from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig, TuneConfig
+from fmmeta.evaluation.tune import tune
 from fmmeta.fewshot.adaptation import adapt
-from fmmeta.fewshot.episodes import episodes_of
-from fmmeta.fewshot.settings import AdaptConfig, EvaluateConfig, TuneConfig
-from fmmeta.fewshot.tune import tune
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data import used_splits
 from fmmeta.tasks.data.used_splits import UsedSplits
@@ -81,7 +81,7 @@ def test_more_classes_than_were_held_out_are_refused_and_not_taken_from_the_trai
 
 def test_tune_chooses_on_the_models_own_validation_classes(model, classes, tmp_path, monkeypatch):
     seen, folder = [], shutil.copytree(model, tmp_path / "model")
-    monkeypatch.setattr("fmmeta.fewshot.tune.episodes_of", lambda *args: seen.append(episodes_of(*args)) or seen[-1])
+    monkeypatch.setattr("fmmeta.evaluation.tune.episodes_of", lambda *args: seen.append(episodes_of(*args)) or seen[-1])
     settings = TuneConfig(
         model_name_or_path=str(folder), dataset=[str(classes)], n_way="2", inner_lrs=[0.1], max_steps=1, **ASKED
     )

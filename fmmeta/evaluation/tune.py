@@ -21,10 +21,10 @@ from torch import Tensor
 
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import REMEMBERED, Config, UsageError
-from fmmeta.fewshot.defaults import stored_rates
-from fmmeta.fewshot.episodes import episodes_of, run_config
-from fmmeta.fewshot.results import check_output, write
-from fmmeta.fewshot.settings import EvaluateConfig, TuneConfig
+from fmmeta.evaluation.episodes import episodes_of, run_config
+from fmmeta.evaluation.results import check_output, write
+from fmmeta.evaluation.settings import EvaluateConfig, TuneConfig
+from fmmeta.evaluation.stored_lrs import stored_rates
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.models.load import Description, empty_learner
 from fmmeta.models.stored_settings import remembered

@@ -11,7 +11,7 @@ from typing import Any
 
 from fmmeta.common.security import one_line
 from fmmeta.config.settings import Config, UsageError
-from fmmeta.fewshot.settings import EvaluateConfig
+from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.models.stored_settings import trained_with
 from fmmeta.parallel.process_groups import World
 from fmmeta.tasks.data.token_store import digest

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmmeta.fewshot.features import Features
-from fmmeta.fewshot.frozen import METHODS as FROZEN
+from fmmeta.evaluation.feature_classifiers import METHODS as FROZEN
+from fmmeta.evaluation.features import Features
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.metrics.scores import BINS, EpisodeScore, counted, score_of
 from fmmeta.parallel.workers.base import Worker

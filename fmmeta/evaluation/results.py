@@ -14,7 +14,7 @@ from fmmeta.common.progress import Progress
 from fmmeta.common.security import make_folders, publish, remove_empty
 from fmmeta.config.settings import UsageError
 from fmmeta.config.values import to_json
-from fmmeta.fewshot.settings import EvaluateConfig
+from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.metrics.scores import EpisodeScore, paired, shown, summary
 
 

@@ -17,14 +17,14 @@ from typing import Any
 
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config, InnerConfig, UsageError
-from fmmeta.fewshot.defaults import stored_rates
-from fmmeta.fewshot.episodes import Episodes, episodes_of, run_config, skipped
-from fmmeta.fewshot.features import embed
-from fmmeta.fewshot.frozen import METHODS as FROZEN
-from fmmeta.fewshot.language import LanguageMetrics
-from fmmeta.fewshot.methods import Finetune, InContext, frozen_score
-from fmmeta.fewshot.results import Cell, check_comparable, check_output, differences, read_cells, results_of, show, write
-from fmmeta.fewshot.settings import EvaluateConfig
+from fmmeta.evaluation.episodes import Episodes, episodes_of, run_config, skipped
+from fmmeta.evaluation.feature_classifiers import METHODS as FROZEN
+from fmmeta.evaluation.features import embed
+from fmmeta.evaluation.generation import LanguageMetrics
+from fmmeta.evaluation.methods import Finetune, InContext, frozen_score
+from fmmeta.evaluation.results import Cell, check_comparable, check_output, differences, read_cells, results_of, show, write
+from fmmeta.evaluation.settings import EvaluateConfig
+from fmmeta.evaluation.stored_lrs import stored_rates
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.metrics.scores import EpisodeScore, gather
 from fmmeta.models.load import describe, empty_learner
