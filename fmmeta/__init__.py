@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fmmeta.adaptation.python_api import adapt as adapt
+    from fmmeta.adaptation.python_api import evaluate as evaluate
     from fmmeta.config.settings import Config as Config
     from fmmeta.config.settings import UsageError as UsageError
-    from fmmeta.fewshot.api import adapt as adapt
-    from fmmeta.fewshot.api import evaluate as evaluate
     from fmmeta.train import MetaTrainer as MetaTrainer
 
 __version__ = "0.1.0"
 __all__ = ["Config", "MetaTrainer", "UsageError", "adapt", "evaluate"]
 
 _HOME = {"Config": "fmmeta.config.settings", "UsageError": "fmmeta.config.settings", "MetaTrainer": "fmmeta.train",
-         "adapt": "fmmeta.fewshot.api", "evaluate": "fmmeta.fewshot.api"}  # fmt: skip
+         "adapt": "fmmeta.adaptation.python_api", "evaluate": "fmmeta.adaptation.python_api"}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

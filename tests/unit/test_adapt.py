@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 
 import fmmeta
+from fmmeta.adaptation import predict
+from fmmeta.adaptation.command import leave_out, read_task
 from fmmeta.common.security import CONTROL, printable
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
-from fmmeta.fewshot import predict
-from fmmeta.fewshot.adaptation import leave_out, read_task
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.sources.load import load_sources
 from tests.launch import environment, python
@@ -408,7 +408,7 @@ def test_a_folder_that_is_not_finished_is_removed(bert, tmp_path, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fmmeta.fewshot.adaptation.write_card", stopped)  # after the weights
+    monkeypatch.setattr("fmmeta.adaptation.command.write_card", stopped)  # after the weights
     (tmp_path / "empty").mkdir()
     for name in ("new", "empty"):
         with pytest.raises(KeyboardInterrupt):

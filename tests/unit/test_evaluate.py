@@ -278,8 +278,8 @@ def test_a_broken_task_file_is_left_out_of_both_models(llama, tmp_path, capsys):
 def test_greedy_answers_are_those_of_transformers(llama):
     from transformers import AutoModelForCausalLM
 
+    from fmmeta.adaptation.single_process import start
     from fmmeta.evaluation.generation import generate
-    from fmmeta.fewshot.single import start
 
     single = start(Config(model_name_or_path=str(llama), task_type="causal_lm", algorithm="none"), Progress(False))
     prompts = [single.tokenizer(text)["input_ids"] for text in ("river", "a longer prompt", "x")]
@@ -298,8 +298,8 @@ def test_answers_end_where_the_positions_do(tmp_path):
     """Each with the tokens that it would have alone, whatever shares its batch."""
     from transformers import AutoModelForCausalLM
 
+    from fmmeta.adaptation.single_process import start
     from fmmeta.evaluation.generation import generate
-    from fmmeta.fewshot.single import start
 
     folder = save_family(tmp_path / "gpt2", "gpt2")  # 128 learned positions
     single = start(Config(model_name_or_path=str(folder), task_type="causal_lm", algorithm="none"), Progress(False))

@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fmmeta import checkpoint
+from fmmeta.adaptation.command import leave_out, read_task
+from fmmeta.adaptation.inputs import opened, read_texts
 from fmmeta.cli import COMMANDS, find, parse
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
-from fmmeta.fewshot.adaptation import leave_out, read_task
-from fmmeta.fewshot.inputs import opened, read_texts
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.tasks.sources.load import load_sources

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
+from fmmeta.adaptation.single_process import class_logits, start
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
-from fmmeta.fewshot.single import class_logits, start
 from fmmeta.models.lazy_weights import open_stream
 from fmmeta.models.learner import NativeClassifier
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer, adapt, evaluate
+from fmmeta.adaptation.predict import answer
+from fmmeta.adaptation.predict import load as predict_from
 from fmmeta.evaluation.settings import PredictConfig
-from fmmeta.fewshot.predict import answer
-from fmmeta.fewshot.predict import load as predict_from
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
 from fmmeta.models.lora import settings_of
 from fmmeta.parallel.layout import Launch

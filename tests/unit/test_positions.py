@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 import fmmeta
+from fmmeta.adaptation import predict
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import PredictConfig
-from fmmeta.fewshot import predict
 from fmmeta.models.lengths import fitted, positions
 from fmmeta.models.load import describe
 from fmmeta.train import train

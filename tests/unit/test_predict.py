@@ -14,9 +14,9 @@ import time
 import pytest
 
 import fmmeta
+from fmmeta.adaptation import predict
 from fmmeta.cli import parse
 from fmmeta.evaluation.settings import PredictConfig
-from fmmeta.fewshot import predict
 from fmmeta.models.tiny import byte_tokenizer
 from tests.launch import environment
 from tests.models import WORDS, save_llama

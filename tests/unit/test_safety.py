@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from fmmeta import doctor
+from fmmeta.adaptation.predict import Answer
 from fmmeta.cli import main
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import CONTROL, disk_trouble, redact
 from fmmeta.config.settings import Config
-from fmmeta.fewshot.predict import Answer
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks import episode_folder, loader
 from fmmeta.tasks.data.rows import data_files, read_file, read_rows

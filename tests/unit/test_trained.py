@@ -11,11 +11,11 @@ import pytest
 
 import fmmeta
 from fmmeta import Config, MetaTrainer
+from fmmeta.adaptation.command import adapt
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.episodes import episodes_of
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig, TuneConfig
 from fmmeta.evaluation.tune import tune
-from fmmeta.fewshot.adaptation import adapt
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data import used_splits
 from fmmeta.tasks.data.used_splits import UsedSplits

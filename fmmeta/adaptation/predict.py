@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fmmeta.adaptation.inputs import batched, sink, texts_of
+from fmmeta.adaptation.single_process import Single, class_logits, start
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import printable
 from fmmeta.config.settings import Config, UsageError
 from fmmeta.config.values import shortened, to_json
 from fmmeta.evaluation.generation import generate
 from fmmeta.evaluation.settings import PredictConfig
-from fmmeta.fewshot.inputs import batched, sink, texts_of
-from fmmeta.fewshot.single import Single, class_logits, start
 from fmmeta.models.files import HEAD_FILE, base_of, cached_file
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import Description, describe

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
+from fmmeta.adaptation import command as adapt_command
+from fmmeta.adaptation.adapted_model import Adapted
+from fmmeta.adaptation.command import Examples
 from fmmeta.common.progress import Progress
 from fmmeta.config.values import UsageError, of_type, shortened
 from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig
-from fmmeta.fewshot import adaptation as adapt_command
-from fmmeta.fewshot.adaptation import Examples
-from fmmeta.fewshot.adapted import Adapted
 
 Name = str | os.PathLike[str]
 T = TypeVar("T")

@@ -8,9 +8,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from fmmeta.adaptation.adapted_model import Adapted
 from fmmeta.common.security import printable
 from fmmeta.evaluation.settings import AdaptConfig
-from fmmeta.fewshot.adapted import Adapted
 from fmmeta.models.stored_settings import remembered
 from fmmeta.tasks.data.columns import Table
 

@@ -17,6 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fmmeta.adaptation.adapted_model import Adapted
+from fmmeta.adaptation.model_card import write_card
+from fmmeta.adaptation.single_process import Single, start
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import make_folders, remove_empty
@@ -24,9 +27,6 @@ from fmmeta.config.settings import Config, UsageError
 from fmmeta.config.values import shortened
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.evaluation.stored_lrs import stored_rates
-from fmmeta.fewshot.adapted import Adapted
-from fmmeta.fewshot.card import write_card
-from fmmeta.fewshot.single import Single, start
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.models.stored_settings import trained_with

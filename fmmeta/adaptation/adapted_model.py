@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from fmmeta.adaptation.predict import Answer, answer
+from fmmeta.adaptation.single_process import Single
 from fmmeta.config.settings import UsageError
 from fmmeta.config.values import shortened
-from fmmeta.fewshot.predict import Answer, answer
-from fmmeta.fewshot.single import Single
 from fmmeta.tasks.data.columns import broken_text
 
 
