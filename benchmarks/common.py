@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fmmeta.config.values import to_json
+from fmmeta.common.text import to_json
 
 
 def machine() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.common import plot, table, write_json
 from fmmeta import MetaTrainer
 from fmmeta.cli import parse
-from fmmeta.config.values import strict
+from fmmeta.common.text import strict
 from fmmeta.metrics.scores import mean_ci95, shown
 
 WAYS: dict[str, list[str]] = {

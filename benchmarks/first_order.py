@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.common import plot
 from fmmeta import Config, MetaTrainer
-from fmmeta.config.values import to_json
+from fmmeta.common.text import to_json
 
 SHARED = {"inner_steps": 1, "inner_lr": 1.0, "eval_episodes": 60, "save_steps": 0, "logging_steps": 1}
 SUITES: dict[str, dict[str, Any]] = {

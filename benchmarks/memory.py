@@ -1,10 +1,10 @@
 """Resident memory of each rank while a random Llama of 200 M parameters is meta-trained, beside the estimate.
 
-    python benchmarks/auto_group_size.py model FOLDER                                             # writes the checkpoint
-    torchrun --nproc_per_node 2 benchmarks/auto_group_size.py run FOLDER --group_size 2 [flags]   # a JSON line per rank
-    torchrun --nproc_per_node 2 benchmarks/auto_group_size.py deepspeed FOLDER [DEEPSPEED.json [fused]]   # ordinary training
-    torchrun --nproc_per_node 2 benchmarks/auto_group_size.py pipeline FOLDER                     # the same in stages, one per rank
-    python benchmarks/auto_group_size.py collect LINES OUT.json                                   # `# title` and JSON lines to a file
+    python benchmarks/memory.py model FOLDER                                             # writes the checkpoint
+    torchrun --nproc_per_node 2 benchmarks/memory.py run FOLDER --group_size 2 [flags]   # a JSON line per rank
+    torchrun --nproc_per_node 2 benchmarks/memory.py deepspeed FOLDER [DEEPSPEED.json [fused]]   # ordinary training
+    torchrun --nproc_per_node 2 benchmarks/memory.py pipeline FOLDER                     # the same in stages, one per rank
+    python benchmarks/memory.py collect LINES OUT.json                                   # `# title` and JSON lines to a file
 
 The peak is VmHWM less the resident set before the weights are read (interpreter, libraries, process groups). `deepspeed` is
 training as DeepSpeed's documentation has it, without fmmeta but for the completed JSON: transformers loads the model (cut at

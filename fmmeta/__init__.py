@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fmmeta.adaptation.python_api import adapt as adapt
     from fmmeta.adaptation.python_api import evaluate as evaluate
+    from fmmeta.common.errors import UsageError as UsageError
     from fmmeta.config.settings import Config as Config
-    from fmmeta.config.settings import UsageError as UsageError
     from fmmeta.train import MetaTrainer as MetaTrainer
 
 __version__ = "0.1.0"

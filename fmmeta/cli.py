@@ -16,9 +16,9 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from fmmeta.common.errors import MachineFault, Stopped, UsageError
 from fmmeta.common.security import printable, redact
-from fmmeta.config.settings import UsageError
-from fmmeta.reliability.signals import ENDED, STOPPED, Fault, Signals, Stopped, interrupting
+from fmmeta.reliability.signals import ENDED, STOPPED, Signals, interrupting
 
 INTERRUPTED, CUT_OFF = 130, 141  # as shells have them: 128 + SIGINT, 128 + SIGPIPE (nobody reads standard output any more)
 
@@ -84,7 +84,7 @@ def run(command: str, argv: list[str]) -> NoReturn:
             fail(str(error))
         except Stopped as stopped:
             leave(f"fmmeta: {stopped}", STOPPED)
-        except Fault as fault:
+        except MachineFault as fault:
             end(signals)
             leave(f"fmmeta: error: {fault}", ENDED)
         except KeyboardInterrupt as stop:

@@ -31,7 +31,7 @@ class MetaTrainer:
         return f"MetaTrainer({self.config!r})"
 
     def train(self) -> Result:
-        """Run to the end, or go on where an earlier process stopped. Raises `UsageError`, `Fault` where a machine misbehaves, and
+        """Run to the end, or go on where an earlier process stopped. Raises `UsageError`, `MachineFault` where a machine misbehaves, and
         `Stopped` after a signal. Collective: world.
         """
         launch = Launch.from_env(os.environ)

@@ -31,7 +31,8 @@ class Training:
         import submitit
 
         from fmmeta.cli import parse
-        from fmmeta.reliability.signals import Signals, Stopped
+        from fmmeta.common.errors import Stopped
+        from fmmeta.reliability.signals import Signals
         from fmmeta.train import train
 
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     except ImportError:
         sys.exit("fmmeta: error: submitit is not installed; pip install 'fmmeta[submitit]'")
     from fmmeta.cli import parse
-    from fmmeta.config.settings import UsageError
+    from fmmeta.common.errors import UsageError
 
     try:
         parse(flags)

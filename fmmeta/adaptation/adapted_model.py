@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from fmmeta.adaptation.predict import Answer, answer
 from fmmeta.adaptation.single_process import Single
-from fmmeta.config.settings import UsageError
-from fmmeta.config.values import shortened
+from fmmeta.common.errors import UsageError
+from fmmeta.common.text import shortened
 from fmmeta.tasks.data.columns import broken_text
 
 

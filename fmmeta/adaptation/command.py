@@ -21,10 +21,11 @@ from fmmeta.adaptation.adapted_model import Adapted
 from fmmeta.adaptation.model_card import write_card
 from fmmeta.adaptation.single_process import Single, start
 from fmmeta.checkpoint.hf_export import export
+from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import make_folders, remove_empty
-from fmmeta.config.settings import Config, UsageError
-from fmmeta.config.values import shortened
+from fmmeta.common.text import shortened
+from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.evaluation.stored_lrs import stored_rates
 from fmmeta.meta.algorithms import setup as rules

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.tasks.data.columns import broken_text
 from fmmeta.tasks.data.rows import MOST_GIB, ending, read_file, unpacked

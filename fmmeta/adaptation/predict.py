@@ -12,10 +12,11 @@ from typing import Any
 
 from fmmeta.adaptation.inputs import batched, sink, texts_of
 from fmmeta.adaptation.single_process import Single, class_logits, start
+from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import printable
-from fmmeta.config.settings import Config, UsageError
-from fmmeta.config.values import shortened, to_json
+from fmmeta.common.text import shortened, to_json
+from fmmeta.config.settings import Config
 from fmmeta.evaluation.generation import generate
 from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.files import HEAD_FILE, base_of, cached_file

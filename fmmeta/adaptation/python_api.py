@@ -16,8 +16,10 @@ from typing import Any, TypeVar, cast
 from fmmeta.adaptation import command as adapt_command
 from fmmeta.adaptation.adapted_model import Adapted
 from fmmeta.adaptation.command import Examples
+from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
-from fmmeta.config.values import UsageError, of_type, shortened
+from fmmeta.common.text import shortened
+from fmmeta.config.values import of_type
 from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from fmmeta.checkpoint import write
+from fmmeta.common.errors import UsageError
 from fmmeta.common.host_memory import host_bytes
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.settings import Config
 from fmmeta.parallel.deepspeed_shards import ParamMap
 from fmmeta.parallel.process_groups import Ranks
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmmeta.common.text import to_json
 from fmmeta.config.settings import REMEMBERED, Config
-from fmmeta.config.values import to_json
 from fmmeta.meta.inner_lrs import RATES_FILE, Rates
 from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, base_of
 from fmmeta.models.learner import PooledClassifier

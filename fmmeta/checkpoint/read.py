@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.checkpoint.verify import TABLES, read_manifest
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap
 
 

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any, TypedDict
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 from fmmeta.parallel.process_groups import Communicator
 
 STATE, TABLES, MANIFEST = "state.json", "tables.safetensors", "manifest.json"

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from fmmeta.checkpoint.verify import MANIFEST, STATE, TABLES, Entry, complete
+from fmmeta.common.errors import UsageError
 from fmmeta.common.security import sync
-from fmmeta.config.settings import UsageError
-from fmmeta.config.values import to_json
+from fmmeta.common.text import to_json
 from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap
 from fmmeta.parallel.process_groups import Communicator, Ranks
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY")
 LEAST = 8  # characters of a secret; shorter ones are words

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from fmmeta.common.errors import UsageError
 from fmmeta.config import conflicts, validate
-from fmmeta.config.values import UsageError, of_type
+from fmmeta.config.values import of_type
 
 TASK_TYPES = ("classification", "causal_lm")
 POOLINGS = ("auto", "model", "mean", "cls")

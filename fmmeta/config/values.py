@@ -1,21 +1,17 @@
-"""What users give as settings: of the type that was asked for, or refused in one line. And numbers as strict JSON."""
+"""Values given from Python or a file, converted to the type of their setting or refused in one line."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from functools import cache
 from numbers import Integral, Real
 from typing import Any, get_args, get_origin, get_type_hints
 
+from fmmeta.common.errors import UsageError
+from fmmeta.common.text import shortened
+
 LARGEST = 3.4e38  # what fp32 holds
 WANTED = {bool: "True or False", str: "a text", int: "a whole number", float: "a number"}
-
-
-class UsageError(ValueError):
-    """Something the user gave cannot work. The text is one line: the value, what is wrong, what to do."""
-
 
 hints_of = cache(get_type_hints)
 """The types of a dataclass's fields, by name."""
@@ -47,28 +43,3 @@ def _of_kind(kind: type, name: str, value: Any) -> Any:
             raise UsageError(f"{name} is no number to compute with; use one up to {LARGEST:g}") from None
         return int(value) if isinstance(value, Integral) and kind is int else number
     raise UsageError(f"{name}={shortened(value)} is not {WANTED[kind]}; give one")
-
-
-def shortened(value: Any) -> str:
-    """A value as a message shows it: on one line, not too long."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def strict(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have: the interval of one episode, a loss that diverged."""
-    if isinstance(value, dict):
-        return {name: strict(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def to_json(value: Any, **how: Any) -> str:
-    """Strict JSON of what files and programs get. `how`: as json.dumps."""
-    return json.dumps(strict(value), allow_nan=False, **how)
-
-
-def as_stored(settings: Any) -> Any:
-    """Settings as they are stored and compared: what JSON has, with numbers that are not finite as text (mix_temperature=inf)."""
-    return json.loads(json.dumps(settings), parse_constant=lambda name: str(float(name)))

@@ -52,7 +52,7 @@ class Crew(Communicator):
                 self.venue = Venue(self.line.host)
 
     def form(self, step: int, patience_s: float) -> Roll:
-        """Wait for the others of this outer step and meet them. Raises `Lost` where one goes at this very moment, and `Fault`
+        """Wait for the others of this outer step and meet them. Raises `Lost` where one goes at this very moment, and `MachineFault`
         where the lighthouse is silent for `patience_s`. Collective: own, and everyone else's.
         """
         told = b""

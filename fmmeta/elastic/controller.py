@@ -20,13 +20,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from fmmeta import checkpoint
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import MachineFault, UsageError
+from fmmeta.config.settings import Config
 from fmmeta.elastic.communicator import Crew, Lost
 from fmmeta.elastic.join import SECRET, join, with_crew
 from fmmeta.elastic.membership import Roll
 from fmmeta.elastic.state_transfer import Running, heal
 from fmmeta.parallel.process_groups import Ranks
-from fmmeta.reliability.signals import Fault
 from fmmeta.reliability.stop import Guard
 from fmmeta.training.run_folder import hold
 from fmmeta.training.run_record import read_run
@@ -92,11 +92,11 @@ class Elastic:
             run.feed.redeal(counts)
 
     def _begin_anew(self, run: Running, lost: Lost) -> None:
-        """One attempt more at this outer step. Raises `Fault` if there were too many."""
+        """One attempt more at this outer step. Raises `MachineFault` if there were too many."""
         self.retries += 1
         if self.retries > MOST:
             where = f"outer step {run.state.outer_step + 1} was begun {MOST} times in vain"
-            raise Fault(f"{where} ({lost}); look at the network between the groups") from None
+            raise MachineFault(f"{where} ({lost}); look at the network between the groups") from None
         self.notice(f"outer step {run.state.outer_step + 1} is begun anew: a group is lost ({lost})")
 
     def goes(self, guard: Guard) -> bool:
@@ -105,10 +105,10 @@ class Elastic:
         return guard.left
 
     def count(self, tasks: int, wanted: int) -> None:
-        """The tasks of all groups must be the meta-batch, whoever was there. Raises `Fault`."""
+        """The tasks of all groups must be the meta-batch, whoever was there. Raises `MachineFault`."""
         self.tasks = tasks
         if tasks != wanted:
-            raise Fault(f"{tasks} tasks were learned from in an outer step of {wanted}: the groups disagree who they are")
+            raise MachineFault(f"{tasks} tasks were learned from in an outer step of {wanted}: the groups disagree who they are")
 
     def facts(self) -> dict[str, Any]:
         """Of the outer step that has ended, for metrics.jsonl."""

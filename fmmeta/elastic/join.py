@@ -16,7 +16,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from fmmeta.config.settings import Config, UsageError, changed_settings
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config, changed_settings
 from fmmeta.elastic.communicator import Crew, Everyone
 from fmmeta.parallel.deepspeed_config import Precision
 from fmmeta.parallel.process_groups import PROOF, Communicator, Ranks

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from fmmeta.config.settings import UsageError, setting
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import setting
 from fmmeta.elastic.lighthouse_client import coordination, first_line
 from fmmeta.parallel.network import listen
 

@@ -24,8 +24,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from fmmeta.config.settings import UsageError
-from fmmeta.reliability.signals import Fault
+from fmmeta.common.errors import MachineFault, UsageError
 
 BEAT, CONNECT = timedelta(milliseconds=250), timedelta(seconds=10)
 LOOK_S = 1.0  # of a question without an answer, before the lighthouse is asked for a sign of life; and between two of them
@@ -62,7 +61,7 @@ class Line:
         self.beats = None
 
     def ask(self, patience_s: float, **mine: Any) -> Any:
-        """The quorum that this group takes part in. mine: what torchft's `quorum` is told. Raises `Fault` where the lighthouse
+        """The quorum that this group takes part in. mine: what torchft's `quorum` is told. Raises `MachineFault` where the lighthouse
         is silent for `patience_s`.
         """
         heard, why = time.monotonic(), "no answer"
@@ -82,7 +81,7 @@ class Line:
                 break
             why = first_line(found)
             if time.monotonic() - heard > patience_s:
-                raise Fault(f"lighthouse={self.address} has been silent for {patience_s:.0f} s ({why}); look whether it runs; "
+                raise MachineFault(f"lighthouse={self.address} has been silent for {patience_s:.0f} s ({why}); look whether it runs; "
                             "the last checkpoint is whole") from None  # fmt: skip
             time.sleep(0.1)
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 from fmmeta.elastic.communicator import Crew
 from fmmeta.elastic.membership import Roll
 from fmmeta.parallel.process_groups import Communicator

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fmmeta.config.settings import Config, UsageError, setting
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config, setting
 from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
 from fmmeta.elastic.lighthouse_client import coordination
 from fmmeta.reliability.signals import ENDED, STOPPED

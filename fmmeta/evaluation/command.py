@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
-from fmmeta.config.settings import Config, InnerConfig, UsageError
+from fmmeta.config.settings import Config, InnerConfig
 from fmmeta.evaluation.episodes import Episodes, episodes_of, run_config, skipped
 from fmmeta.evaluation.feature_classifiers import METHODS as FROZEN
 from fmmeta.evaluation.features import embed

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.models.lengths import positions
 from fmmeta.parallel.workers.full_model import WholeWorker
 from fmmeta.tasks.batching import IGNORE, Dealer, Example

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import make_folders, publish, remove_empty
-from fmmeta.config.settings import UsageError
-from fmmeta.config.values import to_json
+from fmmeta.common.text import to_json
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.metrics.scores import EpisodeScore, paired, shown, summary
 

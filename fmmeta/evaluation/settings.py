@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import (
     POOLINGS,
     REMEMBERED,
@@ -20,8 +21,7 @@ from fmmeta.config.settings import (
     ParallelConfig,
     RowConfig,
     TaskConfig,
-    UsageError,
-    setting,  # fmt: skip
+    setting,
 )
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe

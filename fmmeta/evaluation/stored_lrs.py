@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.meta.inner_lrs import HEAD, RATES_FILE, Rates
 from fmmeta.models.files import cached_file
 from fmmeta.models.stored_settings import remembered

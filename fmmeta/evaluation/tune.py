@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress
-from fmmeta.config.settings import REMEMBERED, Config, UsageError
+from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.episodes import episodes_of, run_config
 from fmmeta.evaluation.results import check_output, write
 from fmmeta.evaluation.settings import EvaluateConfig, TuneConfig
@@ -30,7 +31,7 @@ from fmmeta.models.load import Description, empty_learner
 from fmmeta.models.stored_settings import remembered
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import Ranks, World, pick_device
-from fmmeta.reliability.signals import Signals, Stopped
+from fmmeta.reliability.signals import Signals
 from fmmeta.tasks.batching import Batches
 from fmmeta.tasks.loader import Load
 from fmmeta.training import build

@@ -12,7 +12,7 @@ import shutil
 import torch
 from torch import nn
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 from fmmeta.models.learner import Learner
 
 BACKEND = "inductor"

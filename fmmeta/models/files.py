@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.settings import Config
 
 BASE_FOLDER = "base"  # in the folder of adapters of the built-in model, which is nowhere else
 HEAD_FILE = "head.safetensors"  # the head of an encoder with fmmeta's pooling

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.settings import Config
 from fmmeta.models.learner import Learner
 
 

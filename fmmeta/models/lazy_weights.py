@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.settings import Config
 from fmmeta.models.files import base_of, cached_file
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, auto_class, load_learner, restore_head, wrap

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 
 DEFAULT = Config.max_length
 AFTER_PADDING = {"roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "longformer", "mpnet", "esm",

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.settings import Config
 from fmmeta.models.files import HEAD_FILE, adapter_folder, adapters_in, base_of, cached_file, is_path, reachable
 from fmmeta.models.forward_options import check_packing, check_positions, checkpoint_layers, unsupported
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.models.files import BASE_FOLDER
 from fmmeta.models.learner import Learner, NativeClassifier, PooledClassifier
 

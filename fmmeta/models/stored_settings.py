@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from fmmeta.config.settings import REMEMBERED, Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.models.files import cached_file
 from fmmeta.tasks.data import used_splits
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 
 # block -> what to use instead. Dropped with a notice where every value in it is "auto".
 OURS = {

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 from fmmeta.parallel.layout import Launch, any_of
 
 INFINIBAND = Path("/sys/class/infiniband")

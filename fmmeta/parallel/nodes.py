@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 from fmmeta.parallel.layout import Launch, any_of, divisors
 
 SHOWN = 16  # groups that a map shows one by one

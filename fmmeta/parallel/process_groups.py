@@ -31,8 +31,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.security import disk_trouble
-from fmmeta.config.settings import UsageError
 from fmmeta.parallel import network
 from fmmeta.parallel.layout import Launch, Layout
 from fmmeta.parallel.nodes import Nodes

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.host_memory import host_bytes
-from fmmeta.config.settings import UsageError
 from fmmeta.parallel.deepspeed_config import Precision
 from fmmeta.parallel.layout import any_of, divisors
 from fmmeta.parallel.process_groups import World

@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 from fmmeta.planning.machines import Profile
 from fmmeta.planning.settings import PlanConfig
 from fmmeta.reliability.signals import end_with_parent

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fmmeta.config.settings import UsageError
-from fmmeta.config.values import to_json
+from fmmeta.common.errors import UsageError
+from fmmeta.common.text import to_json
 from fmmeta.planning import picture, show
 from fmmeta.planning.layouts import Planner
 from fmmeta.planning.machines import Profile, find, save

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel import deepspeed_config

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fmmeta.config.settings import UsageError
-from fmmeta.config.values import to_json
+from fmmeta.common.errors import UsageError
+from fmmeta.common.text import to_json
 
 MFU_BF16, MFU_FP32, ATTAINED = 0.45, 0.7, 0.8  # ATTAINED: of memory and link rates
 

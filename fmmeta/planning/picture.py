@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 from fmmeta.planning.layouts import Layout
 from fmmeta.planning.memory import GIB
 from fmmeta.planning.show import KINDS, bar_of

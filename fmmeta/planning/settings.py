@@ -6,8 +6,9 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from fmmeta.common.errors import UsageError
 from fmmeta.config.conflicts import DIFFERENCES, UNTRAINED
-from fmmeta.config.settings import Config, InnerConfig, MetaConfig, ModelConfig, ParallelConfig, TaskConfig, UsageError, setting
+from fmmeta.config.settings import Config, InnerConfig, MetaConfig, ModelConfig, ParallelConfig, TaskConfig, setting
 
 EVERY = " (default: every one is planned)"
 LORA_R = 8  # the rank of adapters that is planned beside training all weights

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import divisors
 from fmmeta.planning.settings import LORA_R, PlanConfig

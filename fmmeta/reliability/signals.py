@@ -29,14 +29,6 @@ STOPPED, ENDED = 75, 70  # exit codes: stopped by a signal after a save; ended b
 SHELLS = {"bash", "sh", "zsh", "fish", "dash", "ash", "ksh", "csh", "tcsh", "screen", "tmux: server", "systemd", "init"}
 
 
-class Stopped(Exception):
-    """The run was stopped by a signal, and what it has learned is saved."""
-
-
-class Fault(RuntimeError):
-    """A machine misbehaves. The text is one line; the last checkpoint is as good as it was."""
-
-
 class Signals:
     """Listens from `__enter__` to `__exit__`, in the main thread of a process; elsewhere it hears nothing.
 

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from fmmeta.checkpoint.async_saver import Saver
+from fmmeta.common.errors import MachineFault
 from fmmeta.config.settings import Config
 from fmmeta.meta.task_gradient import Direction
 from fmmeta.parallel.process_groups import Board, Ranks
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.reliability.signals import Fault, Launcher, Signals
+from fmmeta.reliability.signals import Launcher, Signals
 from fmmeta.reliability.watchdog import MARGIN_S, Watch, Watchdog, myself
 from fmmeta.training.build import hash_vector
 
@@ -124,14 +125,14 @@ class Guard:
         return replace(direction, finite=False) if exploded else direction
 
     def settled(self, outer_step: int, theta: Tensor) -> None:
-        """After an outer step: note how long it took, compare the replicas now and then. Raises `Fault`. Collective: world."""
+        """After an outer step: note how long it took, compare the replicas now and then. Raises `MachineFault`. Collective: world."""
         self.watch.measured(time.monotonic() - self.watch.began)
         every = self.config.check_replicas_steps
         if every and outer_step % every == 0 and self.ranks.crew is None:  # a crew compares when it meets
             self.check_replicas(outer_step, theta)
 
     def check_replicas(self, outer_step: int, theta: Tensor) -> None:
-        """Ranks with the same shard must hold the same bits. Raises `Fault` on all, naming the odd ones. Collective: everyone."""
+        """Ranks with the same shard must hold the same bits. Raises `MachineFault` on all, naming the odd ones. Collective: everyone."""
         size = self.ranks.layout.group_size
         if self.ranks.cross.size == 1:
             return
@@ -144,7 +145,7 @@ class Guard:
         if odd:
             named = ", ".join(map(str, sorted(odd)))
             text = f"theta is not the same in all groups after outer step {outer_step} (ranks {named} differ)"
-            raise Fault(f"{text}; nothing of it is saved; check their machines, then run the same command again")
+            raise MachineFault(f"{text}; nothing of it is saved; check their machines, then run the same command again")
 
 
 class Spikes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 
 BEFORE, FROM_START, AFTER = (
     "before adaptation, meta-trained",

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fmmeta.config.settings import UsageError, setting
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import setting
 from fmmeta.report import charts, results, timing
 from fmmeta.report.data import AFTER, FROM_START, Facts, number, read
 from fmmeta.report.markup import NONE, Markup, cell, quiet, row, row_head, section, table, tag

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.token_store import digest

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch.utils.data
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
-from fmmeta.config.settings import UsageError
 from fmmeta.tasks.batching import Batches, Dealer, Example
 from fmmeta.tasks.episode_folder import EpisodeFolder, Seed, put, remove_stale, root, take
 from fmmeta.tasks.schedule.meta_batches import Task

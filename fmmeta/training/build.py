@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.models.forward_options import check_attention

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.parallel.process_groups import PeerError, Ranks
 from fmmeta.tasks.batching import Batches
 from fmmeta.tasks.loader import EpisodeLoader, Load, Loaded

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from fmmeta.common.text import strict
 from fmmeta.config.settings import Config
-from fmmeta.config.values import strict
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.parameters import MetaParameters

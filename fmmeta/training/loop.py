@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from fmmeta.checkpoint.hf_export import export
+from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.settings import Config
 from fmmeta.elastic import controller
 from fmmeta.meta.algorithms import NUMBERS, RULES
 from fmmeta.meta.multi_task import most_at_once, together
@@ -24,7 +25,6 @@ from fmmeta.meta.second_order.gradient_check import Checked, check
 from fmmeta.meta.task_gradient import Direction, Rule, Several
 from fmmeta.metrics.scores import mean_ci95
 from fmmeta.parallel.process_groups import Ranks
-from fmmeta.reliability.signals import Stopped
 from fmmeta.reliability.stop import Guard
 from fmmeta.report import page
 from fmmeta.tasks.batching import Batches

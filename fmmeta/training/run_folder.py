@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta import checkpoint
+from fmmeta.common.errors import UsageError
 from fmmeta.common.security import make_folders, remove_empty
-from fmmeta.config.settings import Config, UsageError, changed_settings
-from fmmeta.config.values import as_stored
+from fmmeta.common.text import as_stored
+from fmmeta.config.settings import Config, changed_settings
 from fmmeta.parallel.process_groups import Communicator
 from fmmeta.training.run_record import NOTHING, read_run, settings_of
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.security import redact
-from fmmeta.config.settings import Config, UsageError
-from fmmeta.config.values import as_stored, to_json
+from fmmeta.common.text import as_stored, to_json
+from fmmeta.config.settings import Config
 
 PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "peft")
 

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 
 FILE = "trackers.json"  # in the run's folder: what the services call this run, so that a continuation is the same run there
 SECRET_NAME = re.compile(r"(^|_)(token|secret|password|api_?key|credentials?)$")

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.host_memory import status_bytes
 from fmmeta.common.progress import Progress
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.settings import Config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.parallel.workers.zero import import_deepspeed

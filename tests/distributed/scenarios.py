@@ -13,8 +13,9 @@ from typing import Any, cast
 import torch
 
 from fmmeta.cli import parse
+from fmmeta.common.errors import MachineFault, UsageError
 from fmmeta.common.progress import Progress
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.outer_step import MetaGradient
 from fmmeta.meta.second_order.hessian import Hessian
@@ -24,7 +25,6 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import PeerError, World, pick_device
 from fmmeta.parallel.workers import create
 from fmmeta.parallel.workers.create import check_equal, fingerprint_of
-from fmmeta.reliability.signals import Fault
 from fmmeta.reliability.stop import Guard
 from fmmeta.training import build
 from fmmeta.training.episodes import Reader
@@ -223,7 +223,7 @@ def odd_replicas(world: World) -> None:
         theta.view(torch.int32)[3] ^= 1
     try:
         guard.check_replicas(7, theta)
-    except Fault as fault:
+    except MachineFault as fault:
         print(f"fault {fault}")
 
 

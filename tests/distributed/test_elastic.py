@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from benchmarks.elastic import SLEEP, Born, Trial, alone, lines_of, parity, theta_of
+from fmmeta.common.errors import MachineFault
 from fmmeta.elastic import lighthouse_client
 from fmmeta.elastic.communicator import Crew, Lost
 from fmmeta.elastic.lighthouse_client import Line, coordination
 from fmmeta.elastic.supervisor import Group
 from fmmeta.parallel.process_groups import Communicator, proof
-from fmmeta.reliability.signals import Fault
 from fmmeta.training.loop import Run
 from tests.launch import run_ranks
 from tests.nursery import ROOT, environment, free_port
@@ -282,7 +282,7 @@ def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone
             assert waiting.result(30) == ["a"]
             lit.goes_out()
             began = time.monotonic()
-            with pytest.raises(Fault, match=rf"lighthouse={address} has been silent for 1 s \(.*\); look whether it runs"):
+            with pytest.raises(MachineFault, match=rf"lighthouse={address} has been silent for 1 s \(.*\); look whether it runs"):
                 ask(lines[0], 3)
             assert time.monotonic() - began < 10
     finally:

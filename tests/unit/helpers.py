@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import Ranks, World
 

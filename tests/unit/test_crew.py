@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fmmeta.common.errors import MachineFault
 from fmmeta.config.settings import Config
 from fmmeta.elastic.communicator import Lost
 from fmmeta.elastic.controller import MOST, Elastic
@@ -15,7 +16,6 @@ from fmmeta.elastic.lighthouse_client import reachable_as
 from fmmeta.elastic.membership import Member, Roll
 from fmmeta.elastic.state_transfer import check_kinds, kinds
 from fmmeta.parallel.deepspeed_config import Precision, recorded
-from fmmeta.reliability.signals import Fault
 from tests.unit.helpers import refusal
 
 
@@ -158,5 +158,8 @@ def test_a_group_lost_at_the_roll_call_costs_another_roll_call():
     with who.of_step(run):  # type: ignore[arg-type]
         steps += 1
     assert (steps, who.retries, run.state.tasks) == (1, 3, {"seen": 9, "bad": 1})
-    with pytest.raises(Fault, match=f"outer step 5 was begun {MOST} times in vain .a broadcast: gone."), Unlucky(-1).of_step(run):  # type: ignore[arg-type]
+    with (
+        pytest.raises(MachineFault, match=f"outer step 5 was begun {MOST} times in vain .a broadcast: gone."),
+        Unlucky(-1).of_step(run),
+    ):  # type: ignore[arg-type]
         pass

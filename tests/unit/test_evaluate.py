@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 
 import fmmeta
+from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.settings import Config
 from fmmeta.evaluation import command
 from fmmeta.evaluation.episodes import episodes_of, run_config
 from fmmeta.evaluation.feature_classifiers import knn, linear

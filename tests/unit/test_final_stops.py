@@ -9,8 +9,9 @@ import pytest
 from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer
+from fmmeta.common.errors import Stopped
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.reliability.signals import Signals, Stopped
+from fmmeta.reliability.signals import Signals
 from fmmeta.training import final_table, validation
 from fmmeta.training.validation import HeldOut
 from tests.models import save_bert, write_classes

@@ -21,7 +21,8 @@ from fmmeta import checkpoint
 from fmmeta.adaptation.command import leave_out, read_task
 from fmmeta.adaptation.inputs import opened, read_texts
 from fmmeta.cli import COMMANDS, find, parse
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.parallel import deepspeed_config

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 from fmmeta.parallel.layout import Launch, divisors
 from fmmeta.parallel.nodes import Nodes, identity, size_of
 from tests.unit.helpers import refusal

@@ -198,7 +198,8 @@ def test_a_full_disk_costs_the_save_and_nothing_else(tmp_path):
     code = f"""
 from pathlib import Path
 from fmmeta.checkpoint.async_saver import Saver
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.settings import Config
+from fmmeta.common.errors import UsageError
 from fmmeta import checkpoint
 from tests.unit.helpers import one_rank
 from tests.unit.test_saving import *

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.train import MetaTrainer
 from fmmeta.training import trackers
 from fmmeta.training.trackers import Trackers, check_installed, flat, harmless, settings

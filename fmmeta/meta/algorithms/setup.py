@@ -10,7 +10,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.in_context import InContext
 from fmmeta.meta.classifier_head import HeadStart
 from fmmeta.meta.inner_loop import InnerLoop, Learning

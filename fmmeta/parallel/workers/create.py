@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.models.compile import compile_model
 from fmmeta.models.lazy_weights import open_stream
 from fmmeta.models.learner import Learner

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 
 LLAMA = {"column": r".*\.(q|k|v|gate|up)_proj\.weight$", "row": r".*\.(o|down)_proj\.weight$",
          "partial": r".*\.(q|k)_norm\.weight$"}  # fmt: skip

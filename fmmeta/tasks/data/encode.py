@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.prompts import Prompt, make_prompt
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 
 PLAIN = "Input: {input}\nOutput: {output}"
 MARK = "<<the answer>>"  # stands for an answer while a chat template is looked at

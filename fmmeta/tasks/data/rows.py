@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.security import GIB, Bounded, inside, one_line
-from fmmeta.config.settings import UsageError
 
 MOST_GIB = 16.0  # that a compressed file may hold, unless told otherwise
 ENDINGS = (".jsonl", ".csv", ".parquet")

@@ -7,8 +7,9 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.security import inside
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.settings import Config
 
 SPLITS = ("train", "valid", "test")
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.security import publish
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.settings import Config
 from fmmeta.tasks.data.columns import Table, tabulate
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.rows import Bad, Row, ending

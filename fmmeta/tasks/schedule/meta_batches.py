@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 from fmmeta.tasks.schedule.order import Order, hashed
 
 WINDOW = 64  # outer steps over which the strata are dealt evenly

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fmmeta.config.settings import UsageError
+from fmmeta.common.errors import UsageError
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.token_store import Store
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.tasks.data.rows import data_files, hub_rows, open_hub, read_file
 from fmmeta.tasks.data.splits import SPLITS, check_splits, own_splits, read_splits
 from fmmeta.tasks.data.token_store import Store, digest, files_digest, prepare

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.tasks.data.token_store import Store
 from fmmeta.tasks.sources.base import ClassSource, PairSource, PartedSource, Shape, TaskSource
 

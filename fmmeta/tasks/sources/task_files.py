@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.security import inside
-from fmmeta.config.settings import Config, UsageError
+from fmmeta.config.settings import Config
 from fmmeta.tasks.data.rows import Bad, Row, ending, read_file
 from fmmeta.tasks.data.token_store import digest, files_digest, prepare
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task

@@ -1,0 +1,15 @@
+"""The exceptions that end a command in one line; the command line turns each into an exit code."""
+
+from __future__ import annotations
+
+
+class UsageError(ValueError):
+    """A setting or an input cannot work (exit code 2). The text is one line: the value, what is wrong, what to do."""
+
+
+class MachineFault(RuntimeError):
+    """A machine or the network misbehaves (exit code 70). The text is one line; the last checkpoint is intact."""
+
+
+class Stopped(Exception):
+    """The command was stopped by a signal (exit code 75); what was learned is saved."""

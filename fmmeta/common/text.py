@@ -1,0 +1,32 @@
+"""Values as text: short for messages, and as strict JSON for files."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+
+def shortened(value: Any) -> str:
+    """A value as a message shows it: on one line, not too long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def strict(value: Any) -> Any:
+    """The same with None for numbers that JSON does not have: the interval of one episode, a loss that diverged."""
+    if isinstance(value, dict):
+        return {name: strict(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_json(value: Any, **how: Any) -> str:
+    """Strict JSON of what files and programs get. `how`: as json.dumps."""
+    return json.dumps(strict(value), allow_nan=False, **how)
+
+
+def as_stored(settings: Any) -> Any:
+    """Settings as they are stored and compared: what JSON has, with numbers that are not finite as text (mix_temperature=inf)."""
+    return json.loads(json.dumps(settings), parse_constant=lambda name: str(float(name)))
