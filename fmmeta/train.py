@@ -7,7 +7,8 @@ from contextlib import nullcontext
 
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
-from fmmeta.elastic import controller
+from fmmeta.elastic.controller import Elastic
+from fmmeta.elastic.join import join, with_crew
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe
 from fmmeta.parallel.layout import Launch
@@ -49,7 +50,7 @@ class MetaTrainer:
         with world.comm.together("looking for trackers"):
             if world.comm.rank == 0:
                 check_installed(config)
-        crew = controller.join(config, world.comm)
+        crew = join(config, world.comm)
         what = f"model_name_or_path={config.model_name_or_path} is being read"
         config = world.first_on_node(what, lambda: fitted(config, describe(config).hf_config), config.prepare_timeout)
         plan = build.plan(config, world, notice)
@@ -63,11 +64,12 @@ class MetaTrainer:
         ranks = build.form_groups(config, plan, world, notice)
         parts = build.build(config, plan, ranks)
         settings = settings_of(config, plan.sources.fingerprint, plan.resolved)
-        ranks = controller.with_crew(ranks, crew, config, settings, parts.worker, plan.precision)
+        ranks = with_crew(ranks, crew, config, settings, parts.worker, plan.precision)
         notice(f"output_dir {start.folder}")
         with nullcontext(self.signals) if self.signals else Signals() as signals:
             guard = Guard(config, ranks, parts.worker, signals, world.board())
-            run = Run(config, plan, ranks, parts, start, self.progress, guard, crew)
+            elastic = crew and Elastic(config, crew, ranks, notice)
+            run = Run(config, plan, ranks, parts, start, self.progress, guard, elastic)
             run.resume()
             signals.run()
             with guard.watching(), run.told():

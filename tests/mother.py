@@ -81,7 +81,7 @@ def furnish(order: dict[str, Any]) -> None:
 
     import numpy
 
-    from fmmeta.reliability.signals import end_with_parent
+    from fmmeta.common.processes import end_with_parent
 
     end_with_parent()  # a test session that is killed leaves no process behind
     os.environ.clear()

@@ -13,6 +13,12 @@ from pathlib import Path
 from fmmeta.common.errors import UsageError
 
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY")
+TOKENS = (  # none reaches beyond a quote, so that redacted JSON stays JSON
+    (re.compile(r"(?<=://)[^/@\s\"']+@"), "***@"),  # https://user:password@host
+    (re.compile(r"\b(hf_|gh[pousr]_|github_pat_|sk-|AKIA)[A-Za-z0-9_-]{12,}"), r"\1***"),
+    (re.compile(r"(?i)([?&][\w-]*(?:token|secret|passw\w*|key|sig|signature)=)[^&\s\"']+"), r"\1***"),
+    (re.compile(r"(?i)\b(bearer)\s+[^\s\"']+"), r"\1 ***"),
+)
 LEAST = 8  # characters of a secret; shorter ones are words
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO}
 GIB = 2**30
@@ -20,11 +26,15 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 
 
 def redact(text: str, env: Mapping[str, str] | None = None) -> str:
-    """The text without the values of environment variables that are secrets by their names, and without passwords in URLs."""
+    """The text without what looks like a password or an access token, and without the values of environment variables whose names
+    say that they are secret.
+    """
     for name, value in (os.environ if env is None else env).items():
         if SECRET.search(name.upper()) and len(value) >= LEAST:
             text = text.replace(value, "***")
-    return re.sub(r"(://[^/\s:@]*:)[^/\s@]+@", r"\1***@", text)
+    for pattern, instead in TOKENS:
+        text = pattern.sub(instead, text)
+    return text
 
 
 def disk_trouble(error: BaseException) -> str | None:

@@ -23,7 +23,7 @@ from fmmeta import checkpoint
 from fmmeta.common.errors import MachineFault, UsageError
 from fmmeta.config.settings import Config
 from fmmeta.elastic.communicator import Crew, Lost
-from fmmeta.elastic.join import SECRET, join, with_crew
+from fmmeta.elastic.join import SECRET
 from fmmeta.elastic.membership import Roll
 from fmmeta.elastic.state_transfer import Running, heal
 from fmmeta.parallel.process_groups import Ranks
@@ -34,28 +34,6 @@ from fmmeta.training.run_record import read_run
 LIGHTHOUSE_S = 120.0  # that a silent lighthouse is put up with
 MOST = 100  # attempts at one outer step
 LOCK_S = 2.0  # that a group which is to write waits for the lock at an outer step; it asks again at the next
-
-
-class Steady:
-    """All groups are there from the beginning to the end, or the run ends."""
-
-    writes = True
-
-    @contextmanager
-    def of_step(self, run: Running) -> Iterator[None]:
-        yield
-
-    def goes(self, guard: Guard) -> bool:
-        return False
-
-    def count(self, tasks: int, wanted: int) -> None: ...
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def end(self, run: Running) -> None: ...
-
-    def leave(self) -> None: ...
 
 
 class Elastic:
@@ -188,6 +166,3 @@ class Elastic:
         self.writes = self.crew.writes = True
         self.notice(f"this group writes the files of the run, from outer step {run.state.outer_step + 1} on")
         run.journal.catch_up()
-
-
-__all__ = ["Crew", "Elastic", "Steady", "join", "with_crew"]

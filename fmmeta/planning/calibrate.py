@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.processes import end_with_parent
 from fmmeta.planning.machines import Profile
 from fmmeta.planning.settings import PlanConfig
-from fmmeta.reliability.signals import end_with_parent
 
 VECTOR, LINK, REPEATS, ROWS = 2**24, 2**23, 5, 8  # elements, elements, times, rows of a micro-batch at most
 TIMEOUT_S = 600

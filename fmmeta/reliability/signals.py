@@ -11,7 +11,6 @@ called while the process waits for other ranks.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -19,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +122,6 @@ class Launcher:
         if not self.watched:
             return False
         return os.getppid() != self.parent or (self.deep and about(self.parent)[2] != self.above)
-
-
-def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends, however it ends (Linux; elsewhere nothing)."""
-    with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; a process that it forks does not inherit it
 
 
 def about(pid: int) -> tuple[str, str, int]:

@@ -29,9 +29,9 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.task_gradient import Direction
 from fmmeta.parallel.process_groups import Board, Ranks
 from fmmeta.parallel.workers.base import Worker
+from fmmeta.reliability.replicas import hash_vector
 from fmmeta.reliability.signals import Launcher, Signals
 from fmmeta.reliability.watchdog import MARGIN_S, Watch, Watchdog, myself
-from fmmeta.training.build import hash_vector
 
 
 class Guard:
@@ -146,29 +146,3 @@ class Guard:
             named = ", ".join(map(str, sorted(odd)))
             text = f"theta is not the same in all groups after outer step {outer_step} (ranks {named} differ)"
             raise MachineFault(f"{text}; nothing of it is saved; check their machines, then run the same command again")
-
-
-class Spikes:
-    """Marks losses far above the recent ones: more than `far` deviations over a running mean. A function of the losses alone."""
-
-    def __init__(self, state: list[float] | None = None, far: float = 6.0, decay: float = 0.95, least: int = 20) -> None:
-        self.mean, self.square, self.count = state or (0.0, 0.0, 0)
-        self.far, self.decay, self.least = far, decay, least
-
-    @property
-    def state(self) -> list[float]:
-        return [self.mean, self.square, self.count]
-
-    def mark(self, loss: float) -> float | None:
-        """How many deviations a loss is too high, if it is a spike; it then counts as an ordinary high one."""
-        if not math.isfinite(loss):
-            return None
-        deviation = math.sqrt(max(self.square, 1e-12))
-        off = (loss - self.mean) / deviation
-        spike = self.count >= self.least and off > self.far
-        gap = min(off, self.far) * deviation if self.count >= self.least else loss - self.mean
-        weight = max(1 - self.decay, 1 / (self.count + 1))
-        self.mean += weight * gap
-        self.square += weight * (gap * gap * (1 - weight) - self.square)
-        self.count += 1
-        return round(off, 2) if spike else None

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.security import redact
 from fmmeta.config.settings import setting
 from fmmeta.report import charts, results, timing
 from fmmeta.report.data import AFTER, FROM_START, Facts, number, read
 from fmmeta.report.markup import NONE, Markup, cell, quiet, row, row_head, section, table, tag
 from fmmeta.report.style import SHEET
-from fmmeta.training.trackers import harmless
 
 NAME = "report.html"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser itself refuses scripts and requests
@@ -63,7 +63,7 @@ def page(facts: Facts, written: str) -> str:
                tag("meta", http_equiv="Content-Security-Policy", content=POLICY), tag("meta", name="robots", content="noindex"),
                tag("link", rel="icon", href="data:,"), tag("title", f"{title(facts)} · fmmeta"),
                tag("style", Markup(SHEET)))  # fmt: skip
-    again = tag("code", harmless(f"fmmeta report --output_dir {facts.folder}"))
+    again = tag("code", redact(f"fmmeta report --output_dir {facts.folder}"))
     footer = tag("footer", quiet(f"Written {written}. ", again, " writes it anew, also while the run goes on."))
     body = tag("body", tag("main", header(facts), *sections, footer))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -73,14 +73,14 @@ def title(facts: Facts) -> str:
     settings = facts.settings
     data = settings.get("dataset") or ["?"]
     names = " + ".join(Path(str(name)).name for name in (data if isinstance(data, list) else [data]))
-    return f"{settings.get('algorithm')} on {harmless(names)}"
+    return f"{settings.get('algorithm')} on {redact(names)}"
 
 
 def header(facts: Facts) -> Markup:
     settings = facts.settings
     last, wanted = facts.outer_step, settings.get("outer_steps")
     state = "Finished" if facts.finished else f"Not finished: logged to outer step {last:,} of {wanted:,}"
-    model = Path(harmless(str(settings.get("model_name_or_path")))).name
+    model = Path(redact(str(settings.get("model_name_or_path")))).name
     what = (f"{model}, {results.shape_of(facts)} tasks, {settings.get('inner_steps')} inner steps at {settings.get('inner_lr')}, "
             f"{wanted:,} outer steps of {tasks_per_step(settings)} tasks; {facts.run.get('layout')}")  # fmt: skip
     return tag("header", tag("span", state, cls="pill"), tag("h1", title(facts)), quiet(what), heroes(facts))
@@ -121,7 +121,7 @@ def about(facts: Facts) -> Markup:
 
 
 def folded(name: str, values: dict[str, Any]) -> Markup:
-    cells = {key: (tag("code", key), tag("code", harmless(said(value)))) for key, value in values.items()}
+    cells = {key: (tag("code", key), tag("code", redact(said(value)))) for key, value in values.items()}
     rows = [row(row_head(name), cell(value)) for name, value in cells.values()]
     return tag("details", tag("summary", f"{name} ({len(rows)})"), table([], rows, "settings"))
 

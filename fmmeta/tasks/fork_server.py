@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from fmmeta.reliability.signals import end_with_parent
+from fmmeta.common.processes import end_with_parent
 
 end_with_parent()
 os.register_at_fork(after_in_child=end_with_parent)

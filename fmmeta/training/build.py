@@ -35,6 +35,7 @@ from fmmeta.parallel.workers.create import place_of, start_worker
 from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 from fmmeta.planning import auto_group_size
 from fmmeta.planning.sizes import counts, held, part_sizes, stage_rows
+from fmmeta.reliability.replicas import equal_replicas
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Dealer
 from fmmeta.tasks.data.prompts import make_prompt
@@ -265,21 +266,3 @@ def dealer_of(config: Config, plan: Plan, place: Place) -> Dealer:
     packing = partial(pack, length=config.max_length) if config.packing else None
     return Dealer(plan.description.hf_config.pad_token_id, most, place.data_rank, place.data, packing,
                   config.max_tokens_per_micro_batch)  # fmt: skip
-
-
-def hash_vector(vector: Tensor) -> int:
-    """A 64-bit hash of an fp32 vector's bits and their places, computed where the vector lives."""
-    total, mask = 0, 2**64 - 1
-    for number, part in enumerate(vector.split(2**20)):
-        bits = part.contiguous().view(torch.int32).long()
-        places = torch.arange(1, len(bits) + 1, device=bits.device, dtype=torch.int64)
-        total = (total * 1000003 + int((bits * (places * 2654435761 + number)).sum())) & mask
-    return total
-
-
-def equal_replicas(ranks: Ranks, theta: Tensor) -> None:
-    """Check that ranks with the same shard hold the same bits. Collective: world."""
-    hashes = ranks.world.gather_bytes(str(hash_vector(theta)).encode())
-    size = ranks.layout.group_size
-    if any(hashes[rank] != hashes[rank % size] for rank in range(len(hashes))):
-        raise RuntimeError("theta differs between groups although it was broadcast; check the hardware and the network")

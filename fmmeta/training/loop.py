@@ -17,7 +17,6 @@ from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
-from fmmeta.elastic import controller
 from fmmeta.meta.algorithms import NUMBERS, RULES
 from fmmeta.meta.multi_task import most_at_once, together
 from fmmeta.meta.outer_step import OuterStep
@@ -52,11 +51,33 @@ class Result:
     after_from_start: float | None = None
 
 
+class Steady:
+    """All groups are there from the beginning to the end, or the run ends."""
+
+    writes = True
+
+    @contextmanager
+    def of_step(self, run: Run) -> Iterator[None]:
+        yield
+
+    def goes(self, guard: Guard) -> bool:
+        return False
+
+    def count(self, tasks: int, wanted: int) -> None: ...
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def end(self, run: Run) -> None: ...
+
+    def leave(self) -> None: ...
+
+
 class Run:
     """The state of one run and the steps of its life: resume, loop, finish."""
 
     def __init__(self, config: Config, plan: build.Plan, ranks: Ranks, parts: build.Parts, start: Start,
-                 progress: Progress, guard: Guard | None = None, crew: controller.Crew | None = None) -> None:  # fmt: skip
+                 progress: Progress, guard: Guard | None = None, controller: Any = None) -> None:  # fmt: skip
         self.config, self.plan, self.ranks, self.parts = config, plan, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
         self.worker, self.theta = parts.worker, parts.theta
@@ -72,7 +93,7 @@ class Run:
         self.guard = guard or Guard(config, ranks, parts.worker)
         self.held_out = HeldOut(config, self.worker, parts.load, ranks, progress, self.guard.rests, self.folder)
         self.trackers = Trackers(progress.notice)
-        self.attendance = controller.Elastic(config, crew, ranks, progress.notice) if crew else controller.Steady()
+        self.attendance = controller or Steady()
         self.profiler: Profiler | None = None
 
     @contextmanager

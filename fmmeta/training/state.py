@@ -27,7 +27,7 @@ from fmmeta.meta.delayed_update import Updates
 from fmmeta.meta.outer_step import Outer, OuterState
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.parallel.process_groups import Ranks
-from fmmeta.reliability.stop import Spikes
+from fmmeta.reliability.outliers import Spikes
 from fmmeta.training import build, run_record
 from fmmeta.training.best import Best, BestState
 

@@ -19,23 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.security import redact
 from fmmeta.config.settings import Config
 
 FILE = "trackers.json"  # in the run's folder: what the services call this run, so that a continuation is the same run there
 SECRET_NAME = re.compile(r"(^|_)(token|secret|password|api_?key|credentials?)$")
-IN_TEXT = (
-    (re.compile(r"(?<=://)[^/@\s]+@"), "***@"),  # https://user:password@host
-    (re.compile(r"\b(hf_|gh[pousr]_|github_pat_|sk-|AKIA)[A-Za-z0-9_-]{12,}"), r"\1***"),
-    (re.compile(r"(?i)([?&][\w-]*(?:token|secret|passw\w*|key|sig|signature)=)[^&\s]+"), r"\1***"),
-    (re.compile(r"(?i)\b(bearer)\s+\S+"), r"\1 ***"),
-)
-
-
-def harmless(text: str) -> str:
-    """Text without what looks like a password or an access token in it."""
-    for pattern, instead in IN_TEXT:
-        text = pattern.sub(instead, text)
-    return text
 
 
 def check_installed(config: Config) -> None:
@@ -132,10 +120,10 @@ def read_ids(folder: Path) -> dict[str, str | None]:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Every setting as a number or harmless text; open ones and secrets are left out."""
+    """Every setting as a number or redacted text; open ones and secrets are left out."""
     kept = {name: value for name, value in config.as_dict().items() if value is not None and not SECRET_NAME.search(name)}
     texts = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in kept.items()}
-    return {name: harmless(value) if isinstance(value, str) else value for name, value in texts.items()}
+    return {name: redact(value) if isinstance(value, str) else value for name, value in texts.items()}
 
 
 def flat(values: dict[str, Any]) -> dict[str, float]:
@@ -156,7 +144,7 @@ def flat(values: dict[str, Any]) -> dict[str, float]:
 def said(error: Exception) -> str:
     """The first line of an error, without secrets."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {harmless(lines[0])[:200]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {redact(lines[0])[:200]}" if lines else type(error).__name__
 
 
 class Quiet(logging.LoggerAdapter):  # type: ignore[type-arg]

@@ -23,11 +23,11 @@ from fmmeta.meta.inner_loop import InnerLoop, Learning
 from fmmeta.metrics.scores import gather, mean_ci95
 from fmmeta.parallel.process_groups import Ranks
 from fmmeta.parallel.workers.base import Worker
+from fmmeta.reliability.replicas import hash_vector
 from fmmeta.tasks.batching import Batches
 from fmmeta.tasks.loader import Load
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import TaskSource
-from fmmeta.training.build import hash_vector
 from fmmeta.training.episodes import Reader
 
 VALID, TEST = 1, 2  # streams of the schedule; training is 0

@@ -25,6 +25,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import PeerError, World, pick_device
 from fmmeta.parallel.workers import create
 from fmmeta.parallel.workers.create import check_equal, fingerprint_of
+from fmmeta.reliability.replicas import equal_replicas, hash_vector
 from fmmeta.reliability.stop import Guard
 from fmmeta.training import build
 from fmmeta.training.episodes import Reader
@@ -84,10 +85,10 @@ def equal_start(world: World) -> None:
     own = load_learner(config, plan.description)
     moved = max(float((parts.worker.whole(parts.theta, name, p.shape) - p).abs().max()) for name, p in own.named_parameters()
                 if p.requires_grad)  # fmt: skip
-    print(f"hash {build.hash_vector(parts.theta)} moved {moved > 0}")
+    print(f"hash {hash_vector(parts.theta)} moved {moved > 0}")
     parts.theta[rank] += rank
     try:
-        build.equal_replicas(ranks, parts.theta)
+        equal_replicas(ranks, parts.theta)
     except RuntimeError as error:
         print(error)
     try:

@@ -19,8 +19,9 @@ import torch
 from fmmeta.config.settings import Config
 from fmmeta.meta.task_gradient import Direction
 from fmmeta.parallel.workers.base import Pass
+from fmmeta.reliability.outliers import Spikes
 from fmmeta.reliability.signals import Launcher, Signals, about, born
-from fmmeta.reliability.stop import Guard, Spikes
+from fmmeta.reliability.stop import Guard
 from fmmeta.reliability.watchdog import Watch, identity_of, myself, stack_of
 from tests.unit.helpers import one_rank, refusal
 

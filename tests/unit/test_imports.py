@@ -1,11 +1,13 @@
-"""Rooms: data flows down the list, one module talks to torch.distributed, one to DeepSpeed, and `import fmmeta` is cheap."""
+"""Folders: data flows down the list, one module talks to torch.distributed, one to DeepSpeed, and `import fmmeta` is cheap."""
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -15,32 +17,25 @@ from tests.unit.helpers import ROOT
 
 PACKAGE = ROOT / "fmmeta"
 ORDER = [
-    {"values"},
-    {"combinations"},
-    {"checks"},
-    {"config"},
-    {"safety", "signals"},
-    {"tasks"},
-    {"models"},
-    {"parallel"},
-    {"meta"},
-    {"progress", "feed", "best"},
-    {"trackers"},
-    {"report"},
-    {"checkpoint", "export"},
-    {"planning"},
-    {"workers"},
-    {"record", "build"},
-    {"start", "watchdog", "doctor"},
-    {"guard", "profiler"},
-    {"fewshot"},
-    {"state"},
-    {"journal"},
-    {"elastic"},
-    {"run"},
-    {"train"},
-    {"cli"},
-    {"__main__"},
+    "common",
+    "config",
+    "tasks",
+    "models",
+    "parallel",
+    "meta",
+    "checkpoint",
+    "report",
+    "planning",
+    "metrics",
+    "reliability",
+    "training",
+    "elastic",
+    "evaluation",
+    "adaptation",
+    "train",
+    "doctor",
+    "cli",
+    "__main__",
 ]
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
 
@@ -57,36 +52,43 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-def room(name: str) -> str:
+def folder_of(name: str) -> str:
     """`fmmeta.tasks.batching.Example` -> `tasks`."""
     return name.split(".")[1]
 
 
-def place(path: Path) -> int:
-    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    return next(number for number, rooms in enumerate(ORDER) if own in rooms)
-
-
-def test_every_module_has_a_room():
-    known = set().union(*ORDER)
-    assert [str(path) for path in FILES if path.relative_to(PACKAGE).with_suffix("").parts[0] not in known] == []
+def test_the_order_names_every_folder_and_contributing_shows_it():
+    own = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in FILES}
+    assert own == set(ORDER)
+    assert len(own) <= 20
+    shown = re.findall(r"```text\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+    assert shown.replace(",", " ").split() == [name for name in ORDER if name != "__main__"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_room_imports_from_rooms_above_it(path):
+def test_a_folder_imports_from_those_before_it(path):
     own = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    above = set().union(*ORDER[: place(path)], {own})
-    assert {room(name) for name in imported(path) if name.startswith("fmmeta.")} <= above
+    before = {*ORDER[: ORDER.index(own)], own}
+    assert {folder_of(name) for name in imported(path) if name.startswith("fmmeta.")} <= before
 
 
-@pytest.mark.parametrize(("package", "owner"), [("torch.distributed", "communicator.py"), ("deepspeed", "engine.py")])
+def test_no_class_name_is_used_twice():
+    seen: dict[str, list[str]] = defaultdict(list)
+    for path in FILES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                seen[node.name].append(str(path.relative_to(PACKAGE)))
+    assert {name: places for name, places in seen.items() if len(places) > 1} == {}
+
+
+@pytest.mark.parametrize(("package", "owner"), [("torch.distributed", "process_groups.py"), ("deepspeed", "zero.py")])
 def test_one_module_alone_imports(package, owner):
     users = {path.name for path in FILES for name in imported(path) if name == package or name.startswith(f"{package}.")}
     assert users == {owner}
 
 
 def test_torch_distributed_is_not_reached_by_its_full_name():
-    assert [path.name for path in FILES if "torch.distributed." in path.read_text() and path.name != "communicator.py"] == []
+    assert [path.name for path in FILES if "torch.distributed." in path.read_text() and path.name != "process_groups.py"] == []
 
 
 @pytest.mark.parametrize("module", ["fmmeta", "fmmeta.config.settings", "fmmeta.cli", "fmmeta.parallel.layout", "fmmeta.tasks.schedule.meta_batches",

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.security import redact
 from fmmeta.config.settings import Config
 from fmmeta.train import MetaTrainer
 from fmmeta.training import trackers
-from fmmeta.training.trackers import Trackers, check_installed, flat, harmless, settings
+from fmmeta.training.trackers import Trackers, check_installed, flat, settings
 from tests.unit.helpers import refusal
 
 SMALL = {"outer_steps": 4, "eval_steps": 2, "eval_episodes": 2, "meta_batch_size": 2, "logging_steps": 1, "save_steps": 2}
@@ -194,8 +195,8 @@ def test_settings_hold_no_secrets():
     ("ghp_0123456789abcdefghij", "ghp_***"), ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
     ("/data/hf_models/run_1", "/data/hf_models/run_1"), ("http://host/a@b", "http://host/a@b"), ("2 @ 3://x", "2 @ 3://x"),
 ])  # fmt: skip
-def test_harmless(text, shown):
-    assert harmless(text) == shown
+def test_tokens_in_texts_are_redacted(text, shown):
+    assert redact(text) == shown
 
 
 @installed("mlflow")
