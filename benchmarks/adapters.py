@@ -21,7 +21,7 @@ from benchmarks.floor import SETTINGS
 from benchmarks.stepping import Cost, alone, find_data, find_model, prepare
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
-from fmmeta.meta.multi_task import together
+from fmmeta.meta.multi_task import adapter_multi_task_rule
 from fmmeta.meta.outer_step import MetaGradient
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ def measure(config: Config, tasks: int, repeats: int, world: Any, ranks: Any) ->
     prepared, ranks = prepare(config, world, ranks)
     run = prepared.run
     rule: Any = RULES[config.algorithm](run.parts.setup, 0)
-    several: Any = together(replace(config, task_batch=str(tasks)), run.worker, run.parts.setup.inner) or rule
+    several: Any = adapter_multi_task_rule(replace(config, task_batch=str(tasks)), run.worker, run.parts.setup.inner) or rule
     load = run.parts.load(prepared.plan.sources.train)
     costs: dict[str, list[Cost]] = {"alone": [], "together": []}
     apart = 0.0

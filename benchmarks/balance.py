@@ -30,8 +30,8 @@ from fmmeta.parallel.deepspeed_shards import param_groups
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.parallel.workers.plain import PlainWorker
-from fmmeta.tasks.batching import Batches, Dealer, Example
-from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule, Task, deal
+from fmmeta.tasks.batching import Batcher, Episode, Example
+from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule, Task, assign_to_groups
 
 ROWS = (4, 400)  # rows of an episode's support set
 
@@ -48,10 +48,10 @@ def skewed(tasks: int) -> Items:
     return Items.of(Item(f"t{i}", f"s{i % 4}", round(n) * 64) for i, n in enumerate(rng.permutation(rows)))
 
 
-def episode(task: Task) -> Batches:
+def episode(task: Task) -> Episode:
     rng = np.random.default_rng(task.seed)
     rows = [Example(rng.integers(3, 250, 32).tolist(), int(rng.integers(5))) for _ in range(max(1, task.tokens // 64))]
-    return Batches(Dealer(0, 50).deal(rows), Dealer(0, 50).deal(rows))
+    return Episode(Batcher(0, 50).deal(rows), Batcher(0, 50).deal(rows))
 
 
 def rank_main(steps: int, tasks_per_step: int) -> None:
@@ -63,7 +63,7 @@ def rank_main(steps: int, tasks_per_step: int) -> None:
     worker = PlainWorker(learner, param_groups(learner, learner.head_names, True), ranks.device)
     theta, rule = worker.read(), RULES["fomaml"](setup(config, worker, learner.head_names, config.n_way, False), 0)
     schedule = Schedule(skewed(200), tasks_per_step, 0)
-    policies = {"largest first": deal, "round-robin": round_robin}
+    policies = {"largest first": assign_to_groups, "round-robin": round_robin}
     busy = {name: torch.zeros(steps, launch.world_size, dtype=torch.float64) for name in policies}
     for step in range(steps):
         for name, policy in policies.items():

@@ -120,8 +120,10 @@ class Bench:
         from fmmeta.parallel.process_groups import Communicator
 
         alone = Communicator(None, 0, 1, torch.device("cpu"))
-        self.counts["checkpoints"] += len(checkpoint.complete(run))
-        self.counts["unreadable"] += sum(bool(checkpoint.fault(folder, alone)) for folder in checkpoint.complete(run))
+        self.counts["checkpoints"] += len(checkpoint.list_complete(run))
+        self.counts["unreadable"] += sum(
+            bool(checkpoint.find_corruption(folder, alone)) for folder in checkpoint.list_complete(run)
+        )
         self.counts["equal" if self.end(run) == self.wanted else "different"] += 1
         shutil.rmtree(run)
 

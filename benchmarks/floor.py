@@ -24,7 +24,7 @@ from benchmarks.common import plot, spread, table, write_json
 from benchmarks.stepping import QUIET, Cost, Prepared, alone, find_data, find_model, prepare
 from fmmeta.config.settings import Config
 from fmmeta.models.load import load_learner
-from fmmeta.tasks.batching import Batches, MicroBatch
+from fmmeta.tasks.batching import Episode, MicroBatch
 
 SETTINGS = {"algorithm": "fomaml", "n_way": 5, "k_shot": 5, "num_query": 5, "inner_lr": 0.05, "outer_lr": 2e-5, "pooling": "mean",
             "lr_scheduler_type": "constant", "adam_epsilon": 1e-4, "max_length": 64, **QUIET}  # fmt: skip
@@ -48,7 +48,7 @@ class Floor:
     def loss(self, batch: MicroBatch) -> Tensor:
         return F.cross_entropy(self.model(batch.input_ids, batch.attention_mask), batch.labels)
 
-    def step(self, episodes: list[Batches]) -> None:
+    def step(self, episodes: list[Episode]) -> None:
         """One outer step on tasks whose sets are one batch each."""
         theta = [p.detach().clone() for p in self.params]
         total: list[Tensor] = []

@@ -22,8 +22,8 @@ from benchmarks.floor import SETTINGS, Floor
 from benchmarks.stepping import Cost, alone, find_data, find_model, prepare
 from fmmeta.config.settings import Config
 from fmmeta.models.load import empty_learner, load_learner
-from fmmeta.planning.compute import Products, products
-from fmmeta.tasks.batching import Batches, MicroBatch
+from fmmeta.planning.compute import MatmulCounts, products
+from fmmeta.tasks.batching import Episode, MicroBatch
 
 PEAKS = {  # dense TFLOPS by precision, from the vendors' data sheets; fp32 is without TF32, as torch computes by default
     "H200": {"bf16": 989.0, "fp32": 67.0}, "H100": {"bf16": 989.0, "fp32": 67.0}, "A100": {"bf16": 312.0, "fp32": 19.5},
@@ -39,12 +39,12 @@ def peak_of(name: str, precision: str, given: float | None) -> float:
     return found * 1e12
 
 
-def flops_of(asked: Products, batches: list[MicroBatch], backward: bool) -> float:
+def flops_of(asked: MatmulCounts, batches: list[MicroBatch], backward: bool) -> float:
     """Of one pass over a set, padding included."""
     return sum(b.input_ids.numel() * asked.flops(b.input_ids.shape[1], backward, False) for b in batches)
 
 
-def task_flops(asked: Products, episode: Batches, inner_steps: int) -> float:
+def task_flops(asked: MatmulCounts, episode: Episode, inner_steps: int) -> float:
     """Of a task of FOMAML: a pass over the support set per inner step, one over the query set."""
     return inner_steps * flops_of(asked, episode.support, True) + flops_of(asked, episode.query, True)
 
@@ -63,10 +63,10 @@ def measure(config: Config, world: Any, ranks: Any, peak: float, floors: bool) -
     work: list[tuple[float, int]] = []
     theirs: list[Cost] = []
 
-    def between(used: list[Batches]) -> None:
+    def between(used: list[Episode]) -> None:
         work.append((sum(task_flops(asked, e, config.inner_steps) for e in used), sum(sum(e.tokens) for e in used)))
         if floor is not None:
-            moved = [Batches(*([b.to(device) for b in part] for part in (e.support, e.query))) for e in used]
+            moved = [Episode(*([b.to(device) for b in part] for part in (e.support, e.query))) for e in used]
             theirs.append(Cost.of(lambda floor=floor: (floor.step(moved), torch.cuda.synchronize(device))))
 
     torch.cuda.reset_peak_memory_stats(device)

@@ -24,7 +24,7 @@ from benchmarks.memory import resident
 from benchmarks.stepping import QUIET, Cost, Prepared, alone, find_model, prepare
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
-from fmmeta.tasks.batching import Batches, MicroBatch
+from fmmeta.tasks.batching import Episode, MicroBatch
 
 USUAL = {"tasks": 2, "inner_steps": 2, "rows": 8, "length": 16}
 AXES = {"tasks": (1, 2, 4, 8), "inner_steps": (1, 2, 4, 8), "rows": (4, 8, 16, 32), "length": (8, 16, 32, 64)}
@@ -44,7 +44,7 @@ def outer_step(prepared: Prepared, sizes: dict[str, int], number: int) -> None:
     rule, updates = RULES["fomaml"](setup, 0), run.state.updates
     for _ in range(sizes["tasks"]):
         sets = [random_set(sizes["rows"], sizes["length"], vocabulary, draw) for _ in range(2)]
-        updates.meta.add(rule.direction(run.worker, run.theta, Batches(*sets), updates.meta.sum))
+        updates.meta.add(rule.direction(run.worker, run.theta, Episode(*sets), updates.meta.sum))
     moved = updates.move(updates.meta.weight, 0, False, True)
     if moved is not None and moved.applied:
         run.worker.write(run.theta)

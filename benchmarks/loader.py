@@ -25,15 +25,15 @@ import torch
 from benchmarks.common import plot, spread, table, write_json
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_tokenizer
-from fmmeta.tasks.batching import Dealer
-from fmmeta.tasks.loader import EpisodeLoader, Load
+from fmmeta.tasks.batching import Batcher
+from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.schedule.samplers import TaskSampler
 from fmmeta.tasks.sources.load import load_sources
 
 
 def measure(
-    load: Load, schedule: Schedule, num_workers: int, prefetch: int, pin: bool, episodes: int, repeats: int
+    load: LoadEpisode, schedule: Schedule, num_workers: int, prefetch: int, pin: bool, episodes: int, repeats: int
 ) -> dict[str, Any]:
     """Tokens per second of a warm loader, `repeats` times `episodes` episodes."""
 
@@ -100,7 +100,7 @@ def main() -> None:
     source = load_sources(config, tokenizer, print).train
     schedule, load = (
         Schedule(source.items, config.meta_batch_size, config.seed),
-        Load(source, Dealer(tokenizer.pad_token_id or 0)),
+        LoadEpisode(source, Batcher(tokenizer.pad_token_id or 0)),
     )
     pins = [False, True] if torch.cuda.is_available() else [False]
     chosen = [one for one in itertools.product(given.workers, given.prefetch, pins) if one[0] or one[1] == given.prefetch[0]]

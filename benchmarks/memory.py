@@ -70,7 +70,7 @@ def run(folder: str, flags: list[str]) -> None:
     from fmmeta.planning import auto_group_size
     from fmmeta.training import build
     from fmmeta.training.loop import Run
-    from fmmeta.training.run_folder import Start
+    from fmmeta.training.run_folder import RunStart
 
     launch = Launch.from_env(os.environ)
     work = Path(tempfile.mkdtemp())
@@ -86,7 +86,7 @@ def run(folder: str, flags: list[str]) -> None:
     parts = build.build(config, plan, ranks)
     loaded = resident("VmHWM") - before
     Path("/proc/self/clear_refs").write_text("5")
-    trainer = Run(config, plan, ranks, parts, Start(work, None, False), Progress(speaks=False))
+    trainer = Run(config, plan, ranks, parts, RunStart(work, None, False), Progress(speaks=False))
     trainer.resume()
     trainer.loop()
     peak = resident("VmHWM") - before
@@ -151,9 +151,9 @@ def staged(folder: str) -> None:
     from fmmeta.parallel.layout import Launch
     from fmmeta.parallel.process_groups import World, pick_device
     from fmmeta.parallel.workers import pipeline
-    from fmmeta.parallel.workers.create import start_worker
+    from fmmeta.parallel.workers.create import create_worker
     from fmmeta.parallel.workers.zero import import_deepspeed
-    from fmmeta.tasks.loader import Load
+    from fmmeta.tasks.loader import LoadEpisode
     from fmmeta.training import build
 
     class Fused(torch.optim.AdamW):
@@ -175,11 +175,11 @@ def staged(folder: str) -> None:
     ranks = build.form_groups(config, plan, world, lambda text: None)
     import_deepspeed()
     before = resident("VmRSS")
-    started = start_worker(config, plan.description, plan.deepspeed, plan.precision, "deepspeed", ranks)
+    started = create_worker(config, plan.description, plan.deepspeed, plan.precision, "deepspeed", ranks)
     worker: Any = started.worker
     Path("/proc/self/clear_refs").write_text("5")
     task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
-    batches = Load(plan.sources.train, build.dealer_of(config, plan, started.place), None, 0).batches(task).support
+    batches = LoadEpisode(plan.sources.train, build.dealer_of(config, plan, started.place), None, 0).batches(task).support
     for _ in range(4):
         worker._begin(len(batches))
         worker.engine.train_batch(worker._feed(batches))

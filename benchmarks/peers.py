@@ -37,7 +37,7 @@ from benchmarks.stepping import Cost, Prepared, alone, find_data, find_model, pr
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
 from fmmeta.models.load import load_learner
-from fmmeta.tasks.batching import Batches, MicroBatch
+from fmmeta.tasks.batching import Episode, MicroBatch
 
 Grads = dict[str, Tensor]
 PADDED = 64
@@ -47,7 +47,7 @@ def loss_of(model: Any, batch: MicroBatch) -> Tensor:
     return F.cross_entropy(model(batch.input_ids, batch.attention_mask), batch.labels)
 
 
-def by_learn2learn(model: nn.Module, episode: Batches, steps: int, lr: float) -> Grads:
+def by_learn2learn(model: nn.Module, episode: Episode, steps: int, lr: float) -> Grads:
     """As in its README: clone, adapt, backward through the clone."""
     from learn2learn.algorithms.maml import MAML  # type: ignore[import-not-found]
 
@@ -60,7 +60,7 @@ def by_learn2learn(model: nn.Module, episode: Batches, steps: int, lr: float) ->
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def by_higher(model: nn.Module, episode: Batches, steps: int, lr: float) -> Grads:
+def by_higher(model: nn.Module, episode: Episode, steps: int, lr: float) -> Grads:
     """Its inner loop context, first order: no graph through the steps, gradients at the fast weights."""
     import higher  # type: ignore[import-not-found]
 
@@ -73,7 +73,7 @@ def by_higher(model: nn.Module, episode: Batches, steps: int, lr: float) -> Grad
     return dict(zip([name for name, _ in named], grads, strict=True))
 
 
-def by_torchopt(model: nn.Module, episode: Batches, steps: int, lr: float) -> Grads:
+def by_torchopt(model: nn.Module, episode: Episode, steps: int, lr: float) -> Grads:
     """Its functional optimizer on the parameters by name; gradients at the last ones."""
     import torchopt  # type: ignore[import-not-found]
 
@@ -94,7 +94,7 @@ def by_torchopt(model: nn.Module, episode: Batches, steps: int, lr: float) -> Gr
     return dict(zip(names, torch.autograd.grad(loss_at(params, episode.query[0]), params), strict=True))
 
 
-def anil_by_learn2learn(model: Any, episode: Batches, steps: int, lr: float) -> Grads:
+def anil_by_learn2learn(model: Any, episode: Episode, steps: int, lr: float) -> Grads:
     """As in examples/vision/anil_fc100.py: features of support and query at once, the head cloned and adapted, second order."""
     from learn2learn.algorithms.maml import MAML  # type: ignore[import-not-found]
 
@@ -127,12 +127,12 @@ class Ours:
         self.shapes = {f.name: f.shape for f in self.worker.params.fragments}
         self.total = torch.zeros_like(self.theta)
 
-    def episode(self, number: int) -> Batches:
+    def episode(self, number: int) -> Episode:
         found = self.load(self.tasks[number]).batches
         assert found is not None
         return found
 
-    def gradient(self, episode: Batches) -> Tensor:
+    def gradient(self, episode: Episode) -> Tensor:
         """Added to `total`, which is zero before."""
         direction = self.rule.direction(self.worker, self.theta, episode, self.total)
         return self.total if direction.vector is None else direction.vector
@@ -141,17 +141,17 @@ class Ours:
         return {name: self.worker.whole(vector, name, shape) for name, shape in self.shapes.items()}
 
 
-def as_users_read(texts: tuple[list[str], list[str]], episode: Batches, tokenizer: Any) -> Batches:
+def as_users_read(texts: tuple[list[str], list[str]], episode: Episode, tokenizer: Any) -> Episode:
     """Rows tokenised one by one, padded to 64 tokens, stacked."""
     sets = []
     for lines, batch in zip(texts, (episode.support[0], episode.query[0]), strict=True):
         rows = [tokenizer(text, padding="max_length", truncation=True, max_length=PADDED, return_tensors="pt") for text in lines]
         ids, mask = (torch.cat([row[key] for row in rows]) for key in ("input_ids", "attention_mask"))
         sets.append([MicroBatch(ids, mask, batch.labels, batch.weights)])
-    return Batches(*sets)
+    return Episode(*sets)
 
 
-def texts_of(episode: Batches, tokenizer: Any) -> tuple[list[str], list[str]]:
+def texts_of(episode: Episode, tokenizer: Any) -> tuple[list[str], list[str]]:
     return tuple(tokenizer.batch_decode(b.input_ids, skip_special_tokens=True) for b in (episode.support[0], episode.query[0]))  # type: ignore[return-value]
 
 
@@ -166,7 +166,7 @@ def compare(ours: Ours, model: nn.Module, peers: dict[str, Callable[..., Grads]]
         given = ours.episode(number)
         texts = texts_of(given, tokenizer)
 
-        def own(number: int = number, kept: dict[str, Any] = kept, given: Batches = given) -> None:
+        def own(number: int = number, kept: dict[str, Any] = kept, given: Episode = given) -> None:
             kept["fmmeta"] = ours.gradient(ours.episode(number) if users else given)
 
         ours.total.zero_()
@@ -176,7 +176,7 @@ def compare(ours: Ours, model: nn.Module, peers: dict[str, Callable[..., Grads]]
             own_model = copy.deepcopy(model)
 
             def theirs(peer: str = peer, work: Any = work, own_model: Any = own_model, kept: dict[str, Any] = kept,
-                       given: Batches = given, texts: Any = texts) -> None:  # fmt: skip
+                       given: Episode = given, texts: Any = texts) -> None:  # fmt: skip
                 episode = as_users_read(texts, given, tokenizer) if users else given
                 kept[peer] = work(own_model, episode, config.inner_steps, config.inner_lr)
 

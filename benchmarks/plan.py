@@ -120,7 +120,7 @@ def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) 
     from fmmeta.parallel.process_groups import World, pick_device
     from fmmeta.training import build
     from fmmeta.training.loop import Run
-    from fmmeta.training.run_folder import Start
+    from fmmeta.training.run_folder import RunStart
 
     launch, work = Launch.from_env(os.environ), Path(tempfile.mkdtemp())
     rows = [{"task": f"t{t}", "input": "where " * 9 + f"{t} {i}", "output": "there " * 5} for t in range(4) for i in range(32)]
@@ -132,7 +132,7 @@ def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) 
     plan = build.plan(config, world, lambda text: None)
     ranks = build.form_groups(config, plan, world, lambda text: None)
     parts = build.build(config, plan, ranks)
-    run = Run(config, plan, ranks, parts, Start(work, None, False), Progress(speaks=False))
+    run = Run(config, plan, ranks, parts, RunStart(work, None, False), Progress(speaks=False))
     run.resume()
     found = {clock: {"profiles": [], "steps": []} for clock in CLOCKS}
     for _ in range(rounds):

@@ -13,11 +13,11 @@ import argparse
 from dataclasses import replace
 
 from benchmarks.common import plot, table, write_json
-from fmmeta.planning.simulate import World, simulate
+from fmmeta.planning.simulate import SimulatedCluster, simulate
 
 TASK_S, PER_GROUP, RATE = 20.0, 4, 8 * 0.5 / (365.25 * 86400)
 GROUPS = (8, 16, 32, 64, 128, 256, 512, 1024)
-EVEN = World(1, PER_GROUP, fixed=0.05, away=600 / TASK_S, interval=1800 / TASK_S)
+EVEN = SimulatedCluster(1, PER_GROUP, fixed=0.05, away=600 / TASK_S, interval=1800 / TASK_S)
 KNOWN = replace(EVEN, spread=0.5)
 UNKNOWN = replace(KNOWN, noise=0.2)
 SLOW = replace(UNKNOWN, slow_share=0.001, slow_by=1.5)

@@ -21,10 +21,10 @@ from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
-from fmmeta.tasks.batching import Batches
+from fmmeta.tasks.batching import Episode
 from fmmeta.training import build
 from fmmeta.training.loop import Run
-from fmmeta.training.run_folder import Start
+from fmmeta.training.run_folder import RunStart
 
 ROOT = Path(__file__).parent.parent
 QUIET = {"eval_episodes": 0, "save_steps": 0, "logging_steps": 10, "num_workers": "0", "check_replicas_steps": 0}
@@ -44,7 +44,7 @@ class Cost:
         return cls(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-Between = Callable[[list[Batches]], Any]
+Between = Callable[[list[Episode]], Any]
 """Called after each outer step with the episodes of that step."""
 
 
@@ -76,7 +76,7 @@ class Prepared:
             def __init__(self, rule: Any) -> None:
                 self.rule = rule
 
-            def direction(self, worker: Any, theta: Any, episode: Batches, total: Any = None) -> Any:
+            def direction(self, worker: Any, theta: Any, episode: Episode, total: Any = None) -> Any:
                 used.append(episode)
                 return self.rule.direction(worker, theta, episode, total)
 
@@ -101,7 +101,7 @@ def prepare(config: Config, world: World, ranks: Any = None) -> tuple[Prepared, 
         ranks = build.form_groups(config, plan, world, lambda text: None)
     parts = build.build(config, plan, ranks)
     folder = Path(tempfile.mkdtemp(prefix="fmmeta-bench-"))
-    run = Run(config, plan, ranks, parts, Start(folder, None, False), Progress(speaks=False))
+    run = Run(config, plan, ranks, parts, RunStart(folder, None, False), Progress(speaks=False))
     run.resume()
     return Prepared(run, config, plan), ranks
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from fmmeta.common.errors import MachineFault, Stopped, UsageError
 from fmmeta.common.security import printable, redact
-from fmmeta.reliability.signals import ENDED, STOPPED, Signals, interrupting
+from fmmeta.reliability.signals import EXIT_FAULT, EXIT_STOPPED, Signals, interrupting
 
 INTERRUPTED, CUT_OFF = 130, 141  # as shells have them: 128 + SIGINT, 128 + SIGPIPE (nobody reads standard output any more)
 
@@ -83,13 +83,13 @@ def run(command: str, argv: list[str]) -> NoReturn:
             end(signals)
             fail(str(error))
         except Stopped as stopped:
-            leave(f"fmmeta: {stopped}", STOPPED)
+            leave(f"fmmeta: {stopped}", EXIT_STOPPED)
         except MachineFault as fault:
             end(signals)
-            leave(f"fmmeta: error: {fault}", ENDED)
+            leave(f"fmmeta: error: {fault}", EXIT_FAULT)
         except KeyboardInterrupt as stop:
             if stop.args:
-                leave(f"fmmeta: stopped by {stop.args[0]}; outputs that were not finished are removed", STOPPED)
+                leave(f"fmmeta: stopped by {stop.args[0]}; outputs that were not finished are removed", EXIT_STOPPED)
             leave("fmmeta: interrupted", INTERRUPTED)
         except BrokenPipeError:
             if command == "train":
@@ -113,7 +113,7 @@ def listening(command: str) -> AbstractContextManager[Signals | None]:
 
 def leave_at_once(code: int) -> None:
     """End the process from a thread; with STOPPED nothing has been written yet."""
-    if code == STOPPED and global_rank() == 0:
+    if code == EXIT_STOPPED and global_rank() == 0:
         print("fmmeta: stopped by a signal; nothing was written", file=sys.stderr, flush=True)
     os._exit(code)
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
-from fmmeta.elastic.controller import Elastic
+from fmmeta.elastic.controller import ElasticController
 from fmmeta.elastic.join import join, with_crew
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe
@@ -47,12 +47,12 @@ class MetaTrainer:
 
     def _train(self, world: World) -> Result:
         config, notice = self.config, self.progress.notice
-        with world.comm.together("looking for trackers"):
+        with world.comm.raise_on_all("looking for trackers"):
             if world.comm.rank == 0:
                 check_installed(config)
         crew = join(config, world.comm)
         what = f"model_name_or_path={config.model_name_or_path} is being read"
-        config = world.first_on_node(what, lambda: fitted(config, describe(config).hf_config), config.prepare_timeout)
+        config = world.run_on_first_rank_of_node(what, lambda: fitted(config, describe(config).hf_config), config.prepare_timeout)
         plan = build.plan(config, world, notice)
         start = open_run(config, plan.sources.fingerprint, world.comm, plan.resolved)
         self.lock = start.lock
@@ -68,7 +68,7 @@ class MetaTrainer:
         notice(f"output_dir {start.folder}")
         with nullcontext(self.signals) if self.signals else Signals() as signals:
             guard = Guard(config, ranks, parts.worker, signals, world.board())
-            elastic = crew and Elastic(config, crew, ranks, notice)
+            elastic = crew and ElasticController(config, crew, ranks, notice)
             run = Run(config, plan, ranks, parts, start, self.progress, guard, elastic)
             run.resume()
             signals.run()

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fmmeta.adaptation.predict import Answer, answer
-from fmmeta.adaptation.single_process import Single
+from fmmeta.adaptation.single_process import LoadedModel
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import shortened
 from fmmeta.tasks.data.columns import broken_text
 
 
 @dataclass(repr=False)
-class Adapted:
+class AdaptedModel:
     """What `adapt` gives; its model is in `single`. `left_out`: accuracy on examples left out, None where none could be.
     `output_dir`: the folder that was written, if any.
     """
@@ -21,7 +21,7 @@ class Adapted:
     labels: tuple[str, ...]
     inner_steps: int
     left_out: float | None
-    single: Single
+    single: LoadedModel
     predictions: list[Answer] = field(default_factory=list)
     output_dir: str | None = None
 

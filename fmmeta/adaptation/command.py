@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fmmeta.adaptation.adapted_model import Adapted
+from fmmeta.adaptation.adapted_model import AdaptedModel
 from fmmeta.adaptation.model_card import write_card
-from fmmeta.adaptation.single_process import Single, start
+from fmmeta.adaptation.single_process import LoadedModel, load_single_process
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
@@ -56,7 +56,7 @@ def run(settings: AdaptConfig) -> None:
 
 
 def adapt(settings: AdaptConfig, progress: Progress, support_set: Examples | None = None,
-          query_set: Examples | None = None) -> Adapted:  # fmt: skip
+          query_set: Examples | None = None) -> AdaptedModel:  # fmt: skip
     """Learn the task of `settings.support`, or of `support_set` where it is given; so for the query set.
 
     The folder is written if `output_dir` says where. Raises `UsageError`.
@@ -87,7 +87,7 @@ def adapt(settings: AdaptConfig, progress: Progress, support_set: Examples | Non
     return adapted
 
 
-def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progress: Progress) -> Adapted:
+def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progress: Progress) -> AdaptedModel:
     """Choose the steps and take them."""
     config = settings.run_config(n_way=len(labels) or 2)
     if lost := settings.lost_head(config):
@@ -95,7 +95,7 @@ def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progre
     chooses = settings.early_stopping and config.inner_lr_schedule == "constant" and config.inner_steps > 0
     folds = leave_out(support, labels) if chooses else []
     config = replace(config, inner_steps=config.inner_steps * (2 if folds else 1))
-    single = start(config, progress, labels, settings.bf16)
+    single = load_single_process(config, progress, labels, settings.bf16)
     rows, inner, left_out, steps = encode_task(single, support, labels), inner_loop(settings, single), None, config.inner_steps
     if folds:
         steps, left_out = choose_steps(single, inner, rows, folds, progress)
@@ -110,10 +110,10 @@ def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progre
     if passes and after.loss > passes[0].loss:
         progress.notice(f"inner_lr={config.inner_lr}: the loss on the support set rose from {passes[0].loss:.3g} to "
                         f"{after.loss:.3g}; lower --inner_lr")  # fmt: skip
-    return Adapted(labels, steps, left_out, single)
+    return AdaptedModel(labels, steps, left_out, single)
 
 
-def write(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table, inner_steps: int) -> None:
+def write(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, support: Table, inner_steps: int) -> None:
     """The adapted model as a folder: weights, head, card, answers. It remembers `inner_steps`, not those of this task."""
     single = adapted.single
     config = replace(single.config, head_init="learned", inner_steps=inner_steps)
@@ -175,7 +175,7 @@ def rows_of(setting: str, given: str | Examples, config: Config) -> list[Row]:
     return rows
 
 
-def encode_task(single: Single, table: Table, labels: Sequence[str]) -> list[Example]:
+def encode_task(single: LoadedModel, table: Table, labels: Sequence[str]) -> list[Example]:
     examples = encode(copy.deepcopy(single.tokenizer), single.config, table.left, table.right)  # encoding sets its truncation
     if not labels:
         return examples
@@ -194,14 +194,14 @@ def leave_out(table: Table, labels: Sequence[str]) -> list[list[int]]:
     return [[rows[fold] for rows in places.values()] for fold in range(min(FOLDS, least))]
 
 
-def inner_loop(settings: AdaptConfig, single: Single) -> InnerLoop:
+def inner_loop(settings: AdaptConfig, single: LoadedModel) -> InnerLoop:
     made = rules.setup(single.config, single.worker, single.head_names, single.config.most_classes, settings.bf16)
     if settings.own_rates():
         return made.inner
     return replace(made.inner, rates=stored_rates(single.config, made.inner.rates, single.worker))
 
 
-def choose_steps(single: Single, inner: InnerLoop, rows: Sequence[Example], folds: Sequence[Sequence[int]],
+def choose_steps(single: LoadedModel, inner: InnerLoop, rows: Sequence[Example], folds: Sequence[Sequence[int]],
                  progress: Progress) -> tuple[int, float]:  # fmt: skip
     """The number of steps (1 or more) with the lowest loss on examples left out, and the accuracy there."""
     worker, theta = single.worker, single.worker.read()

@@ -8,14 +8,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from fmmeta.adaptation.adapted_model import Adapted
+from fmmeta.adaptation.adapted_model import AdaptedModel
 from fmmeta.common.security import printable
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.models.stored_settings import remembered
 from fmmeta.tasks.data.columns import Table
 
 
-def write_card(adapted: Adapted, folder: Path, settings: AdaptConfig, support: Table) -> None:
+def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, support: Table) -> None:
     """Write README.md into the adapted model's folder."""
     config, base = adapted.single.config, settings.model_name_or_path
     classes = config.task_type == "classification"
@@ -52,7 +52,7 @@ def write_card(adapted: Adapted, folder: Path, settings: AdaptConfig, support: T
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def served_by(adapted: Adapted) -> tuple[dict[str, str], str]:
+def served_by(adapted: AdaptedModel) -> tuple[dict[str, str], str]:
     """What the hub may be told of who reads the folder, and a sentence for people. No pipeline that answers wrongly is named."""
     single, names = adapted.single, dict(enumerate(adapted.labels))
     if adapted.labels and single.description.pooling != "model":

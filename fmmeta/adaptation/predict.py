@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fmmeta.adaptation.inputs import batched, sink, texts_of
-from fmmeta.adaptation.single_process import Single, class_logits, start
+from fmmeta.adaptation.single_process import LoadedModel, class_logits, load_single_process
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import printable
@@ -57,7 +57,7 @@ def run(settings: PredictConfig) -> None:
                 print(one.line(), file=file, flush=True)
 
 
-def load(settings: PredictConfig) -> Single:
+def load(settings: PredictConfig) -> LoadedModel:
     """The model of the folder, its own number of classes in its head. Raises `UsageError`."""
     memory = remembered(settings.model_name_or_path)
     names = ("task_type", "max_length", "prompt_template", "feature_norm")
@@ -77,7 +77,7 @@ def load(settings: PredictConfig) -> Single:
             raise UsageError(f"model_name_or_path={settings.model_name_or_path} names fewer than two classes; adapt it first "
                              "(fmmeta adapt)")  # fmt: skip
         config = replace(config, n_way=len(labels), head_init="learned")
-    return start(fitted(config, description.hf_config), Progress(speaks=False), labels)
+    return load_single_process(fitted(config, description.hf_config), Progress(speaks=False), labels)
 
 
 def refuse_fresh_head(config: Config, description: Description, memory: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ def refuse_fresh_head(config: Config, description: Description, memory: dict[str
                          "and give the folder that it writes")  # fmt: skip
 
 
-def answer(single: Single, texts: Sequence[str], max_new_tokens: int) -> list[Answer]:
+def answer(single: LoadedModel, texts: Sequence[str], max_new_tokens: int) -> list[Answer]:
     """The model's answers, in the order of the texts. Raises `UsageError` for a text without tokens, and where there is none."""
     examples = encode(single.tokenizer, single.config, texts, [""] * len(texts))
     causal = single.config.task_type == "causal_lm"

@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from fmmeta.adaptation import command as adapt_command
-from fmmeta.adaptation.adapted_model import Adapted
+from fmmeta.adaptation.adapted_model import AdaptedModel
 from fmmeta.adaptation.command import Examples
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
@@ -34,7 +34,7 @@ def evaluate(model_name_or_path: Name, dataset: Sequence[Name] | Name, *, quiet:
 
 
 def adapt(model_name_or_path: Name, support: Examples | Name, *, query: Examples | Name | None = None,
-          output_dir: Name | None = None, quiet: bool = True, **settings: Any) -> Adapted:  # fmt: skip
+          output_dir: Name | None = None, quiet: bool = True, **settings: Any) -> AdaptedModel:  # fmt: skip
     """Learn one task from a file, or from pairs of text and class (input and output for causal_lm); so for the query set.
 
     settings: the flags of `fmmeta adapt`. Writes an HF folder if `output_dir` says where. Raises `UsageError`.

@@ -14,30 +14,30 @@ from fmmeta.config.settings import Config
 from fmmeta.models.load import Description, describe, load_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.process_groups import Ranks, World, pick_device
-from fmmeta.parallel.workers.create import start_worker
+from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
+from fmmeta.parallel.workers.create import create_worker
 from fmmeta.parallel.workers.plain import PlainWorker
-from fmmeta.tasks.batching import Batches, Dealer, Example
+from fmmeta.tasks.batching import Batcher, Episode, Example
 
 
 @dataclass
-class Single:
+class LoadedModel:
     """A model with all that feeding it takes."""
 
     config: Config
     description: Description
     tokenizer: Any
-    ranks: Ranks
+    ranks: ProcessGroups
     worker: PlainWorker
     head_names: tuple[str, ...]
     frozen: dict[str, Tensor]
-    dealer: Dealer
+    dealer: Batcher
 
-    def deal(self, support: Sequence[Example], query: Sequence[Example]) -> Batches:
-        return Batches(self.dealer.deal(support), self.dealer.deal(query))
+    def deal(self, support: Sequence[Example], query: Sequence[Example]) -> Episode:
+        return Episode(self.dealer.deal(support), self.dealer.deal(query))
 
 
-def start(config: Config, progress: Progress, labels: Sequence[str] = (), bf16: bool = False) -> Single:
+def load_single_process(config: Config, progress: Progress, labels: Sequence[str] = (), bf16: bool = False) -> LoadedModel:
     """Load the model that `config` names, its classes called `labels`. Raises `UsageError`."""
     description = describe(config)
     if labels:
@@ -47,13 +47,13 @@ def start(config: Config, progress: Progress, labels: Sequence[str] = (), bf16: 
         description.hf_config.label2id = {label: number for number, label in enumerate(labels)}
     tokenizer = load_tokenizer(config, description, progress.notice)
     ranks = World(Launch(), pick_device(Launch())).split(1, default_group=False)
-    started = start_worker(config, description, *deepspeed_config.read(None, bf16, progress.notice), "plain", ranks)
+    started = create_worker(config, description, *deepspeed_config.read(None, bf16, progress.notice), "plain", ranks)
     assert isinstance(started.worker, PlainWorker)
-    dealer = Dealer(description.hf_config.pad_token_id, config.micro_batch_size)
-    return Single(config, description, tokenizer, ranks, started.worker, started.head_names, started.frozen, dealer)
+    dealer = Batcher(description.hf_config.pad_token_id, config.micro_batch_size)
+    return LoadedModel(config, description, tokenizer, ranks, started.worker, started.head_names, started.frozen, dealer)
 
 
-def class_logits(single: Single, examples: Sequence[Example]) -> Tensor:
+def class_logits(single: LoadedModel, examples: Sequence[Example]) -> Tensor:
     """Logits [Q, C] of examples in their order, whose labels are their places."""
     found: list[Tensor | None] = [None] * len(examples)
     dealt = single.dealer.deal([Example(example.input_ids, place) for place, example in enumerate(examples)])

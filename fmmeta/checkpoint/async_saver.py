@@ -24,7 +24,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.host_memory import host_bytes
 from fmmeta.config.settings import Config
 from fmmeta.parallel.deepspeed_shards import ParamMap
-from fmmeta.parallel.process_groups import Ranks
+from fmmeta.parallel.process_groups import ProcessGroups
 
 LAST_S = 60.0  # that a failing run waits for a write
 SHARE = 0.5  # of the host memory that is left, which copies may take
@@ -33,7 +33,7 @@ SHARE = 0.5  # of the host memory that is left, which copies may take
 class Saver:
     """Writes the checkpoints of a run. Ranks outside the first group only agree."""
 
-    def __init__(self, params: ParamMap, config: Config, ranks: Ranks, notice: Callable[[str], None]) -> None:
+    def __init__(self, params: ParamMap, config: Config, ranks: ProcessGroups, notice: Callable[[str], None]) -> None:
         self.params, self.config, self.ranks, self.notice = params, config, ranks, notice
         self.copies: dict[str, Tensor] = {}
         self.thread: threading.Thread | None = None

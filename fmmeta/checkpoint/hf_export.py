@@ -24,7 +24,7 @@ from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, base_of
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.models.load import Description, empty_learner, load_hf
 from fmmeta.models.lora import merged, save_adapter
-from fmmeta.parallel.process_groups import Ranks
+from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.data.used_splits import UsedSplits
 
@@ -34,7 +34,7 @@ WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.i
 
 
 def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor], config: Config, description: Description,
-           tokenizer: Any, ranks: Ranks, rates: Rates | None = None, merge_into: Path | None = None,
+           tokenizer: Any, ranks: ProcessGroups, rates: Rates | None = None, merge_into: Path | None = None,
            trained: Sequence[UsedSplits] = ()) -> None:  # fmt: skip
     """Write `folder`. `frozen`: tensors that are not trained, by name, on the ranks that write them; `rates`: written if they
     were learned; `merge_into`: folder of lora_merge's model, merged/ beside `folder` if not given; `trained`: the splits of
@@ -45,25 +45,25 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
     # a head over the classes of all training tasks stays behind; a task's starts with zeros
     heads = {name: torch.zeros(shapes.pop(name)) for name in skeleton.head_names} if config.joint_head else {}
     if config.lora_r:
-        weights = gather(theta, worker, shapes, ranks) | heads
-        with ranks.world.together("exporting the adapters"):
+        weights = gather_parameters(theta, worker, shapes, ranks) | heads
+        with ranks.world.raise_on_all("exporting the adapters"):
             if ranks.first:
                 write_adapters(folder, skeleton, weights, config, description, tokenizer, rates, merge_into, trained)
     else:
-        with ranks.world.together("exporting the configuration"):
+        with ranks.world.raise_on_all("exporting the configuration"):
             if ranks.first:
                 clear(folder)
                 save_model(folder, skeleton.hf, description, {})
-                accompany(folder, skeleton, config, description, tokenizer, rates, trained)
+                write_metadata(folder, skeleton, config, description, tokenizer, rates, trained)
         failure: Exception | None = None
         if ranks.layout.group_index == 0:
             failure = write_weights(folder, theta, worker, frozen | heads, skeleton, config, shapes)
-        with ranks.world.together("exporting the weights"):
+        with ranks.world.raise_on_all("exporting the weights"):
             if failure is not None:
                 raise failure
     if rates is not None and rates.element is not None:
-        named = gather(rates.scale_layers(0, rates.element.clone()), worker, shapes, ranks)
-        with ranks.world.together("exporting the inner rates"):
+        named = gather_parameters(rates.scale_layers(0, rates.element.clone()), worker, shapes, ranks)
+        with ranks.world.raise_on_all("exporting the inner rates"):
             if ranks.first:
                 save_tensors({name.removeprefix("hf."): value for name, value in named.items()}, folder / RATES_FILE)
 
@@ -79,7 +79,9 @@ def clear(folder: Path, base: str | None = None) -> None:
                 file.unlink()
 
 
-def gather(vector: Tensor, worker: Worker, shapes: dict[str, tuple[int, ...]], ranks: Ranks) -> dict[str, Tensor]:
+def gather_parameters(
+    vector: Tensor, worker: Worker, shapes: dict[str, tuple[int, ...]], ranks: ProcessGroups
+) -> dict[str, Tensor]:
     """Whole parameters out of a vector, by name, on the first rank; empty elsewhere. Collective: first group."""
     found = {}
     if ranks.layout.group_index == 0:
@@ -113,7 +115,7 @@ def write_adapters(
         clear(folders[1])
         save_model(folders[1], whole, description)
     for each in folders:
-        accompany(each, skeleton, config, description, tokenizer, rates, trained)
+        write_metadata(each, skeleton, config, description, tokenizer, rates, trained)
         if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
             save_tensors({name: weights[name] for name in skeleton.head_names}, each / HEAD_FILE)
 
@@ -131,7 +133,7 @@ def write_weights(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str,
     if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
         head = {name: worker.whole(theta, name, trained[name]).cpu() for name in skeleton.head_names}
         if worker.group.rank == 0:
-            with kept(failures):
+            with collect_errors(failures):
                 save_tensors(head, folder / HEAD_FILE)
     for path, (writer, names) in files.items():
         held: dict[str, Tensor] = {}
@@ -140,16 +142,16 @@ def write_weights(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str,
             if worker.group.rank == writer and value is not None:
                 held[name.removeprefix("hf.")] = value.cpu().contiguous()
         if worker.group.rank == writer:
-            with kept(failures):
+            with collect_errors(failures):
                 save_file(revert_weight_conversion(skeleton.hf, held), folder / path, metadata={"format": "pt"})
     if worker.group.rank == 0 and len(files) > 1:
-        with kept(failures):
+        with collect_errors(failures):
             write_index(folder, skeleton.hf, files)
     return failures[0] if failures else None
 
 
 @contextmanager
-def kept(failures: list[Exception]) -> Iterator[None]:
+def collect_errors(failures: list[Exception]) -> Iterator[None]:
     """What goes wrong in the block, for later."""
     try:
         yield
@@ -196,7 +198,7 @@ def save_model(folder: Path, hf: Any, description: Description, weights: dict[st
     hf.save_pretrained(folder, state_dict=weights)
 
 
-def accompany(folder: Path, skeleton: Any, config: Config, description: Description, tokenizer: Any, rates: Rates | None,
+def write_metadata(folder: Path, skeleton: Any, config: Config, description: Description, tokenizer: Any, rates: Rates | None,
               trained: Sequence[UsedSplits]) -> None:  # fmt: skip
     """What lies beside the weights: tokenizer, pooling, fmmeta.json."""
     tokenizer.save_pretrained(folder)

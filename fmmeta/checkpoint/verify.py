@@ -28,14 +28,14 @@ class Entry(TypedDict):
     sha256: str
 
 
-def complete(output_dir: Path) -> list[Path]:
+def list_complete(output_dir: Path) -> list[Path]:
     """Checkpoints of a run that were finished, oldest first."""
     found = [folder for folder in output_dir.glob("checkpoint-*") if (folder / MANIFEST).is_file()]
     numbered = [(folder.name.removeprefix("checkpoint-"), folder) for folder in found]
     return [folder for _, folder in sorted((int(number), folder) for number, folder in numbered if number.isdecimal())]
 
 
-def fault(folder: Path, comm: Communicator) -> str:
+def find_corruption(folder: Path, comm: Communicator) -> str:
     """What is wrong with a checkpoint, by file; nothing if it is whole. Every file is read once, shared out over the ranks.
 
     Collective: comm.
@@ -90,7 +90,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def put_back(output_dir: Path) -> None:
+def undo_partial_save(output_dir: Path) -> None:
     """Undo what a process that was killed while saving has left behind."""
     for replaced in output_dir.glob("replaced-checkpoint-*"):
         name = replaced.with_name(replaced.name.removeprefix("replaced-"))
@@ -102,7 +102,7 @@ def put_back(output_dir: Path) -> None:
         shutil.rmtree(half, ignore_errors=True)
 
 
-def set_aside(folder: Path) -> Path:
+def rename_aside(folder: Path) -> Path:
     """Rename a checkpoint that must not be continued from, so that it is neither chosen nor counted nor lost."""
     number = 0
     while (aside := folder.with_name(f"aside-{folder.name}" + (f".{number}" if number else ""))).exists():

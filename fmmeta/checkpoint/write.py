@@ -25,18 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.checkpoint.verify import MANIFEST, STATE, TABLES, Entry, complete
+from fmmeta.checkpoint.verify import MANIFEST, STATE, TABLES, Entry, list_complete
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import sync
 from fmmeta.common.text import to_json
 from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap
-from fmmeta.parallel.process_groups import Communicator, Ranks
+from fmmeta.parallel.process_groups import Communicator, ProcessGroups
 
 KINDS = {torch.float32: "F32", torch.float64: "F64"}  # vectors and tables have one of them
 PART = 2**24  # bytes that are written and hashed at a time
 
 
-def save(folder: Path, vectors: Mapping[str, Tensor], params: ParamMap, state: dict[str, Any], ranks: Ranks, keep: int,
+def save(folder: Path, vectors: Mapping[str, Tensor], params: ParamMap, state: dict[str, Any], ranks: ProcessGroups, keep: int,
          tables: Mapping[str, Tensor] | None = None) -> None:  # fmt: skip
     """Write `vectors` ([S] each), `tables` (equal on all ranks) and `state` to `folder`, a checkpoint-N; keep the newest `keep`.
 
@@ -45,7 +45,7 @@ def save(folder: Path, vectors: Mapping[str, Tensor], params: ParamMap, state: d
     write(folder, pieces(vectors, params, ranks), shapes(params), state, tables or {}, keep, ranks.world)
 
 
-def pieces(vectors: Mapping[str, Tensor], params: ParamMap, ranks: Ranks) -> dict[str, Tensor]:
+def pieces(vectors: Mapping[str, Tensor], params: ParamMap, ranks: ProcessGroups) -> dict[str, Tensor]:
     """What this rank writes, by name in its shard file, uncopied; nothing if others write the same."""
     if ranks.layout.group_index or (ranks.layout.group_rank and params.replicated):
         return {}
@@ -63,16 +63,16 @@ def write(folder: Path, shard: Mapping[str, Tensor], shapes: Mapping[str, list[i
     """Write `folder` whole, or leave everything as it was. Raises `UsageError` where the disk says no. Collective: comm."""
     temporary, entries = folder.with_name(f"tmp-{folder.name}"), {}
     try:
-        with comm.together("preparing a checkpoint"), told(folder):
+        with comm.raise_on_all("preparing a checkpoint"), told(folder):
             if comm.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
-        with comm.together("writing a checkpoint"), told(folder):
+        with comm.raise_on_all("writing a checkpoint"), told(folder):
             if shard:
                 name = f"shard-{comm.rank:05d}.safetensors"
                 entries[name] = write_tensors(temporary / name, shard, {"shapes": json.dumps(shapes)})
         told_by = comm.gather_bytes(json.dumps(entries).encode())
-        with comm.together("finishing a checkpoint"), told(folder):
+        with comm.raise_on_all("finishing a checkpoint"), told(folder):
             if comm.rank == 0:
                 entries = {name: entry for part in told_by for name, entry in json.loads(part).items()}
                 if tables:
@@ -95,7 +95,7 @@ def put_in_place(temporary: Path, folder: Path, keep: int) -> None:
     os.rename(temporary, folder)
     sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-    for old in complete(folder.parent)[:-keep]:
+    for old in list_complete(folder.parent)[:-keep]:
         if old != folder:
             remove(old)
 

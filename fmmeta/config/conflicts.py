@@ -15,12 +15,12 @@ from fmmeta.config.values import LARGEST
 UNROLLED = ("fomaml", "maml", "boil", "proto_maml", "meta_sgd")  # a loss is differentiated through the inner loop
 SECOND_ORDER = ("maml", "boil", "proto_maml", "meta_sgd", "anil")
 DIFFERENCES = ("maml", "boil", "proto_maml", "meta_sgd", "imaml")  # take Hessian-vector products
-PULLED = ("anil", "protonet")  # the body stands still; tasks share its passes
-PLAIN = ("fomaml", "reptile")
-UNTRAINED = ("none", "in_context")
+FROZEN_BODY = ("anil", "protonet")  # the body stands still; tasks share its passes
+FIRST_ORDER = ("fomaml", "reptile")
+BASELINES = ("none", "in_context")
 HEAD_OF = {"proto_maml": "prototype", "protonet": "prototype", "boil": "learned"}
 
-WHOLE_MATRICES = {
+NOT_ELEMENTWISE = {
     "muon": "it orthogonalises whole weight matrices",
     "lbfgs": "its line search evaluates the loss",
     "adafactor": "it keeps moments of whole rows and columns",
@@ -45,14 +45,14 @@ def defaults(c: Any) -> dict[str, Any]:
 def problems(c: Any) -> Iterator[str]:
     """One line for everything about the algorithm that contradicts something else."""
     yield from _without_effect(c)
-    yield from _of_the_spread(c)
-    yield from _of_the_algorithm(c)
-    yield from _of_inner_settings(c)
-    yield from _of_the_outer_optimizer(c)
-    yield from _of_the_delay(c)
-    yield from _of_the_crew(c)
-    yield from _of_task_batches(c)
-    yield from _of_compiling(c)
+    yield from _parallelism_conflicts(c)
+    yield from _algorithm_conflicts(c)
+    yield from _inner_loop_conflicts(c)
+    yield from _outer_optimizer_conflicts(c)
+    yield from _delay_conflicts(c)
+    yield from _elastic_conflicts(c)
+    yield from _multi_task_conflicts(c)
+    yield from _compile_conflicts(c)
 
 
 def _without_effect(c: Any) -> Iterator[str]:
@@ -80,7 +80,7 @@ def _without_effect(c: Any) -> Iterator[str]:
         yield f"trajectory_gib={c.trajectory_gib} is no number to compute with; use 0 or more, or leave it out for no limit"
 
 
-def _of_the_spread(c: Any) -> Iterator[str]:
+def _parallelism_conflicts(c: Any) -> Iterator[str]:
     """What pipeline stages and tensor parallelism do not go with; data parallelism and ZeRO 3 go with all of it."""
     stages, tensor = c.pipeline_stages, c.tensor_parallel_size
     if stages > 1 and tensor > 1:
@@ -103,15 +103,15 @@ def _of_the_spread(c: Any) -> Iterator[str]:
     for name, why in (of_stages if stages > 1 else of_tensor).items():
         if getattr(c, name):
             yield f"{spread} with {name}={getattr(c, name)}: {why}; use ZeRO 3, or leave {name} out"
-    if tensor > 1 and (c.prototype_gradient or c.algorithm in PULLED):
-        what = f"algorithm={c.algorithm}" if c.algorithm in PULLED else "prototype_gradient=True"
+    if tensor > 1 and (c.prototype_gradient or c.algorithm in FROZEN_BODY):
+        what = f"algorithm={c.algorithm}" if c.algorithm in FROZEN_BODY else "prototype_gradient=True"
         yield (f"{spread} with {what}: gradients back through features are not implemented for cut layers (each rank of a tensor "
                "set needs those of its rows, and one of them holds the rows); use ZeRO 3 or pipeline stages")  # fmt: skip
     if c.algorithm == "in_context":
         yield f"{spread} with algorithm=in_context is not tested: whole support sets travel as prompts; use ZeRO 3"
 
 
-def _of_the_algorithm(c: Any) -> Iterator[str]:
+def _algorithm_conflicts(c: Any) -> Iterator[str]:
     name = c.algorithm
     if c.head_init != HEAD_OF.get(name, c.head_init):
         yield f"head_init={c.head_init} contradicts algorithm={name}, whose head is {HEAD_OF[name]}; leave --head_init out"
@@ -122,9 +122,9 @@ def _of_the_algorithm(c: Any) -> Iterator[str]:
     if name == "joint" and c.head_init == "learned":
         yield ("head_init=learned with algorithm=joint: its head is that of the training classes and no start for others; use "
                "zero or prototype")  # fmt: skip
-    if c.offload_outer and name not in ("fomaml", "reptile", *UNTRAINED):
+    if c.offload_outer and name not in ("fomaml", "reptile", *BASELINES):
         yield f"offload_outer=True with algorithm={name} is not implemented: its shards work beside theta; use fomaml or reptile"
-    if c.inner_steps == 0 and name not in ("protonet", *UNTRAINED):
+    if c.inner_steps == 0 and name not in ("protonet", *BASELINES):
         yield f"inner_steps=0 leaves algorithm={name} nothing to learn through; use 1 or more"
     if c.first_order_steps and name not in SECOND_ORDER:
         yield (f"first_order_steps={c.first_order_steps} means nothing for algorithm={name}; use it with "
@@ -142,7 +142,7 @@ def _of_the_algorithm(c: Any) -> Iterator[str]:
         yield f"inner_lr_learned={c.inner_lr_learned} contradicts algorithm=meta_sgd, which learns every element's; leave it out"
 
 
-def _of_inner_settings(c: Any) -> Iterator[str]:
+def _inner_loop_conflicts(c: Any) -> Iterator[str]:
     name, inner = c.algorithm, c.inner_optimizer
     if inner == "adamw" and name in (*DIFFERENCES, "anil"):
         yield (f"inner_optimizer=adamw with algorithm={name}: the meta-gradient through Adam's moments is not implemented; "
@@ -170,11 +170,11 @@ def _of_inner_settings(c: Any) -> Iterator[str]:
                f"leave it out")  # fmt: skip
 
 
-def _of_task_batches(c: Any) -> Iterator[str]:
+def _multi_task_conflicts(c: Any) -> Iterator[str]:
     """What one pass for several tasks does not go with."""
     if c.task_batch == "1":
         return
-    if c.algorithm in PULLED:
+    if c.algorithm in FROZEN_BODY:
         wrong = {
             f"max_task_norm={c.max_task_norm}, which looks at each task's direction": c.max_task_norm is not None,
             f"max_task_loss={c.max_task_loss}, which may drop a task of several": c.max_task_loss is not None,
@@ -182,7 +182,7 @@ def _of_task_batches(c: Any) -> Iterator[str]:
     else:
         wrong = {
             f"lora_r=0, where tasks of {c.algorithm} need a whole model each": not c.lora_r,
-            f"algorithm={c.algorithm}, which is neither of first order nor leaves the body alone": c.algorithm not in PLAIN,
+            f"algorithm={c.algorithm}, which is neither of first order nor leaves the body alone": c.algorithm not in FIRST_ORDER,
             f"pipeline_stages={c.pipeline_stages}": c.pipeline_stages > 1,
             f"n_way_max={c.n_way_max}, where tasks have heads of different sizes": c.n_way_max is not None,
             "packing=True": c.packing,
@@ -198,14 +198,14 @@ def _of_task_batches(c: Any) -> Iterator[str]:
             yield f"task_batch={c.task_batch} is not implemented with {what}; leave it out, or use --task_batch 1"
 
 
-def _of_compiling(c: Any) -> Iterator[str]:
+def _compile_conflicts(c: Any) -> Iterator[str]:
     """A compiled model is one whole, without hooks and modules of its own that change from pass to pass."""
     wrong = {
         f"pipeline_stages={c.pipeline_stages}, whose stages are no whole model": c.pipeline_stages > 1,
         f"tensor_parallel_size={c.tensor_parallel_size}, whose layers talk to each other": c.tensor_parallel_size > 1,
         "engine=deepspeed, which hooks into modules": c.engine == "deepspeed",
         f"task_batch={c.task_batch}, whose tasks stand in for layers in each pass": c.task_batch != "1"
-        and c.algorithm not in PULLED,
+        and c.algorithm not in FROZEN_BODY,
         "gradient_checkpointing=True, which computes layers again": c.gradient_checkpointing,
         "packing=True": c.packing,
     }
@@ -214,16 +214,16 @@ def _of_compiling(c: Any) -> Iterator[str]:
             yield f"compile=True does not go with {what}; leave one out"
 
 
-def _of_the_outer_optimizer(c: Any) -> Iterator[str]:
+def _outer_optimizer_conflicts(c: Any) -> Iterator[str]:
     name = c.outer_optimizer
-    if name.lower() in WHOLE_MATRICES:
-        yield (f"outer_optimizer={name} does not act element by element: {WHOLE_MATRICES[name.lower()]}, and theta is held in "
+    if name.lower() in NOT_ELEMENTWISE:
+        yield (f"outer_optimizer={name} does not act element by element: {NOT_ELEMENTWISE[name.lower()]}, and theta is held in "
                f"shards; use {' or '.join(OUTER_OPTIMIZERS)}")  # fmt: skip
     if name not in OUTER_OPTIMIZERS:
         yield f"outer_optimizer={name} is unknown; use {', '.join(OUTER_OPTIMIZERS[:-1])} or {OUTER_OPTIMIZERS[-1]}"
 
 
-def _of_the_delay(c: Any) -> Iterator[str]:
+def _delay_conflicts(c: Any) -> Iterator[str]:
     if c.outer_delay > 1:
         yield f"outer_delay={c.outer_delay} is above 1: one reduction hides behind one outer step; use 0 or 1"
     if c.outer_delay and c.offload_outer:
@@ -233,11 +233,11 @@ def _of_the_delay(c: Any) -> Iterator[str]:
         yield (f"outer_delay={c.outer_delay} with inner_state=kept: the moments that an inner loop begins with would be those of "
                "two outer steps before; use reset, or no delay")  # fmt: skip
     for name, unset in {"outer_delay": 0, "reduce_dtype": "fp32"}.items():
-        if getattr(c, name) != unset and c.algorithm in UNTRAINED:
+        if getattr(c, name) != unset and c.algorithm in BASELINES:
             yield f"{name}={getattr(c, name)} means nothing for algorithm={c.algorithm}, which trains nothing; leave it out"
 
 
-def _of_the_crew(c: Any) -> Iterator[str]:
+def _elastic_conflicts(c: Any) -> Iterator[str]:
     """What does not go with groups that come and go."""
     for name in ("lighthouse", "group_name"):
         if getattr(c, name) is not None and not c.elastic:
@@ -259,7 +259,7 @@ def _of_the_crew(c: Any) -> Iterator[str]:
     if c.resume_from_checkpoint not in ("latest",):
         yield (f"elastic=True with resume_from_checkpoint={c.resume_from_checkpoint}: a group that comes back takes the newest "
                "state; leave it out")  # fmt: skip
-    if c.algorithm in UNTRAINED:
+    if c.algorithm in BASELINES:
         yield f"elastic=True means nothing for algorithm={c.algorithm}, which trains nothing; leave it out"
 
 

@@ -354,7 +354,7 @@ FREE_ON_RESUME = {
 }  # fmt: skip
 
 
-UNSPOKEN = {"output_dir", "resume_from_checkpoint", "local_rank", "accept_changed_settings"}  # differ, and nobody wonders
+HIDDEN_ON_RESUME = {"output_dir", "resume_from_checkpoint", "local_rank", "accept_changed_settings"}  # differ, and nobody wonders
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any], free: bool = False) -> dict[str, str]:
@@ -364,6 +364,6 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any], free: bool = F
     """
     known = {name for name in validate.RESOLVED if name in before and name in now}
     unbound = FREE_ON_RESUME | {"deepspeed_layout"} | ({"bf16"} if "precision" in known else set())
-    keys = unbound - UNSPOKEN if free else (set(before) | set(now)) - unbound
+    keys = unbound - HIDDEN_ON_RESUME if free else (set(before) | set(now)) - unbound
     keys -= set(validate.RESOLVED) - known
     return {key: f"{key}: {before.get(key)} -> {now.get(key)}" for key in sorted(keys) if before.get(key) != now.get(key)}

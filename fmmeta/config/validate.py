@@ -14,7 +14,7 @@ from typing import Any
 from fmmeta.config import conflicts
 from fmmeta.config.values import LARGEST
 
-LEAST = {
+MINIMUM = {
     "lora_r": 0, "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
     "inner_steps": 0, "inner_weight_decay": 0, "cg_steps": 1, "cg_damping": 0, "first_order_steps": 0, "multi_step_loss_steps": 0,
     "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
@@ -28,7 +28,7 @@ MOST_SEED = 2**64 - 1
 # What the settings of a run have beside the flags and the data's fingerprint (build.Plan.resolved).
 RESOLVED = ("precision", "float32_matmul_precision", "deepspeed_values", "deepspeed_layout", "transforms_fingerprint")
 POSITIVE = ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "rates_lr", "proximal_weight")
-OPEN = ("max_task_loss", "max_task_norm", "step_timeout", "max_file_gib")  # positive, where they are given
+OPTIONAL_POSITIVE = ("max_task_loss", "max_task_norm", "step_timeout", "max_file_gib")  # positive, where they are given
 BELOW_ONE = ("inner_momentum", "inner_beta1", "inner_beta2", "outer_momentum", "start_share")
 
 
@@ -68,7 +68,7 @@ def problems(c: Any) -> Iterator[str]:
 
 
 def _of_numbers(c: Any) -> Iterator[str]:
-    for name, least in LEAST.items():
+    for name, least in MINIMUM.items():
         if getattr(c, name) < least:
             yield f"{name}={getattr(c, name)} is below {least}; use {least} or more"
         if not getattr(c, name) <= LARGEST:
@@ -80,7 +80,7 @@ def _of_numbers(c: Any) -> Iterator[str]:
             yield f"{name}={getattr(c, name)} is no number to compute with; use one up to {LARGEST:g}"
         if not getattr(c, name) > 0:
             yield f"{name}={getattr(c, name)} is no positive number; use one, such as 0.1 for inner SGD"
-    for name in OPEN:
+    for name in OPTIONAL_POSITIVE:
         value = getattr(c, name)
         if value is not None and not 0 < value < math.inf:
             yield f"{name}={value} is no positive number; use one, or leave it out"

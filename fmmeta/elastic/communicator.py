@@ -1,7 +1,7 @@
 """Groups that come and go: the verbs of `cross` and `everyone` among those who take part in the next outer step.
 
     form        ask the lighthouse (quorum.py) for everybody who wants to take part in this step and is alive; meet them
-    a verb      fails on all ranks of a group if it fails on one (`Lost`): the group then abandons the step and forms anew
+    a verb      fails on all ranks of a group if it fails on one (`PeerLost`): the group then abandons the step and forms anew
     leave       be missed by nobody
 
 Tensors travel by gloo in host memory on every kind of device: a NCCL communicator that has lost a rank cannot be given up without
@@ -20,19 +20,19 @@ from typing import Any
 
 import torch
 
-from fmmeta.elastic.lighthouse_client import Line, coordination, first_line, reachable_as
-from fmmeta.elastic.membership import Member, Roll
-from fmmeta.parallel.process_groups import Communicator, Venue, is_proof, meet_at, proof, somebody_at
+from fmmeta.elastic.lighthouse_client import LighthouseClient, coordination, first_line, reachable_as
+from fmmeta.elastic.membership import GroupInfo, Membership
+from fmmeta.parallel.process_groups import Communicator, RendezvousStore, connect_gloo, is_proof, is_reachable, proof
 
 MEET_S = 10.0  # that members of a quorum wait for each other to meet; gloo tries up to four times for so long
 KNOCK_S = 5.0  # that a member's kernel has to answer for it before they meet
 
 
-class Lost(RuntimeError):
+class PeerLost(RuntimeError):
     """A group has gone, or cannot be reached: what was being summed is worth nothing."""
 
 
-class Crew(Communicator):
+class ElasticCommunicator(Communicator):
     """`cross` of groups that come and go. `own`: the ranks of this group, gloo. Raises `UsageError` without a lighthouse."""
 
     def __init__(self, own: Communicator, lighthouse: str, name: str) -> None:
@@ -43,25 +43,25 @@ class Crew(Communicator):
         self.fresh, self.writes = True, False
         self.patience_s = MEET_S
         self.met = ""  # the meeting that `backend` is from
-        self.line: Line | None = None  # rank 0's
+        self.line: LighthouseClient | None = None  # rank 0's
         self.venue: Any = None
-        with own.together("looking for the lighthouse"):
+        with own.raise_on_all("looking for the lighthouse"):
             self.host = reachable_as(lighthouse)
             if own.rank == 0:
-                self.line = Line(lighthouse, self.name, coordination())
-                self.venue = Venue(self.line.host)
+                self.line = LighthouseClient(lighthouse, self.name, coordination())
+                self.venue = RendezvousStore(self.line.host)
 
-    def form(self, step: int, patience_s: float) -> Roll:
-        """Wait for the others of this outer step and meet them. Raises `Lost` where one goes at this very moment, and `MachineFault`
+    def form(self, step: int, patience_s: float) -> Membership:
+        """Wait for the others of this outer step and meet them. Raises `PeerLost` where one goes at this very moment, and `MachineFault`
         where the lighthouse is silent for `patience_s`. Collective: own, and everyone else's.
         """
         told = b""
-        with self.own.together("asking the lighthouse"):
+        with self.own.raise_on_all("asking the lighthouse"):
             if self.line is not None:
                 self.line.begin_beating(self.venue.address, self.own.size)
                 told = json.dumps(self._ask(self.line, step, patience_s)).encode()
         number, created, listed, strangers = json.loads(self.own.gather_bytes(told)[0])
-        members = tuple(Member(**one) for one in listed)
+        members = tuple(GroupInfo(**one) for one in listed)
         here = next(n for n, member in enumerate(members) if member.name == self.name)
         anew = not self.met or len(members) != self.size or any(member.met != self.met for member in members)
         if anew:  # alike for all: those of one meeting know the same size
@@ -70,10 +70,10 @@ class Crew(Communicator):
             meeting = f"{number}/{created}"
             self._attempt(lambda: self._meet(members, f"crew/{meeting}/{self.own.rank}"), "meeting the other groups")
             self.met = meeting
-            self.patience(self.patience_s)
-        return Roll(members, here, anew, strangers)
+            self.set_timeout(self.patience_s)
+        return Membership(members, here, anew, strangers)
 
-    def _ask(self, line: Line, step: int, patience_s: float) -> Any:
+    def _ask(self, line: LighthouseClient, step: int, patience_s: float) -> Any:
         """The quorum: its number, a name used once, its members, and how many others the lighthouse lists."""
         mine = {"fresh": self.fresh, "writes": self.writes, "met": self.met, "mark": self.mark}
         mine["proof"] = proof(self.secret, self.name, self.venue.address, step, mine)
@@ -90,17 +90,17 @@ class Crew(Communicator):
         known = is_proof(data.pop("proof", None), self.secret, one.replica_id, one.store_address, one.step, data)
         return {"name": one.replica_id, "venue": one.store_address, "step": one.step, **data} if known else None
 
-    def _meet(self, members: tuple[Member, ...], name: str) -> None:
+    def _meet(self, members: tuple[GroupInfo, ...], name: str) -> None:
         """Raises `RuntimeError` where one of them does not come; at once where its process has ended since it was counted."""
         if self.size == 1:
             return
         for member in members:
-            if member.name != self.name and not somebody_at(member.venue, KNOCK_S):
+            if member.name != self.name and not is_reachable(member.venue, KNOCK_S):
                 raise RuntimeError(f"group {member.name.rpartition(':')[0]} has ended")
-        self.backend = meet_at(members[0].venue, name, self.rank, self.size, timedelta(seconds=MEET_S), self.host)
+        self.backend = connect_gloo(members[0].venue, name, self.rank, self.size, timedelta(seconds=MEET_S), self.host)
 
     def _attempt(self, act: Callable[[], Any], doing: str) -> None:
-        """Do something with the other groups; if it fails on one rank of this group, raise `Lost` on all. Collective: own."""
+        """Do something with the other groups; if it fails on one rank of this group, raise `PeerLost` on all. Collective: own."""
         failure = ""
         try:
             act()
@@ -108,23 +108,23 @@ class Crew(Communicator):
             failure = first_line(error) or type(error).__name__
         if float(self.own.sum_(torch.tensor([float(bool(failure))]))) > 0:
             self.met, self.backend = "", None  # sockets close: the others need not wait for a timeout
-            raise Lost(f"{doing}: {failure or 'another rank of this group has failed'}")
+            raise PeerLost(f"{doing}: {failure or 'another rank of this group has failed'}")
 
     def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Iterator[slice]:
-        """As the base; it has ended when this returns. Raises `Lost`. Collective: this communicator, own."""
+        """As the base; it has ended when this returns. Raises `PeerLost`. Collective: this communicator, own."""
         if self.size > 1:
             self._attempt(lambda: list(Communicator.begin_sum_(self, tensor, wire)), "a sum")
         return iter([slice(0, tensor.numel())])
 
     def broadcast_(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        """As the base. Raises `Lost`. Collective: this communicator, own."""
+        """As the base. Raises `PeerLost`. Collective: this communicator, own."""
         if self.size > 1:
             self._attempt(lambda: Communicator.broadcast_(self, tensor, root), "a broadcast")
         return tensor
 
-    def patience(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         self.patience_s = seconds
-        super().patience(seconds)
+        super().set_timeout(seconds)
 
     def leave(self) -> None:
         """Take part no longer; the others see it at once."""
@@ -133,10 +133,10 @@ class Crew(Communicator):
             self.line.stop_beating()
 
 
-class Everyone(Communicator):
+class AllGroups(Communicator):
     """All ranks of all groups of a crew: first the group's own, then equal places across."""
 
-    def __init__(self, own: Communicator, crew: Crew) -> None:
+    def __init__(self, own: Communicator, crew: ElasticCommunicator) -> None:
         self.own, self.crew, self.backend, self.device, self.bytes_sent = own, crew, None, own.device, 0
 
     @property
@@ -148,14 +148,14 @@ class Everyone(Communicator):
         return self.crew.size * self.own.size
 
     def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Iterator[slice]:
-        """As the base; it has ended when this returns. Raises `Lost`. Collective: everyone."""
+        """As the base; it has ended when this returns. Raises `PeerLost`. Collective: everyone."""
         sent = self.crew.bytes_sent
         self.crew.sum_(self.own.sum_(tensor, wire), wire)
         self.crew.bytes_sent = sent  # those of meta-gradients are counted, as without a crew
         return iter([slice(0, tensor.numel())])
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """As the base: groups in the order of their names, then ranks. Raises `Lost`. Collective: everyone."""
+        """As the base: groups in the order of their names, then ranks. Raises `PeerLost`. Collective: everyone."""
         sent = self.crew.bytes_sent
         mine = json.dumps([part.hex() for part in self.own.gather_bytes(payload)]).encode()
         told = self.crew.gather_bytes(mine)
@@ -165,5 +165,5 @@ class Everyone(Communicator):
     def broadcast_(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         raise NotImplementedError("nobody needs it")
 
-    def patience(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """Both have their own."""

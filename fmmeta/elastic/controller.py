@@ -22,13 +22,13 @@ from typing import Any
 from fmmeta import checkpoint
 from fmmeta.common.errors import MachineFault, UsageError
 from fmmeta.config.settings import Config
-from fmmeta.elastic.communicator import Crew, Lost
+from fmmeta.elastic.communicator import ElasticCommunicator, PeerLost
 from fmmeta.elastic.join import SECRET
-from fmmeta.elastic.membership import Roll
-from fmmeta.elastic.state_transfer import Running, heal
-from fmmeta.parallel.process_groups import Ranks
+from fmmeta.elastic.membership import Membership
+from fmmeta.elastic.state_transfer import ElasticRun, transfer_state
+from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.stop import Guard
-from fmmeta.training.run_folder import hold
+from fmmeta.training.run_folder import lock_folder
 from fmmeta.training.run_record import read_run
 
 LIGHTHOUSE_S = 120.0  # that a silent lighthouse is put up with
@@ -36,12 +36,12 @@ MOST = 100  # attempts at one outer step
 LOCK_S = 2.0  # that a group which is to write waits for the lock at an outer step; it asks again at the next
 
 
-class Elastic:
+class ElasticController:
     """One for a run of a group."""
 
-    def __init__(self, config: Config, crew: Crew, ranks: Ranks, notice: Any) -> None:
+    def __init__(self, config: Config, crew: ElasticCommunicator, ranks: ProcessGroups, notice: Any) -> None:
         self.config, self.crew, self.ranks, self.notice = config, crew, ranks, notice
-        self.roll: Roll | None = None
+        self.roll: Membership | None = None
         self.lock: Any = None
         self.writes = self.over = False
         self.called: int | None = None  # the outer step of the last roll call
@@ -49,7 +49,7 @@ class Elastic:
         self.retries, self.lost_s, self.tasks = 0, 0.0, 0
 
     @contextmanager
-    def of_step(self, run: Running) -> Iterator[None]:
+    def step_attempt(self, run: ElasticRun) -> Iterator[None]:
         """An attempt at an outer step; a group that is lost meanwhile costs it, one lost at the roll call another roll call.
 
         Collective: everyone.
@@ -58,18 +58,18 @@ class Elastic:
             try:
                 self._call(run)
                 break
-            except Lost as lost:
+            except PeerLost as lost:
                 self._begin_anew(run, lost)
         counts = dict(run.state.tasks)
         try:
             yield
-        except Lost as lost:
+        except PeerLost as lost:
             self._begin_anew(run, lost)
             run.state.updates.meta.clear()
             run.state.tasks = counts
-            run.feed.redeal(counts)
+            run.feed.restart(counts)
 
-    def _begin_anew(self, run: Running, lost: Lost) -> None:
+    def _begin_anew(self, run: ElasticRun, lost: PeerLost) -> None:
         """One attempt more at this outer step. Raises `MachineFault` if there were too many."""
         self.retries += 1
         if self.retries > MOST:
@@ -94,10 +94,10 @@ class Elastic:
         self.began, self.retries, self.lost_s = None, 0, 0.0
         return told
 
-    def end(self, run: Running) -> None:
+    def end(self, run: ElasticRun) -> None:
         """All outer steps are done: find out who writes. Collective: everyone."""
         while run.state.outer_step == self.config.outer_steps and self.called != run.state.outer_step and not self.over:
-            with self.of_step(run):
+            with self.step_attempt(run):
                 pass
         if self.over:
             self.notice("the run is finished; nothing is left to do")
@@ -107,7 +107,7 @@ class Elastic:
     def leave(self) -> None:
         self.crew.leave()
 
-    def _call(self, run: Running) -> None:
+    def _call(self, run: ElasticRun) -> None:
         """Who is there; then be like the others. Collective: everyone."""
         run.guard.begin_stage("waiting for the other groups")
         self.began = self.began or time.monotonic()
@@ -124,12 +124,12 @@ class Elastic:
                              f"of fmmeta or torch are not those of group {root.name}; start it with the same ones, or as "
                              "another run")  # fmt: skip
         if any(roll.heals(number) for number in range(len(names))):
-            heal(run, self.crew, roll, self.notice)
+            transfer_state(run, self.crew, roll, self.notice)
             if self.writes:
-                run.journal.catch_up()
+                run.journal.write_pending_line()
         self.crew.fresh, self.called = False, run.state.outer_step
         if roll.anew or self.retries:
-            run.feed.redeal(run.state.tasks)
+            run.feed.restart(run.state.tasks)
             self.lost_s = time.monotonic() - self.began
         every = self.config.check_replicas_steps
         if roll.anew or (every and run.state.outer_step % every == 0):
@@ -141,12 +141,12 @@ class Elastic:
             self.notice(f"outer step {run.state.outer_step + 1}: {len(names)} {'group' if len(names) == 1 else 'groups'} "
                         f"({', '.join(name.rpartition(':')[0] for name in names)})")  # fmt: skip
 
-    def _write_from_here(self, run: Running, patience_s: float) -> None:
+    def _write_from_here(self, run: ElasticRun, patience_s: float) -> None:
         """Take the folder's lock and write what the run writes; at the next step, if somebody still has it. Collective: group."""
         first, refused = self.ranks.first, ""
         if first:
             try:
-                self.lock = hold(run.folder, patience_s, quiet=True)
+                self.lock = lock_folder(run.folder, patience_s, quiet=True)
             except UsageError as error:
                 refused = str(error)
         if any(self.ranks.world.gather_bytes(refused.encode())):
@@ -154,15 +154,15 @@ class Elastic:
                 raise UsageError(refused or "another group holds the folder")
             self.notice(f"cannot write yet: {refused}")
             return
-        with self.ranks.world.together("beginning to write"):
+        with self.ranks.world.raise_on_all("beginning to write"):
             if first:
-                checkpoint.put_back(run.folder)
+                checkpoint.undo_partial_save(run.folder)
                 self.over = bool((read_run(run.folder) or {}).get("finished"))
         if any(self.ranks.world.gather_bytes(b"over" if self.over else b"")):  # by groups that have left before this one came
             run.state.outer_step, self.over = self.config.outer_steps, True
             return
-        with self.ranks.world.together("beginning to write"):
+        with self.ranks.world.raise_on_all("beginning to write"):
             run.begin_writing()
         self.writes = self.crew.writes = True
         self.notice(f"this group writes the files of the run, from outer step {run.state.outer_step + 1} on")
-        run.journal.catch_up()
+        run.journal.write_pending_line()

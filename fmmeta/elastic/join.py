@@ -18,16 +18,16 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config, changed_settings
-from fmmeta.elastic.communicator import Crew, Everyone
-from fmmeta.parallel.deepspeed_config import Precision
-from fmmeta.parallel.process_groups import PROOF, Communicator, Ranks
+from fmmeta.elastic.communicator import AllGroups, ElasticCommunicator
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.process_groups import PROOF, Communicator, ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.training.run_record import version
 
 SECRET = ".elastic-secret"
 
 
-def join(config: Config, own: Communicator) -> Crew | None:
+def join(config: Config, own: Communicator) -> ElasticCommunicator | None:
     """A crew that nobody has been called for yet; None without --elastic. Raises `UsageError`. Collective: world."""
     if not config.elastic:
         return None
@@ -35,19 +35,19 @@ def join(config: Config, own: Communicator) -> Crew | None:
     if not lighthouse:
         raise UsageError("elastic=True needs a lighthouse; start `fmmeta lighthouse` and give --lighthouse with what it prints, "
                          "or use `fmmeta elastic`, which does both")  # fmt: skip
-    return Crew(own, lighthouse, config.group_name or f"{platform.node()}-{os.getpid()}")
+    return ElasticCommunicator(own, lighthouse, config.group_name or f"{platform.node()}-{os.getpid()}")
 
 
-def with_crew(ranks: Ranks, crew: Crew | None, config: Config, settings: Mapping[str, Any], worker: Worker,
-              precision: Precision) -> Ranks:  # fmt: skip
+def with_crew(ranks: ProcessGroups, crew: ElasticCommunicator | None, config: Config, settings: Mapping[str, Any], worker: Worker,
+              precision: DeepSpeedSettings) -> ProcessGroups:  # fmt: skip
     """The communicators of a group in a crew. `settings`: those of the run (record.settings_of). Collective: world."""
     if crew is None:
         return ranks
-    with ranks.world.together("reading the secret of the run"):
+    with ranks.world.raise_on_all("reading the secret of the run"):
         if ranks.world.rank == 0:
             crew.secret = run_secret(Path(str(config.output_dir)))
     crew.mark = mark_of(settings, str(ranks.layout), worker.params.numel, precision)
-    return replace(ranks, cross=crew, crew=Everyone(ranks.world, crew))
+    return replace(ranks, cross=crew, crew=AllGroups(ranks.world, crew))
 
 
 def run_secret(folder: Path) -> bytes:
@@ -68,7 +68,7 @@ def run_secret(folder: Path) -> bytes:
     return found
 
 
-def mark_of(settings: Mapping[str, Any], layout: str, numel: int, precision: Precision) -> str:
+def mark_of(settings: Mapping[str, Any], layout: str, numel: int, precision: DeepSpeedSettings) -> str:
     """What groups must share to be one run: settings that change theta, how theta is cut, and what sends it."""
     fixed = {name: settings[name] for name in changed_settings(dict.fromkeys(settings, ...), dict(settings))}
     shared = [fixed, layout, numel, precision.zero_stage, precision.bf16, version("fmmeta"), version("torch")]

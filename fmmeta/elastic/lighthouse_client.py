@@ -32,7 +32,7 @@ SIGN = timedelta(seconds=5)  # that it gets for the sign
 QUESTION = timedelta(days=1)
 
 
-class Line:
+class LighthouseClient:
     """One per group. `name`: of this group, used once; `ft`: torchft's low-level interface. Raises `UsageError` where nobody
     answers.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Member:
+class GroupInfo:
     """A group as it presents itself for an outer step."""
 
     name: str
@@ -22,10 +22,10 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Roll:
+class Membership:
     """Who takes part in a step, alike for all of them; `here` is this group. Members are in the order of their names."""
 
-    members: tuple[Member, ...]
+    members: tuple[GroupInfo, ...]
     here: int
     anew: bool = False  # they have met for this step: what follows a change is judged by this, since each remembers other rolls
     strangers: int = 0  # listed by the lighthouse and left out: they do not know the secret of the run

@@ -16,38 +16,38 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
-from fmmeta.elastic.communicator import Crew
-from fmmeta.elastic.membership import Roll
+from fmmeta.elastic.communicator import ElasticCommunicator
+from fmmeta.elastic.membership import Membership
 from fmmeta.parallel.process_groups import Communicator
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.stop import Guard
-from fmmeta.training.episodes import Feed
-from fmmeta.training.run_log import Journal
-from fmmeta.training.state import State
+from fmmeta.training.episodes import TrainingEpisodes
+from fmmeta.training.run_log import RunLogger
+from fmmeta.training.state import TrainingState
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}  # of vectors and tables
 
 
-class Running(Protocol):
+class ElasticRun(Protocol):
     """What is looked at and moved of a run (run.py)."""
 
     folder: Path
     guard: Guard
-    feed: Feed
+    feed: TrainingEpisodes
     worker: Worker
-    state: State
-    journal: Journal
+    state: TrainingState
+    journal: RunLogger
 
     def begin_writing(self) -> None: ...
 
 
-def heal(run: Running, crew: Crew, roll: Roll, notice: Callable[[str], None]) -> None:
+def transfer_state(run: ElasticRun, crew: ElasticCommunicator, roll: Membership, notice: Callable[[str], None]) -> None:
     """Those behind take over the root's state. Raises `Lost`. Collective: everyone."""
     here, root = roll.here == roll.root, roll.root
     vectors, tables, state = run.state.give() if here else ({}, {}, {})
     head = {"state": state, "line": run.journal.line, "vectors": kinds(vectors), "tables": kinds(tables)}
     head = json.loads(broadcast_bytes(crew, json.dumps(head).encode() if here else b"", root))
-    with crew.own.together("looking at the state to take over"):
+    with crew.own.raise_on_all("looking at the state to take over"):
         check_kinds(head["vectors"], run.state.theta)
         check_kinds(head["tables"], run.state.live.rates)
     for kind, tensors in (("vectors", vectors), ("tables", tables)):

@@ -28,8 +28,8 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config, setting
 from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
 from fmmeta.elastic.lighthouse_client import coordination
-from fmmeta.reliability.signals import ENDED, STOPPED
-from fmmeta.training.run_folder import hold
+from fmmeta.reliability.signals import EXIT_FAULT, EXIT_STOPPED
+from fmmeta.training.run_folder import lock_folder
 from fmmeta.training.run_record import read_run
 
 KILL_S = 30.0  # that the other ranks of a group in which one has died get to end by themselves
@@ -119,7 +119,7 @@ class Supervisor:
         if not self.asked:
             self.say(f"fmmeta: error: output_dir={self.config.output_dir} holds no finished run, and all groups have ended (exit "
                      f"codes {', '.join(map(str, codes))}); read their last lines, then run the same command again")  # fmt: skip
-        return next((code for code in codes if code), STOPPED if self.asked else ENDED)
+        return next((code for code in codes if code), EXIT_STOPPED if self.asked else EXIT_FAULT)
 
     def finished(self) -> bool:
         """Whether run.json says so and the model is there. As long as a group of another node may be writing it, wait."""
@@ -131,7 +131,7 @@ class Supervisor:
             if not self.shared or self.asked or not folder.is_dir() or time.monotonic() - free_since > WRITER_S:
                 return False
             try:
-                hold(folder, 0, quiet=True).close()
+                lock_folder(folder, 0, quiet=True).close()
             except UsageError:
                 free_since = time.monotonic()
             time.sleep(PAUSE_S)
@@ -161,7 +161,7 @@ class Supervisor:
         elif any(codes):
             code = next(code for code in codes if code)
             self.finish(group, code)
-            if code in (2, STOPPED) or self.asked:
+            if code in (2, EXIT_STOPPED) or self.asked:
                 group.ended = code
             elif group.starts > self.config.max_restarts:
                 self.say(f"fmmeta: {group.name} has ended {group.starts} times, the last with {code}; it is not started again")
@@ -172,7 +172,7 @@ class Supervisor:
 
     def finish(self, group: Group, code: int) -> None:
         """End the ranks that are left: a usage error reaches them by itself, a death does not."""
-        deadline = time.monotonic() + (KILL_S if code in (2, STOPPED) else 0)
+        deadline = time.monotonic() + (KILL_S if code in (2, EXIT_STOPPED) else 0)
         while time.monotonic() < deadline and any(process.poll() is None for process in group.processes):
             time.sleep(PAUSE_S)
         group.kill()

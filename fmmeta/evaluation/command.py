@@ -22,21 +22,21 @@ from fmmeta.evaluation.episodes import Episodes, episodes_of, run_config, skippe
 from fmmeta.evaluation.feature_classifiers import METHODS as FROZEN
 from fmmeta.evaluation.features import embed
 from fmmeta.evaluation.generation import LanguageMetrics
-from fmmeta.evaluation.methods import Finetune, InContext, frozen_score
-from fmmeta.evaluation.results import Cell, check_comparable, check_output, differences, read_cells, results_of, show, write
+from fmmeta.evaluation.methods import Finetune, InContextMethod, frozen_score
+from fmmeta.evaluation.results import EvalCell, check_comparable, check_output, differences, read_cells, results_of, show, write
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.evaluation.stored_lrs import stored_rates
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.metrics.scores import EpisodeScore, gather
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.process_groups import Ranks, World, pick_device
-from fmmeta.parallel.workers.full_model import WholeWorker
+from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
+from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.reliability.signals import Signals
-from fmmeta.tasks.loader import Load
+from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.training import build
-from fmmeta.training.episodes import Reader
+from fmmeta.training.episodes import EpisodeReader
 
 
 def run(settings: EvaluateConfig, signals: Signals | None = None) -> None:
@@ -64,8 +64,8 @@ def evaluate(settings: EvaluateConfig, progress: Progress | None = None,
     try:
         file = settings.compare is not None and settings.compare.endswith(".json")
         models = [settings.model_name_or_path, *([settings.compare] if settings.compare and not file else [])]
-        bench, others = Bench(world, progress, models), None
-        with world.comm.together("reading settings"):
+        bench, others = EvaluationRun(world, progress, models), None
+        with world.comm.raise_on_all("reading settings"):
             if launch.global_rank == 0 and settings.output:
                 check_output(Path(settings.output))
             if settings.compare is not None and file:
@@ -78,7 +78,7 @@ def evaluate(settings: EvaluateConfig, progress: Progress | None = None,
             others = others or bench.cells(replace(settings, model_name_or_path=settings.compare, compare=None), cells)
             results["compare"] = {"with": settings.compare, "cells": differences(cells, others)}
         tell(results)
-        with world.comm.together("writing the results"):
+        with world.comm.raise_on_all("writing the results"):
             if launch.global_rank == 0 and settings.output:
                 write(Path(settings.output), results)
         return results
@@ -86,7 +86,7 @@ def evaluate(settings: EvaluateConfig, progress: Progress | None = None,
         world.close()
 
 
-class Bench:
+class EvaluationRun:
     """Scores models one after another; the groups that the first one forms serve the others too. `task_type`: of the last one.
 
     models: all of them, since one whose training classes must not be tested decides for the others.
@@ -94,25 +94,25 @@ class Bench:
 
     def __init__(self, world: World, progress: Progress, models: Sequence[str]) -> None:
         self.world, self.progress, self.models = world, progress, models
-        self.ranks: Ranks | None = None
+        self.ranks: ProcessGroups | None = None
         self.task_type = ""
 
-    def cells(self, settings: EvaluateConfig, others: Sequence[Cell] | None = None) -> list[Cell]:
+    def cells(self, settings: EvaluateConfig, others: Sequence[EvalCell] | None = None) -> list[EvalCell]:
         """One per method and k_shot. `others`: what they will be compared with, checked before anything is computed.
 
         Collective: world.
         """
         notice, shots = self.progress.notice, settings.k_shot
-        with self.world.comm.together("reading settings"):
+        with self.world.comm.raise_on_all("reading settings"):
             config = run_config(settings, max(shots))
             refuse(settings, config)
         self.task_type = config.task_type
         plan = build.plan(config, self.world, notice, self.models)
-        with self.world.comm.together("choosing episodes"):
+        with self.world.comm.raise_on_all("choosing episodes"):
             chosen = {k: episodes_of(settings, k, plan.tokenizer, self.models) for k in shots}
         if config.on_bad_task == "skip":
             chosen = {k: skipped(k, episodes, config, self.world, notice) for k, episodes in chosen.items()}
-        with self.world.comm.together("choosing episodes"):
+        with self.world.comm.raise_on_all("choosing episodes"):
             prints = {k: episodes.fingerprint() for k, episodes in chosen.items()}
             check_comparable(settings, prints, others)
         most = max(episodes.most_classes for episodes in chosen.values())
@@ -135,7 +135,7 @@ class Bench:
         for k in shots:
             for method in settings.method:
                 scores = model.frozen(method, chosen[k], features) if method in FROZEN else model.learned(method, k, chosen[k])
-                found.append(Cell(method, k, prints[k], scores))
+                found.append(EvalCell(method, k, prints[k], scores))
         return found
 
 
@@ -147,7 +147,7 @@ class Model:
     config: Config
     plan: build.Plan
     parts: build.Parts
-    ranks: Ranks
+    ranks: ProcessGroups
     progress: Progress
 
     def frozen(self, method: str, episodes: Episodes, features: Any) -> list[EpisodeScore]:
@@ -163,28 +163,30 @@ class Model:
         slots = {task.seed: slot for slot, task in enumerate(episodes.tasks)}
         what = f"{k_shot}-shot {method}"
         self.progress.start(what)
-        found = Reader.of(self._load(method, episodes), ranks, self.config, self.progress.notice).dealt(episodes.tasks)
+        found = EpisodeReader.of(self._load(method, episodes), ranks, self.config, self.progress.notice).read_share(
+            episodes.tasks
+        )
         inner = self.parts.setup.inner
         if not self.settings.own_rates():
             inner = replace(inner, rates=stored_rates(self.config, inner.rates, worker))
-        learner = InContext(worker) if method == "in_context" else Finetune(worker, theta, inner)
+        learner = InContextMethod(worker) if method == "in_context" else Finetune(worker, theta, inner)
         scores = []
         for done, (task, episode) in enumerate(found):
             self.progress.line(what, done, len(found))
             scores.append(learner.score(slots[task.seed], task, episode, self._extra(episodes, task)))
         return gather(ranks, scores, EpisodeScore)
 
-    def _load(self, method: str, episodes: Episodes) -> Load:
+    def _load(self, method: str, episodes: Episodes) -> LoadEpisode:
         positions = getattr(self.plan.description.hf_config, "max_position_embeddings", None)
         prompt = partial(prompted, bos_token_id=self.plan.tokenizer.bos_token_id, positions=positions)
-        return Load(episodes.source, self.parts.dealer, None, self.parts.setup.inner.head.classes,
+        return LoadEpisode(episodes.source, self.parts.dealer, None, self.parts.setup.inner.head.classes,
                     prompt if method == "in_context" else None)  # fmt: skip
 
     def _extra(self, episodes: Episodes, task: Task) -> Callable[[], dict[str, float]]:
         if not self.settings.metrics:
             return dict
         worker = self.parts.worker
-        assert isinstance(worker, WholeWorker), "a group of one holds a whole model"
+        assert isinstance(worker, FullModelWorker), "a group of one holds a whole model"
         metrics = LanguageMetrics(self.settings.metrics, worker, self.plan.tokenizer, self.config, self.parts.dealer,
                                   self.settings.max_new_tokens)  # fmt: skip
         return lambda: metrics.of(episodes.source.draw(task))

@@ -58,7 +58,7 @@ def skipped(k_shot: int, episodes: Episodes, config: Config, world: World, notic
 
     Collective: world.
     """
-    with world.comm.together("looking at episodes"):
+    with world.comm.raise_on_all("looking at episodes"):
         missing = episodes.missing()
     told = [json.loads(part) for part in world.comm.gather_bytes(json.dumps(missing).encode())]
     missing = {place: why for part in reversed(told) for place, why in part.items()}

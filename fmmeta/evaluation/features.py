@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.process_groups import Ranks
+from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.tasks.batching import Dealer, Example
-from fmmeta.tasks.data.token_store import Store
+from fmmeta.tasks.batching import Batcher, Example
+from fmmeta.tasks.data.token_store import TokenStore
 from fmmeta.tasks.sources.base import Draw
 
 Key = tuple[Path, int]
@@ -41,14 +41,14 @@ class Features:
         return sets[0], sets[1], sets[2], sets[3]
 
 
-def embed(worker: Worker, draws: Sequence[Draw], dealer: Dealer, ranks: Ranks,
+def embed(worker: Worker, draws: Sequence[Draw], dealer: Batcher, ranks: ProcessGroups,
           progress: Callable[[int, int], None] = lambda done, total: None) -> Features:  # fmt: skip
     """Features of every row of `draws` from the weights that the worker holds. Collective: world."""
-    stores: dict[Path, Store] = {draw.store.path: draw.store for draw in draws}
+    stores: dict[Path, TokenStore] = {draw.store.path: draw.store for draw in draws}
     keys = sorted({(draw.store.path, row) for draw in draws for rows in (draw.support, draw.query) for row, _ in rows})
     for store in stores.values():
         store.check()
-    examples = [Example(Store.cell(stores[path].ids, row).tolist(), place) for place, (path, row) in enumerate(keys)]
+    examples = [Example(TokenStore.cell(stores[path].ids, row).tolist(), place) for place, (path, row) in enumerate(keys)]
     examples.sort(key=lambda example: (len(example.input_ids), example.labels))
     size = dealer.micro_batch_size * dealer.group_size
     batches = [examples[begin : begin + size] for begin in range(0, len(examples), size)]
@@ -60,7 +60,7 @@ def embed(worker: Worker, draws: Sequence[Draw], dealer: Dealer, ranks: Ranks,
         for part, rows in zip(dealt, worker.features(dealt), strict=True):
             if table is None:
                 table = torch.zeros(len(keys), rows.shape[1])
-            counted = part.weights > 0 if worker.voice else torch.zeros_like(part.weights, dtype=torch.bool)
+            counted = part.weights > 0 if worker.counts_rows else torch.zeros_like(part.weights, dtype=torch.bool)
             table[part.labels[counted]] = rows.cpu()[counted]
     width = int(max(map(float, ranks.world.gather_bytes(str(0 if table is None else table.shape[1]).encode()))))
     found = ranks.world.sum_(torch.zeros(len(keys), width) if table is None else table)

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.models.lengths import positions
-from fmmeta.parallel.workers.full_model import WholeWorker
-from fmmeta.tasks.batching import IGNORE, Dealer, Example
+from fmmeta.parallel.workers.full_model import FullModelWorker
+from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.data.encode import encode_pairs
-from fmmeta.tasks.data.token_store import Store
+from fmmeta.tasks.data.token_store import TokenStore
 from fmmeta.tasks.sources.base import Draw
 
 
@@ -51,7 +51,7 @@ def longest_common(a: Sequence[str], b: Sequence[str]) -> int:
 class LanguageMetrics:
     """The metrics in `names` of an episode, from the weights that the worker holds."""
 
-    def __init__(self, names: Sequence[str], worker: WholeWorker, tokenizer: Any, config: Config, dealer: Dealer,
+    def __init__(self, names: Sequence[str], worker: FullModelWorker, tokenizer: Any, config: Config, dealer: Batcher,
                  max_new_tokens: int) -> None:  # fmt: skip
         self.names, self.worker, self.tokenizer, self.config = names, worker, tokenizer, config
         self.dealer, self.max_new_tokens = replace(dealer, pack=None), max_new_tokens  # every row is looked at by itself
@@ -94,15 +94,15 @@ class LanguageMetrics:
         return found
 
 
-def prompt_of(store: Store, row: int) -> list[int]:
+def prompt_of(store: TokenStore, row: int) -> list[int]:
     """Tokens of a row up to its answer."""
-    ids, labels = Store.cell(store.ids, row), Store.cell(store.labels, row)
+    ids, labels = TokenStore.cell(store.ids, row), TokenStore.cell(store.labels, row)
     return ids[: int((labels == IGNORE).sum())].tolist()
 
 
 @torch.no_grad()
 def generate(
-    worker: WholeWorker, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int
+    worker: FullModelWorker, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int
 ) -> list[str]:
     """Greedy answers to prompts of tokens; they end where the model's positions do. Raises `UsageError` for a prompt of all."""
     hf: Any = worker.model.hf

@@ -18,8 +18,8 @@ from fmmeta.evaluation.features import Features
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.metrics.scores import BINS, EpisodeScore, counted, score_of
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.parallel.workers.full_model import WholeWorker
-from fmmeta.tasks.batching import Batches, MicroBatch
+from fmmeta.parallel.workers.full_model import FullModelWorker
+from fmmeta.tasks.batching import Episode, MicroBatch
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import Draw
 
@@ -35,7 +35,7 @@ class Finetune:
     theta: Tensor
     inner: InnerLoop
 
-    def score(self, slot: int, task: Task, episode: Batches, extra: Extra = dict) -> EpisodeScore:
+    def score(self, slot: int, task: Task, episode: Episode, extra: Extra = dict) -> EpisodeScore:
         """Collective: group."""
         self.inner.adapt(self.worker, self.theta, episode.support)
         score = query_score(self.worker, slot, task, episode.query, bool(self.inner.head.names))
@@ -45,26 +45,26 @@ class Finetune:
 
 
 @dataclass(frozen=True)
-class InContext:
+class InContextMethod:
     """The support set in the prompt of every query; nothing is adapted."""
 
     worker: Worker
 
-    def score(self, slot: int, task: Task, episode: Batches, extra: Extra = dict) -> EpisodeScore:
+    def score(self, slot: int, task: Task, episode: Episode, extra: Extra = dict) -> EpisodeScore:
         """Collective: group."""
         return query_score(self.worker, slot, task, episode.prompted, False)
 
 
 def query_score(worker: Worker, slot: int, task: Task, query: Sequence[MicroBatch], classes: bool) -> EpisodeScore:
     """Loss, accuracy and, where each rank has logits of classes, confidences. Collective: group."""
-    if not (classes and isinstance(worker, WholeWorker)):
+    if not (classes and isinstance(worker, FullModelWorker)):
         result = worker.forward(query)
         loss = math.inf if math.isnan(result.loss) else result.loss
         return EpisodeScore(slot, task.name, task.stratum, loss, result.accuracy)
     numbers = torch.zeros(2 + 3 * BINS, dtype=torch.float64)
     for batch, logits in zip(query, worker.logits(query), strict=True):
         real = batch.weights > 0
-        if worker.voice and bool(real.any()):
+        if worker.counts_rows and bool(real.any()):
             shown = F.log_softmax(logits.cpu()[:, : batch.classes or None], dim=1)
             numbers += counted(shown[real], batch.labels.cpu()[real])
     return score_of(slot, task.name, task.stratum, worker.group.sum_(numbers))

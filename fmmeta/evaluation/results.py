@@ -19,7 +19,7 @@ from fmmeta.metrics.scores import EpisodeScore, paired, shown, summary
 
 
 @dataclass
-class Cell:
+class EvalCell:
     """The scores of one model by one method at one k_shot, and what says which episodes they are of."""
 
     method: str
@@ -44,7 +44,7 @@ class EvaluationResults(dict[str, Any]):
                 f"{', '.join(cells)})")  # fmt: skip
 
 
-def results_of(settings: EvaluateConfig, cells: Sequence[Cell], task_type: str) -> EvaluationResults:
+def results_of(settings: EvaluateConfig, cells: Sequence[EvalCell], task_type: str) -> EvaluationResults:
     """The first cell's numbers on top, all cells below. `task_type`: of the run, be it asked for or remembered."""
     listed = [cell.as_dict() for cell in cells]
     ways = None if task_type == "causal_lm" else settings.n_way
@@ -55,18 +55,18 @@ def results_of(settings: EvaluateConfig, cells: Sequence[Cell], task_type: str) 
     })  # fmt: skip
 
 
-def read_cells(path: str) -> list[Cell]:
+def read_cells(path: str) -> list[EvalCell]:
     """The cells of an earlier results.json."""
     try:
         cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
-        return [Cell(cell["method"], cell["k_shot"], cell["episodes_fingerprint"],
+        return [EvalCell(cell["method"], cell["k_shot"], cell["episodes_fingerprint"],
                      [EpisodeScore(**{**score, "loss": math.nan if score["loss"] is None else score["loss"]})
                       for score in cell["scores"]]) for cell in cells]  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"compare={path} holds no results of fmmeta evaluate ({error}); give such a file, or a model") from None
 
 
-def check_comparable(settings: EvaluateConfig, prints: dict[int, str], others: Sequence[Cell] | None) -> None:
+def check_comparable(settings: EvaluateConfig, prints: dict[int, str], others: Sequence[EvalCell] | None) -> None:
     """Raise `UsageError` where the other cells have nothing in common with what is asked for, or met other episodes."""
     if others is None:
         return
@@ -80,7 +80,7 @@ def check_comparable(settings: EvaluateConfig, prints: dict[int, str], others: S
                              "same data, --seed, --episodes, --n_way and --num_query")  # fmt: skip
 
 
-def differences(cells: Sequence[Cell], others: Sequence[Cell]) -> list[dict[str, Any]]:
+def differences(cells: Sequence[EvalCell], others: Sequence[EvalCell]) -> list[dict[str, Any]]:
     """Paired differences of the cells that both have, a verdict on the accuracy, and the other model's own scores."""
     by_name = {(other.method, other.k_shot): other for other in others}
     pairs = [(cell, by_name[cell.method, cell.k_shot]) for cell in cells if (cell.method, cell.k_shot) in by_name]

@@ -19,7 +19,7 @@ def stored_rates(config: Config, rates: Rates, worker: Worker) -> Rates:
     """The rates in the model's folder; `rates` where it has none. Raises `UsageError` for those of other layers, and for a head
     that begins with zeros and stays there. Collective: group.
     """
-    with worker.group.together("reading the inner rates"):
+    with worker.group.raise_on_all("reading the inner rates"):
         return _stored(config, rates, worker)
 
 

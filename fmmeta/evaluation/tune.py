@@ -30,12 +30,12 @@ from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.models.load import Description, empty_learner
 from fmmeta.models.stored_settings import remembered
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.process_groups import Ranks, World, pick_device
+from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.reliability.signals import Signals
-from fmmeta.tasks.batching import Batches
-from fmmeta.tasks.loader import Load
+from fmmeta.tasks.batching import Episode
+from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.training import build
-from fmmeta.training.episodes import Reader
+from fmmeta.training.episodes import EpisodeReader
 
 DECIMALS = 4  # of a loss that is shown; losses that agree in them tie
 DIVERGED = 1e3  # nats: a mean query loss above this counts as infinite, since no step size that is of use comes near it
@@ -69,10 +69,10 @@ def tune(settings: TuneConfig, progress: Progress, signals: Signals | None = Non
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
     try:
-        with world.comm.together("reading settings"):
+        with world.comm.raise_on_all("reading settings"):
             if launch.global_rank == 0 and settings.output:
                 check_output(target)
-        bench = Bench(settings, world, progress, signals)
+        bench = TuneRun(settings, world, progress, signals)
         try:
             for choice in bench.choices():
                 bench.tried.append(choice)
@@ -87,7 +87,7 @@ def tune(settings: TuneConfig, progress: Progress, signals: Signals | None = Non
             raise UsageError(f"inner_lrs={' '.join(f'{rate:g}' for rate in settings.inner_lrs)}: the loss diverges with every "
                              "one of them, and nothing is stored; try lower ones")  # fmt: skip
         bench.show(tried)
-        with world.comm.together("storing the choice"):
+        with world.comm.raise_on_all("storing the choice"):
             if launch.global_rank == 0:
                 store(settings, target, tried, bench)
         return tried
@@ -95,7 +95,7 @@ def tune(settings: TuneConfig, progress: Progress, signals: Signals | None = Non
         world.close()
 
 
-class Bench:
+class TuneRun:
     """A model, its validation episodes, and the choices that were tried on them."""
 
     def __init__(self, settings: TuneConfig, world: World, progress: Progress, signals: Signals | None = None) -> None:
@@ -104,24 +104,24 @@ class Bench:
         asked = EvaluateConfig(
             **{name: value for name, value in vars(settings).items() if name in EvaluateConfig.__dataclass_fields__}
         )
-        with world.comm.together("reading settings"):
+        with world.comm.raise_on_all("reading settings"):
             self.base = run_config(asked, settings.k_shot[0], inner_steps=settings.max_steps)
         plan = build.plan(self.base, world, progress.notice)
-        with world.comm.together("choosing episodes"):
+        with world.comm.raise_on_all("choosing episodes"):
             episodes = episodes_of(asked, settings.k_shot[0], plan.tokenizer)
         if episodes.most_classes > self.base.most_classes:
             self.base = run_config(asked, settings.k_shot[0], inner_steps=settings.max_steps, n_way_max=episodes.most_classes)
         if lost := settings.lost_head(self.base):
             progress.notice(lost)
-        with world.comm.together("choosing heads"):
+        with world.comm.raise_on_all("choosing heads"):
             self.heads = heads_of(settings, self.base, plan.description)
         if "learned" in self.heads:
             self.base = replace(self.base, head_init="learned")
-        self.ranks: Ranks = build.form_groups(self.base, plan, world, progress.notice)
+        self.ranks: ProcessGroups = build.form_groups(self.base, plan, world, progress.notice)
         self.parts = build.build(self.base, plan, self.ranks)
-        load = Load(episodes.source, self.parts.dealer, None, self.parts.setup.inner.head.classes)
-        found = Reader.of(load, self.ranks, self.base, progress.notice).dealt(episodes.tasks)
-        self.episodes: list[Batches] = [batches for _, batches in found]
+        load = LoadEpisode(episodes.source, self.parts.dealer, None, self.parts.setup.inner.head.classes)
+        found = EpisodeReader.of(load, self.ranks, self.base, progress.notice).read_share(episodes.tasks)
+        self.episodes: list[Episode] = [batches for _, batches in found]
         inner = self.parts.setup.inner
         self.rates = stored_rates(self.base, inner.rates, self.parts.worker)
         self.total = settings.trials if settings.tuner == "optuna" else len(self.heads) * len(settings.inner_lrs)
@@ -240,7 +240,7 @@ def place_of(settings: TuneConfig) -> Path:
     return folder / "fmmeta.json"
 
 
-def store(settings: TuneConfig, target: Path, tried: Sequence[Choice], bench: Bench) -> None:
+def store(settings: TuneConfig, target: Path, tried: Sequence[Choice], bench: TuneRun) -> None:
     """The model's memory with the best choice in it, the settings that it was made with, and what it was measured on; everything
     else in it stays. Raises `UsageError`.
     """

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.workers.base import Part, Pass, Worker
+from fmmeta.parallel.workers.base import PassStats, VjpInput, Worker
 from fmmeta.tasks.batching import MicroBatch
 
 
 @dataclass(frozen=True)
-class Means:
+class ClassMeans:
     """Class means [C, D] and rows per class [C, 1] of a support set, over the whole group."""
 
     means: Tensor
@@ -31,7 +31,7 @@ class Means:
 
 
 @dataclass(frozen=True)
-class HeadStart:
+class HeadInit:
     """`names`, `classes`: of the classifier head; neither for a language model. `anew`: zeros in place of theta's head."""
 
     kind: str
@@ -41,16 +41,16 @@ class HeadStart:
     anew: bool = False
 
     @property
-    def looks(self) -> bool:
+    def uses_support_features(self) -> bool:
         """Whether the start depends on the support set's features."""
         return self.kind == "prototype" and bool(self.names)
 
     def start(
         self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], features: Sequence[Tensor] | None = None
-    ) -> tuple[Tensor, Means | None]:
+    ) -> tuple[Tensor, ClassMeans | None]:
         """Take the worker from theta to phi_0; return it (theta itself where nothing changes). `features`: of `support`, where
         they are known. Collective: group."""
-        if not self.looks:
+        if not self.uses_support_features:
             return (self._without(worker, theta) if self.anew else theta), None
         means = class_means(worker, support, worker.features(support) if features is None else features, self.classes)
         phi = theta.clone()
@@ -67,8 +67,8 @@ class HeadStart:
         return phi
 
     def back(
-        self, worker: Worker, v: Tensor, theta: Tensor, support: Sequence[MicroBatch], means: Means | None
-    ) -> tuple[Tensor, list[Pass]]:
+        self, worker: Worker, v: Tensor, theta: Tensor, support: Sequence[MicroBatch], means: ClassMeans | None
+    ) -> tuple[Tensor, list[PassStats]]:
         """dL/dtheta from v = dL/dphi_0, and the passes it took; the worker may hold anything, and holds theta afterwards
         if there were any. Collective: group."""
         if means is None or not self.through:
@@ -78,7 +78,7 @@ class HeadStart:
         of_mean = (2 * of_weight - 2 * means.means * of_bias[:, None]) / means.counts
         cotangents = [of_mean[batch.labels.to(of_mean.device)] * counted(batch, of_mean) for batch in support]
         worker.write(theta)
-        pulled, result = worker.pull([Part(support, lambda: lambda number, _: cotangents[number])])
+        pulled, result = worker.vjp([VjpInput(support, lambda: lambda number, _: cotangents[number])])
         assert pulled is not None, "no sum was given to add it to"
         return pulled.add_(v), [result]
 
@@ -88,12 +88,12 @@ def counted(batch: MicroBatch, like: Tensor) -> Tensor:
     return (batch.weights > 0).to(like.device, like.dtype)[:, None]
 
 
-def class_means(worker: Worker, support: Sequence[MicroBatch], features: Sequence[Tensor], classes: int) -> Means:
+def class_means(worker: Worker, support: Sequence[MicroBatch], features: Sequence[Tensor], classes: int) -> ClassMeans:
     """Means over the rows of the whole group; [B, D] features of each of this rank's micro-batches. Collective: group."""
     sums = torch.zeros(classes, features[0].shape[1] + 1, device=worker.device)
     for batch, rows in zip(support, features, strict=True):
         with_ones = torch.cat([rows, torch.ones_like(rows[:, :1])], 1) * counted(batch, rows)
         sums.index_add_(0, batch.labels.to(rows.device), with_ones)
-    worker.group.sum_(sums if worker.voice else sums.zero_())
+    worker.group.sum_(sums if worker.counts_rows else sums.zero_())
     counts = sums[:, -1:].clamp(min=1)
-    return Means(sums[:, :-1] / counts, counts)
+    return ClassMeans(sums[:, :-1] / counts, counts)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fmmeta.config.conflicts import PULLED
+from fmmeta.config.conflicts import FROZEN_BODY
 from fmmeta.config.settings import Config
 
 MOMENTS = {"adamw": 2, "sgd": 0, "nesterov": 1, "adagrad": 1, "adamax": 2, "nadam": 2, "radam": 2, "rmsprop": 1}
@@ -72,7 +72,7 @@ def passes(config: Config, data: int = 1, keeps: bool = True) -> Passes:
     return Passes(0, 0)
 
 
-class Shards(NamedTuple):
+class ShardCounts(NamedTuple):
     """Vectors as long as theta that a rank keeps beside theta, the sum of directions, and one direction where it is apart."""
 
     work: int
@@ -84,11 +84,11 @@ def adds_directly(config: Config) -> bool:
     plain = config.inner_lr_learned == "no" and not config.multi_step_loss_steps and not config.prototype_gradient
     unbounded = config.max_task_loss is None and config.max_task_norm is None
     fomaml = config.algorithm == "fomaml" and plain and config.tensor_parallel_size == 1
-    pulled = config.algorithm in PULLED and config.pipeline_stages == 1 and config.tensor_parallel_size == 1
+    pulled = config.algorithm in FROZEN_BODY and config.pipeline_stages == 1 and config.tensor_parallel_size == 1
     return unbounded and (fomaml or pulled or config.algorithm in ("reptile", "none"))
 
 
-def shards(config: Config) -> Shards:
+def shards(config: Config) -> ShardCounts:
     k = config.inner_steps
     work = {"momentum": 1, "adamw": 2}.get(config.inner_optimizer, 0)
     work += 4 if config.inner_state == "kept" else 0
@@ -104,4 +104,4 @@ def shards(config: Config) -> Shards:
         trajectory += k  # the directions of the steps
     if config.inner_lr_learned == "element":
         work += 2 + MOMENTS[config.outer_optimizer]  # rates, their gradient, its moments
-    return Shards(work, trajectory)
+    return ShardCounts(work, trajectory)

@@ -29,7 +29,7 @@ WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
-class Pending:
+class PendingUpdate:
     """The meta-gradient of an outer step, on its way: `means` as MetaGradient.begin gave it, None if no task was finite.
     `unread`: no task of its step could be had.
     """
@@ -40,7 +40,7 @@ class Pending:
     unread: bool
 
 
-class Updates:
+class DelayedUpdate:
     """Collects the directions of an outer step in `meta` and moves theta by them, now or a step later."""
 
     def __init__(self, outer: Outer, cross: Communicator, config: Config) -> None:
@@ -48,7 +48,7 @@ class Updates:
         self.delay, self.wire = config.outer_delay, WIRES[config.reduce_dtype]
         self.meta = MetaGradient(outer.theta, outer.extras)
         self.spare = MetaGradient(outer.theta, outer.extras) if self.delay else None
-        self.pending: Pending | None = None
+        self.pending: PendingUpdate | None = None
 
     def move(self, weight: float, outer_step: int, unread: bool, last: bool) -> OuterStep | None:
         """End the outer step with what is in `meta`, which is empty afterwards. Returns what moved theta, None if nothing did.
@@ -57,7 +57,7 @@ class Updates:
         pending. If `last` moves theta twice, the second is returned. Collective: cross, group.
         """
         moved = self.drain()
-        begun = Pending(self.meta, self.meta.begin(self.cross, weight, self.wire), outer_step, unread)
+        begun = PendingUpdate(self.meta, self.meta.begin(self.cross, weight, self.wire), outer_step, unread)
         if self.delay and not last:
             assert self.spare is not None
             self.pending, self.meta, self.spare = begun, self.spare, self.meta
@@ -69,7 +69,7 @@ class Updates:
         waited, self.pending = self.pending, None
         return self._finish(waited) if waited else None
 
-    def _finish(self, due: Pending) -> OuterStep:
+    def _finish(self, due: PendingUpdate) -> OuterStep:
         moved = self.outer.step(None if due.means is None else due.meta.sum, due.outer_step, due.meta.extra, due.means)
         due.meta.clear()
         return replace(moved, unread=due.unread)
@@ -103,7 +103,7 @@ class Updates:
             if known["finite"]:
                 value.copy_(kept[name])
         means = whole(meta.sum) if known["finite"] else None
-        self.pending = Pending(meta, means, known["outer_step"], known["unread"])
+        self.pending = PendingUpdate(meta, means, known["outer_step"], known["unread"])
 
 
 def whole(vector: Tensor) -> Iterator[slice]:

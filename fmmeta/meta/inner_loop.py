@@ -9,19 +9,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fmmeta.meta.classifier_head import HeadStart, Means
+from fmmeta.meta.classifier_head import ClassMeans, HeadInit
 from fmmeta.meta.inner_lrs import Rates
-from fmmeta.meta.inner_optimizers import InnerRule, State, proximal
-from fmmeta.meta.linear_probe import Head, Rows, gather, head_of
+from fmmeta.meta.inner_optimizers import InnerRule, InnerState, proximal
+from fmmeta.meta.linear_probe import FeatureRows, Head, all_gather_features, head_of
 from fmmeta.meta.second_order.trajectory import Trajectory
-from fmmeta.parallel.workers.base import Ahead, Pass, Worker
-from fmmeta.tasks.batching import Batches, MicroBatch
+from fmmeta.parallel.workers.base import PassStats, SavedForward, Worker
+from fmmeta.tasks.batching import Episode, MicroBatch
 
 
 class Learning(Protocol):
     """A way to learn a task, as evaluation sees it."""
 
-    def score(self, worker: Worker, theta: Tensor, episode: Batches) -> tuple[Pass, Pass]:
+    def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
         """The query set before and after the support set was learned; the worker holds theta before, anything afterwards.
 
         Collective: group.
@@ -30,25 +30,25 @@ class Learning(Protocol):
 
 
 @dataclass(frozen=True)
-class Adapted:
+class InnerResult:
     """What an inner loop leaves besides the worker at phi_K: where it began, the optimizer's state, a pass per step."""
 
     phi0: Tensor
-    means: Means | None
-    state: State
-    passes: list[Pass]
+    means: ClassMeans | None
+    state: InnerState
+    passes: list[PassStats]
 
 
 @dataclass(frozen=True)
-class Begun:
+class InnerStart:
     """phi_0, which the worker holds, what it was made of, and the support set's pass so far.
 
     on_features: the body stays; its features are all that the steps need.
     """
 
     phi0: Tensor
-    means: Means | None
-    ahead: Ahead | None
+    means: ClassMeans | None
+    ahead: SavedForward | None
     on_features: bool
 
 
@@ -63,15 +63,15 @@ class InnerLoop:
     steps: int
     rates: Rates
     rule: InnerRule
-    head: HeadStart
+    head: HeadInit
     proximal: float = 0.0
 
-    def adapt(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], path: Trajectory | None = None) -> Adapted:
+    def adapt(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], path: Trajectory | None = None) -> InnerResult:
         """Take the worker from theta, which it holds, to phi_K; `path` receives phi_0 to phi_{K-1}. Collective: group."""
         begun = self.begin(worker, theta, support, path is not None)
         return self.run(worker, begun, support, path)
 
-    def score(self, worker: Worker, theta: Tensor, episode: Batches) -> tuple[Pass, Pass]:
+    def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
         """See Learning. Before: theta with the head as the task starts it; leaves the worker at phi_K. Collective: group."""
         begun = self.begin(worker, theta, episode.support)
         before = worker.forward(episode.query)
@@ -83,26 +83,26 @@ class InnerLoop:
         steps = self.steps if steps is None else steps
         return replace(self, steps=steps, rates=self.rates.variant(learned, scale, steps))
 
-    def begin(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], tracked: bool = False) -> Begun:
+    def begin(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], tracked: bool = False) -> InnerStart:
         """Take the worker from theta to phi_0. tracked: every phi_k is asked for. Collective: group."""
         on_features = not tracked and self._only_head()
         ahead = None
         if on_features:
-            ahead = Ahead(worker.features(support))
-        elif self.head.looks and self.steps and len(support) == 1:
+            ahead = SavedForward(worker.features(support))
+        elif self.head.uses_support_features and self.steps and len(support) == 1:
             ahead = worker.ahead(support)
         phi0, means = self.head.start(worker, theta, support, None if ahead is None else ahead.features)
-        return Begun(phi0, means, ahead, on_features)
+        return InnerStart(phi0, means, ahead, on_features)
 
-    def run(self, worker: Worker, begun: Begun, support: Sequence[MicroBatch], path: Trajectory | None = None,
-            after: Callable[[Head], None] = lambda head: None) -> Adapted:  # fmt: skip
+    def run(self, worker: Worker, begun: InnerStart, support: Sequence[MicroBatch], path: Trajectory | None = None,
+            after: Callable[[Head], None] = lambda head: None) -> InnerResult:  # fmt: skip
         """The steps on the support set, from phi_0, which the worker holds. Collective: group.
 
         after: called after each, with the head where the body stays and the worker waits for the last, else with nothing.
         """
         phi0, ahead = begun.phi0, begun.ahead
         if begun.on_features and ahead is not None:
-            return self._run_head(worker, begun, gather(worker, support, ahead.features), after)
+            return self._run_head(worker, begun, all_gather_features(worker, support, ahead.features), after)
         support = [batch.to(worker.device) for batch in support]  # once, and not in every step
         state = self.rule.fresh(phi0.numel(), phi0.device)
         pull = proximal(phi0, self.proximal) if self.proximal else None
@@ -114,13 +114,13 @@ class InnerLoop:
             if path is not None:
                 path.add(worker.read() if k + 1 < self.steps else None, record)
             after([])
-        return Adapted(phi0, begun.means, state, passes)
+        return InnerResult(phi0, begun.means, state, passes)
 
     def _only_head(self) -> bool:
         """Whether the steps are a small problem on features, without anything that is kept by element of theta."""
         return self.steps > 0 and self.rates.only_head and not self.proximal and self.rule.kept is None
 
-    def _run_head(self, worker: Worker, begun: Begun, rows: Rows, after: Callable[[Head], None]) -> Adapted:
+    def _run_head(self, worker: Worker, begun: InnerStart, rows: FeatureRows, after: Callable[[Head], None]) -> InnerResult:
         """The same steps on the head alone; one write at the end. Collective: group."""
         head = self._head(worker, begun, rows)
         flat = torch.cat([part.reshape(-1) for part in head])
@@ -131,26 +131,26 @@ class InnerLoop:
             loss, told = rows.losses(leaves)
             gradient = torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, leaves)])
             self.rule.update(k, state, rates)(flat, gradient, slice(0, flat.numel()))
-            passes.append(Pass(told))
+            passes.append(PassStats(told))
             after(parts)
         phi = begun.phi0.clone()
         for name, part in zip(self.head.names, parts, strict=True):
             worker.params.put(phi, name, part.float())
         worker.write(phi)
-        return Adapted(begun.phi0, begun.means, State({}), passes)
+        return InnerResult(begun.phi0, begun.means, InnerState({}), passes)
 
-    def path(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], query: Sequence[MicroBatch]) -> list[Pass]:
+    def path(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], query: Sequence[MicroBatch]) -> list[PassStats]:
         """The query set after 0, 1, ... K steps; the worker holds theta before and phi_K afterwards. Collective: group."""
         begun = self.begin(worker, theta, support)
         if not begun.on_features:
             passes = [worker.forward(query)]
             self.run(worker, begun, support, after=lambda head: passes.append(worker.forward(query)))
             return passes
-        rows = gather(worker, query, worker.features(query))
+        rows = all_gather_features(worker, query, worker.features(query))
         heads = [self._head(worker, begun, rows)]
         self.run(worker, begun, support, after=lambda head: heads.append([part.clone() for part in head]))
-        return [Pass(rows.losses(head)[1]) for head in heads]
+        return [PassStats(rows.losses(head)[1]) for head in heads]
 
-    def _head(self, worker: Worker, begun: Begun, rows: Rows) -> Head:
+    def _head(self, worker: Worker, begun: InnerStart, rows: FeatureRows) -> Head:
         """The head of phi_0. Collective: group."""
         return head_of(worker, begun.phi0, self.head.names, self.head.classes, rows.features.shape[1])

@@ -124,7 +124,7 @@ class Rates:
             into.sub_(self.scale_layers(k, v * u))
         else:
             weighted = u if self.element is None else u * self.element
-            into[k] -= worker.dots(v, weighted, self.layers.segments, len(self.layers.names))
+            into[k] -= worker.dot_by_layer(v, weighted, self.layers.segments, len(self.layers.names))
 
     def scale_layers(self, k: int, vector: Tensor) -> Tensor:
         """`vector` times the table alone, in place."""

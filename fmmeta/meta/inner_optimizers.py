@@ -22,7 +22,7 @@ from fmmeta.parallel.workers.base import Update
 
 
 @dataclass
-class State:
+class InnerState:
     """Vectors [S] by name, and the number of steps taken."""
 
     vectors: dict[str, Tensor]
@@ -40,15 +40,15 @@ class InnerRule:
     remembers: tuple[str, ...]
     direction: Callable[[Tensor, Tensor, dict[str, Tensor], int], Tensor]
     momentum: float = 0.0
-    kept: State | None = field(default=None, compare=False)
+    kept: InnerState | None = field(default=None, compare=False)
 
-    def fresh(self, numel: int, device: torch.device) -> State:
+    def fresh(self, numel: int, device: torch.device) -> InnerState:
         """The state a task starts with."""
         if self.kept is not None and self.kept.vectors:
-            return State({name: vector.clone() for name, vector in self.kept.vectors.items()}, self.kept.count)
-        return State({name: torch.zeros(numel, device=device) for name in self.remembers})
+            return InnerState({name: vector.clone() for name, vector in self.kept.vectors.items()}, self.kept.count)
+        return InnerState({name: torch.zeros(numel, device=device) for name in self.remembers})
 
-    def update(self, k: int, state: State, rates: Rates, record: Tensor | None = None, pull: Pull | None = None) -> Update:
+    def update(self, k: int, state: InnerState, rates: Rates, record: Tensor | None = None, pull: Pull | None = None) -> Update:
         """Inner step number k, counted from 0; `record` [S] receives u, `pull` changes the gradient first."""
         state.count += 1
         alpha = rates.uniform(k)
@@ -96,5 +96,5 @@ def inner_rule(config: Config) -> InnerRule:
         u.div_((second / (1 - b2**count)).sqrt_().add_(eps))
         return u.add_(shard, alpha=decay) if decay else u
 
-    kept = State({}) if config.inner_state == "kept" else None
+    kept = InnerState({}) if config.inner_state == "kept" else None
     return InnerRule("adamw", ("exp_avg", "exp_avg_sq"), adamw, kept=kept)

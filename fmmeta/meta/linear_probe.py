@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmmeta.parallel.workers.base import Pass, Worker
+from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.tasks.batching import MicroBatch
 
 Head = list[Tensor]
@@ -25,7 +25,7 @@ Head = list[Tensor]
 
 
 @dataclass(frozen=True)
-class Rows:
+class FeatureRows:
     """Features [N, D] and labels [N] of a set's rows over the whole group, fp64; `mine`: the numbers of this rank's rows."""
 
     features: Tensor
@@ -47,10 +47,10 @@ class Rows:
         return belongs.T @ self.features / belongs.sum(0).clamp(min=1)[:, None]
 
 
-def gather(worker: Worker, batches: Sequence[MicroBatch], features: Sequence[Tensor]) -> Rows:
+def all_gather_features(worker: Worker, batches: Sequence[MicroBatch], features: Sequence[Tensor]) -> FeatureRows:
     """Every rank's rows on every rank: N x D numbers travel, once. `features`: of this rank's micro-batches, of no meaning on a
     rank without voice. Collective: group."""
-    counts = [(batch.weights > 0).to(found.device) & worker.voice for batch, found in zip(batches, features, strict=True)]
+    counts = [(batch.weights > 0).to(found.device) & worker.counts_rows for batch, found in zip(batches, features, strict=True)]
     group = worker.group
     lengths = torch.zeros(group.size, dtype=torch.float64)
     lengths[group.rank] = sum(int(count.sum()) for count in counts)
@@ -64,7 +64,7 @@ def gather(worker: Worker, batches: Sequence[MicroBatch], features: Sequence[Ten
         mine.append(numbers)
         at += int(counted.sum())
     group.sum_(table)
-    return Rows(table[:, :-1].contiguous(), table[:, -1].long(), mine, batches[0].classes)
+    return FeatureRows(table[:, :-1].contiguous(), table[:, -1].long(), mine, batches[0].classes)
 
 
 def head_of(worker: Worker, vector: Tensor, names: Sequence[str], classes: int, width: int) -> Head:
@@ -73,7 +73,7 @@ def head_of(worker: Worker, vector: Tensor, names: Sequence[str], classes: int, 
     return [worker.whole(vector, name, shape).double().to(worker.device) for name, shape in zip(names, shapes, strict=False)]
 
 
-class Asked:
+class QueryLoss:
     """The loss of a set at a head, taken micro-batch by micro-batch as its features come: an `Answer` that also learns what the
     head would hear. A loss that is not finite, here or before (`slope`), leaves no finite cotangent.
     """
@@ -94,13 +94,13 @@ class Asked:
         counted = batch.weights > 0
         right = ((logits.argmax(1) == batch.labels) & counted).sum()
         finite = torch.isfinite(loss.detach())
-        if self.worker.voice:
+        if self.worker.counts_rows:
             self.stats += torch.stack([loss.detach(), right.double(), counted.sum().double(), (~finite).double()])
             self.gradient = [total + part for total, part in zip(self.gradient, of_head, strict=True)]
         return cotangent * torch.where(finite, self.slope, torch.nan)
 
-    def settle(self) -> tuple[Head, Pass]:
+    def settle(self) -> tuple[Head, PassStats]:
         """Over the whole group: the gradient of the head, and the pass. Collective: group."""
         flat = torch.cat([self.stats, *(part.reshape(-1) for part in self.gradient)])
         stats, *parts = self.worker.group.sum_(flat).split([4, *(part.numel() for part in self.gradient)])
-        return [part.view_as(like) for part, like in zip(parts, self.gradient, strict=True)], Pass(stats)
+        return [part.view_as(like) for part, like in zip(parts, self.gradient, strict=True)], PassStats(stats)

@@ -15,19 +15,19 @@ from torch import Tensor
 
 from fmmeta.config.settings import Config
 from fmmeta.meta.classifier_head import class_means
-from fmmeta.meta.costs import PULLED, rows_of
+from fmmeta.meta.costs import FROZEN_BODY, rows_of
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.task_gradient import Direction
+from fmmeta.meta.task_gradient import TaskGradient
 from fmmeta.models.learner import Learner
 from fmmeta.models.multi_task_layers import TaskAxis
-from fmmeta.parallel.workers.base import Pass, Worker
-from fmmeta.parallel.workers.full_model import WholeWorker
+from fmmeta.parallel.workers.base import PassStats, Worker
+from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.parallel.workers.multi_task import TaskBatch
-from fmmeta.tasks.batching import Batches, joined
+from fmmeta.tasks.batching import Episode, merge_task_batches
 
 
 @dataclass(frozen=True)
-class Together:
+class AdapterMultiTaskRule:
     """Several tasks at a time; the worker holds theta before, meanwhile and afterwards."""
 
     inner: InnerLoop
@@ -35,16 +35,16 @@ class Together:
     reptile: bool = False
 
     def directions(
-        self, worker: Worker, theta: Tensor, episodes: Sequence[Batches], total: Tensor | None = None
-    ) -> list[Direction]:
+        self, worker: Worker, theta: Tensor, episodes: Sequence[Episode], total: Tensor | None = None
+    ) -> list[TaskGradient]:
         """Meta-gradients of some tasks, each a vector of its own. Collective: group."""
-        assert isinstance(worker, WholeWorker)
+        assert isinstance(worker, FullModelWorker)
         batch = TaskBatch(worker, self.axis, theta, len(episodes))
         support, query = [episode.support for episode in episodes], [episode.query for episode in episodes]
         if self.inner.head.kind == "prototype" and self.inner.head.names:
             self._set_heads(worker, batch, episodes)
         state = self.inner.rule.fresh(batch.numel, worker.device)
-        passes: list[list[Pass]] = []
+        passes: list[list[PassStats]] = []
         for k in range(self.inner.steps):
             passes.append(batch.step(support, self.inner.rule.update(k, state, self.inner.rates)))
         asked = batch.forward(query) if self.reptile else batch.gradient(query)
@@ -53,13 +53,13 @@ class Together:
             shards = theta.to(worker.home) - batch.vector(batch.phi, task) if self.reptile else batch.vector(batch.grad, task)
             own = [each[task] for each in passes]
             finite = all(step.finite for step in [*own, asked[task]])
-            found.append(Direction(shards, 1.0, finite, own[0], asked[task]))
+            found.append(TaskGradient(shards, 1.0, finite, own[0], asked[task]))
         return found
 
-    def _set_heads(self, worker: WholeWorker, batch: TaskBatch, episodes: Sequence[Batches]) -> None:
+    def _set_heads(self, worker: FullModelWorker, batch: TaskBatch, episodes: Sequence[Episode]) -> None:
         """Every task's class means, all tasks' features from the same passes."""
         head, sets = self.inner.head, [episode.support for episode in episodes]
-        features = worker.features(joined(sets))
+        features = worker.features(merge_task_batches(sets))
         for task, support in enumerate(sets):
             mine = [rows.view(len(sets), -1, rows.shape[1])[task] for rows in features]
             own = [part[: len(each.input_ids)] for part, each in zip(mine, support, strict=False)]
@@ -68,17 +68,17 @@ class Together:
                 batch.set(name, task, value)
 
 
-def most_at_once(config: Config) -> int:
+def tasks_per_pass(config: Config) -> int:
     """Tasks of a group whose rows share a pass, as --task_batch asks; auto: as many as fit into micro_batch_size rows."""
     if config.task_batch != "auto":
         return int(config.task_batch)
     support, query = (min(config.micro_batch_size, each) for each in rows_of(config))
-    return max(1, config.micro_batch_size // (support + query if config.algorithm in PULLED else support))
+    return max(1, config.micro_batch_size // (support + query if config.algorithm in FROZEN_BODY else support))
 
 
-def together(config: Config, worker: Worker, inner: InnerLoop) -> Together | None:
+def adapter_multi_task_rule(config: Config, worker: Worker, inner: InnerLoop) -> AdapterMultiTaskRule | None:
     """The rules over adapters; None for one task at a time, and where the rule itself takes several. Raises `UsageError`."""
-    if most_at_once(config) == 1 or config.algorithm in PULLED or not isinstance(worker, WholeWorker):
+    if tasks_per_pass(config) == 1 or config.algorithm in FROZEN_BODY or not isinstance(worker, FullModelWorker):
         return None
     assert isinstance(worker.learner, Learner)
-    return Together(inner, TaskAxis(worker.learner), config.algorithm == "reptile")
+    return AdapterMultiTaskRule(inner, TaskAxis(worker.learner), config.algorithm == "reptile")

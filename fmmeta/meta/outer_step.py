@@ -20,9 +20,9 @@ from torch import Tensor
 
 from fmmeta.config.settings import Config
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.task_gradient import Direction
+from fmmeta.meta.task_gradient import TaskGradient
 from fmmeta.parallel.deepspeed_shards import overlap
-from fmmeta.parallel.offload import Home
+from fmmeta.parallel.offload import OuterMemory
 from fmmeta.parallel.process_groups import Communicator
 from fmmeta.parallel.workers.base import Worker
 
@@ -34,7 +34,7 @@ class MetaGradient:
         self.sum, self.weight = torch.zeros_like(theta, pin_memory=theta.is_pinned()), 0.0  # at home, where theta is
         self.extra = {name: torch.zeros_like(like) for name, like in (extra or {}).items()}
 
-    def add(self, direction: Direction) -> None:
+    def add(self, direction: TaskGradient) -> None:
         """Count a task, and add what it has not added itself, unless it is not finite: then neither its direction nor its
         weight counts.
         """
@@ -112,7 +112,7 @@ class Outer:
         self.rates = None if inner is None else inner.rates.meta_parameter
         self.kept = None if inner is None else inner.rule.kept
         self.inner_steps = 0 if inner is None else inner.steps
-        self.home = Home(worker.device, config.offload_outer)
+        self.home = OuterMemory(worker.device, config.offload_outer)
         self.head = worker.params.groups.get("head")
         self.parts = [(place, config.weight_decay if name == "decay" else 0.0)
                       for name, whole in worker.params.groups.items() if name != "head"

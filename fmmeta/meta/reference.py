@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
-from fmmeta.tasks.sources.base import Episode
+from fmmeta.tasks.sources.base import EpisodeRows
 
 Weights = dict[str, Tensor]
 FIRST_ORDER = ("fomaml", "reptile", "joint", "protonet")
@@ -44,7 +44,7 @@ class Memory:
     count: int = 0
 
 
-def reference_run(learner: Any, steps: Sequence[Sequence[Episode]], config: Config, bf16: bool = False) -> Reference:
+def reference_run(learner: Any, steps: Sequence[Sequence[EpisodeRows]], config: Config, bf16: bool = False) -> Reference:
     """Meta-train a copy of `learner` on the given episodes, a list per outer step."""
     from transformers import get_scheduler
 
@@ -141,7 +141,7 @@ def layer_name(name: str) -> str:
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1])
 
 
-def direction(learner: Any, theta: Weights, episode: Episode, config: Config, bf16: bool, rates: Weights | None = None,
+def direction(learner: Any, theta: Weights, episode: EpisodeRows, config: Config, bf16: bool, rates: Weights | None = None,
               outer_step: int = 0, memory: Memory | None = None) -> tuple[Weights, Weights, Memory]:  # fmt: skip
     """The meta-gradient of one task, that of the rates, and the inner optimizer's moments afterwards."""
     rates = starting_rates(learner, list(theta), config) if rates is None else rates
@@ -205,7 +205,7 @@ def mean_memory(memories: Sequence[Memory]) -> Memory:
     return Memory(first, second, memories[0].count)
 
 
-def head_start(learner: Any, theta: Weights, episode: Episode, config: Config, bf16: bool) -> Weights:
+def head_start(learner: Any, theta: Weights, episode: EpisodeRows, config: Config, bf16: bool) -> Weights:
     """phi_0: theta, with a head of class means if asked; the means keep their graph if gradients shall flow through them."""
     phi = {name: value.clone() for name, value in theta.items()}  # nodes of their own: a head of means is no path to the body
     if config.head_init == "prototype" and learner.head_names:
@@ -247,7 +247,7 @@ def set_loss(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool
     return torch.stack(losses).sum() / total
 
 
-def class_means(learner: Any, weights: Weights, episode: Episode, classes: int, bf16: bool) -> Tensor:
+def class_means(learner: Any, weights: Weights, episode: EpisodeRows, classes: int, bf16: bool) -> Tensor:
     """Mean feature of each class over the support set."""
     features = torch.cat([forward(learner, weights, row, bf16, want="features") for row in episode.support])
     features = features.float() if bf16 else features
@@ -266,7 +266,7 @@ def forward(learner: Any, weights: Weights, row: Example, bf16: bool, want: str 
         return torch.func.functional_call(learner, weights, (ids, torch.ones_like(ids)), {"want": want})
 
 
-def implicit(learner: Any, theta: Weights, episode: Episode, config: Config, bf16: bool, rates: Weights) -> Any:
+def implicit(learner: Any, theta: Weights, episode: EpisodeRows, config: Config, bf16: bool, rates: Weights) -> Any:
     """iMAML: ((1 + damping) I + H / weight)^-1 grad L_query at the end of a proximal inner loop, by conjugate gradients in which
     autograd multiplies by the Hessian."""
     leaf = {name: value.detach().clone().requires_grad_() for name, value in theta.items()}

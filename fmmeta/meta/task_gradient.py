@@ -9,12 +9,12 @@ from typing import Protocol
 from torch import Tensor
 
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.parallel.workers.base import Pass, Worker
-from fmmeta.tasks.batching import Batches
+from fmmeta.parallel.workers.base import PassStats, Worker
+from fmmeta.tasks.batching import Episode
 
 
 @dataclass(frozen=True)
-class Direction:
+class TaskGradient:
     """What one task says of theta: a descent direction's negative (a gradient), fp32 [S], and how much it counts.
 
     vector: None where it was added to the sum that the rule was given, as far as it is finite; else `shards` is it.
@@ -25,8 +25,8 @@ class Direction:
     vector: Tensor | None
     weight: float
     finite: bool
-    support: Pass  # first inner step: theta on the support set
-    query: Pass
+    support: PassStats  # first inner step: theta on the support set
+    query: PassStats
     extra: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
 
@@ -44,16 +44,16 @@ class Rule(Protocol):
         """How a task is learned: in evaluation as in training."""
         ...
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None = None) -> Direction:
+    def direction(self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None) -> TaskGradient:
         """Meta-gradient of one task; a rule that needs no vector for it may add it to `total` itself. Collective: group."""
         ...
 
 
-class Several(Protocol):
+class MultiTaskRule(Protocol):
     """What takes several tasks in one pass."""
 
     def directions(
-        self, worker: Worker, theta: Tensor, episodes: Sequence[Batches], total: Tensor | None = None
-    ) -> list[Direction]:
+        self, worker: Worker, theta: Tensor, episodes: Sequence[Episode], total: Tensor | None = None
+    ) -> list[TaskGradient]:
         """Meta-gradients of some tasks, each a vector or added to `total`. Collective: group."""
         ...

@@ -22,7 +22,7 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
-from fmmeta.parallel.process_groups import Ranks
+from fmmeta.parallel.process_groups import ProcessGroups
 
 BINS = 10
 Interval = tuple[float, float]
@@ -97,7 +97,7 @@ def shown(interval: tuple[float, float | None], form: str = ".4f", scale: float 
                       for value, each in zip(interval, forms, strict=True))  # fmt: skip
 
 
-def gather(ranks: Ranks, scores: Sequence[S], kind: type[S]) -> list[S]:
+def gather(ranks: ProcessGroups, scores: Sequence[S], kind: type[S]) -> list[S]:
     """The scores of all groups, by slot; `kind` is their dataclass. Collective: world."""
     spoken = scores if ranks.layout.group_rank == 0 else ()
     parts = ranks.world.gather_bytes(json.dumps([asdict(cast(Any, score)) for score in spoken]).encode())

@@ -17,7 +17,7 @@ from torch import Tensor
 from fmmeta.models.lazy_weights import places_of, put
 from fmmeta.models.learner import Learner
 from fmmeta.models.losses import objective
-from fmmeta.models.pipeline_split import Cut, Stage, base_of, family_of, take_stage
+from fmmeta.models.pipeline_split import Stage, StagePartition, base_of, family_of, take_stage
 from fmmeta.tasks.batching import MicroBatch
 
 REPEATS = 5
@@ -35,7 +35,7 @@ def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device
     batch = MicroBatch(ids, torch.ones_like(ids), labels, torch.full((rows,), 1 / rows)).to(device)
 
     def seconds(*bounds: int, stage: int = 1) -> float:
-        made = take_stage(copy.deepcopy(learner), Cut(bounds, {}, (), (), None), stage)
+        made = take_stage(copy.deepcopy(learner), StagePartition(bounds, {}, (), (), None), stage)
         return time_stage(fill(made, device, bf16), batch, learner.hf.config.hidden_size)
 
     alike = seconds(0, 1, 1, last + 1)

@@ -27,7 +27,7 @@ Entry = tuple[str, str]  # file, key in it
 
 
 @dataclass
-class Stream:
+class LazyModel:
     """`learner`: parameters on the meta device, except fresh ones; buffers are real. `where`: what the checkpoint holds."""
 
     learner: Learner
@@ -58,14 +58,14 @@ class Stream:
             then(param)
 
 
-def open_stream(config: Config, description: Description) -> Stream:
+def open_lazy_model(config: Config, description: Description) -> LazyModel:
     """Find every tensor of the checkpoint without reading it. Raises `UsageError`.
 
     The built-in model has no checkpoint: it is made whole, and is small.
     """
     if config.builtin_model:
         learner = load_learner(config, description)
-        return Stream(learner, fresh={name: param.detach().clone() for name, param in learner.named_parameters()})
+        return LazyModel(learner, fresh={name: param.detach().clone() for name, param in learner.named_parameters()})
     auto, kwargs = auto_class(config, description)
     name = f"model_name_or_path={config.model_name_or_path}"
     try:
@@ -94,7 +94,7 @@ def open_stream(config: Config, description: Description) -> Stream:
             put(places[id(param)], nn.Parameter(torch.zeros(param.shape)))
     where = {f"hf.{key}": entry for key, entry in found.items()}
     fresh = {name: param.detach().clone() for name, param in learner.named_parameters() if not param.is_meta}
-    return Stream(learner.train(), where, fresh)
+    return LazyModel(learner.train(), where, fresh)
 
 
 def wrap_without_storage(hf: Any, config: Config, description: Description) -> Learner:

@@ -43,14 +43,14 @@ FAMILIES = {
 }
 
 
-class Skip(nn.Module):
+class IdentityLayer(nn.Module):
     """Stands for a layer of another stage."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
 
 
-class Inlet(nn.Module):
+class HiddenStateInput(nn.Module):
     """Stands for the embeddings on later stages: hands out the hidden states that were received."""
 
     hidden: Tensor | None = None
@@ -61,7 +61,7 @@ class Inlet(nn.Module):
         return hidden
 
 
-class Nothing(nn.Module):
+class ZeroEmbedding(nn.Module):
     """Stands for further embeddings (GPT-2's positions) on later stages."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -75,7 +75,7 @@ class Stage(nn.Module):
     keeps a receive buffer per place whatever its type.
     """
 
-    def __init__(self, learner: Learner, inlet: Inlet | None, last: bool) -> None:
+    def __init__(self, learner: Learner, inlet: HiddenStateInput | None, last: bool) -> None:
         super().__init__()
         self.body: nn.Module = learner if last else base_of(learner)
         self.inlet, self.last = inlet, last
@@ -110,7 +110,7 @@ def family_of(hf_config: Any) -> Family:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StagePartition:
     """Which stage holds what: `bounds[s]` to `bounds[s + 1]` are the layers of stage s."""
 
     bounds: tuple[int, ...]
@@ -121,7 +121,7 @@ class Cut:
     copied: str | None = None  # a frozen one that both hold: copies that never change need no tie
 
 
-def plan_cut(learner: Learner, stages: int, costs: Sequence[float] | None = None) -> Cut:
+def plan_stages(learner: Learner, stages: int, costs: Sequence[float] | None = None) -> StagePartition:
     """Share out the layers so that the largest stage has as few parameters as possible, or as small a sum of `costs` (one number
     for each layer and what lies beside it). Raises `UsageError`.
     """
@@ -153,7 +153,7 @@ def plan_cut(learner: Learner, stages: int, costs: Sequence[float] | None = None
         trained[stage_of[home[name]]] += param.numel() if param.requires_grad else 0
     trains = bool(tied) and named[tied[0]].requires_grad
     double = tied[0] if tied else None
-    return Cut(tuple(bounds), owner, tuple(sizes), tuple(trained), *((double, None) if trains else (None, double)))
+    return StagePartition(tuple(bounds), owner, tuple(sizes), tuple(trained), *((double, None) if trains else (None, double)))
 
 
 def layer_of(path: str, in_base: bool, family: Family, count: int) -> int:
@@ -184,21 +184,21 @@ def balance(weights: Sequence[float], parts: int) -> list[int]:
     return bounds[::-1]
 
 
-def take_stage(learner: Learner, cut: Cut, stage: int) -> Stage:
+def take_stage(learner: Learner, cut: StagePartition, stage: int) -> Stage:
     """Leave in `learner` what stage `stage` holds, and return it as a stage."""
     family, base = family_of(learner.hf.config), base_of(learner)
     last = len(cut.bounds) - 2
     layers: Any = base.get_submodule(family.layers)
     for i in range(len(layers)):
         if not cut.bounds[stage] <= i < cut.bounds[stage + 1]:
-            layers[i] = Skip()
+            layers[i] = IdentityLayer()
     inlet = None
     if stage > 0:
-        inlet = Inlet()
+        inlet = HiddenStateInput()
         for number, name in enumerate(family.first):
-            setattr(base, name, inlet if number == 0 else Nothing())
+            setattr(base, name, inlet if number == 0 else ZeroEmbedding())
     if stage < last:
         for name in family.last:
             if getattr(base, name) is not None:
-                setattr(base, name, Skip())
+                setattr(base, name, IdentityLayer())
     return Stage(learner, inlet, stage == last)

@@ -23,7 +23,7 @@ ATTENTION = "fmmeta_unpadded"  # what transformers calls it, in place of sdpa
 
 
 @dataclass(frozen=True)
-class Rows:
+class UnpaddedRows:
     """Where the real tokens lie in a padded batch: `places` [N] among B x T."""
 
     places: Tensor
@@ -47,8 +47,8 @@ class Unpadded:
     """
 
     def __init__(self, hf: Any) -> None:
-        self.rows: Rows | None = None  # of the pass under way
-        self.seen: Rows | None = None  # of the last one: layers may be computed again for the backward pass
+        self.rows: UnpaddedRows | None = None  # of the pass under way
+        self.seen: UnpaddedRows | None = None  # of the last one: layers may be computed again for the backward pass
         base = getattr(hf, hf.base_model_prefix, hf)
         config = hf.config
         self.works = config.model_type in MODELS and config._attn_implementation == "sdpa" and not config.is_decoder
@@ -68,7 +68,7 @@ class Unpadded:
         if self.works and attention_mask.device.type == "cpu" and not torch.compiler.is_compiling():
             places = attention_mask.flatten().nonzero()[:, 0]
             if len(places) < attention_mask.numel():
-                self.rows = self.seen = Rows(places, (attention_mask.shape[0], attention_mask.shape[1]))
+                self.rows = self.seen = UnpaddedRows(places, (attention_mask.shape[0], attention_mask.shape[1]))
         try:
             yield
         finally:
@@ -95,7 +95,7 @@ class Unpadded:
 
 
 def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-              rows: Rows | None = None, **named: Any) -> tuple[Tensor, None]:  # fmt: skip
+              rows: UnpaddedRows | None = None, **named: Any) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' sdpa on [B, heads, T, D]; with `rows` on [1, heads, N, D], as if it were padded."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -58,7 +58,7 @@ REPLACED = {"bf16", "data_types", "communication_data_type", "steps_per_print", 
 
 
 @dataclass(frozen=True)
-class Precision:
+class DeepSpeedSettings:
     """Settings of the DeepSpeed file that the rest of a run needs to know."""
 
     zero_stage: int
@@ -70,7 +70,7 @@ class Precision:
     offload_param: bool = False  # the shards of the weights too
 
 
-def read(path: str | None, bf16: bool, notice: Callable[[str], None]) -> tuple[dict[str, Any], Precision]:
+def read(path: str | None, bf16: bool, notice: Callable[[str], None]) -> tuple[dict[str, Any], DeepSpeedSettings]:
     """Read and check a DeepSpeed file; no file means ZeRO 0.
 
     Raises `UsageError` naming the key, its value and what to use. `notice` gets a line per dropped block.
@@ -80,7 +80,9 @@ def read(path: str | None, bf16: bool, notice: Callable[[str], None]) -> tuple[d
     return check({"zero_optimization": {"stage": 0}}, "the default", bf16, notice)
 
 
-def check(config: dict[str, Any], name: str, bf16: bool, notice: Callable[[str], None]) -> tuple[dict[str, Any], Precision]:
+def check(
+    config: dict[str, Any], name: str, bf16: bool, notice: Callable[[str], None]
+) -> tuple[dict[str, Any], DeepSpeedSettings]:
     """The same for what a file holds; `name` is what messages call it. `config` is changed."""
     for key, instead in OURS.items():
         if key in config:
@@ -106,10 +108,10 @@ def check(config: dict[str, Any], name: str, bf16: bool, notice: Callable[[str],
     given = {field: int(zero[key]) for field, key in sizes.items() if zero.get(key, "auto") != "auto"}
     if zero.get("reduce_bucket_size") == "auto":
         given["bucket"] = 0
-    return config, Precision(stage, bf16, offload, offload_param="offload_param" in zero, **given)
+    return config, DeepSpeedSettings(stage, bf16, offload, offload_param="offload_param" in zero, **given)
 
 
-def recorded(config: dict[str, Any], precision: Precision) -> dict[str, Any]:
+def recorded(config: dict[str, Any], precision: DeepSpeedSettings) -> dict[str, Any]:
     """What a run's settings keep of a checked file: `precision` and what else changes theta, and the layout, which does not."""
     kept = {key: value for key, value in config.items() if key not in REPLACED and value != "auto"}
     return {"precision": "bf16" if precision.bf16 else "fp32",
@@ -117,7 +119,9 @@ def recorded(config: dict[str, Any], precision: Precision) -> dict[str, Any]:
             "deepspeed_layout": {key: value for key, value in kept.items() if key in LAYOUT}}  # fmt: skip
 
 
-def for_pipeline(config: dict[str, Any], precision: Precision, notice: Callable[[str], None]) -> tuple[dict[str, Any], Precision]:
+def for_pipeline(
+    config: dict[str, Any], precision: DeepSpeedSettings, notice: Callable[[str], None]
+) -> tuple[dict[str, Any], DeepSpeedSettings]:
     """The same file for a pipeline. Raises `UsageError` for what DeepSpeed's pipeline engine cannot do.
 
     ZeRO 0 in bf16 becomes ZeRO 1: DeepSpeed uses one wrapper (BF16_Optimizer) for both, and adds gradients up in fp32 in
@@ -139,7 +143,7 @@ def for_pipeline(config: dict[str, Any], precision: Precision, notice: Callable[
     return config, precision
 
 
-def for_tensor(precision: Precision) -> None:
+def for_tensor(precision: DeepSpeedSettings) -> None:
     """Raises `UsageError` for what was not tested around tensor parallelism."""
     if precision.zero_stage > 1 or precision.offload:
         what = "offload_optimizer" if precision.offload else f"ZeRO {precision.zero_stage}"
@@ -147,7 +151,7 @@ def for_tensor(precision: Precision) -> None:
                          "file with zero_optimization.stage 0 or 1 and no offload")  # fmt: skip
 
 
-def complete(config: dict[str, Any], precision: Precision, hidden_size: int) -> dict[str, Any]:
+def complete(config: dict[str, Any], precision: DeepSpeedSettings, hidden_size: int) -> dict[str, Any]:
     """Fill "auto" values and set what meta-training relies on. `hidden_size` sizes the ZeRO-3 buckets as HF does."""
     config = json.loads(json.dumps(config))
     zero = config["zero_optimization"]

@@ -107,7 +107,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupCoordinates:
     """Where a rank stands inside its group: group_size = pipeline stages x tensor ranks x data ranks.
 
     Ranks follow each other as DeepSpeed counts them: tensor ranks are neighbours, then data ranks, then stages.

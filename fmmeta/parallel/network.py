@@ -46,7 +46,7 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Problem:
+class NetworkIssue:
     """A setting that cannot work (fatal) or that costs something, and what to do."""
 
     text: str
@@ -69,36 +69,36 @@ def interfaces() -> list[Interface]:
     ]
 
 
-def findings(env: Mapping[str, str], known: Sequence[Interface], nccl: bool) -> Iterator[Problem]:
+def findings(env: Mapping[str, str], known: Sequence[Interface], nccl: bool) -> Iterator[NetworkIssue]:
     """What is wrong on this host. nccl: whether NCCL will be used, without which its interfaces do not matter."""
     usable = [one.name for one in known if one.up and one.addresses]
     for name in filter(None, env.get("GLOO_SOCKET_IFNAME", "").split(",")):
         yield from _unusable("GLOO_SOCKET_IFNAME", name, known, usable)
     if nccl and not chosen(env.get("NCCL_SOCKET_IFNAME", ""), usable):
         wanted = env["NCCL_SOCKET_IFNAME"]
-        yield Problem(f"NCCL_SOCKET_IFNAME={wanted} leaves no interface of {platform.node()} that is up",
+        yield NetworkIssue(f"NCCL_SOCKET_IFNAME={wanted} leaves no interface of {platform.node()} that is up",
                       f"use {any_of(usable) if usable else 'another host'}, or a beginning of it")  # fmt: skip
     adapters = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
     wanted = env.get("NCCL_IB_HCA", "")
     if nccl and wanted and not chosen(",".join(part.split(":")[0] for part in wanted.split(",")), adapters):
-        yield Problem(f"NCCL_IB_HCA={wanted} leaves no adapter of {platform.node()}",
+        yield NetworkIssue(f"NCCL_IB_HCA={wanted} leaves no adapter of {platform.node()}",
                       f"use {any_of(adapters)}" if adapters else "there is none: leave it out")  # fmt: skip
     yield from _numbers(env)
     yield from _recorder(env)
     if env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
-        yield Problem("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 leaves ranks waiting in NCCL when another one fails",
+        yield NetworkIssue("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 leaves ranks waiting in NCCL when another one fails",
                       "leave it out, or rely on the watchdog (--step_timeout)", fatal=False)  # fmt: skip
     for name, cost in SLOW.items():
         if nccl and env.get(name, "0") not in ("", "0"):
-            yield Problem(f"{name}={env[name]}: {cost}", "leave it out where the hardware works", fatal=False)
+            yield NetworkIssue(f"{name}={env[name]}: {cost}", "leave it out where the hardware works", fatal=False)
 
 
-def _unusable(setting: str, name: str, known: Sequence[Interface], usable: list[str]) -> Iterator[Problem]:
+def _unusable(setting: str, name: str, known: Sequence[Interface], usable: list[str]) -> Iterator[NetworkIssue]:
     found = next((one for one in known if one.name == name), None)
     if name not in usable:
         what = "is no interface" if found is None else "is down" if not found.up else "has no address"
         where = f" of {platform.node()}" if found is None else f" on {platform.node()}"
-        yield Problem(f"{setting}={name} {what}{where}", f"use {any_of(usable) if usable else 'another host'}")
+        yield NetworkIssue(f"{setting}={name} {what}{where}", f"use {any_of(usable) if usable else 'another host'}")
 
 
 def chosen(wanted: str, names: Sequence[str]) -> list[str]:
@@ -111,20 +111,24 @@ def chosen(wanted: str, names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in fits] if "^" in wanted[:2] else fits
 
 
-def _numbers(env: Mapping[str, str]) -> Iterator[Problem]:
+def _numbers(env: Mapping[str, str]) -> Iterator[NetworkIssue]:
     for name in NUMBERS:
         if name in env and not env[name].strip().isdigit():
-            yield Problem(f"{name}={env[name]} is not a number", "use one, or leave it out")
+            yield NetworkIssue(f"{name}={env[name]} is not a number", "use one, or leave it out")
 
 
-def _recorder(env: Mapping[str, str]) -> Iterator[Problem]:
+def _recorder(env: Mapping[str, str]) -> Iterator[NetworkIssue]:
     """The flight recorder keeps the last collectives of a rank, and writes them somewhere."""
     for size, file in RECORDERS:
         if file in env and env.get(size, "0") in ("", "0"):
-            yield Problem(f"{file}={env[file]} names a file, and nothing is recorded for it", f"set {size}=2000", fatal=False)
+            yield NetworkIssue(
+                f"{file}={env[file]} names a file, and nothing is recorded for it", f"set {size}=2000", fatal=False
+            )
         folder = Path(env.get(file, "/tmp/nccl_trace_rank_")).parent
         if env.get(size, "0").strip().isdigit() and int(env.get(size) or 0) and not os.access(folder, os.W_OK):
-            yield Problem(f"{file}={env.get(file, '')} lies in {folder}, which cannot be written to", "choose another folder")
+            yield NetworkIssue(
+                f"{file}={env.get(file, '')} lies in {folder}, which cannot be written to", "choose another folder"
+            )
 
 
 def gloo_interface(launch: Launch, known: Sequence[Interface]) -> str | None:
@@ -185,7 +189,7 @@ def source_address(host: str) -> str | None:
         return None
 
 
-def settle(notes: Notes, launch: Launch, nccl: bool) -> list[str]:
+def check_and_choose_interface(notes: Notes, launch: Launch, nccl: bool) -> list[str]:
     """Refuse on all ranks what cannot work on one; return what to say of the rest. Sets GLOO_SOCKET_IFNAME where it must be.
 
     Raises `UsageError`. Collective: everybody, by way of `notes`.

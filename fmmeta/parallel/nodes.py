@@ -58,7 +58,7 @@ class Nodes:
         groups = range(0, len(self.node), group_size)
         return [list(dict.fromkeys(self.node[start : start + group_size])) for start in groups]
 
-    def keeps(self, group_size: int) -> bool:
+    def can_defer_backward(self, group_size: int) -> bool:
         """Whether every group lies on one node."""
         return all(len(nodes) == 1 for nodes in self.spanned(group_size))
 
@@ -72,7 +72,7 @@ class Nodes:
         where = f"group {first} ({ranks_of(first, group_size)}) lies on {self.names(spanned[first])}"
         if group_size <= min(self.sizes):
             sizes = divisors(len(self.node))
-            good = [str(size) for size in sizes if self.keeps(size) or size > min(self.sizes)]
+            good = [str(size) for size in sizes if self.can_defer_backward(size) or size > min(self.sizes)]
             raise UsageError(f"group_size={group_size} fits on a node, but {where}, and all that it sends in every pass would "
                              f"cross the network; use group_size {any_of(good)}, or start consecutive ranks on each node (srun "
                              "--distribution=block), as many as whole groups have")  # fmt: skip
@@ -94,7 +94,7 @@ class Nodes:
                  for group, nodes in enumerate(spanned[:SHOWN])]  # fmt: skip
         if len(spanned) > SHOWN:
             lines.append(
-                f"and {len(spanned) - SHOWN} more groups, {'all on one node each' if self.keeps(group_size) else 'alike'}"
+                f"and {len(spanned) - SHOWN} more groups, {'all on one node each' if self.can_defer_backward(group_size) else 'alike'}"
             )
         if group_size > 1:
             far = sum(len(nodes) > 1 for nodes in spanned)

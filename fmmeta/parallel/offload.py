@@ -29,7 +29,7 @@ def pieces(device: torch.device, *vectors: Tensor) -> Iterator[tuple[Tensor, ...
 
 
 @dataclass(frozen=True)
-class Home:
+class OuterMemory:
     """`device`: where work happens; `offload`: whether idle vectors stay in host memory."""
 
     device: torch.device

@@ -36,7 +36,7 @@ from fmmeta.common.security import disk_trouble
 from fmmeta.parallel import network
 from fmmeta.parallel.layout import Launch, Layout
 from fmmeta.parallel.nodes import Nodes
-from fmmeta.parallel.rendezvous import meet
+from fmmeta.parallel.rendezvous import agree_on_generation
 
 TIMEOUT = timedelta(minutes=30)
 BUCKET = 2**23  # elements of a reduction that travel together: 32 MiB in fp32
@@ -49,7 +49,7 @@ class PeerError(RuntimeError):
     """Another rank failed with something that is no user error; its own log holds the traceback."""
 
 
-def land(part: torch.Tensor, staged: torch.Tensor, work: Any) -> None:
+def finish_reduce(part: torch.Tensor, staged: torch.Tensor, work: Any) -> None:
     """Wait for a reduction and bring the result to where it belongs."""
     work.wait()
     if staged is not part:
@@ -86,7 +86,7 @@ class Communicator:
             staged = part.to(self.device, wire)
             under_way.append((part, staged, self.backend.allreduce([staged])))
             while away and len(under_way) > (number + 1 < len(parts)):
-                land(*under_way.pop(0))
+                finish_reduce(*under_way.pop(0))
         self.bytes_sent += tensor.numel() * wire.itemsize
         return self._arrivals(under_way, [part.numel() for part in parts])
 
@@ -95,7 +95,7 @@ class Communicator:
         begin = 0
         for length in lengths:
             if under_way:
-                land(*under_way.pop(0))
+                finish_reduce(*under_way.pop(0))
             yield slice(begin, begin + length)
             begin += length
 
@@ -129,7 +129,7 @@ class Communicator:
             return None
         return Communicator(backend, list(ranks).index(self.rank), len(ranks), self.device)
 
-    def patience(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """Give a verb up, with an exception, if a rank keeps the others waiting for longer than this."""
         if self.backend is not None:
             set_timeout = getattr(self.backend, "set_timeout", None) or self.backend._set_default_timeout
@@ -140,7 +140,7 @@ class Communicator:
         self.sum_(torch.zeros(1))
 
     @contextmanager
-    def together(self, doing: str) -> Iterator[None]:
+    def raise_on_all(self, doing: str) -> Iterator[None]:
         """Run a block without collectives on every rank; if one raises, all raise.
 
         A `UsageError` anywhere becomes the same `UsageError` everywhere (the lowest rank's). Any other
@@ -165,7 +165,7 @@ class Communicator:
             raise PeerError(f"rank {rank} failed while {doing}: {text.removeprefix('crash:')}")
 
 
-class Board:
+class SharedStore:
     """Notes by name, kept by one process (rank 0's, or torchrun's agent) and read without waiting for whoever writes them. Each
     carries a code that needs the secret of this launch: whoever reaches the store can remove notes, and write none that count.
 
@@ -176,7 +176,7 @@ class Board:
     def __init__(self, store: dist.Store, secret: bytes) -> None:
         self.store, self.secret = store, secret
 
-    def pin(self, name: str, text: str) -> None:
+    def set(self, name: str, text: str) -> None:
         self.store.set(name, proof(self.secret, name, text) + text)
 
     def read(self, names: Sequence[str]) -> list[str]:
@@ -191,7 +191,7 @@ class Board:
 
 
 @dataclass
-class Ranks:
+class ProcessGroups:
     """The communicators of one process, handed to everything that needs to talk."""
 
     layout: Layout
@@ -203,7 +203,7 @@ class Ranks:
     crew: Communicator | None = None  # with --elastic everyone who takes part, of all groups
 
     @property
-    def everyone(self) -> Communicator:
+    def all_groups(self) -> Communicator:
         """All processes of all groups that take part."""
         return self.crew or self.world
 
@@ -234,9 +234,9 @@ class World:
                 raise UsageError(f"master_port={launch.master_port} is in use on {platform.node()}; give the launcher another, "
                                  f"such as --master_port {launch.master_port + 1}") from None  # fmt: skip
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                met = meet(cast(Any, self.store), launch.global_rank, launch.world_size, TIMEOUT.total_seconds())
+                met = agree_on_generation(cast(Any, self.store), launch.global_rank, launch.world_size, TIMEOUT.total_seconds())
                 self.store = dist.PrefixStore(met, self.store)
-            self.said = network.settle(cast(Any, self.store), launch, device.type == "cuda")
+            self.said = network.check_and_choose_interface(cast(Any, self.store), launch, device.type == "cuda")
             store = dist.PrefixStore("world", self.store)
             backend = dist.ProcessGroupGloo(store, launch.global_rank, launch.world_size, TIMEOUT)
         self.comm = Communicator(backend, launch.global_rank, launch.world_size, torch.device("cpu"))
@@ -244,30 +244,32 @@ class World:
         self.secret = self.comm.gather_bytes(os.urandom(32))[0]  # by gloo, so that it is never in the store
         self.nodes = Nodes.of(self.comm, launch)
 
-    def first_on_node(self, doing: str, work: Callable[[], T], timeout_s: float, say: Callable[[str], None] | None = None) -> T:
+    def run_on_first_rank_of_node(
+        self, doing: str, work: Callable[[], T], timeout_s: float, say: Callable[[str], None] | None = None
+    ) -> T:
         """Run `work` on the first rank of every node, and when it is done there on the others, which find it prepared.
 
         The second rank of a node says whom it waits for. What one rank raises all raise; but after `timeout_s` of waiting
         for a rank that does not answer, those that wait raise `UsageError` without it. Collective: world.
         """
         assert self.store is not None, "before close"
-        board = Board(self.store, self.secret)
+        board = SharedStore(self.store, self.secret)
         launch, say = self.launch, say or (lambda text: print(f"fmmeta: {text}", file=sys.stderr, flush=True))
         first = self.nodes.first(launch.global_rank)
         self.prepared += 1
         key, done, result = f"first_on_node/{self.prepared}/{first}", "failed", None
         prepared = launch.global_rank == first or self._wait(board, key, doing, first, timeout_s, say)
-        with self.comm.together(doing):
+        with self.comm.raise_on_all(doing):
             try:
                 if prepared:  # if not, that rank's error is everybody's
                     result = work()
                     done = "done"
             finally:
                 if launch.global_rank == first:
-                    board.pin(key, done)
+                    board.set(key, done)
         return cast("T", result)
 
-    def _wait(self, board: Board, key: str, doing: str, first: int, timeout_s: float, say: Callable[[str], None]) -> bool:
+    def _wait(self, board: SharedStore, key: str, doing: str, first: int, timeout_s: float, say: Callable[[str], None]) -> bool:
         """Whether the rank `first` has done it."""
         began, told, mine = time.monotonic(), 0.0, self.launch.global_rank
         speaks, whom = self.nodes.second(mine), f"rank {first} on {platform.node()} ({doing})"
@@ -284,7 +286,7 @@ class World:
             time.sleep(0.05)
         return found == "done"
 
-    def split(self, group_size: int, default_group: bool = True) -> Ranks:
+    def split(self, group_size: int, default_group: bool = True) -> ProcessGroups:
         """Make groups of `group_size`; with `default_group` each becomes the default world of its processes.
 
         Sets RANK and WORLD_SIZE to the group's values, which DeepSpeed and transformers read. Collective: world.
@@ -312,13 +314,13 @@ class World:
             backend = dist.ProcessGroupGloo(store, layout.group_rank, group_size, TIMEOUT) if group_size > 1 else None
             background = Communicator(backend, layout.group_rank, group_size, torch.device("cpu"))
         self.made += [group, cross, *([background] if background else [])]
-        return Ranks(layout, self.comm, group, cross, self.device, background)
+        return ProcessGroups(layout, self.comm, group, cross, self.device, background)
 
-    def board(self) -> Board | None:
+    def board(self) -> SharedStore | None:
         """A board of notes between all processes, for one thread; None for a process that is alone."""
         if self.launch.world_size == 1 or self.store is None:
             return None
-        return Board(dist.PrefixStore("board", cast(Any, self.store).clone()), self.secret)
+        return SharedStore(dist.PrefixStore("board", cast(Any, self.store).clone()), self.secret)
 
     def close(self) -> None:
         """Close the process groups of this process. Not collective, so that it also serves after a failure.
@@ -352,7 +354,7 @@ def listening_store(host: str, port: int) -> dist.TCPStore:
                          multi_tenant=port > 0, master_listen_fd=listener.detach())  # fmt: skip
 
 
-class Venue:
+class RendezvousStore:
     """Where processes of different launches meet: notes kept by the process that opens it, at `address` (host:port)."""
 
     def __init__(self, host: str) -> None:
@@ -360,8 +362,8 @@ class Venue:
         self.address = f"{host}:{self.store.port}"
 
 
-def somebody_at(address: str, timeout_s: float) -> bool:
-    """Whether the process that has opened a `Venue` is there: the kernel refuses for one that has ended."""
+def is_reachable(address: str, timeout_s: float) -> bool:
+    """Whether the process that has opened a `RendezvousStore` is there: the kernel refuses for one that has ended."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout_s).close()
@@ -370,8 +372,8 @@ def somebody_at(address: str, timeout_s: float) -> bool:
     return True
 
 
-def meet_at(address: str, name: str, rank: int, size: int, timeout: timedelta, here: str) -> Any:
-    """A gloo backend of `size` ranks that meet at a `Venue` under a name that is used once. here: the own address, which gloo
+def connect_gloo(address: str, name: str, rank: int, size: int, timeout: timedelta, here: str) -> Any:
+    """A gloo backend of `size` ranks that meet at a `RendezvousStore` under a name that is used once. here: the own address, which gloo
     listens on unless the user names an interface. Raises `RuntimeError` where one of them does not come. Collective: these ranks.
     """
     host, _, port = address.rpartition(":")

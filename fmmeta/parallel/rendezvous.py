@@ -22,7 +22,7 @@ from typing import Protocol
 PAUSE_S = 0.02
 
 
-class Notes(Protocol):
+class StoreProtocol(Protocol):
     """What a store of torch can do."""
 
     def set(self, key: str, value: str, /) -> object: ...
@@ -30,7 +30,7 @@ class Notes(Protocol):
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
 
-def meet(notes: Notes, rank: int, size: int, timeout_s: float, number: str | None = None) -> str:
+def agree_on_generation(notes: StoreProtocol, rank: int, size: int, timeout_s: float, number: str | None = None) -> str:
     """Return a name that is new and the same for all. Raises `TimeoutError`. Collective: everybody, by way of `notes`."""
     number = number or uuid.uuid4().hex
     deadline = time.monotonic() + timeout_s
@@ -59,7 +59,7 @@ def meet(notes: Notes, rank: int, size: int, timeout_s: float, number: str | Non
     raise TimeoutError(f"rank {rank} has not met the other {size - 1} ranks within {timeout_s:g} s")
 
 
-def read(notes: Notes, keys: Sequence[str]) -> list[str]:
+def read(notes: StoreProtocol, keys: Sequence[str]) -> list[str]:
     """The notes with these keys; none if one of them is not there yet."""
     if not notes.check(list(keys)):
         return []

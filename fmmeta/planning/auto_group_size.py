@@ -9,7 +9,7 @@ import torch
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.host_memory import host_bytes
-from fmmeta.parallel.deepspeed_config import Precision
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import any_of, divisors
 from fmmeta.parallel.process_groups import World
 from fmmeta.planning.memory import GIB, Sizes, estimate
@@ -24,7 +24,7 @@ def free_bytes(device: torch.device, local_world_size: int) -> int:
     return host_bytes(local_world_size)
 
 
-def check_group_size(world: World, sizes: Sizes, precision: Precision, group_size: int, model_ranks: int = 1) -> None:
+def check_group_size(world: World, sizes: Sizes, precision: DeepSpeedSettings, group_size: int, model_ranks: int = 1) -> None:
     """Refuse a group size that was asked for and cannot hold the model. `model_ranks`: stages x tensor ranks. Collective: world.
 
     With offload part of it lies elsewhere: nothing is refused.
@@ -40,7 +40,7 @@ def check_group_size(world: World, sizes: Sizes, precision: Precision, group_siz
                          f"use {instead}")  # fmt: skip
 
 
-def at_size(precision: Precision, group_size: int) -> Precision:
+def at_size(precision: DeepSpeedSettings, group_size: int) -> DeepSpeedSettings:
     """A group of one runs plain PyTorch, which keeps what ZeRO 0 keeps."""
     return replace(precision, zero_stage=0) if group_size == 1 and not precision.offload else precision
 
@@ -54,7 +54,7 @@ def least_free(world: World) -> tuple[int, int]:
     return free, host
 
 
-def choose_group_size(world: World, sizes: Sizes, precision: Precision, model_ranks: int = 1) -> tuple[int, str]:
+def choose_group_size(world: World, sizes: Sizes, precision: DeepSpeedSettings, model_ranks: int = 1) -> tuple[int, str]:
     """Smallest number of ranks whose groups stay inside a node, and multiple of `model_ranks` (stages x tensor ranks), at which
     the estimate fits, and the arithmetic. Collective: world.
 
@@ -62,7 +62,7 @@ def choose_group_size(world: World, sizes: Sizes, precision: Precision, model_ra
     """
     local, (free, host) = min(world.nodes.sizes), least_free(world)
     for size in divisors(world.launch.world_size):
-        if size <= local and world.nodes.keeps(size) and size % model_ranks == 0:
+        if size <= local and world.nodes.can_defer_backward(size) and size % model_ranks == 0:
             needed = estimate(sizes, at_size(precision, size), size // model_ranks)
             if needed.total <= HEADROOM * free and needed.host <= HEADROOM * host:
                 return size, f"group_size {size} (auto): {needed}, of {free / GIB:.3g} GiB free per rank"

@@ -25,8 +25,8 @@ from torch import nn
 from fmmeta.config.settings import Config
 from fmmeta.meta.costs import passes, rows_of
 from fmmeta.models.learner import Learner
-from fmmeta.models.pipeline_split import plan_cut
-from fmmeta.parallel.deepspeed_config import Precision
+from fmmeta.models.pipeline_split import plan_stages
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.workers.tensor_parallel import cut_patterns
 from fmmeta.planning.memory import Sizes
 from fmmeta.planning.sizes import micro_batches, stage_rows
@@ -35,7 +35,7 @@ COLUMNS = 5  # products cut by columns in a layer of parallel/tensor.py's plan: 
 
 
 @dataclass(frozen=True)
-class Products:
+class MatmulCounts:
     """Matrix products of a model: weights that each token meets, in all, of its fullest stage, and per tensor rank."""
 
     whole: int
@@ -54,7 +54,7 @@ class Products:
         return 2 * forward + layers + 2 * self.trained + 4 * self.width * tokens
 
 
-def products(learner: Learner, config: Config) -> Products:
+def products(learner: Learner, config: Config) -> MatmulCounts:
     """Of a learner without storage. A tied output layer is a product too; embeddings are looked up."""
     text = learner.hf.config.get_text_config()
     heads = getattr(text, "num_attention_heads", 12)
@@ -66,14 +66,14 @@ def products(learner: Learner, config: Config) -> Products:
     if config.tensor_parallel_size > 1:
         ranks, is_cut = config.tensor_parallel_size, cut_patterns(learner.hf.config)
         away = sum(w.numel() - w.numel() // ranks for name, w in weights if is_cut(f"{name}.weight"))
-        return Products(whole - away, trained - away, inside - away, 1.0, width // ranks, len(weights))
+        return MatmulCounts(whole - away, trained - away, inside - away, 1.0, width // ranks, len(weights))
     if config.pipeline_stages == 1:
-        return Products(whole, trained, inside, 1.0, width, len(weights))
-    cut = plan_cut(learner, config.pipeline_stages)
+        return MatmulCounts(whole, trained, inside, 1.0, width, len(weights))
+    cut = plan_stages(learner, config.pipeline_stages)
     parts = [0] * config.pipeline_stages
     for name, weight in weights:
         parts[cut.owner.get(f"{name}.weight", config.pipeline_stages - 1)] += weight.numel()
-    return Products(whole, trained, inside, max(parts) / whole, width, len(weights))
+    return MatmulCounts(whole, trained, inside, max(parts) / whole, width, len(weights))
 
 
 def weight_of(module: nn.Module) -> torch.Tensor | None:
@@ -108,7 +108,7 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassCost:
     """A pass over one set on the rank that has most to do: flops, micro-batches that follow each other, bytes on the wire."""
 
     flops: float
@@ -118,12 +118,12 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskCost:
     """All passes of one task, by kind and how often; `writes`: whole vectors put into the worker besides, each with the wire of
     `refresh`.
     """
 
-    passes: Sequence[tuple[int, Pass]]
+    passes: Sequence[tuple[int, PassCost]]
     updates: int
     writes: int
     refresh: Wire
@@ -137,7 +137,9 @@ class Task:
         return sum((one.wire * times for times, one in self.passes), self.refresh * self.writes)
 
 
-def task_work(config: Config, precision: Precision, sizes: Sizes, asked: Products, data: int, row_tokens: int) -> Task:
+def task_work(
+    config: Config, precision: DeepSpeedSettings, sizes: Sizes, asked: MatmulCounts, data: int, row_tokens: int
+) -> TaskCost:
     """One task of a run. data: data-parallel ranks of the group."""
     many = passes(config, data, leaves_open(config, precision, data))
     support, query = rows_of(config)
@@ -145,15 +147,15 @@ def task_work(config: Config, precision: Precision, sizes: Sizes, asked: Product
              (many.query_forwards, query, False)]  # fmt: skip
     found = [(times, one_pass(config, precision, sizes, asked, data, rows, row_tokens, back))
              for times, rows, back in kinds if times]  # fmt: skip
-    return Task(found, many.training, many.writes, refresh(precision, sizes, data))
+    return TaskCost(found, many.training, many.writes, refresh(precision, sizes, data))
 
 
-def leaves_open(config: Config, precision: Precision, data: int) -> bool:
+def leaves_open(config: Config, precision: DeepSpeedSettings, data: int) -> bool:
     """Whether workers of this layout keep a forward pass until its backward pass is asked for (WholeWorker.keeps)."""
     return config.pipeline_stages * config.tensor_parallel_size == 1 and (precision.zero_stage < 3 or data == 1)
 
 
-def needed_flops(config: Config, asked: Products, tokens: int) -> float:
+def needed_flops(config: Config, asked: MatmulCounts, tokens: int) -> float:
     """Of one task on one rank that keeps all activations: what no layout can do without."""
     many = passes(config)
     support, query = rows_of(config)
@@ -162,8 +164,8 @@ def needed_flops(config: Config, asked: Products, tokens: int) -> float:
     return tokens * (asked.flops(tokens, True, False) * trained + asked.flops(tokens, False, False) * looked_at)
 
 
-def one_pass(config: Config, precision: Precision, sizes: Sizes, asked: Products, data: int, rows: int, tokens: int,
-             backward: bool) -> Pass:  # fmt: skip
+def one_pass(config: Config, precision: DeepSpeedSettings, sizes: Sizes, asked: MatmulCounts, data: int, rows: int, tokens: int,
+             backward: bool) -> PassCost:  # fmt: skip
     stages, width = config.pipeline_stages, 2 if precision.bf16 else 4
     most = stage_rows(config, data) if stages > 1 else config.micro_batch_size
     rounds, each = micro_batches(rows, data, most)
@@ -188,10 +190,10 @@ def one_pass(config: Config, precision: Precision, sizes: Sizes, asked: Products
         each_time = rounds if stage > 1 else 1
         buckets = max(1, -(-sizes.params // (precision.bucket or sizes.hidden**2)))
         wire += Wire(reduce=each_time * 4 * sizes.params, collectives=each_time * buckets) + refresh(precision, sizes, data)
-    return Pass(flops, wire, backward, gathers * held * width // data if precision.offload_param else 0)
+    return PassCost(flops, wire, backward, gathers * held * width // data if precision.offload_param else 0)
 
 
-def refresh(precision: Precision, sizes: Sizes, data: int) -> Wire:
+def refresh(precision: DeepSpeedSettings, sizes: Sizes, data: int) -> Wire:
     """New weights from new shards: ZeRO 1 and 2 gather them at once, ZeRO 3 when they are needed."""
     if data == 1 or precision.zero_stage not in (1, 2):
         return Wire()

@@ -12,27 +12,27 @@ from fmmeta.config.settings import Config
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel import deepspeed_config
-from fmmeta.parallel.deepspeed_config import Precision
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 from fmmeta.planning.auto_group_size import HEADROOM, at_size
-from fmmeta.planning.compute import Products, Wire, needed_flops, products, refresh, task_work
+from fmmeta.planning.compute import MatmulCounts, Wire, needed_flops, products, refresh, task_work
 from fmmeta.planning.machines import Profile
 from fmmeta.planning.memory import GIB, Estimate, Sizes, estimate
 from fmmeta.planning.settings import ROWS, PlanConfig
-from fmmeta.planning.simulate import World, simulate
+from fmmeta.planning.simulate import SimulatedCluster, simulate
 from fmmeta.planning.sizes import held, part_sizes
-from fmmeta.planning.strategies import Way, deepspeed_of, ways
-from fmmeta.planning.time import Room, Seconds, step_seconds, task_seconds
+from fmmeta.planning.strategies import Strategy, deepspeed_of, strategies
+from fmmeta.planning.time import Seconds, Topology, step_seconds, task_seconds
 
 YEAR_S = 365.25 * 86400
 INTERVAL_S = 1800  # between checkpoints, where failures are simulated
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedLayout:
     """A way and what comes of it on the GPUs that are planned for."""
 
-    way: Way
+    way: Strategy
     groups: int
     rows: int  # of the largest micro-batch
     memory: Estimate
@@ -59,12 +59,12 @@ class Planner:
         self.counted = lru_cache(maxsize=256)(self._counted)
         self.refused: dict[str, int] = {}  # why ways were left out, and how many
 
-    def layouts(self) -> list[Layout]:
+    def layouts(self) -> list[PlannedLayout]:
         """All of them: those that fit first, the fastest first; then those that lack least."""
-        found = [layout for way in ways(self.plan) if (layout := self._largest(way))]
+        found = [layout for way in strategies(self.plan) if (layout := self._largest(way))]
         return sorted(found, key=lambda one: (one.lacking, one.step_seconds if not one.lacking else 0, one.memory.total))
 
-    def _largest(self, way: Way) -> Layout | None:
+    def _largest(self, way: Strategy) -> PlannedLayout | None:
         """With the most rows of a micro-batch that fit; None where the settings do not go together."""
         plan, ranks = self.plan, min(self.plan.gpus, self.plan.gpus_per_node)
         try:
@@ -83,10 +83,12 @@ class Planner:
                 break
         return self._layout(replace(way, micro_batch_size=rows), config, precision, sizes, needed, lacking)
 
-    def _layout(self, way: Way, config: Config, precision: Precision, sizes: Sizes, needed: Estimate, lacking: float) -> Layout:
+    def _layout(
+        self, way: Strategy, config: Config, precision: DeepSpeedSettings, sizes: Sizes, needed: Estimate, lacking: float
+    ) -> PlannedLayout:
         """What a way comes to."""
         plan, ranks = self.plan, min(self.plan.gpus, self.plan.gpus_per_node)
-        room = Room(way.data, way.group_size, plan.gpus // way.group_size, way.group_size <= ranks, plan.gpus <= ranks)
+        room = Topology(way.data, way.group_size, plan.gpus // way.group_size, way.group_size <= ranks, plan.gpus <= ranks)
         asked, tokens = self.products(way.lora_r, way.stages, way.tensor), plan.row_tokens or plan.max_length
         task = task_work(config, precision, sizes, asked, way.data, tokens)
         one = task_seconds(task, sizes, precision, room, self.profile)
@@ -97,15 +99,15 @@ class Planner:
         useful = plan.tasks * needed_flops(config, self.products(way.lora_r, 1, 1), tokens) / self.profile.matmul(precision.bf16)
         wire = task.wire * most + refresh(precision, sizes, way.data)  # the last: of the outer step
         cross = sizes.crossing * (sizes.params // (way.data if precision.zero_stage else 1)) if room.groups > 1 else 0
-        return Layout(way, room.groups, sizes.rows, needed, lacking, needed.host * ranks, wire, cross, one, step,
+        return PlannedLayout(way, room.groups, sizes.rows, needed, lacking, needed.host * ranks, wire, cross, one, step,
                       seconds, useful / (plan.gpus * seconds))  # fmt: skip
 
-    def _world(self, room: Room, one: Seconds, fixed_s: float) -> World:
+    def _world(self, room: Topology, one: Seconds, fixed_s: float) -> SimulatedCluster:
         """What is simulated; its unit of time is a mean task's."""
         plan = self.plan
         rate = plan.failures_per_gpu_year * room.size * one.total / YEAR_S
         away = 60 * plan.restart_minutes / one.total
-        return World(room.groups, plan.tasks, plan.task_spread, plan.task_noise, plan.slow_share, plan.slow_by,
+        return SimulatedCluster(room.groups, plan.tasks, plan.task_spread, plan.task_noise, plan.slow_share, plan.slow_by,
                      fixed_s / one.total, rate,
                      plan.on_failure == "elastic", away, INTERVAL_S / one.total)  # fmt: skip
 
@@ -117,7 +119,7 @@ class Planner:
     def host_room(self) -> float:
         return float("inf") if self.plan.host_memory_gib is None else HEADROOM * self.plan.host_memory_gib * GIB
 
-    def config_of(self, way: Way) -> Config:
+    def config_of(self, way: Strategy) -> Config:
         """The run's settings; its own checks refuse what does not go together."""
         return self._config(**way.settings(self.plan.bf16_planned))
 
@@ -127,7 +129,7 @@ class Planner:
             given = {name: value for name, value in given.items() if not name.startswith("lora_")}
         return Config(**given)
 
-    def precision_of(self, way: Way) -> Precision:
+    def precision_of(self, way: Strategy) -> DeepSpeedSettings:
         settings, name = deepspeed_of(way), "the plan's file"
         if self.plan.deepspeed is not None:
             settings, name = deepspeed_config.load(self.plan.deepspeed), self.plan.deepspeed
@@ -147,6 +149,6 @@ class Planner:
         config = self._config(lora_r=lora_r, pipeline_stages=stages, tensor_parallel_size=tensor)
         return held(config, self.learner(lora_r), self.description.hf_config)
 
-    def _products(self, lora_r: int, stages: int, tensor: int) -> Products:
+    def _products(self, lora_r: int, stages: int, tensor: int) -> MatmulCounts:
         config = self._config(lora_r=lora_r, pipeline_stages=stages, tensor_parallel_size=tensor)
         return products(self.learner(lora_r), config)

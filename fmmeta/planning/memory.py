@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from fmmeta.parallel.deepspeed_config import Precision
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 
 GIB = 2**30
 META = ("theta", "meta_gradient", "direction", "moments", "kept")
@@ -117,7 +117,7 @@ class Reduced(NamedTuple):
     staging: int
 
 
-def reduced(sizes: Sizes, precision: Precision, sharers: int) -> Reduced:
+def reduced(sizes: Sizes, precision: DeepSpeedSettings, sharers: int) -> Reduced:
     """What gradients cost in each of DeepSpeed 0.19.8's optimizer wrappers, and in a plain worker (stage 0, one sharer).
 
     A bucket of ZeRO is filled with gradients, flattened once more, and reduced; one that holds all gradients is reduced after
@@ -143,7 +143,7 @@ def reduced(sizes: Sizes, precision: Precision, sharers: int) -> Reduced:
     return Reduced(4 * part, bucket + (copied if early else 0), max(bucket + copied, step))
 
 
-def estimate(sizes: Sizes, precision: Precision, sharers: int) -> Estimate:
+def estimate(sizes: Sizes, precision: DeepSpeedSettings, sharers: int) -> Estimate:
     """Peak bytes of one rank. `sharers`: the ranks that ZeRO cuts over (of a stage or tensor rank, the data ranks)."""
     stage, width = precision.zero_stage, 2 if precision.bf16 else 4
     share = [1 if stage < least else sharers for least in (3, 1)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fmmeta.common.errors import UsageError
-from fmmeta.planning.layouts import Layout
+from fmmeta.planning.layouts import PlannedLayout
 from fmmeta.planning.memory import GIB
 from fmmeta.planning.show import KINDS, bar_of
 from fmmeta.report.markup import Markup, tag
@@ -17,7 +17,7 @@ COLOURS = dict(zip(KINDS, ("#0072b2", "#56b4e9", "#009e73", "#7fcab5", "#e69f00"
 WIDTH, LEFT, RIGHT, ROW, TOP = 900.0, 330.0, 70.0, 26.0, 62.0
 
 
-def svg(layouts: Sequence[Layout], gpu_memory_gib: float, title: str) -> Markup:
+def svg(layouts: Sequence[PlannedLayout], gpu_memory_gib: float, title: str) -> Markup:
     most = max([gpu_memory_gib, *(one.memory.total / GIB for one in layouts)])
     height = TOP + ROW * len(layouts) + 34
     rows = [row(one, number, most) for number, one in enumerate(layouts)]
@@ -35,7 +35,7 @@ def x(gib: float, most: float) -> float:
     return round(LEFT + (WIDTH - LEFT - RIGHT) * gib / most, 1)
 
 
-def row(one: Layout, number: int, most: float) -> list[Markup]:
+def row(one: PlannedLayout, number: int, most: float) -> list[Markup]:
     y, at = TOP + ROW * number, 0.0
     parts = [tag("text", f"{one.groups} x {one.way.group_size}: {one.way}", x=LEFT - 8, y=y + 14, text_anchor="end")]
     for name, size in bar_of(one.memory).items():

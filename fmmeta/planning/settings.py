@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.config.conflicts import DIFFERENCES, UNTRAINED
+from fmmeta.config.conflicts import BASELINES, DIFFERENCES
 from fmmeta.config.settings import Config, InnerConfig, MetaConfig, ModelConfig, ParallelConfig, TaskConfig, setting
 
 EVERY = " (default: every one is planned)"
@@ -93,7 +93,7 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
             )
         if self.on_failure not in ON_FAILURE:
             raise UsageError(f"on_failure={self.on_failure} is unknown; use {' or '.join(ON_FAILURE)}")
-        if self.algorithm in UNTRAINED:
+        if self.algorithm in BASELINES:
             raise UsageError(f"algorithm={self.algorithm} trains nothing, so that there is no outer step to plan; use fomaml")
 
     @property

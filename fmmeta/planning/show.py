@@ -8,9 +8,9 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from fmmeta.config.settings import Config
-from fmmeta.planning.layouts import Layout, Planner
+from fmmeta.planning.layouts import PlannedLayout, Planner
 from fmmeta.planning.memory import GIB, Estimate
-from fmmeta.planning.strategies import Way, file_of
+from fmmeta.planning.strategies import Strategy, file_of
 
 KINDS = {
     "weights": ("weights", "gathered"),
@@ -27,9 +27,9 @@ LETTERS = dict(zip(KINDS, "WMTDOKGAB", strict=True))
 BAR = 60
 
 
-def best(layouts: Sequence[Layout], lora: bool, top: int) -> list[Layout]:
+def best(layouts: Sequence[PlannedLayout], lora: bool, top: int) -> list[PlannedLayout]:
     """The fastest that fits of each spread; how it saves memory beside is chosen for time."""
-    found: dict[tuple[int, ...], Layout] = {}
+    found: dict[tuple[int, ...], PlannedLayout] = {}
     for one in layouts:
         way = one.way
         if not one.lacking and bool(way.lora_r) == lora:
@@ -42,7 +42,7 @@ def bar_of(memory: Estimate) -> dict[str, int]:
     return {name: sum(memory.peak.get(kind, 0) for kind in kinds) for name, kinds in KINDS.items()}
 
 
-def text(planner: Planner, layouts: Sequence[Layout]) -> str:
+def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     plan = planner.plan
     trained, _ = planner.counted(0, 1, 1)
     rows = f"{planner.base.most_shots * (planner.base.most_classes or 1)} + {plan.num_query * (planner.base.most_classes or 1)}"
@@ -65,7 +65,7 @@ def text(planner: Planner, layouts: Sequence[Layout]) -> str:
     return "\n".join(lines)
 
 
-def table(shown: Sequence[Layout]) -> list[str]:
+def table(shown: Sequence[PlannedLayout]) -> list[str]:
     head = ["group", "groups", "layout", "rows", "GiB", "host GiB", "step s", "efficiency", "GB in group", "GB across"]
     cells = [[str(one.way.group_size), str(one.groups), str(one.way), str(one.rows),
               f"{one.memory.total / GIB:.1f}", f"{one.host_bytes / GIB:.0f}", number(one.step_seconds),
@@ -81,7 +81,7 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def bar(one: Layout, gpu_memory_gib: float) -> str:
+def bar(one: PlannedLayout, gpu_memory_gib: float) -> str:
     """A line of letters, as long as the share of the GPU that each kind takes."""
     drawn, at = "", 0.0
     for name, size in bar_of(one.memory).items():
@@ -90,7 +90,7 @@ def bar(one: Layout, gpu_memory_gib: float) -> str:
     return f"|{drawn.ljust(BAR)}| {one.memory.total / GIB:5.1f}  group of {one.way.group_size}, {one.way}"
 
 
-def command(planner: Planner, way: Way) -> str:
+def command(planner: Planner, way: Strategy) -> str:
     """What starts the run: `deepspeed` on one node, `torchrun` on each of several."""
     plan = planner.plan
     nodes = max(1, plan.gpus // plan.gpus_per_node)
@@ -100,7 +100,7 @@ def command(planner: Planner, way: Way) -> str:
     return f"{start} launch/train.py {shlex.join(flags(planner, way))}"
 
 
-def flags(planner: Planner, way: Way) -> list[str]:
+def flags(planner: Planner, way: Strategy) -> list[str]:
     """Flags of the run: those that were given to the plan, and those of the layout, where they are not the defaults."""
     values = {**planner.plan.run_settings(), **way.settings(planner.plan.bf16_planned)}
     plain = way.group_size == 1 and not way.offload
@@ -117,7 +117,7 @@ def flags(planner: Planner, way: Way) -> list[str]:
     return words
 
 
-def as_json(planner: Planner, layouts: Sequence[Layout]) -> dict[str, Any]:
+def as_json(planner: Planner, layouts: Sequence[PlannedLayout]) -> dict[str, Any]:
     plan = planner.plan
     trained, frozen = planner.counted(0, 1, 1)
     return {"model": plan.model_name_or_path, "parameters": trained + frozen, "gpus": plan.gpus,
@@ -125,7 +125,7 @@ def as_json(planner: Planner, layouts: Sequence[Layout]) -> dict[str, Any]:
             "left_out": planner.refused, "layouts": [facts(planner, one) for one in layouts]}  # fmt: skip
 
 
-def facts(planner: Planner, one: Layout) -> dict[str, Any]:
+def facts(planner: Planner, one: PlannedLayout) -> dict[str, Any]:
     way = one.way
     named = {**way.settings(planner.plan.bf16_planned), "group_size": way.group_size}
     wire = {kind: size for kind, size in asdict(one.wire).items() if kind != "collectives"}
@@ -137,7 +137,7 @@ def facts(planner: Planner, one: Layout) -> dict[str, Any]:
             "command": command(planner, way)}  # fmt: skip
 
 
-def lacking(planner: Planner, layouts: Sequence[Layout]) -> str:
+def lacking(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     """One line for a model that fits nowhere: what comes nearest, and what it lacks."""
     plan = planner.plan
     if not layouts:

@@ -22,7 +22,7 @@ DRAWN = 100_000  # steps over which failures, which are rare, are drawn: the sam
 
 
 @dataclass(frozen=True)
-class World:
+class SimulatedCluster:
     """What is simulated. Times are in units of a mean task's, unless they say otherwise.
 
     spread: standard deviation of the logarithm of the tasks' sizes, which the dealer knows; noise: the same of what it does not
@@ -55,7 +55,7 @@ class Outcome:
     step: float
 
 
-def simulate(world: World, steps: int = 200, seed: int = 0) -> Outcome:
+def simulate(world: SimulatedCluster, steps: int = 200, seed: int = 0) -> Outcome:
     """Run `steps` outer steps."""
     times, taken = dealt(world.groups, world.tasks, world.spread, world.noise, steps, seed)
     return outcome(world, times, taken, np.random.default_rng((seed, 1)))
@@ -98,7 +98,7 @@ def deal_steps(tokens: np.ndarray, groups: int) -> np.ndarray:
     return owner
 
 
-def outcome(world: World, times: np.ndarray, taken: np.ndarray, rng: np.random.Generator) -> Outcome:
+def outcome(world: SimulatedCluster, times: np.ndarray, taken: np.ndarray, rng: np.random.Generator) -> Outcome:
     """What steps with these times of groups [S, G] and tasks [S, N] come to; slowness and failures are drawn here."""
     useful = taken.sum(1) / world.groups
     slow = np.where(rng.random(times.shape) < world.slow_share, world.slow_by, 1.0)
@@ -112,13 +112,13 @@ def outcome(world: World, times: np.ndarray, taken: np.ndarray, rng: np.random.G
                    world.fixed * len(length) / total, float(length.mean()))  # fmt: skip
 
 
-def static_losses(world: World, length: np.ndarray, rng: np.random.Generator) -> float:
+def static_losses(world: SimulatedCluster, length: np.ndarray, rng: np.random.Generator) -> float:
     """Every failure of a group stops all of them: away, and what was done since the last checkpoint once more."""
     failures = rng.poisson(world.failure_rate * world.groups * length).sum()
     return float(failures * world.away + world.interval * rng.random(failures).sum())
 
 
-def elastic_losses(world: World, length: np.ndarray, rng: np.random.Generator) -> float:
+def elastic_losses(world: SimulatedCluster, length: np.ndarray, rng: np.random.Generator) -> float:
     """A step in which groups fail is done once more by the others; until they are back there are fewer groups."""
     failed = rng.binomial(world.groups, -np.expm1(-world.failure_rate * length))
     failed = np.minimum(failed, world.groups - 1)

@@ -9,7 +9,7 @@ from typing import Any
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs as of_rules
 from fmmeta.models.learner import Learner
-from fmmeta.models.pipeline_split import plan_cut
+from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.parallel.workers.tensor_parallel import cut_patterns
 from fmmeta.planning.memory import GIB, Sizes
 
@@ -22,7 +22,7 @@ def held(config: Config, learner: Learner, hf_config: Any, costs: Sequence[float
     depth = config.pipeline_stages
     params, frozen = counts(learner)
     if depth > 1:  # the most that a stage trains, and the most that one holds besides
-        cut = plan_cut(learner, depth, costs)
+        cut = plan_stages(learner, depth, costs)
         params = max(cut.trained)
         frozen = max(size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True))
     elif config.tensor_parallel_size > 1:
@@ -70,7 +70,7 @@ def most_rows(config: Config, data: int = 1) -> int:
     most = stage_rows(config, data) if config.pipeline_stages > 1 else config.micro_batch_size
     tasks = 1 if config.task_batch == "auto" else int(config.task_batch)
     found = [micro_batches(rows, data, most)[1] for rows in of_rules.rows_of(config)]
-    if config.algorithm in of_rules.PULLED and of_rules.keeps_support(config, data):
+    if config.algorithm in of_rules.FROZEN_BODY and of_rules.keeps_support(config, data):
         return tasks * sum(found)  # the support set's activations wait for the query set
     return tasks * max(found)
 

@@ -13,7 +13,7 @@ from fmmeta.planning.settings import LORA_R, PlanConfig
 
 
 @dataclass(frozen=True)
-class Way:
+class Strategy:
     """A way to spread a model over a group: what the flags of a run say of it."""
 
     group_size: int
@@ -43,7 +43,7 @@ class Way:
         return ", ".join(filter(None, parts)) or "whole"
 
 
-def deepspeed_of(way: Way) -> dict[str, Any]:
+def deepspeed_of(way: Strategy) -> dict[str, Any]:
     """What the shipped file says that `file_of` names."""
     zero: dict[str, Any] = {"stage": way.zero_stage}
     if way.offload:
@@ -51,11 +51,11 @@ def deepspeed_of(way: Way) -> dict[str, Any]:
     return {"zero_optimization": zero}
 
 
-def file_of(way: Way) -> str:
+def file_of(way: Strategy) -> str:
     return f"ds_configs/zero{way.zero_stage}{'_offload' if way.offload else ''}.json"
 
 
-def ways(plan: PlanConfig) -> Iterator[Way]:
+def strategies(plan: PlanConfig) -> Iterator[Strategy]:
     """All combinations that differ; settings that were given are kept."""
     per_node = min(plan.gpus, plan.gpus_per_node)
     sizes = [size for size in divisors(plan.gpus) if per_node % size == 0 or size % per_node == 0]
@@ -65,20 +65,20 @@ def ways(plan: PlanConfig) -> Iterator[Way]:
             use = ", ".join(map(str, divisors(plan.gpus)))
             raise UsageError(f"group_size={sizes[0]} does not divide gpus={plan.gpus}; use {use}")
     for size in sizes:
-        for stages, tensor in cuts(plan, size, per_node):
+        for stages, tensor in model_splits(plan, size, per_node):
             data = size // (stages * tensor)
-            for stage, offload in sharings(plan, size, data, stages * tensor):
+            for stage, offload in zero_options(plan, size, data, stages * tensor):
                 for lora_r in (0, LORA_R) if plan.lora_r is None else (plan.lora_r,):
-                    for outer in both(plan.offload_outer, offload):
-                        for checkpointing in both(plan.gradient_checkpointing):
-                            yield Way(size, stage, stages, tensor, lora_r, offload, outer, checkpointing)
+                    for outer in option_values(plan.offload_outer, offload):
+                        for checkpointing in option_values(plan.gradient_checkpointing):
+                            yield Strategy(size, stage, stages, tensor, lora_r, offload, outer, checkpointing)
 
 
-def both(given: bool | None, never: bool = False) -> tuple[bool, ...]:
+def option_values(given: bool | None, never: bool = False) -> tuple[bool, ...]:
     return (bool(given),) if given is not None or never else (False, True)
 
 
-def cuts(plan: PlanConfig, size: int, per_node: int) -> Iterator[tuple[int, int]]:
+def model_splits(plan: PlanConfig, size: int, per_node: int) -> Iterator[tuple[int, int]]:
     """Pipeline stages and tensor ranks of a group; tensor ranks stay inside a node."""
     for count in divisors(size):
         if count == 1 and plan.pipeline_stages in (None, 1) and plan.tensor_parallel_size in (None, 1):
@@ -89,7 +89,7 @@ def cuts(plan: PlanConfig, size: int, per_node: int) -> Iterator[tuple[int, int]
             yield 1, count
 
 
-def sharings(plan: PlanConfig, size: int, data: int, model_ranks: int) -> Iterator[tuple[int, bool]]:
+def zero_options(plan: PlanConfig, size: int, data: int, model_ranks: int) -> Iterator[tuple[int, bool]]:
     """ZeRO stages, each with and without DeepSpeed's offload; one data rank has nothing to share."""
     if plan.deepspeed is not None:
         _, precision = deepspeed_config.check(

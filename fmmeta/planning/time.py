@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fmmeta.parallel.deepspeed_config import Precision
-from fmmeta.planning.compute import Task, Wire, refresh
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.planning.compute import TaskCost, Wire, refresh
 from fmmeta.planning.machines import Profile
 from fmmeta.planning.memory import Sizes
 
@@ -32,7 +32,7 @@ REDUCED_ANEW = {0: 1, 1: 2, 2: 2, 3: 2}
 
 
 @dataclass(frozen=True)
-class Room:
+class Topology:
     """Where a group lies: its data ranks, all ranks, whether all of it and all of the groups are inside one node."""
 
     data: int
@@ -56,7 +56,7 @@ class Seconds:
         return self.compute + self.group + self.shards + self.cross
 
 
-def task_seconds(task: Task, sizes: Sizes, precision: Precision, room: Room, profile: Profile) -> Seconds:
+def task_seconds(task: TaskCost, sizes: Sizes, precision: DeepSpeedSettings, room: Topology, profile: Profile) -> Seconds:
     """Of one task."""
     compute = group = 0.0
     for times, one in task.passes:
@@ -81,7 +81,9 @@ def task_seconds(task: Task, sizes: Sizes, precision: Precision, room: Room, pro
     return Seconds(compute, group, moved / rate + away + anew * profile.page_in, 0.0)
 
 
-def step_seconds(one: Seconds, tasks: float, sizes: Sizes, precision: Precision, room: Room, profile: Profile) -> Seconds:
+def step_seconds(
+    one: Seconds, tasks: float, sizes: Sizes, precision: DeepSpeedSettings, room: Topology, profile: Profile
+) -> Seconds:
     """Of an outer step in which the fullest group runs `tasks` tasks."""
     shard = shard_of(sizes, precision, room)
     link = profile.group_link if room.all_in_node else profile.cross_link
@@ -99,7 +101,7 @@ def step_seconds(one: Seconds, tasks: float, sizes: Sizes, precision: Precision,
     return Seconds(tasks * one.compute, group, tasks * one.shards + outer, cross)
 
 
-def wire_seconds(wire: Wire, stage: int, room: Room, profile: Profile) -> float:
+def wire_seconds(wire: Wire, stage: int, room: Topology, profile: Profile) -> float:
     """Of a rank, one collective after the other. DeepSpeed reduces by all-reduce, but at ZeRO 3 it scatters (gloo makes that out
     of an all-reduce); tensor ranks are neighbours inside a node.
     """
@@ -114,11 +116,11 @@ def ring(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def shard_of(sizes: Sizes, precision: Precision, room: Room) -> int:
+def shard_of(sizes: Sizes, precision: DeepSpeedSettings, room: Topology) -> int:
     return sizes.params // (room.data if precision.zero_stage > 0 else 1)
 
 
-def offloaded(task: Task, sizes: Sizes, precision: Precision, shard: int) -> float:
+def offloaded(task: TaskCost, sizes: Sizes, precision: DeepSpeedSettings, shard: int) -> float:
     """Bytes of a task between device and host: with DeepSpeed's offload gradients and weights of each update, with
     --offload_outer the restore of theta and the direction."""
     if sizes.lazy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.process_groups import Ranks
+from fmmeta.parallel.process_groups import ProcessGroups
 
 
 def hash_vector(vector: Tensor) -> int:
@@ -18,7 +18,7 @@ def hash_vector(vector: Tensor) -> int:
     return total
 
 
-def equal_replicas(ranks: Ranks, theta: Tensor) -> None:
+def equal_replicas(ranks: ProcessGroups, theta: Tensor) -> None:
     """Check that ranks with the same shard hold the same bits. Collective: world."""
     hashes = ranks.world.gather_bytes(str(hash_vector(theta)).encode())
     size = ranks.layout.group_size

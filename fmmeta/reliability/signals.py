@@ -24,7 +24,7 @@ from typing import Any
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_S = 5.0
-STOPPED, ENDED = 75, 70  # exit codes: stopped by a signal after a save; ended because a rank or a machine misbehaves
+EXIT_STOPPED, EXIT_FAULT = 75, 70  # exit codes: stopped by a signal after a save; ended because a rank or a machine misbehaves
 SHELLS = {"bash", "sh", "zsh", "fish", "dash", "ash", "ksh", "csh", "tcsh", "screen", "tmux: server", "systemd", "init"}
 
 
@@ -69,7 +69,7 @@ class Signals:
         """A signal, or what counts as one; `code`: to leave with if it is a second one."""
         now = time.monotonic()
         if self.state == "starting":
-            self.leave(STOPPED)
+            self.leave(EXIT_STOPPED)
         elif self.state == "running" and not self.asked:
             self.asked, self.at = name, now
         elif self.state == "running" and now - self.at > SAME_S:

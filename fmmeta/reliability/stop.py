@@ -26,22 +26,22 @@ from torch import Tensor
 from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.common.errors import MachineFault
 from fmmeta.config.settings import Config
-from fmmeta.meta.task_gradient import Direction
-from fmmeta.parallel.process_groups import Board, Ranks
+from fmmeta.meta.task_gradient import TaskGradient
+from fmmeta.parallel.process_groups import ProcessGroups, SharedStore
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.replicas import hash_vector
 from fmmeta.reliability.signals import Launcher, Signals
-from fmmeta.reliability.watchdog import MARGIN_S, Watch, Watchdog, myself
+from fmmeta.reliability.watchdog import MARGIN_S, Watchdog, WatchdogStage, myself
 
 
 class Guard:
     """One for a run. board: None where no rank is to be watched from outside."""
 
-    def __init__(self, config: Config, ranks: Ranks, worker: Worker, signals: Signals | None = None,
-                 board: Board | None = None) -> None:  # fmt: skip
+    def __init__(self, config: Config, ranks: ProcessGroups, worker: Worker, signals: Signals | None = None,
+                 board: SharedStore | None = None) -> None:  # fmt: skip
         self.config, self.ranks, self.worker = config, ranks, worker
         self.signals, self.board = signals or Signals(), board
-        self.watch = Watch(config.step_timeout)
+        self.watch = WatchdogStage(config.step_timeout)
         self.left = self.stop = False
         self.count = self.exploded = 0  # tasks of this group, in this outer step
 
@@ -72,7 +72,7 @@ class Guard:
         """Something that must end within its bound begins; the groups wait for each other accordingly."""
         self.watch.begin(stage)
         for communicator in (self.ranks.cross, self.ranks.world):
-            communicator.patience(self.watch.bound_s + MARGIN_S)
+            communicator.set_timeout(self.watch.bound_s + MARGIN_S)
 
     def rests(self) -> bool:
         """`leaves`, between two episodes of an evaluation. Collective: group."""
@@ -112,7 +112,7 @@ class Guard:
         """Whether every direction that is finite counts, whatever its size."""
         return self.config.max_task_loss is None and self.config.max_task_norm is None
 
-    def fit(self, direction: Direction) -> Direction:
+    def fit(self, direction: TaskGradient) -> TaskGradient:
         """The direction, not finite if the task's loss or the direction's norm is beyond its bound. Collective: group."""
         most_loss, most_norm = self.config.max_task_loss, self.config.max_task_norm
         if not direction.finite or self.trusts:
@@ -136,7 +136,7 @@ class Guard:
         size = self.ranks.layout.group_size
         if self.ranks.cross.size == 1:
             return
-        hashes = self.ranks.everyone.gather_bytes(str(hash_vector(theta)).encode())
+        hashes = self.ranks.all_groups.gather_bytes(str(hash_vector(theta)).encode())
         odd = []
         for member in range(size):
             (most, count), *others = Counter(hashes[member::size]).most_common()

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fmmeta.parallel.nodes import link_of
-from fmmeta.parallel.process_groups import Board, Ranks
-from fmmeta.reliability.signals import ENDED, Launcher, Signals, born
+from fmmeta.parallel.process_groups import ProcessGroups, SharedStore
+from fmmeta.reliability.signals import EXIT_FAULT, Launcher, Signals, born
 
 FIRST_S, FLOOR_S, TIMES = 1800.0, 300.0, 10.0  # bound before a step is measured; least bound; times the slowest step
 BEAT_S, TICK_S, GRACE_S = 5.0, 0.5, 3.0
@@ -32,7 +32,7 @@ MARGIN_S = 60.0  # that communicators wait longer than the watchdog
 SHOWN = 8  # ranks that are named one by one
 
 
-class Watch:
+class WatchdogStage:
     """Where this rank is, told by the main thread in a few words, and how long it may stay there."""
 
     def __init__(self, step_timeout: float | None) -> None:
@@ -69,7 +69,7 @@ class Watch:
 class Watchdog:
     """The two threads of a rank. `peers`: process, start time and node of every rank. board: None for a process alone."""
 
-    def __init__(self, watch: Watch, board: Board | None, peers: Sequence[dict[str, Any]], ranks: Ranks, signals: Signals,
+    def __init__(self, watch: WatchdogStage, board: SharedStore | None, peers: Sequence[dict[str, Any]], ranks: ProcessGroups, signals: Signals,
                  launcher: Launcher, leave: Callable[[int], Any] = os._exit) -> None:  # fmt: skip
         self.watch, self.board, self.peers, self.ranks = watch, board, peers, ranks
         self.signals, self.launcher, self.leave = signals, launcher, leave
@@ -87,7 +87,7 @@ class Watchdog:
 
     def start(self) -> None:
         if self.board is not None:
-            self.board.pin(f"beat/{self.rank}", "")
+            self.board.set(f"beat/{self.rank}", "")
         for target in (self._clock, self._herald) if self.board is not None else (self._clock,):
             threading.Thread(target=target, name="watchdog", daemon=True).start()
 
@@ -101,7 +101,7 @@ class Watchdog:
         try:
             while not self.closed.wait(TICK_S):
                 if self.signals.asked and not told:
-                    self.board.pin("stop", self.signals.asked)
+                    self.board.set("stop", self.signals.asked)
                     told = True
                 elif not told and (asked := self.board.look("stop")):
                     self.signals.asked = self.signals.asked or asked
@@ -119,7 +119,7 @@ class Watchdog:
             words = {"count": self.count, "words": self.watch.words}
             if self.asked.is_set():
                 words["stack"] = stack_of(self.main)
-            self.board.pin(f"beat/{self.rank}", json.dumps(words))
+            self.board.set(f"beat/{self.rank}", json.dumps(words))
         if self.asked.is_set():
             beats = self.board.read([f"beat/{rank}" for rank in range(self.ranks.world.size)])
             self.heard = self.heard or [now] * len(beats)
@@ -159,7 +159,7 @@ class Watchdog:
                 peer = self.peers[rank]
                 if peer["node"] == node and peer["born"] and identity_of(peer["pid"]) == peer["born"]:
                     os.kill(peer["pid"], signal.SIGKILL)  # a stopped process cannot end itself
-        self.leave(ENDED)
+        self.leave(EXIT_FAULT)
 
     def silent(self) -> list[int]:
         """Ranks whose beat has not changed while this one asked; the keeper of the board if nothing could be read."""

@@ -27,7 +27,7 @@ from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Task
-from fmmeta.tasks.sources.base import Draw, Episode
+from fmmeta.tasks.sources.base import Draw, EpisodeRows
 
 STREAM = 1 << 20  # keeps the random numbers of transforms apart from those that draw rows
 
@@ -97,7 +97,7 @@ class Transforms:
         """Of the source of each callable, where it has one. What these call is not looked at."""
         return digest([[name, source_of(found)] for name, found in (*self.example, *self.episode)])
 
-    def __call__(self, draw: Draw) -> Episode:
+    def __call__(self, draw: Draw) -> EpisodeRows:
         """The episode of a draw, its texts transformed. Raises `UsageError` naming a transform that fails."""
         draw.store.check()
         sets = [[TextExample(draw.store.text("left", row), draw.store.text("right", row), label) for row, label in rows]
@@ -108,7 +108,7 @@ class Transforms:
         episode = TextEpisode(draw.task, sets[0], sets[1], draw.classes)
         for name, transform in self.episode:
             episode = self._run(name, transform, episode, (*draw.task.seed, STREAM))
-        return Episode(draw.task, self._encode(episode.support, draw), self._encode(episode.query, draw), draw.classes)
+        return EpisodeRows(draw.task, self._encode(episode.support, draw), self._encode(episode.query, draw), draw.classes)
 
     def _run(self, name: str, transform: Callable[..., Any], value: Any, seed: Sequence[int]) -> Any:
         try:

@@ -68,7 +68,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Batches:
+class Episode:
     """An episode as this rank's micro-batches. `prompted`: the query with the support set before it, for in-context learning."""
 
     support: list[MicroBatch]
@@ -80,12 +80,12 @@ class Batches:
         """Tokens of this rank's support and query rows, padding left out."""
         return sum(b.tokens for b in self.support), sum(b.tokens for b in self.query)
 
-    def pin_memory(self) -> Batches:
-        return Batches(*([batch.pin_memory() for batch in part] for part in (self.support, self.query, self.prompted)))
+    def pin_memory(self) -> Episode:
+        return Episode(*([batch.pin_memory() for batch in part] for part in (self.support, self.query, self.prompted)))
 
 
 @dataclass(frozen=True)
-class Dealer:
+class Batcher:
     """How a group cuts sets into micro-batches: this rank's share, at most `micro_batch_size` rows at a time.
 
     pack: function from rows (longest first) and a least number of sequences to packed sequences, which then count as rows.
@@ -115,12 +115,12 @@ class Dealer:
     def _cut(self, ordered: Sequence[Example]) -> list[Sequence[Example]]:
         """As many micro-batches of each rank, whose turns come one after the other."""
         if self.max_tokens:
-            return within(ordered, self.micro_batch_size, self.max_tokens, self.group_size)
+            return cut_by_tokens(ordered, self.micro_batch_size, self.max_tokens, self.group_size)
         rounds = -(-len(ordered) // (self.group_size * self.micro_batch_size))
         return even_parts(ordered, rounds * self.group_size)
 
 
-def within(rows: Sequence[Example], most: int, tokens: int, multiple: int) -> list[Sequence[Example]]:
+def cut_by_tokens(rows: Sequence[Example], most: int, tokens: int, multiple: int) -> list[Sequence[Example]]:
     """Cut rows, longest first, into runs of at most `most` rows and `tokens` tokens with padding; a longer row is a run.
 
     `multiple` divides their number: the largest runs are halved for it, and empty ones added where all have one row.
@@ -169,23 +169,23 @@ Sets = Sequence[Sequence[MicroBatch]]
 """Micro-batches of one set of each task."""
 
 
-def joined(sets: Sets) -> list[MicroBatch]:
+def merge_task_batches(sets: Sets) -> list[MicroBatch]:
     """The m-th micro-batches of all tasks as one, for every m: as many rows and tokens each, filled with rows of weight 0."""
     found = []
-    for present in zip(*alike(sets), strict=True):
+    for present in zip(*pad_to_same_shape(sets), strict=True):
         parts = [torch.cat([getattr(b, name) for b in present]) for name in ("input_ids", "attention_mask", "labels", "weights")]
         found.append(MicroBatch(*parts, classes=present[0].classes))
     return found
 
 
-def alike(sets: Sets) -> list[list[MicroBatch]]:
+def pad_to_same_shape(sets: Sets) -> list[list[MicroBatch]]:
     """Every task's micro-batches, as many as every other's, the m-th of all of one shape; what fills them counts nothing."""
     found: list[list[MicroBatch]] = [[] for _ in sets]
     for each in zip_longest(*sets):
         present = [batch if batch is not None else empty(own[-1]) for batch, own in zip(each, sets, strict=True)]
         rows, tokens = max(len(b.input_ids) for b in present), max(b.input_ids.shape[1] for b in present)
         for own, batch in zip(found, present, strict=True):
-            own.append(widened(batch, rows, tokens))
+            own.append(widen_rows(batch, rows, tokens))
     return found
 
 
@@ -193,7 +193,7 @@ def empty(batch: MicroBatch) -> MicroBatch:
     return MicroBatch(batch.input_ids, batch.attention_mask, batch.labels, torch.zeros_like(batch.weights), batch.classes)
 
 
-def widened(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
+def widen_rows(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
     """Tokens that nobody looks at, and copies of the last row that count nothing."""
     wider = tokens - batch.input_ids.shape[1]
     more = rows - len(batch.input_ids)

@@ -2,7 +2,7 @@
 
     tasks in the order of the schedule --> DataLoader (num_workers processes, each prefetch_factor ahead) --> Loaded
 
-A task that fails to load does not disturb the others: it comes out as `Loaded` with an error. I/O errors are tried
+A task that fails to load does not disturb the others: it comes out as `LoadResult` with an error. I/O errors are tried
 again first. A loader process that dies is replaced; its death counts against the task that it was preparing. Where episodes
 cannot pass through memory, the training process loads them. Nothing here raises, and nothing communicates: what to do about
 a bad task is for all ranks to decide (feed.py).
@@ -26,10 +26,10 @@ import torch.utils.data
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
-from fmmeta.tasks.batching import Batches, Dealer, Example
+from fmmeta.tasks.batching import Batcher, Episode, Example
 from fmmeta.tasks.episode_folder import EpisodeFolder, Seed, put, remove_stale, root, take
 from fmmeta.tasks.schedule.meta_batches import Task
-from fmmeta.tasks.sources.base import Draw, Episode, TaskSource
+from fmmeta.tasks.sources.base import Draw, EpisodeRows, TaskSource
 
 BACK_OFF_S = (0.1, 0.5, 2.0)  # waits before I/O is tried again
 DEATHS = 3  # a task that ends so many loader processes is given up; so are loader processes that fail so often without one
@@ -38,16 +38,16 @@ MEASURED = 3  # outer steps loaded in the training process before `auto` decides
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """An episode as this rank's micro-batches, or why there is none. crash: an error that is nobody's data."""
 
     task: Task
-    batches: Batches | None
+    batches: Episode | None
     error: str = ""
     crash: bool = False
     seconds: float = 0.0  # that loading took, wherever it was done
 
-    def pin_memory(self) -> Loaded:
+    def pin_memory(self) -> LoadResult:
         return replace(self, batches=self.batches and self.batches.pin_memory())
 
 
@@ -56,27 +56,27 @@ Prompted = Callable[[Sequence[Example], Sequence[Example]], list[Example]]
 
 
 @dataclass
-class Load:
+class LoadEpisode:
     """From a task to its micro-batches; picklable. `transform` turns draws into episodes (default: their tokens)."""
 
     source: TaskSource
-    dealer: Dealer
-    transform: Callable[[Draw], Episode] | None = None
+    dealer: Batcher
+    transform: Callable[[Draw], EpisodeRows] | None = None
     most_classes: int = 0
     prompt: Prompted | None = None
     sleep: Callable[[float], None] = time.sleep
 
-    def __call__(self, task: Task) -> Loaded:
+    def __call__(self, task: Task) -> LoadResult:
         began = time.perf_counter()
         try:
-            loaded = Loaded(task, self.batches(task))
+            loaded = LoadResult(task, self.batches(task))
         except UsageError as error:
-            loaded = Loaded(task, None, str(error))
+            loaded = LoadResult(task, None, str(error))
         except Exception as error:  # it must reach the ranks that wait, not end this one
-            loaded = Loaded(task, None, f"{type(error).__name__}: {error}", crash=not isinstance(error, OSError))
+            loaded = LoadResult(task, None, f"{type(error).__name__}: {error}", crash=not isinstance(error, OSError))
         return replace(loaded, seconds=time.perf_counter() - began)
 
-    def batches(self, task: Task) -> Batches:
+    def batches(self, task: Task) -> Episode:
         for wait_s in (*BACK_OFF_S, None):
             try:
                 draw = self.source.draw(task)
@@ -88,7 +88,7 @@ class Load:
                 self.sleep(wait_s)
         classes = len(episode.classes) if len(episode.classes) < self.most_classes else 0
         support, query = (self.dealer.deal(rows, classes) for rows in (episode.support, episode.query))
-        return Batches(support, query, self.dealer.deal(self.prompt(episode.support, episode.query)) if self.prompt else [])
+        return Episode(support, query, self.dealer.deal(self.prompt(episode.support, episode.query)) if self.prompt else [])
 
 
 class Tasks(torch.utils.data.Dataset[tuple[str, int]]):
@@ -98,7 +98,7 @@ class Tasks(torch.utils.data.Dataset[tuple[str, int]]):
     it, and half a large message would let the reader wait for ever. A name is written to the pipe whole or not at all.
     """
 
-    def __init__(self, load: Load, folder: EpisodeFolder) -> None:
+    def __init__(self, load: LoadEpisode, folder: EpisodeFolder) -> None:
         self.load, self.path = load, folder.path
 
     def __getitem__(self, task: Task) -> tuple[str, int]:  # type: ignore[override]
@@ -111,9 +111,9 @@ class EpisodeLoader:
     num_workers: a number, or "auto". budget: most loader processes of this rank that `auto` may start.
     """
 
-    def __init__(self, load: Load, upcoming: Callable[[Task], Iterable[Task]], num_workers: str = "0", prefetch_factor: int = 4,
+    def __init__(self, load: LoadEpisode, upcoming: Callable[[Task], Iterable[Task]], num_workers: str = "0", prefetch_factor: int = 4,
                  pin: bool = False, budget: int | None = None) -> None:  # fmt: skip
-        self.load, self.upcoming, self.prefetch, self.pin = load, upcoming, prefetch_factor, pin
+        self.load, self.task_stream, self.prefetch, self.set = load, upcoming, prefetch_factor, pin
         self.auto = num_workers == "auto"
         self.num_workers = 0 if self.auto else int(num_workers)
         self.budget = (os.cpu_count() or 1) - 1 if budget is None else budget
@@ -126,7 +126,7 @@ class EpisodeLoader:
         self.wait_s = self.load_s = 0.0
         self.rounds, self.warm = 0, (0.0, 0.0)  # outer steps, and what the first of them took: it warms up
 
-    def fetch(self, tasks: Sequence[Task]) -> list[Loaded]:
+    def fetch(self, tasks: Sequence[Task]) -> list[LoadResult]:
         """The next episodes. `wait_s` and `load_s` add up what this process waited, and what loading cost."""
         began = time.perf_counter()
         loaded = [self._fetch_one(task) for task in tasks]
@@ -157,14 +157,14 @@ class EpisodeLoader:
             self.folder.close()
             self.folder = None
 
-    def _fetch_one(self, task: Task) -> Loaded:
+    def _fetch_one(self, task: Task) -> LoadResult:
         try:
             loaded = self._next(task)
-            return loaded.pin_memory() if self.pin else loaded
+            return loaded.pin_memory() if self.set else loaded
         except Exception as error:  # it must reach the ranks that wait, not end this one
-            return Loaded(task, None, f"{type(error).__name__}: {one_line(error)}", crash=True)
+            return LoadResult(task, None, f"{type(error).__name__}: {one_line(error)}", crash=True)
 
-    def _next(self, task: Task) -> Loaded:
+    def _next(self, task: Task) -> LoadResult:
         while self.num_workers and self.deaths[task.seed] < DEATHS:
             try:
                 if self.stream is None:
@@ -184,7 +184,7 @@ class EpisodeLoader:
         if not self.deaths[task.seed]:
             return self.load(task)
         died = f"loader processes died {self.deaths[task.seed]} times while they prepared it"
-        return Loaded(task, None, f"task {task.name}: {died}, last: {self.cause}")
+        return LoadResult(task, None, f"task {task.name}: {died}, last: {self.cause}")
 
     def _recover(self, error: Exception) -> None:
         """End the loader processes after a failure, to start others; after DEATHS failures in a row start no more."""
@@ -222,7 +222,7 @@ class EpisodeLoader:
         context = multiprocessing.get_context("forkserver")  # a fork of this process would copy its threads' locks
         context.set_forkserver_preload(["fmmeta.tasks.fork_server"])
         context.Lock()  # where /dev/shm is full it raises `OSError`; DataLoader's own locks would leave a broken iterator too
-        sampler: Any = (one for one in self.upcoming(task) if self.deaths[one.seed] < DEATHS)
+        sampler: Any = (one for one in self.task_stream(task) if self.deaths[one.seed] < DEATHS)
         loader = torch.utils.data.DataLoader(
             Tasks(self.load, self.folder), batch_size=None, sampler=sampler, num_workers=self.num_workers,
             prefetch_factor=self.prefetch, persistent_workers=True, multiprocessing_context=context, worker_init_fn=serve,

@@ -29,11 +29,11 @@ def pack(rows: Sequence[Example], least: int, length: int) -> list[Example]:
             filled.append(0)
         bins[shortest].append(row)
         filled[shortest] += len(row.input_ids)
-    packed = [joined(members) for members in bins if members]
+    packed = [concat_rows(members) for members in bins if members]
     return sorted(packed, key=lambda sequence: len(sequence.input_ids), reverse=True)
 
 
-def joined(rows: Sequence[Example]) -> Example:
+def concat_rows(rows: Sequence[Example]) -> Example:
     """One sequence; no loss is taken on the first token of a row."""
     ids = [token for row in rows for token in row.input_ids]
     labels = [IGNORE if place == 0 else label for row in rows for place, label in enumerate(row.labels)]  # type: ignore[arg-type]

@@ -22,25 +22,25 @@ from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.models.forward_options import check_attention
 from fmmeta.models.layer_timing import layer_seconds
-from fmmeta.models.lazy_weights import open_stream
+from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
-from fmmeta.models.pipeline_split import plan_cut
+from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.models.stored_settings import trained_with
 from fmmeta.parallel import deepspeed_config
-from fmmeta.parallel.layout import Layout, Place
-from fmmeta.parallel.offload import Home
-from fmmeta.parallel.process_groups import Ranks, World
+from fmmeta.parallel.layout import GroupCoordinates, Layout
+from fmmeta.parallel.offload import OuterMemory
+from fmmeta.parallel.process_groups import ProcessGroups, World
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.parallel.workers.create import place_of, start_worker
+from fmmeta.parallel.workers.create import create_worker, group_coordinates
 from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 from fmmeta.planning import auto_group_size
 from fmmeta.planning.sizes import counts, held, part_sizes, stage_rows
 from fmmeta.reliability.replicas import equal_replicas
 from fmmeta.tasks.augment import Transforms
-from fmmeta.tasks.batching import Dealer
+from fmmeta.tasks.batching import Batcher
 from fmmeta.tasks.data.prompts import make_prompt
 from fmmeta.tasks.data.used_splits import UsedSplits
-from fmmeta.tasks.loader import Load, Prompted
+from fmmeta.tasks.loader import LoadEpisode, Prompted
 from fmmeta.tasks.packing import pack
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import TaskSource, shares
@@ -59,7 +59,7 @@ class Plan:
     sources: Sources
     transforms: Transforms | None
     deepspeed: dict[str, Any]
-    precision: deepspeed_config.Precision
+    precision: deepspeed_config.DeepSpeedSettings
     trained: list[UsedSplits]  # what the model has been trained with before
     costs: list[float] | None = None  # seconds of each layer, where stages are balanced by them
 
@@ -78,7 +78,7 @@ def plan(config: Config, world: World, notice: Notice, models: Sequence[str] = (
 
     Collective: world.
     """
-    with world.comm.together("reading settings"):
+    with world.comm.raise_on_all("reading settings"):
         deepspeed, precision = deepspeed_config.read(config.deepspeed, config.bf16, notice)
         if config.pipeline_stages > 1:
             deepspeed, precision = deepspeed_config.for_pipeline(deepspeed, precision, notice)
@@ -97,10 +97,10 @@ def plan(config: Config, world: World, notice: Notice, models: Sequence[str] = (
         return replace(description, classes=len(sources.train.classes)), tokenizer, sources, trained
 
     names = " ".join(config.dataset)
-    description, tokenizer, sources, trained = world.first_on_node(
+    description, tokenizer, sources, trained = world.run_on_first_rank_of_node(
         f"dataset={names} is being read and tokenised", read, config.prepare_timeout
     )
-    with world.comm.together("trying the transforms"):
+    with world.comm.raise_on_all("trying the transforms"):
         transforms = Transforms.of(config, copy.deepcopy(tokenizer))
         if transforms:
             transforms(sources.train.draw(Schedule(sources.train.items, 1, config.seed).meta_batch(0)[0]))
@@ -112,28 +112,28 @@ def plan(config: Config, world: World, notice: Notice, models: Sequence[str] = (
     return Plan(description, tokenizer, sources, transforms, deepspeed, precision, trained, costs)
 
 
-def measure(config: Config, description: Description, precision: deepspeed_config.Precision, world: World) -> list[float]:
+def measure(config: Config, description: Description, precision: deepspeed_config.DeepSpeedSettings, world: World) -> list[float]:
     """Seconds of each layer in a micro-batch of the run's size, as the first rank tries them, so that all cut alike. Collective:
     world.
     """
     seconds: list[float] = []
-    with world.comm.together("measuring the layers"):
+    with world.comm.raise_on_all("measuring the layers"):
         if world.launch.global_rank == 0:
-            learner = open_stream(config, description).learner
-            plan_cut(learner, config.pipeline_stages)  # refuses what cannot be cut
+            learner = open_lazy_model(config, description).learner
+            plan_stages(learner, config.pipeline_stages)  # refuses what cannot be cut
             tokens = min(config.max_length, getattr(description.hf_config, "max_position_embeddings", config.max_length) - 2)
             seconds = layer_seconds(learner, stage_rows(config), tokens, world.device, precision.bf16)
     return json.loads(world.comm.gather_bytes(json.dumps(seconds).encode())[0])
 
 
-def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Ranks:
+def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> ProcessGroups:
     """Choose the group size and make the groups. Collective: world."""
     sizes = None
-    with world.comm.together("sizing the model"):
+    with world.comm.raise_on_all("sizing the model"):
         check_attention(config, plan.precision.bf16, world.device.type)
         sizes = sizes_of(config, plan, world.device)
         if config.group_size != "auto":
-            place_of(config, Layout(world.launch, int(config.group_size)))
+            group_coordinates(config, Layout(world.launch, int(config.group_size)))
     model_ranks = config.pipeline_stages * config.tensor_parallel_size
     if config.elastic:
         group_size = world.launch.world_size
@@ -187,7 +187,7 @@ def show_layout(
 
 def balance_of(config: Config, plan: Plan) -> str:
     """Which layers each stage gets, and how much that is."""
-    cut = plan_cut(empty_learner(config, plan.description), config.pipeline_stages, plan.costs)
+    cut = plan_stages(empty_learner(config, plan.description), config.pipeline_stages, plan.costs)
     parts = []
     for (begin, end), size in zip(pairwise(cut.bounds), cut.sizes, strict=True):
         taken = f", {1000 * sum(plan.costs[begin:end]):.3g} ms" if plan.costs else ""
@@ -220,13 +220,13 @@ class Parts:
     theta: Tensor
     frozen: dict[str, Tensor]  # untrained tensors by name, on the rank that writes them, for export; none beside adapters
     setup: rules.Setup
-    dealer: Dealer
-    place: Place
+    dealer: Batcher
+    place: GroupCoordinates
     prompt: Prompted | None = None  # puts support sets before queries
 
-    def load(self, source: TaskSource, transform: Transforms | None = None) -> Load:
+    def load(self, source: TaskSource, transform: Transforms | None = None) -> LoadEpisode:
         """From a task of `source` to this rank's micro-batches."""
-        return Load(source, self.dealer, transform, self.setup.inner.head.classes, self.prompt)
+        return LoadEpisode(source, self.dealer, transform, self.setup.inner.head.classes, self.prompt)
 
 
 def training_schedule(config: Config, plan: Plan, layout: Layout) -> Schedule:
@@ -240,15 +240,15 @@ def training_schedule(config: Config, plan: Plan, layout: Layout) -> Schedule:
                     sizes=source.size)  # fmt: skip
 
 
-def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
+def build(config: Config, plan: Plan, ranks: ProcessGroups) -> Parts:
     """Read the weights and start the worker; the replicas are equal afterwards. Collective: world."""
     engine = engine_of(config, plan, ranks.layout.group_size, ranks.device)
-    started = start_worker(config, plan.description, plan.deepspeed, plan.precision, engine, ranks, plan.costs)
+    started = create_worker(config, plan.description, plan.deepspeed, plan.precision, engine, ranks, plan.costs)
     worker, place = started.worker, started.place
     theta = ranks.cross.broadcast_(worker.read())
     worker.write(theta)
     equal_replicas(ranks, theta)
-    theta = Home(ranks.device, config.offload_outer).keep(theta)
+    theta = OuterMemory(ranks.device, config.offload_outer).keep(theta)
     setup = rules.setup(config, worker, started.head_names, plan.description.outputs(config), plan.precision.bf16)
     prompt = None
     if config.algorithm == "in_context":
@@ -257,12 +257,12 @@ def build(config: Config, plan: Plan, ranks: Ranks) -> Parts:
     return Parts(worker, theta, started.frozen, setup, dealer_of(config, plan, place), place, prompt)
 
 
-def dealer_of(config: Config, plan: Plan, place: Place) -> Dealer:
+def dealer_of(config: Config, plan: Plan, place: GroupCoordinates) -> Batcher:
     """Deals a task's rows over the data ranks of a group, in micro-batches small enough for every stage to work on one."""
     most = config.micro_batch_size
     if place.stages > 1:
         rows = config.most_shots * (config.most_classes or 1)
         most = min(most, max(1, -(-rows // (place.data * place.stages))))
     packing = partial(pack, length=config.max_length) if config.packing else None
-    return Dealer(plan.description.hf_config.pad_token_id, most, place.data_rank, place.data, packing,
+    return Batcher(plan.description.hf_config.pad_token_id, most, place.data_rank, place.data, packing,
                   config.max_tokens_per_micro_batch)  # fmt: skip

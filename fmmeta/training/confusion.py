@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.meta.inner_loop import Learning
-from fmmeta.parallel.workers.full_model import WholeWorker
+from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.training.validation import TEST, HeldOut
 
@@ -22,20 +22,20 @@ def confusion(held_out: HeldOut, source: TaskSource, theta: Tensor, learning: Le
     worker, config = held_out.worker, held_out.config
     if config.task_type != "classification":
         return {"left_out": f"task_type={config.task_type} has answers, not classes"}
-    if not isinstance(worker, WholeWorker):
+    if not isinstance(worker, FullModelWorker):
         return {"left_out": f"pipeline_stages={config.pipeline_stages}: only the last stage sees what the model answers"}
     task = held_out.tasks(source, TEST)[0]
     found = held_out.reader(source).alike(task)
     if not found:
         return {"left_out": f"task {task.name} could not be had"}
     ((_, episode),) = found
-    with held_out.ranks.world.together("naming the classes of an episode"):
+    with held_out.ranks.world.raise_on_all("naming the classes of an episode"):
         classes = source.draw(task).classes
     worker.write(theta)
     learning.score(worker, theta, episode)  # leaves the worker at phi
     counts = torch.zeros(len(classes), len(classes), dtype=torch.float64, device=worker.device)
     for batch, logits in zip(episode.query, worker.logits(episode.query), strict=True):
-        if worker.voice:
+        if worker.counts_rows:
             rows, answers = batch.to(worker.device), logits[:, : len(classes)].argmax(-1)
             counts.index_put_((rows.labels, answers), (rows.weights > 0).double(), accumulate=True)
     worker.group.sum_(counts)

@@ -18,15 +18,15 @@ import torch
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.parallel.process_groups import PeerError, Ranks
-from fmmeta.tasks.batching import Batches
-from fmmeta.tasks.loader import EpisodeLoader, Load, Loaded
-from fmmeta.tasks.schedule.meta_batches import Schedule, Task, deal
+from fmmeta.parallel.process_groups import PeerError, ProcessGroups
+from fmmeta.tasks.batching import Episode
+from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode, LoadResult
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task, assign_to_groups
 from fmmeta.tasks.schedule.samplers import TaskSampler
 
 LEAST_SEEN = 100  # tasks that max_bad_share counts as seen from the start, so that the first bad one does not stop a run
 
-Episodes = list[tuple[Task, Batches]]
+Episodes = list[tuple[Task, Episode]]
 
 
 class Missed(Protocol):
@@ -35,13 +35,13 @@ class Missed(Protocol):
     def missed(self, tasks: int, failures: int, data_seconds: float) -> None: ...
 
 
-class Reader:
+class EpisodeReader:
     """Fetches the episodes of a group and judges the failures. `seen`, `bad`: tasks over all groups so far."""
 
-    def __init__(self, fetch: Callable[[Sequence[Task]], list[Loaded]], ranks: Ranks, config: Config,
+    def __init__(self, fetch: Callable[[Sequence[Task]], list[LoadResult]], ranks: ProcessGroups, config: Config,
                  notice: Callable[[str], None]) -> None:  # fmt: skip
         self.fetch, self.ranks, self.config, self.notice = fetch, ranks, config, notice
-        self.among = ranks.world  # who judges together
+        self.voting_group = ranks.world  # who judges together
         self.seen = self.bad = 0
         self.errors: list[dict[str, Any]] = []  # of this rank, not judged yet
 
@@ -56,17 +56,17 @@ class Reader:
         ]
 
     @classmethod
-    def of(cls, load: Load, ranks: Ranks, config: Config, notice: Callable[[str], None]) -> Reader:
+    def of(cls, load: LoadEpisode, ranks: ProcessGroups, config: Config, notice: Callable[[str], None]) -> EpisodeReader:
         """A reader that loads in this process."""
         return cls(lambda tasks: [load(task) for task in tasks], ranks, config, notice)
 
-    def dealt(self, tasks: Sequence[Task]) -> Episodes:
+    def read_share(self, tasks: Sequence[Task]) -> Episodes:
         """This group's share of `tasks`, which are dealt over all groups. Raises as `judge` does, and where none can be had.
 
         Collective: world.
         """
         layout = self.ranks.layout
-        found = self.read(deal(tasks, layout.num_groups)[layout.group_index])
+        found = self.read(assign_to_groups(tasks, layout.num_groups)[layout.group_index])
         left_out = self._judge_all(len(tasks))
         if len(left_out) == len(tasks):
             last = left_out[-1]
@@ -91,7 +91,7 @@ class Reader:
         self.seen += tasks
         if not failures:
             return []
-        told = [json.loads(part) for part in self.among.gather_bytes(json.dumps(self.errors).encode())]
+        told = [json.loads(part) for part in self.voting_group.gather_bytes(json.dumps(self.errors).encode())]
         self.errors = []
         by_slot = {error["slot"]: error for errors in told for error in errors}
         found = [by_slot[slot] for slot in sorted(by_slot)]
@@ -112,17 +112,17 @@ class Reader:
         return [{"task": error["task"], "error": error["error"]} for error in found]
 
 
-class Feed(Reader):
+class TrainingEpisodes(EpisodeReader):
     """The training tasks of this group, from the outer step `first` on, loaded ahead. `counts`: tasks seen and bad before."""
 
-    def __init__(self, schedule: Schedule, load: Load, first: int, counts: dict[str, int], ranks: Ranks, config: Config,
+    def __init__(self, schedule: Schedule, load: LoadEpisode, first: int, counts: dict[str, int], ranks: ProcessGroups, config: Config,
                  notice: Callable[[str], None]) -> None:  # fmt: skip
         self.schedule, self.layout = schedule, ranks.layout
         budget = max(0, (os.cpu_count() or 1) // ranks.layout.launch.local_world_size - 1)
-        self.loader = EpisodeLoader(load, self.upcoming, config.num_workers, config.prefetch_factor,
+        self.loader = EpisodeLoader(load, self.task_stream, config.num_workers, config.prefetch_factor,
                                     pin=ranks.device.type == "cuda", budget=budget)  # fmt: skip
         super().__init__(self.loader.fetch, ranks, config, notice)
-        self.among = ranks.everyone
+        self.voting_group = ranks.all_groups
         self.seen, self.bad = counts["seen"], counts["bad"]
         if first == 0 and config.num_workers not in ("auto", "0"):
             notice(f"num_workers={config.num_workers}: loader processes per rank")
@@ -132,21 +132,21 @@ class Feed(Reader):
         """Tasks seen and bad so far, for a checkpoint."""
         return {"seen": self.seen, "bad": self.bad}
 
-    def upcoming(self, task: Task) -> Iterable[Task]:
+    def task_stream(self, task: Task) -> Iterable[Task]:
         """The tasks of this group from `task` to the end of the run."""
         own = copy.copy(self.schedule)  # a reader of its own: it runs ahead of the loop
         sampler = TaskSampler(own, self.ranks.cross.size, self.ranks.cross.rank, task.seed[2])
         running = itertools.takewhile(lambda one: one.seed[2] < self.config.outer_steps, sampler)
         return itertools.dropwhile(lambda one: one != task, running)
 
-    def episodes(self, outer_step: int, tally: Missed) -> list[Batches]:
+    def episodes(self, outer_step: int, tally: Missed) -> list[Episode]:
         """What this group learns from in an outer step; `tally` is told what is missing. Collective: group."""
         waited, asked = self.loader.wait_s, self.schedule.share(outer_step, self.ranks.cross.size, self.ranks.cross.rank)
         found = self.read(asked)
         tally.missed(len(asked) - len(found), len(self.errors), self.loader.wait_s - waited)
         return [batches for _, batches in found]
 
-    def redeal(self, counts: dict[str, int]) -> None:
+    def restart(self, counts: dict[str, int]) -> None:
         """Begin anew with other shares, or another step: what was loaded ahead is dropped. `counts`: as they then are."""
         self.loader.close()
         self.seen, self.bad, self.errors = counts["seen"], counts["bad"], []

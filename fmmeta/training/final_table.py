@@ -16,7 +16,7 @@ from fmmeta.metrics.scores import Interval, mean_ci95, shown
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.tasks.sources.load import Sources
 from fmmeta.training.confusion import confusion
-from fmmeta.training.validation import TEST, HeldOut, Score, per_stratum
+from fmmeta.training.validation import TEST, HeldOut, HeldOutScore, per_stratum
 
 SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the training's inner rates, tried for the baseline
 CHOICE_EPISODES = 20  # validation episodes for each of them, at most
@@ -123,7 +123,7 @@ def choose_loop(held_out: HeldOut, source: TaskSource, initial: MetaParameters, 
     return BaselineLoop(scale, step, len(scores))
 
 
-def compare(trained: Sequence[Score], started: Sequence[Score]) -> Compared:
+def compare(trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore]) -> Compared:
     """Summarise scores of the same episodes from theta (`trained`) and from the weights at the start (`started`)."""
     by_slot = {score.slot: score for score in started}  # a task that could not be had in one of the passes is in no pair
     pairs = [(score, by_slot[score.slot]) for score in trained if score.slot in by_slot]

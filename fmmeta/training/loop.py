@@ -18,24 +18,24 @@ from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import NUMBERS, RULES
-from fmmeta.meta.multi_task import most_at_once, together
+from fmmeta.meta.multi_task import adapter_multi_task_rule, tasks_per_pass
 from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.second_order.gradient_check import Checked, check
-from fmmeta.meta.task_gradient import Direction, Rule, Several
+from fmmeta.meta.task_gradient import MultiTaskRule, Rule, TaskGradient
 from fmmeta.metrics.scores import mean_ci95
-from fmmeta.parallel.process_groups import Ranks
+from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.stop import Guard
 from fmmeta.report import page
-from fmmeta.tasks.batching import Batches
-from fmmeta.tasks.loader import Load
+from fmmeta.tasks.batching import Episode
+from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.training import build, run_record
-from fmmeta.training.episodes import Feed, Reader
+from fmmeta.training.episodes import EpisodeReader, TrainingEpisodes
 from fmmeta.training.final_table import against_start, show
 from fmmeta.training.profiler import Profiler
-from fmmeta.training.run_folder import Start, newest_whole
-from fmmeta.training.run_log import Journal
-from fmmeta.training.state import State
-from fmmeta.training.step_metrics import Tally
+from fmmeta.training.run_folder import RunStart, newest_whole
+from fmmeta.training.run_log import RunLogger
+from fmmeta.training.state import TrainingState
+from fmmeta.training.step_metrics import StepMetrics
 from fmmeta.training.trackers import Trackers
 from fmmeta.training.validation import VALID, HeldOut
 
@@ -57,7 +57,7 @@ class Steady:
     writes = True
 
     @contextmanager
-    def of_step(self, run: Run) -> Iterator[None]:
+    def step_attempt(self, run: Run) -> Iterator[None]:
         yield
 
     def goes(self, guard: Guard) -> bool:
@@ -76,18 +76,18 @@ class Steady:
 class Run:
     """The state of one run and the steps of its life: resume, loop, finish."""
 
-    def __init__(self, config: Config, plan: build.Plan, ranks: Ranks, parts: build.Parts, start: Start,
+    def __init__(self, config: Config, plan: build.Plan, ranks: ProcessGroups, parts: build.Parts, start: RunStart,
                  progress: Progress, guard: Guard | None = None, controller: Any = None) -> None:  # fmt: skip
         self.config, self.plan, self.ranks, self.parts = config, plan, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
         self.worker, self.theta = parts.worker, parts.theta
-        self.state = State(config, plan, ranks, parts, start.folder, progress.notice)
+        self.state = TrainingState(config, plan, ranks, parts, start.folder, progress.notice)
         self.trains = config.algorithm in RULES
         self.rule_at = partial(RULES[config.algorithm], parts.setup) if self.trains else None
-        with ranks.world.together("making room for several tasks"):
-            self.together = together(config, self.worker, parts.setup.inner)
+        with ranks.world.raise_on_all("making room for several tasks"):
+            self.together = adapter_multi_task_rule(config, self.worker, parts.setup.inner)
         if config.task_batch == "auto":
-            progress.notice(f"task_batch auto: {most_at_once(config)} task(s) in a pass, as many as fit into micro_batch_size="
+            progress.notice(f"task_batch auto: {tasks_per_pass(config)} task(s) in a pass, as many as fit into micro_batch_size="
                             f"{config.micro_batch_size} rows")  # fmt: skip
         self.schedule = build.training_schedule(config, plan, ranks.layout)
         self.guard = guard or Guard(config, ranks, parts.worker)
@@ -109,8 +109,8 @@ class Run:
     def resume(self) -> None:
         """Go on from a checkpoint, if there is one. Collective: world."""
         found = self._load()
-        with self.ranks.world.together("opening the files of the run"):
-            self.journal = Journal(self.config, self.state, self.folder, self.ranks, self.trackers, self.progress)
+        with self.ranks.world.raise_on_all("opening the files of the run"):
+            self.journal = RunLogger(self.config, self.state, self.folder, self.ranks, self.trackers, self.progress)
             if self.attendance.writes:
                 self.begin_writing()
         if found is not None:
@@ -125,7 +125,7 @@ class Run:
         found, tried = self.start.checkpoint, list[Path]()
         while found is not None:
             try:
-                with self.ranks.world.together("reading the checkpoint"):
+                with self.ranks.world.raise_on_all("reading the checkpoint"):
                     self.state.load(found)
                 break
             except UsageError:
@@ -149,7 +149,7 @@ class Run:
             state.outer_step = config.outer_steps
             return
         load = self.parts.load(self.plan.sources.train, self.plan.transforms)
-        self.feed = Feed(self.schedule, load, state.outer_step, state.tasks, self.ranks, config, self.progress.notice)
+        self.feed = TrainingEpisodes(self.schedule, load, state.outer_step, state.tasks, self.ranks, config, self.progress.notice)
         if config.check_meta_gradient:
             self._check(load)
         if config.profile:
@@ -159,17 +159,17 @@ class Run:
         try:
             self._validate_if_due()  # a stop has left it out
             while state.outer_step < config.outer_steps and not self.guard.stop:
-                with self.attendance.of_step(self):
+                with self.attendance.step_attempt(self):
                     if state.outer_step == config.outer_steps:
                         break  # this group has missed the end
-                    tally, rule = Tally(NUMBERS.get(config.algorithm, ())), self.rule_at(state.outer_step)
+                    tally, rule = StepMetrics(NUMBERS.get(config.algorithm, ())), self.rule_at(state.outer_step)
                     self.guard.begin(state.outer_step)
                     if self.profiler:
                         self.profiler.begin(state.outer_step, self)
                     for direction, tokens in self._directions(rule, self.feed.episodes(state.outer_step, tally)):
                         direction = self.guard.fit(direction)
                         state.updates.meta.add(direction)
-                        tally.add(direction, tokens if self.worker.voice else 0)
+                        tally.add(direction, tokens if self.worker.counts_rows else 0)
                         del direction  # its shard would lie beside the next one's
                     if self.attendance.goes(self.guard):
                         break
@@ -198,15 +198,15 @@ class Run:
             self.attendance.leave()
         self._stop_if_asked()
 
-    def _directions(self, rule: Rule, episodes: list[Batches]) -> Iterator[tuple[Direction, int]]:
+    def _directions(self, rule: Rule, episodes: list[Episode]) -> Iterator[tuple[TaskGradient, int]]:
         """What each of this group's tasks says, and its tokens, until the group is to leave. Collective: group."""
-        most, total = most_at_once(self.config), self.state.updates.meta.sum if self.guard.trusts else None
+        most, total = tasks_per_pass(self.config), self.state.updates.meta.sum if self.guard.trusts else None
         several = self.together or rule
         for begin in range(0, len(episodes), most):
             if self.guard.leaves():
                 return
             some = episodes[begin : begin + most]
-            found = (cast(Several, several).directions(self.worker, self.theta, some, total) if most > 1
+            found = (cast(MultiTaskRule, several).directions(self.worker, self.theta, some, total) if most > 1
                      else [rule.direction(self.worker, self.theta, some[0], total)])  # fmt: skip
             for episode in some:
                 yield found.pop(0), sum(episode.tokens)  # held nowhere else
@@ -223,7 +223,7 @@ class Run:
         why = self.guard.signals.asked
         raise Stopped(f"stopped by {why} after outer step {state.outer_step}, {kept}; the same command goes on from there")
 
-    def _judge(self, tally: Tally) -> None:
+    def _judge(self, tally: StepMetrics) -> None:
         """Go on without the tasks that could not be had, or stop, the work so far saved. Collective: world."""
         try:
             left_out = self.feed.judge(self.schedule.tasks_per_step, int(tally.failures))
@@ -235,20 +235,20 @@ class Run:
             tally.values["bad_tasks"] = left_out
         self.state.tasks = self.feed.counts
 
-    def _check(self, load: Load) -> None:
+    def _check(self, load: LoadEpisode) -> None:
         """Say how exact the meta-gradient is; every group looks at the same task. Collective: world."""
         task = self.schedule.meta_batch(self.state.outer_step)[0]
-        found = Reader.of(load, self.ranks, self.config, self.progress.notice).alike(task)
+        found = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice).alike(task)
         precision = "bf16" if self.plan.precision.bf16 else "fp32"
         rule = RULES[self.config.algorithm](self.parts.setup, self.config.outer_steps)  # after any steps of first order
         for _, episode in found:
             self.progress.notice(check(cast(Checked, rule), self.worker, self.theta, episode, precision).text)
 
-    def _unread(self, tally: Tally) -> bool:
+    def _unread(self, tally: StepMetrics) -> bool:
         """Whether no task of the outer step could be had."""
         return len(tally.values.get("bad_tasks", ())) == self.schedule.tasks_per_step
 
-    def _after_step(self, moved: OuterStep | None, tally: Tally) -> None:
+    def _after_step(self, moved: OuterStep | None, tally: StepMetrics) -> None:
         """Count, tell, validate, save. Raises `UsageError` where nothing is learned any more. Collective: world."""
         config, state = self.config, self.state
         if moved is not None:
@@ -323,7 +323,7 @@ class Run:
             result.before, result.after, result.after_from_start = gains.accuracies
             self.trackers.log({"step": state.outer_step, "held_out_accuracy": gains.accuracies._asdict()})
         profile = self.profiler.told(self.progress.table) if self.profiler else {}
-        with self.ranks.world.together("closing the run"):
+        with self.ranks.world.raise_on_all("closing the run"):
             if self.ranks.first:
                 self.write_run(finished=True, held_out=facts, **profile)
                 self.held_out.clear()

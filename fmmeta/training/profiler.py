@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fmmeta.meta.outer_step import MetaGradient
-from fmmeta.parallel.process_groups import Ranks, pending_type
+from fmmeta.parallel.process_groups import ProcessGroups, pending_type
 
 KINDS = ("data", "forward", "backward", "group communication", "role switch", "cross-group", "outer step", "other")
 STEP = 2  # outer steps before the one that is looked at: they warm up
@@ -60,7 +60,7 @@ class Clock:
 class Profiler:
     """Of the outer step `STEP` after `first`, or the last one. folder: where trace-rankN.json goes."""
 
-    def __init__(self, folder: Path, ranks: Ranks, first: int, outer_steps: int) -> None:
+    def __init__(self, folder: Path, ranks: ProcessGroups, first: int, outer_steps: int) -> None:
         self.file = folder / f"trace-rank{ranks.layout.launch.global_rank}.json"
         self.ranks, self.chosen = ranks, min(first + STEP, outer_steps - 1)
         self.wrapped = contextlib.ExitStack()
@@ -91,7 +91,7 @@ class Profiler:
         self.wrapped.close()
         seconds = self.clock.stop()
         self.trace.stop()
-        with self.ranks.world.together("writing the trace"):
+        with self.ranks.world.raise_on_all("writing the trace"):
             self.trace.export_chrome_trace(str(self.file))
         told = [json.loads(part) for part in self.ranks.world.gather_bytes(json.dumps(seconds).encode())]
         mean = {kind: sum(each[kind] for each in told) / len(told) for kind in KINDS}

@@ -32,7 +32,7 @@ MOST = 100  # times that the checkpoints of a run are listed while others write 
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """Where a run begins: its folder, the checkpoint to continue from (if any), whether nothing is left to do."""
 
     folder: Path
@@ -43,7 +43,7 @@ class Start:
     lock: FolderLock | None = None  # held by rank 0 while the run lasts
 
 
-def open_run(config: Config, fingerprint: str, comm: Communicator, resolved: Mapping[str, Any] = NOTHING) -> Start:
+def open_run(config: Config, fingerprint: str, comm: Communicator, resolved: Mapping[str, Any] = NOTHING) -> RunStart:
     """Make or find the run's folder; refuse one that holds a run with other settings, or is in use. The checkpoint is whole.
 
     Refused, it leaves no lock, nor a folder that it made. Collective: comm (world).
@@ -54,31 +54,31 @@ def open_run(config: Config, fingerprint: str, comm: Communicator, resolved: Map
         return start
 
 
-def _open(config: Config, fingerprint: str, comm: Communicator, resolved: Mapping[str, Any], held: ExitStack) -> Start:
+def _open(config: Config, fingerprint: str, comm: Communicator, resolved: Mapping[str, Any], held: ExitStack) -> RunStart:
     """See open_run. `held` gets the lock."""
     answer, lock = b"", None
-    with comm.together("opening output_dir"):
+    with comm.raise_on_all("opening output_dir"):
         if comm.rank == 0:
-            folder = place_of(config, fingerprint, resolved)
+            folder = choose_run_folder(config, fingerprint, resolved)
             # of elastic groups whoever writes has the lock (elastic/attendance.py)
-            lock = FolderLock(folder, None, make(folder)) if config.elastic else hold(folder)
+            lock = FolderLock(folder, None, make(folder)) if config.elastic else lock_folder(folder)
             held.callback(lock.close)
             if not config.elastic:
-                checkpoint.put_back(folder)
+                checkpoint.undo_partial_save(folder)
             start = find_start(config, fingerprint, folder, resolved)
             answer = json.dumps([str(start.folder), start.checkpoint and str(start.checkpoint), start.finished, start.said,
                                  start.explicit]).encode()  # fmt: skip
     folder, newest, finished, said, explicit = json.loads(comm.gather_bytes(answer)[0])
     chosen, refused = Path(newest) if newest else None, list[str]()
-    if chosen is not None and explicit and (wrong := checkpoint.fault(chosen, comm)):
+    if chosen is not None and explicit and (wrong := checkpoint.find_corruption(chosen, comm)):
         raise UsageError(f"resume_from_checkpoint={chosen} is not whole: {wrong}; give another one, or latest")
     if chosen is not None and not explicit and not finished:
         chosen, refused = newest_whole(Path(folder), comm)
-    with comm.together("setting checkpoints aside"):
+    with comm.raise_on_all("setting checkpoints aside"):
         if comm.rank == 0 and chosen is not None and not finished and not config.elastic:
-            for path in newer(chosen, checkpoint.complete(Path(folder))):
-                said.append(f"{path} was renamed to {checkpoint.set_aside(path).name}: the run goes on from an older one")
-    return Start(Path(folder), chosen, finished, (*refused, *said), explicit, lock)
+            for path in newer(chosen, checkpoint.list_complete(Path(folder))):
+                said.append(f"{path} was renamed to {checkpoint.rename_aside(path).name}: the run goes on from an older one")
+    return RunStart(Path(folder), chosen, finished, (*refused, *said), explicit, lock)
 
 
 def newest_whole(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
@@ -90,7 +90,7 @@ def newest_whole(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
     refused: dict[str, str] = {}
     for _ in range(MOST):
         listed = b""
-        with comm.together("listing checkpoints"):
+        with comm.raise_on_all("listing checkpoints"):
             if comm.rank == 0:
                 listed = json.dumps(manifests(folder)).encode()
         found: dict[str, str] = json.loads(comm.gather_bytes(listed)[0])
@@ -100,7 +100,7 @@ def newest_whole(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
             break
         if left:
             chosen = Path(found[left[-1]])
-            wrong = checkpoint.fault(chosen, comm)
+            wrong = checkpoint.find_corruption(chosen, comm)
             if not wrong:
                 return chosen, list(refused.values())
             refused[left[-1]] = f"{chosen} is refused: {wrong}"
@@ -113,7 +113,7 @@ def newest_whole(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
 def manifests(folder: Path) -> dict[str, str]:
     """Finished checkpoints, oldest first, each by the file number of its manifest: another one may take its place."""
     found = dict[str, str]()
-    for path in checkpoint.complete(folder):
+    for path in checkpoint.list_complete(folder):
         with suppress(OSError):  # removed by the group that writes
             found[str((path / checkpoint.MANIFEST).stat().st_ino)] = str(path)
     return found
@@ -125,7 +125,7 @@ def newer(chosen: Path, found: list[Path]) -> list[Path]:
     return [path for path in found if path.resolve() != chosen.resolve() and int(path.name.removeprefix("checkpoint-")) >= at]
 
 
-def place_of(config: Config, fingerprint: str, resolved: Mapping[str, Any] = NOTHING) -> Path:
+def choose_run_folder(config: Config, fingerprint: str, resolved: Mapping[str, Any] = NOTHING) -> Path:
     """The folder of the run: the one that is named, or the newest unfinished one of the same run, or a new one."""
     if config.output_dir is not None:
         folder = Path(config.output_dir)
@@ -148,9 +148,9 @@ def unfinished(config: Config, now: dict[str, Any], name: str) -> Path | None:
         except UsageError:
             continue
         same = run is not None and not run.get("finished") and not changed_settings(as_stored(run["settings"]), now)
-        if same and checkpoint.complete(folder):
+        if same and checkpoint.list_complete(folder):
             try:
-                hold(folder, 0).close()
+                lock_folder(folder, 0).close()
             except (UsageError, OSError):  # in use, or another user's
                 continue
             return folder
@@ -183,7 +183,7 @@ def make(folder: Path) -> list[Path]:
     return made
 
 
-def hold(folder: Path, patience_s: float = 120.0, quiet: bool = False) -> FolderLock:
+def lock_folder(folder: Path, patience_s: float = 120.0, quiet: bool = False) -> FolderLock:
     """Make a run's folder and take its lock; the kernel takes it back when this process ends, however it ends. Raises
     `UsageError`.
     """
@@ -225,9 +225,9 @@ def is_file(file: Any, path: Path) -> bool:
         return False
 
 
-def find_start(config: Config, fingerprint: str, folder: Path | None = None, resolved: Mapping[str, Any] = NOTHING) -> Start:
+def find_start(config: Config, fingerprint: str, folder: Path | None = None, resolved: Mapping[str, Any] = NOTHING) -> RunStart:
     """What the settings and the names in the folder say; whether the checkpoint is whole is for all ranks to find out."""
-    folder = folder or place_of(config, fingerprint, resolved)
+    folder = folder or choose_run_folder(config, fingerprint, resolved)
     asked, said = config.resume_from_checkpoint, list[str]()
     explicit = None if asked in ("latest", "never") else Path(asked)
     before = read_run(folder)
@@ -235,14 +235,14 @@ def find_start(config: Config, fingerprint: str, folder: Path | None = None, res
         settings = checkpoint.read_state(explicit)["settings"]
         said += accept_changes(settings, config, fingerprint, f"resume_from_checkpoint={explicit}", resolved)
     if before is None:
-        return Start(folder, explicit, False, tuple(said), explicit is not None)
+        return RunStart(folder, explicit, False, tuple(said), explicit is not None)
     if asked == "never":
         raise UsageError(f"output_dir={folder} holds a run, and resume_from_checkpoint=never; choose another output_dir")
     changes = accept_changes(before["settings"], config, fingerprint, f"output_dir={folder}", resolved)
     said += [text for text in changes if text not in said]
-    saved = checkpoint.complete(folder)
+    saved = checkpoint.list_complete(folder)
     finished = before.get("finished", False) and explicit is None and not any(text.startswith("accepted") for text in said)
-    return Start(folder, explicit or (saved[-1] if saved else None), finished, tuple(said), explicit is not None)
+    return RunStart(folder, explicit or (saved[-1] if saved else None), finished, tuple(said), explicit is not None)
 
 
 def accept_changes(before: dict[str, Any], config: Config, fingerprint: str, where: str,

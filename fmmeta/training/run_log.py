@@ -11,17 +11,19 @@ from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.outer_step import OuterStep
-from fmmeta.parallel.process_groups import Ranks
+from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.training import run_record
-from fmmeta.training.state import State
-from fmmeta.training.step_metrics import Tally
+from fmmeta.training.state import TrainingState
+from fmmeta.training.step_metrics import StepMetrics
 from fmmeta.training.trackers import Trackers
 
 
-class Journal:
+class RunLogger:
     """One for a run, from the outer step that `state` is at. Files are the first rank's, from `open` on."""
 
-    def __init__(self, config: Config, state: State, folder: Path, ranks: Ranks, trackers: Trackers, progress: Progress) -> None:
+    def __init__(
+        self, config: Config, state: TrainingState, folder: Path, ranks: ProcessGroups, trackers: Trackers, progress: Progress
+    ) -> None:
         self.config, self.state, self.ranks, self.progress = config, state, ranks, progress
         self.folder, self.trackers = folder, trackers
         self.metrics = run_record.Metrics(folder, state.outer_step, False)
@@ -32,7 +34,7 @@ class Journal:
         """Go on with the file; lines after the state's outer step are dropped."""
         self.metrics = run_record.Metrics(self.folder, self.state.outer_step, self.ranks.first, self.trackers.log)
 
-    def step(self, moved: OuterStep | None, tally: Tally, epoch: int, exploded: int, facts: dict[str, Any]) -> None:
+    def step(self, moved: OuterStep | None, tally: StepMetrics, epoch: int, exploded: int, facts: dict[str, Any]) -> None:
         """An outer step is done: `tally` agreed, `exploded` tasks dropped for their size. moved: None if no update was due;
         facts: of those who took part. Collective: none.
         """
@@ -65,7 +67,7 @@ class Journal:
             if warning is not None:
                 self.progress.notice(warning)
 
-    def catch_up(self) -> None:
+    def write_pending_line(self) -> None:
         """Write a line that its writer has not lived to write."""
         if self.line is not None and self.metrics.last < self.line["step"] <= self.state.outer_step:
             self.metrics.write(self.line)

@@ -23,19 +23,19 @@ from torch import Tensor
 from fmmeta import checkpoint
 from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.config.settings import Config
-from fmmeta.meta.delayed_update import Updates
+from fmmeta.meta.delayed_update import DelayedUpdate
 from fmmeta.meta.outer_step import Outer, OuterState
 from fmmeta.meta.parameters import MetaParameters
-from fmmeta.parallel.process_groups import Ranks
+from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.outliers import Spikes
 from fmmeta.training import build, run_record
 from fmmeta.training.best import Best, BestState
 
 
-class State:
+class TrainingState:
     """One for a run. theta and rates are changed in place by `outer`, by nobody else while training lasts."""
 
-    def __init__(self, config: Config, plan: build.Plan, ranks: Ranks, parts: build.Parts, folder: Path,
+    def __init__(self, config: Config, plan: build.Plan, ranks: ProcessGroups, parts: build.Parts, folder: Path,
                  notice: Callable[[str], None]) -> None:  # fmt: skip
         self.config, self.plan, self.ranks, self.folder = config, plan, ranks, folder
         self.worker, self.params = parts.worker, parts.worker.params
@@ -44,7 +44,7 @@ class State:
         # for the table at the end and for interpolations; in host memory
         self.initial = self.live.snapshot() if config.test_episodes or config.start_share else None
         self.outer = Outer(self.theta, parts.worker, config, parts.setup.inner)
-        self.updates = Updates(self.outer, ranks.cross, config)
+        self.updates = DelayedUpdate(self.outer, ranks.cross, config)
         self.best = Best(self.live) if config.load_best_model_at_end else None
         self.spikes = Spikes()
         self.outer_step, self.bad_steps, self.tasks = 0, 0, {"seen": 0, "bad": 0}

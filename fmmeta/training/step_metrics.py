@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from fmmeta.meta.task_gradient import Direction
-from fmmeta.parallel.process_groups import Ranks
+from fmmeta.meta.task_gradient import TaskGradient
+from fmmeta.parallel.process_groups import ProcessGroups
 
 
-class Tally:
+class StepMetrics:
     """What the tasks of one outer step gave: this group's numbers, then (after `agree`) everybody's in `values`."""
 
     def __init__(self, numbers: Sequence[str] = ()) -> None:
@@ -25,7 +25,7 @@ class Tally:
         self.data_seconds, self.failures = 0.0, 0
         self.values: dict[str, Any] = {}
 
-    def add(self, direction: Direction, tokens: int) -> None:
+    def add(self, direction: TaskGradient, tokens: int) -> None:
         self.tokens += tokens
         self.tasks += 1
         if not direction.finite:
@@ -44,7 +44,7 @@ class Tally:
         self.tasks += tasks
         self.failures, self.data_seconds = failures, data_seconds
 
-    def agree(self, ranks: Ranks) -> float:
+    def agree(self, ranks: ProcessGroups) -> float:
         """Sum over all groups; return the summed weight of the finite tasks. `tasks` then counts those of all groups, with or
         without an episode. Collective: everyone.
         """
@@ -55,10 +55,10 @@ class Tally:
         if layout.group_rank != 0:  # one voice per group; the others are each rank's own
             mine[:6] = 0
             mine[9:] = 0
-        ranks.everyone.sum_(mine)
+        ranks.all_groups.sum_(mine)
         times = torch.zeros(2, ranks.cross.size, dtype=torch.float64)  # busy, waiting: mean over the ranks of a group
         times[:, ranks.cross.rank] = torch.tensor([waiting - self.began, time.monotonic() - waiting]) / layout.group_size
-        busy, waits = ranks.everyone.sum_(times)
+        busy, waits = ranks.all_groups.sum_(times)
         weight, support, query, accuracy, skipped, tasks, tokens, data_seconds, self.failures, *numbers = mine.tolist()
         self.tasks = int(tasks)
         means = {"support_loss": support, "query_loss": query, "accuracy": accuracy,
@@ -67,7 +67,7 @@ class Tally:
             "tokens": int(tokens),
             **{name: value / weight if weight else math.nan for name, value in means.items()},
             "skipped_tasks": int(skipped),
-            "data_seconds": data_seconds / ranks.everyone.size,
+            "data_seconds": data_seconds / ranks.all_groups.size,
             "wait_seconds": float(waits.mean()),
             "wait_seconds_by_group": [round(float(wait), 6) for wait in waits],
             "imbalance": float(busy.max() / busy.mean()) - 1,

@@ -18,24 +18,24 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from fmmeta.common.progress import Progress
-from fmmeta.config.settings import UNSPOKEN, Config
+from fmmeta.config.settings import HIDDEN_ON_RESUME, Config
 from fmmeta.meta.inner_loop import InnerLoop, Learning
 from fmmeta.metrics.scores import gather, mean_ci95
-from fmmeta.parallel.process_groups import Ranks
+from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.replicas import hash_vector
-from fmmeta.tasks.batching import Batches
-from fmmeta.tasks.loader import Load
+from fmmeta.tasks.batching import Episode
+from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import TaskSource
-from fmmeta.training.episodes import Reader
+from fmmeta.training.episodes import EpisodeReader
 
 VALID, TEST = 1, 2  # streams of the schedule; training is 0
 FINISHED = "held_out.json"  # episodes of a final evaluation that was stopped
 
 
 @dataclass(frozen=True)
-class Score:
+class HeldOutScore:
     """One episode: loss and accuracy on its query set, at theta and at phi."""
 
     slot: int
@@ -46,7 +46,7 @@ class Score:
     accuracy_after: float
 
     @classmethod
-    def of(cls, learning: Learning, worker: Worker, theta: Tensor, slot: int, task: Task, episode: Batches) -> Score:
+    def of(cls, learning: Learning, worker: Worker, theta: Tensor, slot: int, task: Task, episode: Episode) -> HeldOutScore:
         """Collective: group."""
         before, after = learning.score(worker, theta, episode)
         return cls(slot, task.stratum, before.loss, before.accuracy, after.loss, after.accuracy)
@@ -61,30 +61,32 @@ class StepScores:
     accuracies: list[float]
 
     @classmethod
-    def of(cls, inner: InnerLoop, worker: Worker, theta: Tensor, slot: int, task: Task, episode: Batches) -> StepScores:
+    def of(cls, inner: InnerLoop, worker: Worker, theta: Tensor, slot: int, task: Task, episode: Episode) -> StepScores:
         """Collective: group."""
         passes = inner.path(worker, theta, episode.support, episode.query)
         return cls(slot, [one.loss for one in passes], [one.accuracy for one in passes])
 
 
-S = TypeVar("S", Score, StepScores)
+S = TypeVar("S", HeldOutScore, StepScores)
 
 
 class HeldOut:
-    """Scores the held-out episodes of a source. `load`: from a source to its `Load`.
+    """Scores the held-out episodes of a source. `load`: from a source to its `LoadEpisode`.
 
     leaves: whether this group leaves out the rest of a pass (asked between episodes); the scores are then incomplete.
     folder: of the run; episodes of the TEST stream that are finished when a pass is left are kept there.
     """
 
-    def __init__(self, config: Config, worker: Worker, load: Callable[[TaskSource], Load], ranks: Ranks, progress: Progress,
+    def __init__(self, config: Config, worker: Worker, load: Callable[[TaskSource], LoadEpisode], ranks: ProcessGroups, progress: Progress,
                  leaves: Callable[[], bool] = lambda: False, folder: Path | None = None) -> None:  # fmt: skip
         self.config, self.worker, self.load, self.ranks, self.progress = config, worker, load, ranks, progress
         self.leaves, self.folder = leaves, folder
 
-    def scores(self, source: TaskSource, stream: int, what: str, theta: Tensor, learning: Learning) -> list[Score]:
+    def scores(self, source: TaskSource, stream: int, what: str, theta: Tensor, learning: Learning) -> list[HeldOutScore]:
         """Scores of the episodes of a stream: the same ones every time. Collective: world."""
-        return self.score_tasks(Score, self.tasks(source, stream), self.reader(source), what, theta, learning, stream == TEST)
+        return self.score_tasks(
+            HeldOutScore, self.tasks(source, stream), self.reader(source), what, theta, learning, stream == TEST
+        )
 
     def step_scores(self, source: TaskSource, count: int, what: str, theta: Tensor, inner: InnerLoop) -> list[StepScores]:
         """Scores after each inner step, of the first `count` validation episodes. Collective: world."""
@@ -98,15 +100,15 @@ class HeldOut:
         schedule = Schedule(source.items, count, config.seed, stream, shuffle=False, sizes=source.size)
         return schedule.meta_batch(0)
 
-    def reader(self, source: TaskSource) -> Reader:
-        return Reader.of(self.load(source), self.ranks, self.config, self.progress.notice)
+    def reader(self, source: TaskSource) -> EpisodeReader:
+        return EpisodeReader.of(self.load(source), self.ranks, self.config, self.progress.notice)
 
     def clear(self) -> None:
         """Remove the kept episodes, on the first rank; the evaluation is complete. Local."""
         if self.folder is not None:
             (self.folder / FINISHED).unlink(missing_ok=True)
 
-    def score_tasks(self, kind: type[S], tasks: Sequence[Task], reader: Reader, what: str, theta: Tensor, learning: Any,
+    def score_tasks(self, kind: type[S], tasks: Sequence[Task], reader: EpisodeReader, what: str, theta: Tensor, learning: Any,
               keep: bool = False) -> list[S]:  # fmt: skip
         """Score every task, this group its share of those that are not finished. `keep`: in `folder`. Collective: world."""
         self.progress.start(what)
@@ -115,7 +117,7 @@ class HeldOut:
         known = {} if key is None else {score["slot"]: kind(**score) for score in self._read().get(key, [])}
         todo = [task for task in tasks if slots[task.seed] not in known]
         self.worker.write(theta)
-        mine, scores = reader.dealt(todo) if todo else [], list[S]()
+        mine, scores = reader.read_share(todo) if todo else [], list[S]()
         for done, (task, episode) in enumerate(mine):
             if self.leaves():
                 break
@@ -133,7 +135,7 @@ class HeldOut:
         here: list[Any] = [hash_vector(theta)]
         if rates is not None:
             here += [learning.steps, rates.table.tolist(), None if rates.element is None else hash_vector(rates.element)]
-        settings = {name: value for name, value in self.config.as_dict().items() if name not in UNSPOKEN}
+        settings = {name: value for name, value in self.config.as_dict().items() if name not in HIDDEN_ON_RESUME}
         everyone = [part.decode() for part in self.ranks.world.gather_bytes(json.dumps(here).encode())]
         return sha256(json.dumps([kind.__name__, everyone, settings], sort_keys=True).encode()).hexdigest()
 
@@ -167,7 +169,7 @@ def finite(score: dict[str, Any]) -> bool:
     return all(math.isfinite(value) for value in values if isinstance(value, float))
 
 
-def per_stratum(scores: Sequence[Score]) -> dict[str, float]:
+def per_stratum(scores: Sequence[HeldOutScore]) -> dict[str, float]:
     """Mean accuracy after adaptation by stratum."""
     found: dict[str, list[float]] = defaultdict(list)
     for score in scores:

@@ -23,7 +23,7 @@ from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.parallel.workers.zero import import_deepspeed
 from fmmeta.training import build
 from fmmeta.training.loop import Run
-from fmmeta.training.run_folder import Start
+from fmmeta.training.run_folder import RunStart
 
 ROOM = 640 * 2**20
 
@@ -58,7 +58,7 @@ def main(model: str, data: str, out: str, kind: str) -> None:
     ranks = build.form_groups(config, plan, world, lambda text: None)
     import_deepspeed()
     parts = build.build(config, plan, ranks)
-    run = Run(config, plan, ranks, parts, Start(Path(out), None, False), Progress(speaks=False))
+    run = Run(config, plan, ranks, parts, RunStart(Path(out), None, False), Progress(speaks=False))
     run.resume()
     run.loop()
     moved = parts.worker.dot(run.theta, run.theta)

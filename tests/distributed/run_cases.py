@@ -23,10 +23,10 @@ from fmmeta.config.settings import Config
 from fmmeta.models.load import empty_learner, load_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
-from fmmeta.tasks.loader import Load
+from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.training import build
 from fmmeta.training.loop import Run
-from fmmeta.training.run_folder import Start
+from fmmeta.training.run_folder import RunStart
 
 
 def poison(parts: build.Parts, chosen: dict[tuple[int, int], str], factor: float = float("inf")) -> None:
@@ -35,7 +35,7 @@ def poison(parts: build.Parts, chosen: dict[tuple[int, int], str], factor: float
         return
     clean = parts.load
 
-    class Poisoned(Load):
+    class Poisoned(LoadEpisode):
         def batches(self, task):
             episode = super().batches(task)
             for batch in getattr(episode, chosen[task.seed[2:]]) if task.seed[2:] in chosen else []:
@@ -64,7 +64,7 @@ def main(cases_file: str, out: str) -> None:
                for name, p in began.named_parameters() if p.requires_grad]  # fmt: skip
         folder = Path(out) / case["id"]
         folder.mkdir(exist_ok=True)
-        run = Run(config, plan, ranks, parts, Start(folder, None, False), Progress(speaks=False))
+        run = Run(config, plan, ranks, parts, RunStart(folder, None, False), Progress(speaks=False))
         poison(parts, {(step, slot): which for step, slot, which in case.get("poison", [])}, **case.get("by", {}))
         held = getattr(parts.worker, "model", None) or parts.worker.stage
         layers = [m for m in held.modules() if getattr(m, "gradient_checkpointing", False) and m.training]

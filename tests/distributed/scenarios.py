@@ -24,26 +24,26 @@ from fmmeta.parallel import process_groups
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import PeerError, World, pick_device
 from fmmeta.parallel.workers import create
-from fmmeta.parallel.workers.create import check_equal, fingerprint_of
+from fmmeta.parallel.workers.create import check_equal, fingerprint
 from fmmeta.reliability.replicas import equal_replicas, hash_vector
 from fmmeta.reliability.stop import Guard
 from fmmeta.training import build
-from fmmeta.training.episodes import Reader
+from fmmeta.training.episodes import EpisodeReader
 from fmmeta.training.loop import Run
-from fmmeta.training.run_folder import Start
+from fmmeta.training.run_folder import RunStart
 
 
 def together(world: World) -> None:
     """Errors of one rank reach all of them, and the ranks can still talk afterwards."""
     rank = world.launch.global_rank
     try:
-        with world.comm.together("testing"):
+        with world.comm.raise_on_all("testing"):
             if rank == 1:
                 raise UsageError("value=1 is wrong; use 2")
     except UsageError as error:
         print(f"usage {error}")
     try:
-        with world.comm.together("testing"):
+        with world.comm.raise_on_all("testing"):
             if rank == 0:
                 raise RuntimeError("broken")
     except PeerError as error:
@@ -92,7 +92,7 @@ def equal_start(world: World) -> None:
     except RuntimeError as error:
         print(error)
     try:
-        check_equal(ranks, fingerprint_of([("table", torch.full((3,), float(rank)))]), "frozen weights")
+        check_equal(ranks, fingerprint([("table", torch.full((3,), float(rank)))]), "frozen weights")
     except UsageError as error:
         print(error)
 
@@ -130,7 +130,7 @@ def one_stage_refuses(world: World, model: str, data: str, *files: str) -> None:
         parts = build.build(config, plan, ranks)
         worker, theta = parts.worker, parts.theta
         task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
-        ((_, episode),) = Reader.of(parts.load(plan.sources.train, None), ranks, config, print).alike(task)
+        ((_, episode),) = EpisodeReader.of(parts.load(plan.sources.train, None), ranks, config, print).alike(task)
         begin = torch.linspace(-1, 1, worker.params.numel)
         total = begin.clone()
         if ranks.layout.group_rank == 0:
@@ -173,7 +173,7 @@ def gathers(world: World, model: str, data: str, kind: str) -> None:
         plan.deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # nothing stays gathered
         parts = build.build(config, plan, ranks)
         began = parts.theta.clone()
-        run = Run(config, plan, ranks, parts, Start(Path(tempfile.mkdtemp()), None, False), Progress(speaks=False))
+        run = Run(config, plan, ranks, parts, RunStart(Path(tempfile.mkdtemp()), None, False), Progress(speaks=False))
         run.resume()
         ends[at_once] = run.theta, began, counted_steps(run)
     (alone, began, counts), (together, _, fewer) = ends.values()
@@ -246,7 +246,7 @@ def cg_rounding(world: World) -> None:
     parts = build.build(config, plan, ranks)
     worker, rule = parts.worker, imaml.rule(parts.setup, 0)
     task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
-    ((_, episode),) = Reader.of(parts.load(plan.sources.train, None), ranks, config, print).alike(task)
+    ((_, episode),) = EpisodeReader.of(parts.load(plan.sources.train, None), ranks, config, print).alike(task)
     b, _ = worker.gradient(episode.query)
     assert isinstance(rule, imaml.Imaml)
     hessian = Rounded(rule.curvature, worker, episode.support)
@@ -282,16 +282,16 @@ def prepare_once(world: World, folder: str) -> None:
         assert world.launch.local_rank == 0, "the others have nothing to do"
         raise UsageError("dataset=x is broken; mend it")
 
-    print("found", world.first_on_node("reading the data", read, 60), flush=True)
+    print("found", world.run_on_first_rank_of_node("reading the data", read, 60), flush=True)
     try:
-        world.first_on_node("reading", broken, 60)
+        world.run_on_first_rank_of_node("reading", broken, 60)
     except UsageError as error:
         print(error, flush=True)
     if world.launch.local_rank == 0:
         time.sleep(2)  # it never comes
         return
     try:
-        world.first_on_node("reading slowly", lambda: None, 0.5)
+        world.run_on_first_rank_of_node("reading slowly", lambda: None, 0.5)
     except UsageError as error:
         print(f"raised: {error}", flush=True)
     world.store = None

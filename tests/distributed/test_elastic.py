@@ -19,8 +19,8 @@ import torch
 from benchmarks.elastic import SLEEP, Born, Trial, alone, lines_of, parity, theta_of
 from fmmeta.common.errors import MachineFault
 from fmmeta.elastic import lighthouse_client
-from fmmeta.elastic.communicator import Crew, Lost
-from fmmeta.elastic.lighthouse_client import Line, coordination
+from fmmeta.elastic.communicator import ElasticCommunicator, PeerLost
+from fmmeta.elastic.lighthouse_client import LighthouseClient, coordination
 from fmmeta.elastic.supervisor import Group
 from fmmeta.parallel.process_groups import Communicator, proof
 from fmmeta.training.loop import Run
@@ -251,7 +251,7 @@ def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone
     monkeypatch.setattr(lighthouse_client, "LOOK_S", 0.2)
     lit = Lit(tmp_path, port := free_port())
     address = f"http://127.0.0.1:{port}"
-    lines, asked, question = [Line(address, name, coordination()) for name in "ab"], [], Line._question
+    lines, asked, question = [LighthouseClient(address, name, coordination()) for name in "ab"], [], LighthouseClient._question
 
     def count(line, mine):
         asked.append(line.name)
@@ -261,7 +261,7 @@ def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone
         found = line.ask(patience_s, address="", store_address="here:1", step=step, world_size=1, shrink_only=False)
         return sorted(member.replica_id for member in found.participants)
 
-    monkeypatch.setattr(Line, "_question", count)
+    monkeypatch.setattr(LighthouseClient, "_question", count)
     try:
         with ThreadPoolExecutor(2) as pool:
             for line in lines:
@@ -295,8 +295,8 @@ def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone
 def test_a_group_that_ends_between_its_question_and_the_meeting_is_missed_at_once():
     """The lighthouse counts it until its beats are missed; the others do not wait for it at the meeting."""
     server = coordination().LighthouseServer(bind="[::]:0", min_replicas=2, quorum_tick_ms=50)
-    crew = Crew(Communicator(None, 0, 1, torch.device("cpu")), server.address(), "a")
-    ended = Line(server.address(), "b:1", coordination())
+    crew = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), server.address(), "a")
+    ended = LighthouseClient(server.address(), "b:1", coordination())
     venue = f"127.0.0.1:{free_port()}"
     mine = {"fresh": False, "writes": False, "met": "", "mark": ""}
     mine["proof"] = proof(b"", "b:1", venue, 1, mine)
@@ -307,7 +307,7 @@ def test_a_group_that_ends_between_its_question_and_the_meeting_is_missed_at_onc
                 ended.ask, 30.0, address="", store_address=venue, step=1, world_size=1, shrink_only=False, data=mine
             )
             began = time.monotonic()
-            with pytest.raises(Lost, match="meeting the other groups: group b has ended"):
+            with pytest.raises(PeerLost, match="meeting the other groups: group b has ended"):
                 crew.form(1, 30.0)
             assert time.monotonic() - began < 5
             assert [member.replica_id for member in counted.result().participants] == [crew.name, "b:1"]
@@ -325,7 +325,7 @@ def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
     server = coordination().LighthouseServer(
         bind="[::]:0", min_replicas=1, join_timeout_ms=3000, quorum_tick_ms=50, heartbeat_timeout_ms=9000
     )
-    crews = [Crew(Communicator(None, 0, 1, torch.device("cpu")), server.address(), name) for name in "abc"]
+    crews = [ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), server.address(), name) for name in "abc"]
 
     def meet(pool, those, step):
         asked = []
@@ -347,7 +347,7 @@ def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
             assert meet(pool, crews[:2], 1) == [True] * 2  # c is late; it knows nothing of this roll
             assert meet(pool, crews, 2) == [True] * 3
             assert meet(pool, crews, 3) == [False] * 3
-            with pytest.raises(Lost, match="a sum: the cable"):
+            with pytest.raises(PeerLost, match="a sum: the cable"):
                 crews[1]._attempt(fail, "a sum")
             assert meet(pool, crews, 3) == [True] * 3
             assert meet(pool, crews, 4) == [False] * 3
@@ -357,9 +357,9 @@ def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
         server.shutdown()
 
 
-def come(crew: Crew, size: int) -> None:
+def come(crew: ElasticCommunicator, size: int) -> None:
     """Ask until so many are there: the first may have begun without the last, whose question waits until they ask again."""
     there = 0
     while there < size:
-        with suppress(Lost):
+        with suppress(PeerLost):
             there = len(crew.form(0, 60.0).members)

@@ -7,14 +7,14 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from fmmeta.tasks.batching import Dealer
-from fmmeta.tasks.loader import EpisodeLoader, Load
+from fmmeta.tasks.batching import Batcher
+from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode
 from tests.unit.test_loader import same
 
 if __name__ == "__main__":
     folder, full = sys.argv[1:]
     source, tasks, transforms = pickle.loads((Path(folder) / "made.pickle").read_bytes())
-    load = Load(source, Dealer(0), transforms, 2)
+    load = LoadEpisode(source, Batcher(0), transforms, 2)
     loader, straight = (EpisodeLoader(load, lambda task: tasks[tasks.index(task) :], number) for number in "10")
     found = [] if full == "from the start" else loader.fetch(tasks[:2])
     with Path("/dev/shm/ballast").open("wb", buffering=0) as ballast:

@@ -14,7 +14,7 @@ import torch
 
 from fmmeta.common.errors import UsageError
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.process_groups import Ranks, World
+from fmmeta.parallel.process_groups import ProcessGroups, World
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -28,7 +28,7 @@ def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return str(caught.value)
 
 
-def one_rank() -> Ranks:
+def one_rank() -> ProcessGroups:
     """The communicators of a launch of one process, without any process group."""
     return World(Launch(), torch.device("cpu")).split(1, default_group=False)
 

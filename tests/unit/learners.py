@@ -13,13 +13,13 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import Setup, setup
 from fmmeta.meta.reference import direction
-from fmmeta.meta.task_gradient import Direction
+from fmmeta.meta.task_gradient import TaskGradient
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
 from fmmeta.parallel.deepspeed_shards import param_groups
 from fmmeta.parallel.workers.plain import PlainWorker
-from fmmeta.tasks.batching import IGNORE, Batches, Dealer, Example
+from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example
 from fmmeta.tasks.schedule.meta_batches import Task
-from fmmeta.tasks.sources.base import Episode
+from fmmeta.tasks.sources.base import EpisodeRows
 
 CPU = torch.device("cpu")
 CLASSES = 3
@@ -49,7 +49,7 @@ def llama() -> Learner:
     return CausalLearner(LlamaForCausalLM(config))
 
 
-def episode_of(learner: Learner, support: int = 9, query: int = 6, seed: int = 5) -> Episode:
+def episode_of(learner: Learner, support: int = 9, query: int = 6, seed: int = 5) -> EpisodeRows:
     """Rows of 2 to 6 tokens, the classes in turn; for a Llama the last one or two tokens are the answer."""
     rng = torch.Generator().manual_seed(seed)
     rows = []
@@ -58,12 +58,12 @@ def episode_of(learner: Learner, support: int = 9, query: int = 6, seed: int = 5
         prompt = len(ids) - 1 - i % 2
         labels = i % CLASSES if learner.head_names else [IGNORE] * prompt + ids[prompt:]
         rows.append(Example(ids, labels))
-    return Episode(Task(0, "t", "s", 1, (0,)), rows[:support], rows[support:], tuple(f"c{i}" for i in range(CLASSES)))
+    return EpisodeRows(Task(0, "t", "s", 1, (0,)), rows[:support], rows[support:], tuple(f"c{i}" for i in range(CLASSES)))
 
 
-def batches_of(episode: Episode, micro_batch_size: int = 4) -> Batches:
-    dealer = Dealer(0, micro_batch_size)
-    return Batches(dealer.deal(episode.support), dealer.deal(episode.query))
+def batches_of(episode: EpisodeRows, micro_batch_size: int = 4) -> Episode:
+    dealer = Batcher(0, micro_batch_size)
+    return Episode(dealer.deal(episode.support), dealer.deal(episode.query))
 
 
 def config_of(learner: Learner, **settings: Any) -> Config:
@@ -85,7 +85,9 @@ def setup_of(worker: PlainWorker, config: Config, bf16: bool = False) -> Setup:
     return setup(config, worker, worker.model.head_names, CLASSES if worker.model.head_names else 0, bf16)
 
 
-def found_by_rule(learner: nn.Module, config: Config, episode: Episode, outer_step: int = 0) -> tuple[Direction, PlainWorker]:
+def found_by_rule(
+    learner: nn.Module, config: Config, episode: EpisodeRows, outer_step: int = 0
+) -> tuple[TaskGradient, PlainWorker]:
     worker = worker_of(learner, config)
     theta = worker.read()
     rule = RULES[config.algorithm](setup_of(worker, config), outer_step)
@@ -94,7 +96,9 @@ def found_by_rule(learner: nn.Module, config: Config, episode: Episode, outer_st
     return found, worker
 
 
-def told_by_oracle(learner: nn.Module, config: Config, episode: Episode, outer_step: int = 0) -> tuple[dict[str, Tensor], Any]:
+def told_by_oracle(
+    learner: nn.Module, config: Config, episode: EpisodeRows, outer_step: int = 0
+) -> tuple[dict[str, Tensor], Any]:
     """In fp64, from the same start."""
     model = copy.deepcopy(learner).double()
     names = [name for name, param in model.named_parameters() if param.requires_grad]

@@ -14,11 +14,11 @@ from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import step_counts
 from fmmeta.meta.reference import direction, set_gradient, set_loss
 from fmmeta.meta.second_order.gradient_check import Check, check
-from fmmeta.meta.second_order.hessian import Curvature
+from fmmeta.meta.second_order.hessian import HvpOptions
 from fmmeta.meta.second_order.trajectory import Trajectory
-from fmmeta.meta.task_gradient import Direction
+from fmmeta.meta.task_gradient import TaskGradient
 from fmmeta.models.learner import Learner
-from fmmeta.parallel.workers.base import Pass
+from fmmeta.parallel.workers.base import PassStats
 from tests.unit import learners
 from tests.unit.learners import against_oracle, batches_of, by_name, config_of, episode_of, setup_of, worker_of
 
@@ -226,12 +226,12 @@ def test_hessian_vector_products(model):
         along = by_name(worker, d)
         told = sum((gradient[name] * along[name].double()).sum() for name in weights)
         wanted = torch.autograd.grad(told, list(weights.values()), retain_graph=True)
-        found = by_name(worker, Curvature().of(worker, support).times(phi, d))
+        found = by_name(worker, HvpOptions().of(worker, support).times(phi, d))
         a, b = (torch.cat([x.double().reshape(-1) for x in side]) for side in ([found[name] for name in weights], wanted))
         assert (a - b).norm() < 5e-4 * b.norm()
         worker.write(phi)
-    assert not Curvature().of(worker, support).times(phi, torch.zeros_like(phi)).any()
-    assert Curvature().of(worker, support).times(phi, torch.full_like(phi, torch.nan)).isnan().all()
+    assert not HvpOptions().of(worker, support).times(phi, torch.zeros_like(phi)).any()
+    assert HvpOptions().of(worker, support).times(phi, torch.full_like(phi, torch.nan)).isnan().all()
 
 
 def test_self_check_trusts_fp32_and_warns_of_bf16():
@@ -295,8 +295,8 @@ def test_self_check_looks_at_meta_parameters_and_at_both_steps(half_finite, rela
     half = full.clone()
     half[0] = 3.0
     half[worker.params.groups["head"]] = 100.0
-    fine = Pass(torch.zeros(4, dtype=torch.float64))
-    told = Told(*(Direction(vector, 1.0, finite, fine, fine) for vector, finite in ((full, True), (half, half_finite))))
+    fine = PassStats(torch.zeros(4, dtype=torch.float64))
+    told = Told(*(TaskGradient(vector, 1.0, finite, fine, fine) for vector, finite in ((full, True), (half, half_finite))))
     found = check(told, worker, full, batches_of(episode_of(learner)), "fp32")
     assert found.relative == pytest.approx(relative, nan_ok=True)
     assert found.cosine == pytest.approx(1.0 if half_finite else math.nan, nan_ok=True)
@@ -305,7 +305,7 @@ def test_self_check_looks_at_meta_parameters_and_at_both_steps(half_finite, rela
 def test_differences_step_no_further_than_a_share_of_the_weights(monkeypatch):
     learner = LEARNERS["llama"]
     worker = worker_of(learner, config_of(learner))
-    phi, hessian = worker.read(), Curvature().of(worker, batches_of(episode_of(learner)).support)
+    phi, hessian = worker.read(), HvpOptions().of(worker, batches_of(episode_of(learner)).support)
     steps = []
     monkeypatch.setattr(type(hessian), "_difference", lambda self, phi, d, h, length: steps.append(h * length) or d)
     for bend in (1e-9, 1.0):  # a loss that is as good as flat; one that curves
@@ -328,7 +328,7 @@ def test_either_side_of_a_difference_may_be_bad(bad, monkeypatch):
         return vector, result
 
     monkeypatch.setattr(worker, "gradient", spoiled)
-    hessian = Curvature().of(worker, support)
+    hessian = HvpOptions().of(worker, support)
     hessian.times(phi, d)
     assert [step.finite for step in hessian.passes] == [True, True, bad != 0, bad != 1]
 

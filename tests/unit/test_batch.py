@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fmmeta.meta.algorithms import RULES
 from fmmeta.models.losses import objective
-from fmmeta.tasks.batching import IGNORE, Batches, Dealer, Example, MicroBatch, collate
+from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example, MicroBatch, collate
 from tests.unit.learners import (
     by_name,
     config_of,
@@ -40,7 +40,7 @@ class Cut:
 
     def by_rank(self) -> list[list[MicroBatch]]:
         cut = (PAD, self.micro_batch_size)
-        return [Dealer(*cut, rank, self.group_size, None, self.max_tokens).deal(self.rows) for rank in range(self.group_size)]
+        return [Batcher(*cut, rank, self.group_size, None, self.max_tokens).deal(self.rows) for rank in range(self.group_size)]
 
     def all(self) -> list[MicroBatch]:
         return [batch for batches in self.by_rank() for batch in batches]
@@ -114,7 +114,7 @@ def test_a_rank_without_rows_gets_a_filler():
 
 def test_rows_of_like_length_lie_together():
     rows = [Example([1] * n, 0) for n in (2, 9, 3, 8, 2, 9)]
-    assert [batch.input_ids.shape[1] for batch in Dealer(PAD, 2).deal(rows)] == [9, 8, 2]
+    assert [batch.input_ids.shape[1] for batch in Batcher(PAD, 2).deal(rows)] == [9, 8, 2]
 
 
 @given(cuts(causal=False))
@@ -166,7 +166,7 @@ def test_a_budget_of_tokens_holds_and_no_rank_waits(cut):
 
 def test_short_rows_share_a_micro_batch_and_long_ones_do_not():
     rows = [Example([1] * n, 0) for n in (4, 30, 4, 4, 31, 4)]
-    found = Dealer(PAD, 8, max_tokens=32).deal(rows)
+    found = Batcher(PAD, 8, max_tokens=32).deal(rows)
     assert [tuple(batch.input_ids.shape) for batch in found] == [(1, 31), (1, 30), (4, 4)]
 
 
@@ -175,8 +175,8 @@ def test_a_budget_of_tokens_does_not_change_the_meta_gradient():
     learner = llama()
     config, episode = config_of(learner, algorithm="fomaml"), episode_of(learner)
     worker = worker_of(learner, config)
-    dealer = Dealer(0, 32, max_tokens=12)
-    batches = Batches(dealer.deal(episode.support), dealer.deal(episode.query))
+    dealer = Batcher(0, 32, max_tokens=12)
+    batches = Episode(dealer.deal(episode.support), dealer.deal(episode.query))
     assert len({len(batch.input_ids) for batch in batches.support}) > 1
     found = RULES["fomaml"](setup_of(worker, config), 0).direction(worker, worker.read(), batches)
     wanted, _ = told_by_oracle(learner, config, episode)

@@ -23,9 +23,9 @@ from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap, param_groups
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.parallel.workers.create import untrained
+from fmmeta.parallel.workers.create import frozen_tensors
 from fmmeta.parallel.workers.plain import PlainWorker
-from fmmeta.training.run_folder import find_start, hold
+from fmmeta.training.run_folder import find_start, lock_folder
 from fmmeta.training.run_record import Metrics, write_run
 from tests.models import WORDS, save_bert, save_llama
 from tests.unit.helpers import one_rank, refusal
@@ -154,7 +154,7 @@ def test_inner_products_count_copies_once():
         worker: Any = SimpleNamespace(params=params, device=torch.device("cpu"), group=SimpleNamespace(sum_=lambda t: t))
         a, b = laid_out(params, parameters(100)), laid_out(params, parameters(7))
         segments = [(f.here.start, f.here.stop, "abc".index(f.name)) for f in params.fragments]
-        sums += Worker.dots(worker, a, b, segments, 3)
+        sums += Worker.dot_by_layer(worker, a, b, segments, 3)
         total += Worker.dot(worker, a, b)
     wanted = [torch.dot(parameters(100)[name].double(), parameters(7)[name].double()) for name in "abc"]
     torch.testing.assert_close(sums, torch.stack(wanted), rtol=0, atol=0)
@@ -182,7 +182,7 @@ def test_a_damaged_shard_is_named(tmp_path):
 def test_the_newest_are_kept_by_number(tmp_path):
     for step in (9, 10, 11):
         saved(tmp_path, WHOLE, step, keep=2)
-    assert [folder.name for folder in checkpoint.complete(tmp_path)] == ["checkpoint-10", "checkpoint-11"]
+    assert [folder.name for folder in checkpoint.list_complete(tmp_path)] == ["checkpoint-10", "checkpoint-11"]
     assert not (tmp_path / "checkpoint-9").exists()
 
 
@@ -200,7 +200,7 @@ def test_half_written_folders_are_no_checkpoints(tmp_path):
     (tmp_path / "checkpoint-final").mkdir()
     (tmp_path / "checkpoint-final" / "manifest.json").write_text("{}")
     (tmp_path / "checkpoint-٣").mkdir()
-    assert checkpoint.complete(tmp_path) == [whole]
+    assert checkpoint.list_complete(tmp_path) == [whole]
     message = refusal(checkpoint.read_state, tmp_path / "checkpoint-7")
     assert message.startswith(f"resume_from_checkpoint={tmp_path / 'checkpoint-7'} is no checkpoint (")
     assert message.endswith("; give a checkpoint-N folder")
@@ -217,7 +217,7 @@ def exported(source: Path | str, folder: Path, **settings) -> tuple[Config, Plai
     description = describe(config)
     tokenizer = load_tokenizer(config, description, pytest.fail)
     learner = load_learner(config, description)
-    frozen = untrained(learner)
+    frozen = frozen_tensors(learner)
     per_task = learner.head_names if config.head_init != "learned" else ()
     worker = PlainWorker(learner, param_groups(learner, per_task, True), torch.device("cpu"))
     theta = worker.read()
@@ -404,7 +404,7 @@ def test_a_run_is_continued_or_refused(tmp_path):
 
 def test_folders_that_cannot_be_used(tmp_path):
     (tmp_path / "file").write_text("")
-    message = refusal(hold, tmp_path / "file" / "run")
+    message = refusal(lock_folder, tmp_path / "file" / "run")
     assert message == f"output_dir={tmp_path / 'file' / 'run'} cannot be made: Not a directory; choose another"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fmmeta.cli import parse
-from fmmeta.config.conflicts import WHOLE_MATRICES
+from fmmeta.config.conflicts import NOT_ELEMENTWISE
 from fmmeta.config.settings import Config
 from tests.unit.helpers import refusal
 
@@ -87,11 +87,11 @@ def test_contradictions_are_refused_with_the_reason(settings, said):
     assert refusal(Config, **settings) == said
 
 
-@pytest.mark.parametrize("name", [*WHOLE_MATRICES, "Muon", "LBFGS"])
+@pytest.mark.parametrize("name", [*NOT_ELEMENTWISE, "Muon", "LBFGS"])
 def test_optimizers_that_need_whole_matrices_are_refused(name):
     said = refusal(Config, outer_optimizer=name)
     assert said.startswith(
-        f"outer_optimizer={name} does not act element by element: {WHOLE_MATRICES[name.lower()]}, and theta is "
+        f"outer_optimizer={name} does not act element by element: {NOT_ELEMENTWISE[name.lower()]}, and theta is "
     )
     assert said == refusal(parse, ["--outer_optimizer", name])
 

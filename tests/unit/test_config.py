@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from fmmeta.config.settings import FREE_ON_RESUME, Config, changed_settings
-from fmmeta.config.validate import LEAST
+from fmmeta.config.validate import MINIMUM
 from tests.unit.helpers import refusal
 
 COMPANIONS = {  # settings without which a choice is refused
@@ -39,7 +39,7 @@ def test_choices_are_checked(name):
         assert getattr(Config(**{name: choice, **COMPANIONS.get((name, choice), {})}), name) in (choice, [choice])
 
 
-@pytest.mark.parametrize(("name", "least"), LEAST.items())
+@pytest.mark.parametrize(("name", "least"), MINIMUM.items())
 def test_lower_bounds(name, least):
     below = type(getattr(Config(), name))(least - 1)
     assert refusal(Config, **{name: below}) == f"{name}={below} is below {least}; use {least} or more"

@@ -9,20 +9,20 @@ import torch
 
 from fmmeta.common.errors import MachineFault
 from fmmeta.config.settings import Config
-from fmmeta.elastic.communicator import Lost
-from fmmeta.elastic.controller import MOST, Elastic
+from fmmeta.elastic.communicator import PeerLost
+from fmmeta.elastic.controller import MOST, ElasticController
 from fmmeta.elastic.join import mark_of
 from fmmeta.elastic.lighthouse_client import reachable_as
-from fmmeta.elastic.membership import Member, Roll
+from fmmeta.elastic.membership import GroupInfo, Membership
 from fmmeta.elastic.state_transfer import check_kinds, kinds
-from fmmeta.parallel.deepspeed_config import Precision, recorded
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, recorded
 from tests.unit.helpers import refusal
 
 
-def roll(*members: tuple[int, bool, bool]) -> Roll:
+def roll(*members: tuple[int, bool, bool]) -> Membership:
     """Of (step, fresh, writes)."""
-    listed = [Member(f"g{n}", "host:1", step, fresh, writes, "", "") for n, (step, fresh, writes) in enumerate(members)]
-    return Roll(tuple(listed), 0)
+    listed = [GroupInfo(f"g{n}", "host:1", step, fresh, writes, "", "") for n, (step, fresh, writes) in enumerate(members)]
+    return Membership(tuple(listed), 0)
 
 
 NEW, OLD = True, False
@@ -108,13 +108,13 @@ def test_this_machine_as_it_sees_itself():
 
 def test_groups_with_other_settings_or_another_cut_have_another_mark():
     settings = {**Config().as_dict(), "dataset_fingerprint": "f"}
-    precision = Precision(1, False, False)
+    precision = DeepSpeedSettings(1, False, False)
     mine = mark_of(settings, "1 group of 2 ranks", 10, precision)
     assert mine == mark_of({**settings, "save_steps": 7, "group_name": "b"}, "1 group of 2 ranks", 10, precision)
     others = [mark_of({**settings, "seed": 1}, "1 group of 2 ranks", 10, precision),
               mark_of({**settings, "dataset_fingerprint": "g"}, "1 group of 2 ranks", 10, precision),
               mark_of(settings, "1 group of 1 rank", 10, precision), mark_of(settings, "1 group of 2 ranks", 9, precision),
-              mark_of(settings, "1 group of 2 ranks", 10, Precision(2, False, False))]  # fmt: skip
+              mark_of(settings, "1 group of 2 ranks", 10, DeepSpeedSettings(2, False, False))]  # fmt: skip
     assert mine not in others
     assert len(set(others)) == 5
     resolved = {**settings, **recorded({"zero_optimization": {"stage": 1}}, precision)}
@@ -138,7 +138,7 @@ def test_a_tensor_of_another_kind_is_refused_before_it_is_received():
     assert "has to be None here" in refusal(check_kinds, kinds({"rates": rates}), None)
 
 
-class Unlucky(Elastic):
+class Unlucky(ElasticController):
     """Its first roll calls fail, after it has healed from another group."""
 
     def __init__(self, failures: int) -> None:
@@ -149,17 +149,17 @@ class Unlucky(Elastic):
         if self.failures:
             self.failures -= 1
             run.state.tasks = {"seen": 9, "bad": 1}
-            raise Lost("a broadcast: gone")
+            raise PeerLost("a broadcast: gone")
 
 
 def test_a_group_lost_at_the_roll_call_costs_another_roll_call():
     """The step is then taken, and what was healed meanwhile stays."""
     run, who, steps = SimpleNamespace(state=SimpleNamespace(outer_step=4, tasks={"seen": 0, "bad": 0})), Unlucky(3), 0
-    with who.of_step(run):  # type: ignore[arg-type]
+    with who.step_attempt(run):  # type: ignore[arg-type]
         steps += 1
     assert (steps, who.retries, run.state.tasks) == (1, 3, {"seen": 9, "bad": 1})
     with (
         pytest.raises(MachineFault, match=f"outer step 5 was begun {MOST} times in vain .a broadcast: gone."),
-        Unlucky(-1).of_step(run),
+        Unlucky(-1).step_attempt(run),
     ):  # type: ignore[arg-type]
         pass

@@ -7,7 +7,7 @@ from copy import deepcopy
 
 import pytest
 
-from fmmeta.parallel.deepspeed_config import OURS, REFUSED, Precision, complete, for_pipeline, for_tensor, read
+from fmmeta.parallel.deepspeed_config import OURS, REFUSED, DeepSpeedSettings, complete, for_pipeline, for_tensor, read
 from tests.unit.helpers import ROOT, refusal
 
 HF = {  # a typical file of transformers' documentation
@@ -39,7 +39,7 @@ def ds_file(tmp_path):
 def test_an_hf_file_works_as_it_is(ds_file):
     notices: list[str] = []
     config, precision = read(ds_file(HF), bf16=True, notice=notices.append)
-    assert precision == Precision(zero_stage=3, bf16=True, offload=False, bucket=0)
+    assert precision == DeepSpeedSettings(zero_stage=3, bf16=True, offload=False, bucket=0)
     assert notices == [f"ds.json: {key} is auto and left to fmmeta ({instead})" for key, instead in OURS.items()]
     done = complete(config, precision, hidden_size=64)
     assert "auto" not in json.dumps(done)
@@ -55,7 +55,7 @@ def test_an_hf_file_works_as_it_is(ds_file):
 def test_a_completed_file_leaves_gradients_alone(stage):
     given = {"zero_optimization": {"stage": stage}, "gradient_clipping": 1.0, "data_types": {"grad_accum_dtype": "bf16"}}
     config = deepcopy(given)
-    done = complete(config, Precision(stage, False, False), 8)
+    done = complete(config, DeepSpeedSettings(stage, False, False), 8)
     assert done["gradient_clipping"] == 0.0
     assert (done["train_micro_batch_size_per_gpu"], done["gradient_accumulation_steps"]) == (1, 1)
     assert (done["communication_data_type"], done["bf16"]) == ("fp32", {"enabled": False})
@@ -70,11 +70,11 @@ def test_a_completed_file_leaves_gradients_alone(stage):
     ({"bf16": {"enabled": False}}, True, False), ({"bf16": None}, True, True),
 ])  # fmt: skip
 def test_bf16_by_file_or_flag(ds_file, asked, flag, bf16):
-    assert read(ds_file(asked), flag, pytest.fail)[1] == Precision(0, bf16, False)
+    assert read(ds_file(asked), flag, pytest.fail)[1] == DeepSpeedSettings(0, bf16, False)
 
 
 def test_no_file_is_zero_0():
-    assert read(None, False, pytest.fail) == ({"zero_optimization": {"stage": 0}}, Precision(0, False, False))
+    assert read(None, False, pytest.fail) == ({"zero_optimization": {"stage": 0}}, DeepSpeedSettings(0, False, False))
 
 
 VALUES = {
@@ -147,7 +147,7 @@ def test_bf16_is_an_object(ds_file):
 def test_offload_is_noticed(ds_file):
     zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "none"}}
     config, precision = read(ds_file({"zero_optimization": zero}), False, pytest.fail)
-    assert precision == Precision(3, False, True, offload_param=True)
+    assert precision == DeepSpeedSettings(3, False, True, offload_param=True)
     assert config["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
 
 
@@ -174,26 +174,29 @@ def test_every_shipped_file_passes(file):
 def test_a_file_for_a_pipeline():
     notices: list[str] = []
     one = {"zero_optimization": {"stage": 1}}
-    config, precision = for_pipeline(one, Precision(1, False, False), notices.append)
+    config, precision = for_pipeline(one, DeepSpeedSettings(1, False, False), notices.append)
     assert config["zero_optimization"] == {"stage": 1, "compute_grad_norm": False}  # its norms would wait for other stages
     assert one == {"zero_optimization": {"stage": 1}}
     assert notices == []
-    config, precision = for_pipeline({"zero_optimization": {"stage": 0}}, Precision(0, True, False), notices.append)
-    assert (config, precision) == ({"zero_optimization": {"stage": 1}}, Precision(1, True, False))
+    config, precision = for_pipeline({"zero_optimization": {"stage": 0}}, DeepSpeedSettings(0, True, False), notices.append)
+    assert (config, precision) == ({"zero_optimization": {"stage": 1}}, DeepSpeedSettings(1, True, False))
     assert notices == ["ZeRO 0 in bf16 runs as ZeRO 1 in a pipeline, which adds gradients up in fp32"]
-    assert refusal(for_pipeline, {}, Precision(2, False, False), print) == (
+    assert refusal(for_pipeline, {}, DeepSpeedSettings(2, False, False), print) == (
         "pipeline_stages does not go with ZeRO 2, which cuts what a stage computes with; use a DeepSpeed file with "
         "zero_optimization.stage 0 or 1"
     )
-    assert refusal(for_pipeline, {}, Precision(1, False, True), print) == (
+    assert refusal(for_pipeline, {}, DeepSpeedSettings(1, False, True), print) == (
         "pipeline_stages does not go with offload_optimizer, which DeepSpeed's pipeline engine was not tested with; remove it, "
         "or use ZeRO 3 without stages"
     )
 
 
 def test_a_file_around_tensor_parallelism():
-    for_tensor(Precision(1, True, False))
-    for precision, what in ((Precision(2, False, False), "ZeRO 2"), (Precision(1, False, True), "offload_optimizer")):
+    for_tensor(DeepSpeedSettings(1, True, False))
+    for precision, what in (
+        (DeepSpeedSettings(2, False, False), "ZeRO 2"),
+        (DeepSpeedSettings(1, False, True), "offload_optimizer"),
+    ):
         assert refusal(for_tensor, precision) == (
             f"tensor_parallel_size does not go with {what}, which was not tested around it; use a DeepSpeed file with "
             "zero_optimization.stage 0 or 1 and no offload"
@@ -202,4 +205,4 @@ def test_a_file_around_tensor_parallelism():
 
 def test_parameters_that_zero_3_may_hold_whole(ds_file):
     zero = {"stage": 3, "stage3_max_live_parameters": 5e7}
-    assert read(ds_file({"zero_optimization": zero}), False, print)[1] == Precision(3, False, False, 50_000_000)
+    assert read(ds_file({"zero_optimization": zero}), False, print)[1] == DeepSpeedSettings(3, False, False, 50_000_000)

@@ -20,7 +20,7 @@ from fmmeta.evaluation import command
 from fmmeta.evaluation.episodes import episodes_of, run_config
 from fmmeta.evaluation.feature_classifiers import knn, linear
 from fmmeta.evaluation.generation import LanguageMetrics, longest_common, rouge_l
-from fmmeta.evaluation.results import Cell, differences, read_cells, results_of, show, write
+from fmmeta.evaluation.results import EvalCell, differences, read_cells, results_of, show, write
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.metrics.scores import EpisodeScore, calibration_error, counted, paired, score_of
 from fmmeta.models.files import hub_answers
@@ -279,10 +279,10 @@ def test_a_broken_task_file_is_left_out_of_both_models(llama, tmp_path, capsys):
 def test_greedy_answers_are_those_of_transformers(llama):
     from transformers import AutoModelForCausalLM
 
-    from fmmeta.adaptation.single_process import start
+    from fmmeta.adaptation.single_process import load_single_process
     from fmmeta.evaluation.generation import generate
 
-    single = start(Config(model_name_or_path=str(llama), task_type="causal_lm", algorithm="none"), Progress(False))
+    single = load_single_process(Config(model_name_or_path=str(llama), task_type="causal_lm", algorithm="none"), Progress(False))
     prompts = [single.tokenizer(text)["input_ids"] for text in ("river", "a longer prompt", "x")]
     ours = generate(single.worker, single.tokenizer, prompts, 6, 2)
     model = AutoModelForCausalLM.from_pretrained(llama).eval()
@@ -299,11 +299,11 @@ def test_answers_end_where_the_positions_do(tmp_path):
     """Each with the tokens that it would have alone, whatever shares its batch."""
     from transformers import AutoModelForCausalLM
 
-    from fmmeta.adaptation.single_process import start
+    from fmmeta.adaptation.single_process import load_single_process
     from fmmeta.evaluation.generation import generate
 
     folder = save_family(tmp_path / "gpt2", "gpt2")  # 128 learned positions
-    single = start(Config(model_name_or_path=str(folder), task_type="causal_lm", algorithm="none"), Progress(False))
+    single = load_single_process(Config(model_name_or_path=str(folder), task_type="causal_lm", algorithm="none"), Progress(False))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), single.tokenizer
     prompts = [tokenizer("river " * 30)["input_ids"][:length] for length in (125, 7, 127, 120)]
     told = generate(single.worker, tokenizer, prompts, 6, 4)
@@ -413,7 +413,7 @@ def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even
         full.setattr(command, "write", break_disk)
         assert refusal(command.run, settings).startswith("output=there.json cannot be written")
     assert "prototype" in capsys.readouterr().out.split("accuracy %")[1]
-    monkeypatch.setattr(command.Bench, "cells", lambda *_: pytest.fail("computed before the check"))
+    monkeypatch.setattr(command.EvaluationRun, "cells", lambda *_: pytest.fail("computed before the check"))
     for output, told in ((tmp_path, f"is a folder; give a file in it, such as {tmp_path / 'results.json'}"),
                          (tmp_path / "file" / "x.json",
                           f"cannot be written ({tmp_path / 'file'} is no folder); give another file")):  # fmt: skip
@@ -424,7 +424,7 @@ def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even
 def test_a_model_to_compare_with_is_checked_first(bert, llama, classes, tmp_path, monkeypatch):
     other = shutil.copytree(llama, tmp_path / "other")
     (other / "fmmeta.json").write_text('{"task_type": "causal_lm"}')
-    monkeypatch.setattr(command.Bench, "cells", lambda *_: pytest.fail("computed before the check"))
+    monkeypatch.setattr(command.EvaluationRun, "cells", lambda *_: pytest.fail("computed before the check"))
     assert refusal(fmmeta.evaluate, str(bert), str(classes), compare=str(other)) == (
         f"compare={other} is a model for task_type=causal_lm, and model_name_or_path={bert} one for task_type=classification; "
         "give another model, or --task_type")  # fmt: skip
@@ -474,7 +474,7 @@ def test_one_episode_has_no_interval_and_results_are_json(bert, classes, tmp_pat
 ])  # fmt: skip
 def test_a_comparison_shows_both_models_and_whether_one_is_better(accuracies, row, verdict, capsys):
     def cell(values, loss):
-        return Cell("knn", 1, "x", [EpisodeScore(slot, "t", "s", loss, value) for slot, value in enumerate(values)])
+        return EvalCell("knn", 1, "x", [EpisodeScore(slot, "t", "s", loss, value) for slot, value in enumerate(values)])
 
     settings = EvaluateConfig(model_name_or_path="mine", compare="theirs", method=["knn"], k_shot=[1])
     ours, theirs = cell(accuracies, 1.0), cell([0.5, 0.6, 0.7, 0.6], 1.25)

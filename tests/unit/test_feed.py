@@ -8,11 +8,11 @@ import pytest
 
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks.batching import Dealer
-from fmmeta.tasks.loader import Load
+from fmmeta.tasks.batching import Batcher
+from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
-from fmmeta.training.episodes import Reader
+from fmmeta.training.episodes import EpisodeReader
 from tests.models import WORDS
 from tests.unit.helpers import one_rank, refusal
 
@@ -35,15 +35,15 @@ def reader_of(folder, **settings):
     source, told = load_sources(config, byte_tokenizer(), lambda text: None).train, []
     tasks = Schedule(source.items, 3, config.seed).meta_batch(0)
     assert len({task.name for task in tasks}) == 3
-    load = Load(source, Dealer(0), sleep=lambda seconds: None)
-    return Reader.of(load, one_rank(), config, told.append), tasks, told
+    load = LoadEpisode(source, Batcher(0), sleep=lambda seconds: None)
+    return EpisodeReader.of(load, one_rank(), config, told.append), tasks, told
 
 
 def test_what_is_left_is_dealt_and_the_others_are_named(folder):
     reader, tasks, told = reader_of(folder, on_bad_task="skip", max_bad_share=1.0)
     for task in tasks[::2]:
         (folder / f"{task.name}.jsonl").write_text("{")
-    assert [task for task, _ in reader.dealt(tasks)] == [tasks[1]]
+    assert [task for task, _ in reader.read_share(tasks)] == [tasks[1]]
     assert [text.split(":")[1].strip() for text in told] == [f"task {task.name}" for task in tasks[::2]]
     assert (reader.seen, reader.bad) == (3, 2)
 
@@ -52,7 +52,7 @@ def test_none_that_can_be_had_is_an_error_whatever_may_be_skipped(folder):
     reader, tasks, told = reader_of(folder, on_bad_task="skip", max_bad_share=1.0)
     for task in tasks:
         (folder / f"{task.name}.jsonl").write_text("{")
-    said = refusal(reader.dealt, tasks)
+    said = refusal(reader.read_share, tasks)
     assert said.startswith(f"none of 3 tasks could be had, the last: task {tasks[-1].name}: ")
     assert said.endswith(told[-1].removeprefix(f"left out: task {tasks[-1].name}: "))
     assert f"{tasks[-1].name}.jsonl" in told[-1]
@@ -65,8 +65,8 @@ def test_too_many_are_an_error_and_so_is_the_first_where_none_may_be_skipped(fol
     strict, _, _ = reader_of(folder)
     for task in tasks[:2]:
         (folder / f"{task.name}.jsonl").write_text("{")
-    said = refusal(reader.dealt, tasks)
+    said = refusal(reader.read_share, tasks)
     assert said.startswith(f"max_bad_share=0.01: 2 of 3 tasks could not be had, the last: task {tasks[1].name}: ")
-    said = refusal(strict.dealt, tasks)
+    said = refusal(strict.read_share, tasks)
     assert said.startswith(f"task {tasks[0].name}: ")
     assert said.endswith("; mend it, or go on without such tasks by --on_bad_task skip")

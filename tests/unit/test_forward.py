@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fmmeta.config.settings import Config
 from fmmeta.models.forward_options import check_attention
 from fmmeta.models.load import describe, load_learner
-from fmmeta.parallel.deepspeed_config import Precision
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.planning import auto_group_size
@@ -73,7 +73,7 @@ def test_the_estimate_of_checkpointed_activations_by_hand():
     """Two layers' inputs, and one layer whole."""
     sizes = Sizes(params=0, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=10, checkpointing=True)
     for bf16, width in ((True, 2), (False, 4)):
-        found = auto_group_size.estimate(sizes, Precision(0, bf16, False), 1).activations
+        found = auto_group_size.estimate(sizes, DeepSpeedSettings(0, bf16, False), 1).activations
         assert found == 3 * 10 * 2 * 8 * width + 3 * 10 * (34 * 8 + 5 * 4 * 10) * width // 2
 
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.task_gradient import Direction
-from fmmeta.parallel.workers.base import Pass
+from fmmeta.meta.task_gradient import TaskGradient
+from fmmeta.parallel.workers.base import PassStats
 from fmmeta.reliability.outliers import Spikes
 from fmmeta.reliability.signals import Launcher, Signals, about, born
 from fmmeta.reliability.stop import Guard
-from fmmeta.reliability.watchdog import Watch, identity_of, myself, stack_of
+from fmmeta.reliability.watchdog import WatchdogStage, identity_of, myself, stack_of
 from tests.unit.helpers import one_rank, refusal
 
 
@@ -109,7 +109,7 @@ def test_a_process_of_another_pid_namespace_is_another_one():
 
 
 def test_bounds_follow_the_slowest_step():
-    watch = Watch(None)
+    watch = WatchdogStage(None)
     watch.begin("outer step 1")
     assert watch.bound_s == 1800
     watch.measured(12)
@@ -117,8 +117,8 @@ def test_bounds_follow_the_slowest_step():
     watch.measured(70)
     watch.measured(3)
     assert watch.bound_s == 700
-    assert Watch(5).bound_s == 1800  # nothing has begun that is a step
-    watch = Watch(5)
+    assert WatchdogStage(5).bound_s == 1800  # nothing has begun that is a step
+    watch = WatchdogStage(5)
     watch.begin("outer step 1")
     assert watch.bound_s == 5
     assert not watch.late
@@ -134,9 +134,9 @@ def test_a_stack_names_file_and_line():
     assert stack_of(12345) == ""
 
 
-def direction(loss: float, norm: float) -> Direction:
+def direction(loss: float, norm: float) -> TaskGradient:
     stats = torch.tensor([loss, 1.0, 1.0, 0.0], dtype=torch.float64)
-    return Direction(torch.tensor([norm, 0.0]), 1.0, True, Pass(stats), Pass(stats))
+    return TaskGradient(torch.tensor([norm, 0.0]), 1.0, True, PassStats(stats), PassStats(stats))
 
 
 @pytest.mark.parametrize(("settings", "loss", "norm", "fits"), [

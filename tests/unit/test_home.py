@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer
-from fmmeta.meta.inner_optimizers import State as InnerState
+from fmmeta.meta.inner_optimizers import InnerState as InnerState
 from fmmeta.meta.outer_step import MetaGradient, Outer, OuterState
 from fmmeta.parallel import offload
-from fmmeta.parallel.deepspeed_config import Precision
-from fmmeta.parallel.offload import Home
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.offload import OuterMemory
 from fmmeta.parallel.workers.plain import PlainWorker
 from fmmeta.planning import auto_group_size
 from tests.models import save_bert, write_classes
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 def outer_of(worker: PlainWorker, offload: bool, **settings) -> Outer:
     config = Config(outer_lr=0.01, weight_decay=0.1, offload_outer=offload, **settings)
-    return Outer(Home(CPU, offload).keep(worker.read()), worker, config)
+    return Outer(OuterMemory(CPU, offload).keep(worker.read()), worker, config)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -72,7 +72,7 @@ def test_pieces_are_the_whole(monkeypatch, chunk):
 
 def test_work_happens_on_copies_that_come_home():
     vector = torch.arange(6.0)
-    away, here = Home(CPU, True), Home(CPU, False)
+    away, here = OuterMemory(CPU, True), OuterMemory(CPU, False)
     part = away.fetch(vector[2:4])
     part.mul_(10)
     assert vector.tolist() == [0, 1, 2, 3, 4, 5]
@@ -111,7 +111,7 @@ def test_a_run_gives_the_same_model(tmp_path, capsys):
 @pytest.mark.parametrize(("stage", "group_size", "meta", "host"), [(0, 4, 4000, 16000), (1, 4, 1000, 4000), (3, 1, 4000, 16000)])
 def test_the_estimate_moves_to_the_host(stage, group_size, meta, host):
     sizes = auto_group_size.Sizes(**{**vars(SIZES), "offload_outer": True})
-    found, without = (auto_group_size.estimate(s, Precision(stage, True, False), group_size) for s in (sizes, SIZES))
+    found, without = (auto_group_size.estimate(s, DeepSpeedSettings(stage, True, False), group_size) for s in (sizes, SIZES))
     assert (found.meta, found.host) == (meta, host)
     assert without.total - found.total == host
     assert (without.meta, without.host) == (meta + host, 0)
@@ -121,9 +121,9 @@ def test_the_host_needs_room_too(monkeypatch):
     sizes = auto_group_size.Sizes(params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1, offload_outer=True)
     world = world_of(monkeypatch, 2, 2, 2**35)
     monkeypatch.setattr(auto_group_size, "host_bytes", lambda local: 2**33)
-    size, why = auto_group_size.choose_group_size(world_of(monkeypatch, 4, 4, 2**35), sizes, Precision(1, False, False))
+    size, why = auto_group_size.choose_group_size(world_of(monkeypatch, 4, 4, 2**35), sizes, DeepSpeedSettings(1, False, False))
     assert (size, "(and 4 in host memory)" in why) == (4, True)  # 16 and 8 GiB of outer state would not fit into 8
-    said = refusal(auto_group_size.choose_group_size, world, sizes, Precision(1, False, False))
+    said = refusal(auto_group_size.choose_group_size, world, sizes, DeepSpeedSettings(1, False, False))
     assert "= 13.9 GiB (and 8 in host memory) each at ZeRO 1, and 32 GiB are free (and 8 in host memory); use a higher" in said
 
 
@@ -132,7 +132,11 @@ def test_what_other_groups_have_sent_lies_where_theta_does():
     worker = worker_of(encoder("mean"), "zero")
     outer = outer_of(worker, False, outer_optimizer="adamw")
     there = torch.device("meta")
-    outer.theta, outer.home, outer.rates = outer.theta.to(there), Home(there, False), torch.zeros(outer.theta.shape, device=there)
+    outer.theta, outer.home, outer.rates = (
+        outer.theta.to(there),
+        OuterMemory(there, False),
+        torch.zeros(outer.theta.shape, device=there),
+    )
     outer.kept = InnerState({})
     names = ("exp_avg", "kept.exp_avg", "rates", "rates.exp_avg")
     outer.load_state(OuterState({name: torch.zeros(outer.theta.shape) for name in names}, {}, {"step": 1.0}))

@@ -19,22 +19,22 @@ from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.outer_step import MetaGradient, Outer
-from fmmeta.meta.task_gradient import Direction, Rule
+from fmmeta.meta.task_gradient import Rule, TaskGradient
 from fmmeta.metrics.scores import mean_ci95
 from fmmeta.models.learner import NativeClassifier, PooledClassifier
 from fmmeta.models.losses import objective
 from fmmeta.parallel.deepspeed_shards import param_groups
 from fmmeta.parallel.process_groups import Communicator
-from fmmeta.parallel.workers.base import Pass
-from fmmeta.parallel.workers.full_model import without_slope
+from fmmeta.parallel.workers.base import PassStats
+from fmmeta.parallel.workers.full_model import nan_gradient_if_nonfinite
 from fmmeta.parallel.workers.plain import PlainWorker
-from fmmeta.parallel.workers.zero import ShardTap
-from fmmeta.tasks.batching import Batches, Dealer, Example
-from fmmeta.tasks.loader import Loaded
+from fmmeta.parallel.workers.zero import ShardOptimizer
+from fmmeta.tasks.batching import Batcher, Episode, Example
+from fmmeta.tasks.loader import LoadResult
 from fmmeta.tasks.schedule.meta_batches import Task
-from fmmeta.training.episodes import Reader
+from fmmeta.training.episodes import EpisodeReader
 from fmmeta.training.final_table import compare, show
-from fmmeta.training.validation import HeldOut, Score, per_stratum
+from fmmeta.training.validation import HeldOut, HeldOutScore, per_stratum
 from tests.unit.helpers import one_rank
 from tests.unit.learners import batches_of, bert, config_of, episode_of, llama
 from tests.unit.learners import worker_of as learners_worker
@@ -70,9 +70,9 @@ def worker_of(model: nn.Module, head_init: str = "learned", bf16: bool = False) 
     return PlainWorker(model, param_groups(model, per_task, weight_decay=True), CPU, bf16)
 
 
-def batches(micro_batch_size: int = 4) -> Batches:
-    dealer = Dealer(0, micro_batch_size)
-    return Batches(dealer.deal(SUPPORT), dealer.deal(QUERY))
+def batches(micro_batch_size: int = 4) -> Episode:
+    dealer = Batcher(0, micro_batch_size)
+    return Episode(dealer.deal(SUPPORT), dealer.deal(QUERY))
 
 
 def rule_of(name: str, worker: PlainWorker, head_init: str, lr: float = LR) -> Rule:
@@ -231,7 +231,7 @@ def test_embeddings_gather_the_rows_that_were_met(tied):
         for name in dense.head_names:
             dense.get_parameter(name).data.zero_()
     loss = torch.zeros(())
-    for batch in Dealer(0, 100).deal(episode.support):
+    for batch in Batcher(0, 100).deal(episode.support):
         loss = loss + objective(dense(batch.input_ids, batch.attention_mask), batch)[0]
     loss.backward()
     trained = {name: param.grad for name, param in dense.named_parameters() if param.grad is not None}
@@ -268,20 +268,20 @@ def test_nothing_of_a_task_that_is_not_finite_is_added(rule, where):
 def test_a_loss_that_is_not_finite_has_no_finite_gradient():
     x = torch.tensor(3.0, requires_grad=True)
     for loss, slope in ((2 * x, 2.0), (2 * x + math.inf, math.nan), (2 * x * math.nan, math.nan)):
-        (found,) = torch.autograd.grad(without_slope(loss), x)
+        (found,) = torch.autograd.grad(nan_gradient_if_nonfinite(loss), x)
         assert found.item() == pytest.approx(slope, nan_ok=True)
 
 
 def test_the_tap_shows_zeros_where_the_ranks_refuse():
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    tap, shown = ShardTap([{"params": params}]), []
+    tap, shown = ShardOptimizer([{"params": params}]), []
     tap.where = {p.data_ptr(): slice(2 * i, 2 * i + 2) for i, p in enumerate(params)}
     tap.update = lambda shard, grad, where: shown.append((where, grad.tolist()))
     for grads, said, wanted in (([1.0, math.nan], True, 0.0), ([1.0, 1.0], False, 1.0), ([1.0, 1.0], True, 0.0)):
         for param, value in zip(params, grads, strict=True):
             param.grad = torch.full((2,), value)
         heard = []
-        tap.bad, tap.veto = None, lambda bad, say=said, heard=heard: heard.append(bool(bad)) or torch.tensor(say)
+        tap.bad, tap.reject_nonfinite = None, lambda bad, say=said, heard=heard: heard.append(bool(bad)) or torch.tensor(say)
         tap.step()
         assert heard == [any(map(math.isnan, grads))]
         assert shown == [(slice(0, 2), [wanted] * 2), (slice(2, 4), [wanted] * 2)]
@@ -517,15 +517,15 @@ def test_a_resumed_outer_goes_on_alike(optimizer):
     assert torch.equal(straight, broken)
 
 
-def passed(finite: bool = True) -> Pass:
-    return Pass(torch.tensor([0.5, 1, 1, 0 if finite else 1], dtype=torch.float64))
+def passed(finite: bool = True) -> PassStats:
+    return PassStats(torch.tensor([0.5, 1, 1, 0 if finite else 1], dtype=torch.float64))
 
 
 def test_meta_gradient_is_the_weighted_mean_of_finite_tasks():
     meta, alone = MetaGradient(torch.zeros(2)), Communicator(None, 0, 1, CPU)
-    meta.add(Direction(torch.tensor([1.0, 2.0]), 1.0, True, passed(), passed()))
-    meta.add(Direction(torch.tensor([4.0, 8.0]), 3.0, True, passed(), passed()))
-    meta.add(Direction(torch.tensor([math.nan, 1.0]), 1.0, False, passed(), passed(finite=False)))
+    meta.add(TaskGradient(torch.tensor([1.0, 2.0]), 1.0, True, passed(), passed()))
+    meta.add(TaskGradient(torch.tensor([4.0, 8.0]), 3.0, True, passed(), passed()))
+    meta.add(TaskGradient(torch.tensor([math.nan, 1.0]), 1.0, False, passed(), passed(finite=False)))
     assert meta.weight == 4
     assert meta.reduce(alone, meta.weight).tolist() == [3.25, 6.5]
     meta.clear()
@@ -540,9 +540,9 @@ def test_evaluation_scores_before_and_after_and_leaves_theta():
     theta = worker.read()
     worker.write(torch.zeros_like(theta))  # evaluation puts theta in by itself
     tasks = [Task(0, f"t{i}", f"s{i}", 10 + i, (0, 0, 0, i)) for i in range(2)]
-    reader = Reader(lambda tasks: [Loaded(task, batches()) for task in tasks], one_rank(), Config(), print)
+    reader = EpisodeReader(lambda tasks: [LoadResult(task, batches()) for task in tasks], one_rank(), Config(), print)
     held_out = HeldOut(Config(), worker, lambda source: source, one_rank(), Progress(speaks=False))
-    scores = held_out.score_tasks(Score, tasks, reader, "tasks", theta, inner_loop(worker, "zero"))
+    scores = held_out.score_tasks(HeldOutScore, tasks, reader, "tasks", theta, inner_loop(worker, "zero"))
     assert torch.equal(worker.read(), theta)
     assert [(score.slot, score.stratum) for score in scores] == [(0, "s0"), (1, "s1")]
     for score in scores:
@@ -550,8 +550,8 @@ def test_evaluation_scores_before_and_after_and_leaves_theta():
 
 
 def test_gains_are_paired_over_the_episodes_that_both_passes_have():
-    trained = [Score(slot, "s", 0, 0, 1.0, accuracy) for slot, accuracy in [(0, 0.9), (1, 0.8), (3, 1.0)]]
-    started = [Score(slot, "s", 0, 0, 1.5, accuracy) for slot, accuracy in [(1, 0.5), (2, 0.0), (3, 0.6)]]
+    trained = [HeldOutScore(slot, "s", 0, 0, 1.0, accuracy) for slot, accuracy in [(0, 0.9), (1, 0.8), (3, 1.0)]]
+    started = [HeldOutScore(slot, "s", 0, 0, 1.5, accuracy) for slot, accuracy in [(1, 0.5), (2, 0.0), (3, 0.6)]]
     compared = compare(trained, started)
     assert compared.episodes == 2
     assert compared.gain[0][0] == pytest.approx((0.3 + 0.4) / 2)
@@ -566,13 +566,15 @@ def test_summaries_of_scores():
         assert half == pytest.approx(quantile * statistics.stdev(values) / math.sqrt(len(values)), rel=2e-4)
     assert mean_ci95([1.0])[0] == 1.0
     assert math.isnan(mean_ci95([1.0])[1])
-    scores = [Score(i, stratum, 0, 0, 0, accuracy) for i, (stratum, accuracy) in enumerate([("b", 0.5), ("a", 1.0), ("b", 1.0)])]
+    scores = [
+        HeldOutScore(i, stratum, 0, 0, 0, accuracy) for i, (stratum, accuracy) in enumerate([("b", 0.5), ("a", 1.0), ("b", 1.0)])
+    ]
     assert per_stratum(scores) == {"a": 1.0, "b": 0.75}
 
 
 def test_one_held_out_episode_has_no_interval():
     shown: list[Sequence[str]] = []
-    compared = compare([Score(0, "a", 1.0, 0.2, 0.5, 0.6)], [Score(0, "a", 1.5, 0.1, 0.75, 0.4)])
+    compared = compare([HeldOutScore(0, "a", 1.0, 0.2, 0.5, 0.6)], [HeldOutScore(0, "a", 1.5, 0.1, 0.75, 0.4)])
     show(compared, Config(), lambda title, header, rows: shown.extend(rows))
     assert [row[1:] for row in shown] == [["20.0 ± -", "1.0000"], ["40.0 ± -", "0.7500"], ["60.0 ± -", "0.5000"],
                                           ["20.0 ± -", "0.2500 ± -"]]  # fmt: skip

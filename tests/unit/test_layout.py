@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmmeta.common import host_memory
-from fmmeta.parallel.deepspeed_config import Precision
-from fmmeta.parallel.layout import Launch, Layout, Place, first_host
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, first_host
 from fmmeta.parallel.nodes import Nodes
 from fmmeta.parallel.process_groups import World
 from fmmeta.planning import auto_group_size
@@ -102,7 +102,7 @@ ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
     (3, False, 1, (4000, 4000, 4000, 20000), 4000, 8000),
 ])  # fmt: skip
 def test_estimate_by_hand(stage, bf16, group_size, kinds, buffers, staging):
-    found = estimate(SIZES, Precision(stage, bf16, False), group_size)
+    found = estimate(SIZES, DeepSpeedSettings(stage, bf16, False), group_size)
     assert (found.weights, found.gradients, found.master, found.meta) == kinds
     assert (found.buffers, found.staging) == (buffers, staging)
     assert found.activations == ACTIVATIONS * (1 if bf16 else 2)
@@ -112,27 +112,29 @@ def test_estimate_by_hand(stage, bf16, group_size, kinds, buffers, staging):
 
 def test_the_peak_is_the_fuller_of_two_moments():
     small = replace(SIZES, rows=1, tokens=1)
-    found = estimate(small, Precision(2, False, False), 4)
+    found = estimate(small, DeepSpeedSettings(2, False, False), 4)
     assert found.activations == 4 * (34 * 8 + 5 * 4)
     assert found.total == 4000 + 1000 + 1000 + 5000 + 8000  # the reduction, when activations are gone
     assert str(found).split(" = ")[0].split(" + ")[-1].startswith("staging")
-    early = estimate(SIZES, Precision(2, False, False, bucket=100), 4)
+    early = estimate(SIZES, DeepSpeedSettings(2, False, False, bucket=100), 4)
     assert (early.buffers, early.staging) == (8 * 100, 1000)  # reduced while the backward pass runs; then a step's own copy
-    assert estimate(SIZES, Precision(2, False, False, bucket=0), 4).buffers == 8 * 8**2  # "auto": the square of the hidden size
-    whole = estimate(replace(SIZES, lazy=False), Precision(1, False, False), 4)
+    assert (
+        estimate(SIZES, DeepSpeedSettings(2, False, False, bucket=0), 4).buffers == 8 * 8**2
+    )  # "auto": the square of the hidden size
+    whole = estimate(replace(SIZES, lazy=False), DeepSpeedSettings(1, False, False), 4)
     assert (whole.buffers, whole.staging) == (4 * 5 * 10**8, 4 * 5 * 10**8 + 1000)  # a GPU has the bucket whole
 
 
 def test_shards_that_algorithms_keep():
     more = replace(SIZES, kept=5, trajectory=3, moments=1)
-    found = estimate(more, Precision(1, False, False), 4)
+    found = estimate(more, DeepSpeedSettings(1, False, False), 4)
     assert (found.kept, found.moments, found.host) == (8 * 1000, 1000, 0)
-    part = estimate(replace(more, budget=2500), Precision(1, False, False), 4)
+    part = estimate(replace(more, budget=2500), DeepSpeedSettings(1, False, False), 4)
     assert (part.kept, part.host) == (7 * 1000, 1000)  # two of three fit into the budget
 
 
 def test_offload_moves_the_shards_of_a_gpu():
-    precision = Precision(3, True, True, offload_param=True)
+    precision = DeepSpeedSettings(3, True, True, offload_param=True)
     found = estimate(replace(SIZES, lazy=False), precision, 4)
     assert (found.weights, found.master, found.meta, found.gradients) == (0, 0, 0, 0)
     assert found.host == 500 + 1000 + 5000 + 1000
@@ -143,12 +145,12 @@ def test_offload_moves_the_shards_of_a_gpu():
 
 def test_logits_are_counted_for_language_models():
     sizes = Sizes(**{**vars(SIZES), "vocab": 100})
-    assert estimate(sizes, Precision(0, False, False), 1).logits == 3 * 3 * 10 * 100 * 4
+    assert estimate(sizes, DeepSpeedSettings(0, False, False), 1).logits == 3 * 3 * 10 * 100 * 4
 
 
 def test_estimate_reads_as_a_sum():
     sizes = Sizes(params=2**28, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
-    assert str(estimate(sizes, Precision(0, False, False), 1)) == "weights 1 + gradients 1 + meta 4 = 6 GiB"
+    assert str(estimate(sizes, DeepSpeedSettings(0, False, False), 1)) == "weights 1 + gradients 1 + meta 4 = 6 GiB"
 
 
 def world_of(monkeypatch, world_size: int, local_world_size: int, free: int) -> World:
@@ -163,7 +165,7 @@ def world_of(monkeypatch, world_size: int, local_world_size: int, free: int) -> 
 @pytest.mark.parametrize("wanted", [1, 2, 4, 8])
 def test_the_smallest_group_that_fits(monkeypatch, wanted):
     """Just enough memory for a group size is just too little for the next smaller one."""
-    precision = Precision(3, False, False)
+    precision = DeepSpeedSettings(3, False, False)
     free = int(estimate(SIZES, precision, wanted).total / auto_group_size.HEADROOM) + 1
     size, why = choose_group_size(world_of(monkeypatch, 16, 8, free), SIZES, precision)
     assert size == wanted
@@ -171,7 +173,7 @@ def test_the_smallest_group_that_fits(monkeypatch, wanted):
 
 
 def test_a_group_stays_inside_a_node_and_divides_the_world(monkeypatch):
-    precision = Precision(3, False, False)
+    precision = DeepSpeedSettings(3, False, False)
     free = int(estimate(SIZES, precision, 4).total / auto_group_size.HEADROOM) + 1
     assert choose_group_size(world_of(monkeypatch, 6, 6, free), SIZES, precision)[0] == 6
     assert "2 ranks of a group need" in refusal(choose_group_size, world_of(monkeypatch, 16, 2, free), SIZES, precision)
@@ -180,7 +182,7 @@ def test_a_group_stays_inside_a_node_and_divides_the_world(monkeypatch):
 def test_no_room_at_all(monkeypatch):
     sizes = Sizes(params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
     world = world_of(monkeypatch, 8, 4, 2**32)
-    assert refusal(choose_group_size, world, sizes, Precision(2, False, False)) == (
+    assert refusal(choose_group_size, world, sizes, DeepSpeedSettings(2, False, False)) == (
         "group_size=auto finds no room: 4 ranks of a group need weights 4 + gradients 1 + master 1 + meta 4 + buffers 3.73 "
         "= 13.7 GiB each at ZeRO 2, and 4 GiB are free; use a higher ZeRO stage, offload, more GPUs or a smaller "
         "--micro_batch_size"
@@ -196,36 +198,36 @@ def test_memory_of_the_host_is_shared_by_its_ranks():
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_places_in_a_group(stages, data, tensor):
     size = stages * data * tensor
-    places = [Place(rank, size, stages, tensor) for rank in range(size)]
+    places = [GroupCoordinates(rank, size, stages, tensor) for rank in range(size)]
     assert {place.data for place in places} == {data}
     found = [(place.stage, place.data_rank, place.tensor_rank) for place in places]
     assert found == [(s, d, t) for s in range(stages) for d in range(data) for t in range(tensor)]
 
 
 def test_a_group_holds_whole_models():
-    assert refusal(Place, 0, 4, 3) == "group_size=4 is not a multiple of pipeline_stages=3; use 3 or 6"
-    assert refusal(Place, 0, 3, 1, 2) == "group_size=3 is not a multiple of tensor_parallel_size=2; use 2 or 4"
+    assert refusal(GroupCoordinates, 0, 4, 3) == "group_size=4 is not a multiple of pipeline_stages=3; use 3 or 6"
+    assert refusal(GroupCoordinates, 0, 3, 1, 2) == "group_size=3 is not a multiple of tensor_parallel_size=2; use 2 or 4"
 
 
 def test_a_group_size_that_cannot_hold_the_model_is_refused(monkeypatch):
     sizes = Sizes(params=2**28, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
     world = world_of(monkeypatch, 8, 8, 4 * 2**30)
-    precision = Precision(3, False, False, 2**26, bucket=2**24)
+    precision = DeepSpeedSettings(3, False, False, 2**26, bucket=2**24)
     assert refusal(check_group_size, world, sizes, precision, 1) == (
         "group_size=1 needs weights 1 + gradients 1 + meta 4 = 6 GiB per rank at ZeRO 0, and 4 GiB are free; use group_size 4 "
         "or 8"
     )
     check_group_size(world, sizes, precision, 4)
-    check_group_size(world, sizes, Precision(3, False, True), 1)  # offloaded: not all of it lies here
-    assert refusal(check_group_size, world, sizes, Precision(0, False, False), 2).endswith(
+    check_group_size(world, sizes, DeepSpeedSettings(3, False, True), 1)  # offloaded: not all of it lies here
+    assert refusal(check_group_size, world, sizes, DeepSpeedSettings(0, False, False), 2).endswith(
         "and 4 GiB are free; use ZeRO 3, --pipeline_stages or more ranks"
     )
 
 
 def test_groups_chosen_for_a_pipeline_hold_all_its_stages(monkeypatch):
     world = world_of(monkeypatch, 12, 12, 2**40)
-    assert choose_group_size(world, SIZES, Precision(0, False, False), 3)[0] == 3
-    assert choose_group_size(world, SIZES, Precision(0, False, False), 1)[0] == 1
+    assert choose_group_size(world, SIZES, DeepSpeedSettings(0, False, False), 3)[0] == 3
+    assert choose_group_size(world, SIZES, DeepSpeedSettings(0, False, False), 1)[0] == 1
 
 
 def test_limits_of_a_process(monkeypatch, tmp_path):

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from fmmeta.adaptation.single_process import class_logits, start
+from fmmeta.adaptation.single_process import class_logits, load_single_process
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
-from fmmeta.models.lazy_weights import open_stream
+from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import NativeClassifier
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
 from fmmeta.tasks.batching import Example
@@ -151,12 +151,14 @@ def test_weights_that_ended_early(tmp_path, bert):
     file.write_bytes((bert / "model.safetensors").read_bytes()[:-100])
     config = Config(model_name_or_path=str(tmp_path))
     assert refusal(load_learner, config, describe(config)).startswith(f"model_name_or_path={tmp_path} cannot be loaded: ")
-    assert refusal(open_stream, config, describe(config)).startswith(f"model_name_or_path={tmp_path}: {file} cannot be read (")
+    assert refusal(open_lazy_model, config, describe(config)).startswith(
+        f"model_name_or_path={tmp_path}: {file} cannot be read ("
+    )
     file.unlink()
     for text in ("{", "{}"):
         (tmp_path / "model.safetensors.index.json").write_text(text)
         assert refusal(load_learner, config, describe(config)).startswith(f"model_name_or_path={tmp_path} cannot be loaded: ")
-        message = refusal(open_stream, config, describe(config))
+        message = refusal(open_lazy_model, config, describe(config))
         assert message.startswith(f"model_name_or_path={tmp_path}: {file}.index.json cannot be read (")
 
 
@@ -211,7 +213,7 @@ def test_padding_is_the_tokenizers_for_the_model_too(kind, tmp_path):
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**facts, "pad_token_id": None}))
     config = Config(model_name_or_path=str(folder), pooling="model", n_way=3, head_init="learned")
-    single = start(config, Progress(speaks=False))
+    single = load_single_process(config, Progress(speaks=False))
     assert single.description.hf_config.pad_token_id == single.tokenizer.pad_token_id == 0
     rows = [Example([5, 6, 7, 8, 9, 10][:length], 0) for length in (2, 6, 4)]
     together, alone = class_logits(single, rows), torch.cat([class_logits(single, [row]) for row in rows])

@@ -20,8 +20,8 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.augment import Transforms
-from fmmeta.tasks.batching import Dealer
-from fmmeta.tasks.loader import DEATHS, MEASURED, EpisodeLoader, Load, Loaded
+from fmmeta.tasks.batching import Batcher
+from fmmeta.tasks.loader import DEATHS, MEASURED, EpisodeLoader, LoadEpisode, LoadResult
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.schedule.samplers import TaskSampler
 from fmmeta.tasks.sources.base import Draw, TaskSource
@@ -105,7 +105,7 @@ def upcoming(schedule: Schedule):
 
 
 def loader_of(made, num_workers: str = "0", source: TaskSource | None = None, sleeps: list[float] | None = None) -> EpisodeLoader:
-    load = Load(source or made[0], Dealer(0), made[3], 2, sleep=Sleep(sleeps))
+    load = LoadEpisode(source or made[0], Batcher(0), made[3], 2, sleep=Sleep(sleeps))
     return EpisodeLoader(load, upcoming(made[1]), num_workers)
 
 
@@ -119,8 +119,8 @@ class Sleep:
         self.asked.append(seconds)
 
 
-def same(a: list[Loaded], b: list[Loaded]) -> bool:
-    def tensors(loaded: Loaded):
+def same(a: list[LoadResult], b: list[LoadResult]) -> bool:
+    def tensors(loaded: LoadResult):
         assert loaded.batches is not None, loaded.error
         return [t for batch in (*loaded.batches.support, *loaded.batches.query)
                 for t in (batch.input_ids, batch.attention_mask, batch.labels, batch.weights)]  # fmt: skip
@@ -282,7 +282,7 @@ def test_a_full_shared_memory_costs_no_task(made, tmp_path, full):
 @pytest.mark.parametrize(("load_s", "budget", "chosen"), [(0.05, 8, 0), (2.0, 8, 1), (6.0, 8, 3), (9.0, 4, 4), (9.0, 0, 0)])
 def test_auto_starts_as_many_processes_as_loading_asks_for(made, load_s, budget, chosen):
     """`load_s` of 10 s in two outer steps after the first, which warms up and does not count."""
-    loader = EpisodeLoader(Load(made[0], Dealer(0)), upcoming(made[1]), "auto", budget=budget)
+    loader = EpisodeLoader(LoadEpisode(made[0], Batcher(0)), upcoming(made[1]), "auto", budget=budget)
     loader.load_s = 100.0
     assert loader.decide(200.0) is None
     loader.load_s += load_s
@@ -295,7 +295,7 @@ def test_a_few_classes_of_many_are_told_to_the_loss(tmp_path):
     path = write_classes(tmp_path / "c.jsonl")
     config = Config(dataset=[str(path)], n_way=2, n_way_max=5, k_shot=1, k_shot_max=3, num_query=1, seed=3)
     source = load_sources(config, TOKENIZER, lambda text: None).train
-    load, seen = Load(source, Dealer(0), None, config.most_classes), set()
+    load, seen = LoadEpisode(source, Batcher(0), None, config.most_classes), set()
     for step in range(30):
         for task in Schedule(source.items, 2, 3, sizes=source.size).meta_batch(step):
             draw, loaded = source.draw(task), load(task)

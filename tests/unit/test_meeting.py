@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fmmeta.parallel.rendezvous import meet
+from fmmeta.parallel.rendezvous import agree_on_generation
 
 
 class Dictionary:
@@ -29,7 +29,7 @@ def names(notes, delays):
 
     def one(rank):
         time.sleep(delays[rank])
-        found[rank] = meet(notes, rank, len(delays), 10)
+        found[rank] = agree_on_generation(notes, rank, len(delays), 10)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(delays))]
     for thread in threads:
@@ -51,4 +51,4 @@ def test_one_that_is_missing_is_not_waited_for_for_ever():
     notes = Dictionary()
     names(notes, (0, 0))  # the other's old notes lie there
     with pytest.raises(TimeoutError, match=r"rank 1 has not met the other 1 ranks within 0.3 s"):
-        meet(notes, 1, 2, 0.3)
+        agree_on_generation(notes, 1, 2, 0.3)

@@ -16,7 +16,7 @@ from fmmeta.meta.reference import set_gradient, set_loss
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.tasks.batching import collate
 from fmmeta.training import final_table
-from fmmeta.training.step_metrics import Tally
+from fmmeta.training.step_metrics import StepMetrics
 from tests.unit import learners
 from tests.unit.helpers import one_rank
 from tests.unit.learners import against_oracle, batches_of, by_name, config_of, episode_of, setup_of, worker_of
@@ -317,7 +317,7 @@ def test_imaml_meets_negative_curvature_and_the_run_says_so():
     found, _ = learners.found_by_rule(learner, config, episode)
     assert found.numbers["too_little_proximal_weight"] == 1
     assert found.finite
-    tally = Tally(imaml.NUMBERS)
+    tally = StepMetrics(imaml.NUMBERS)
     tally.add(found, 1)
     tally.add(
         learners.found_by_rule(learner, config_of(learner, algorithm="imaml", proximal_weight=300.0, inner_lr=0.003), episode)[0],
@@ -406,15 +406,15 @@ def test_in_context_scores_the_query_with_and_without_the_support_set():
     import torch.nn.functional as F
 
     from fmmeta.meta.algorithms.in_context import prompted
-    from fmmeta.tasks.batching import Batches, Dealer
+    from fmmeta.tasks.batching import Batcher, Episode
 
     learner = LEARNERS["llama"]
     config = config_of(learner, algorithm="in_context")
     episode = episode_of(learner, support=3)
     worker = worker_of(learner, config)
-    dealer = Dealer(0, 4)
+    dealer = Batcher(0, 4)
     query = dealer.deal(episode.query)
-    batches = Batches([], query, dealer.deal(prompted(episode.support, episode.query, None, 32)))
+    batches = Episode([], query, dealer.deal(prompted(episode.support, episode.query, None, 32)))
     before, after = setup_of(worker, config).learning().score(worker, worker.read(), batches)
     prefix = [token for row in episode.support for token in row.input_ids]
     for found, start in ((before, []), (after, prefix)):

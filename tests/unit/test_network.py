@@ -10,7 +10,7 @@ import pytest
 from fmmeta import doctor
 from fmmeta.parallel import network
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.network import Interface, chosen, findings, gloo_interface, settle
+from fmmeta.parallel.network import Interface, check_and_choose_interface, chosen, findings, gloo_interface
 from tests.unit.helpers import refusal
 
 LO, ETH, IB, DOWN = (Interface("lo", True, ("127.0.0.1", "::1")), Interface("eth0", True, ("10.0.0.5",)),
@@ -114,11 +114,16 @@ def test_a_start_ends_on_all_ranks_for_the_trouble_of_one(monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: KNOWN)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     store = Store({"network/1": b"GLOO_SOCKET_IFNAME=x is no interface of b; use y"})
-    assert refusal(settle, store, Launch(0, 2, 0, 2), False) == "GLOO_SOCKET_IFNAME=x is no interface of b; use y"
+    assert (
+        refusal(check_and_choose_interface, store, Launch(0, 2, 0, 2), False)
+        == "GLOO_SOCKET_IFNAME=x is no interface of b; use y"
+    )
     assert store["network/0"] == b""
     store = Store({"network/1": b""})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
-    assert refusal(settle, store, Launch(0, 2, 0, 2), False).startswith("GLOO_SOCKET_IFNAME=eth9 is no interface of ")
+    assert refusal(check_and_choose_interface, store, Launch(0, 2, 0, 2), False).startswith(
+        "GLOO_SOCKET_IFNAME=eth9 is no interface of "
+    )
 
 
 def test_a_start_on_several_nodes_chooses_and_says_so(monkeypatch):
@@ -126,13 +131,13 @@ def test_a_start_on_several_nodes_chooses_and_says_so(monkeypatch):
     monkeypatch.setattr(network, "gloo_interface", lambda launch, known: "ib0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     store = Store({"network/1": b""})
-    (text,) = settle(store, Launch(0, 2, 0, 1), False)
+    (text,) = check_and_choose_interface(store, Launch(0, 2, 0, 1), False)
     assert text == "GLOO_SOCKET_IFNAME=ib0: the name of this host stands for an address that other nodes cannot reach"
     assert network.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    assert settle(store, Launch(0, 2, 0, 2, "head"), False) == []  # one node
+    assert check_and_choose_interface(store, Launch(0, 2, 0, 2, "head"), False) == []  # one node
     assert network.os.environ["GLOO_SOCKET_IFNAME"] == ""
-    assert settle(store, Launch(0, 2, 0, 2, "127.0.0.1"), False) == []  # and no other one has to reach it
+    assert check_and_choose_interface(store, Launch(0, 2, 0, 2, "127.0.0.1"), False) == []  # and no other one has to reach it
     assert network.os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 

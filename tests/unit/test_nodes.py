@@ -61,7 +61,7 @@ def test_a_group_that_fits_on_every_node_lies_on_one_or_is_refused(sizes, group_
             nodes.check(group_size)
     else:
         assert (nodes.check(group_size) is not None) == across
-    assert nodes.keeps(group_size) != across
+    assert nodes.can_defer_backward(group_size) != across
 
 
 def test_the_refusal_names_group_nodes_and_sizes_that_work():
@@ -118,7 +118,7 @@ def test_sizes_read_well():
 
 
 def test_groups_chosen_automatically_stay_inside_nodes():
-    from fmmeta.parallel.deepspeed_config import Precision
+    from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
     from fmmeta.planning import auto_group_size
     from tests.unit.test_layout import SIZES
 
@@ -128,13 +128,14 @@ def test_groups_chosen_automatically_stay_inside_nodes():
         world.launch = Launch(0, sum(sizes), 0, sizes[0])
         for least in divisors(sum(sizes)):
             free = (
-                int(auto_group_size.estimate(SIZES, Precision(3, False, False), least).total / auto_group_size.HEADROOM) + 1,
+                int(auto_group_size.estimate(SIZES, DeepSpeedSettings(3, False, False), least).total / auto_group_size.HEADROOM)
+                + 1,
             ) * 2
             world.comm = type("Comm", (), {"gather_bytes": lambda self, own, free=free: [json.dumps(free).encode()]})()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(auto_group_size, "free_bytes", lambda device, local: 1)
                 wanted = [s for s in divisors(sum(sizes)) if s >= least and s <= min(sizes) and all(n % s == 0 for n in sizes)]
                 if wanted:
-                    assert auto_group_size.choose_group_size(world, SIZES, Precision(3, False, False))[0] == wanted[0]
+                    assert auto_group_size.choose_group_size(world, SIZES, DeepSpeedSettings(3, False, False))[0] == wanted[0]
                 else:
-                    refusal(auto_group_size.choose_group_size, world, SIZES, Precision(3, False, False))
+                    refusal(auto_group_size.choose_group_size, world, SIZES, DeepSpeedSettings(3, False, False))

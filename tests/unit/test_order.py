@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule, node_parts
-from fmmeta.tasks.schedule.order import VIRTUAL, Order, hashed, quotas
+from fmmeta.tasks.schedule.order import VIRTUAL, StratifiedOrder, epoch_quotas, splitmix64
 from fmmeta.tasks.schedule.samplers import EveryClassBatches, SequentialTasks, TaskSampler
 from fmmeta.tasks.sources.base import shares
 from tests.unit.helpers import refusal
@@ -29,9 +29,9 @@ def items_of(sizes: list[int]) -> Items:
     return Items.of(Item(f"{s}-{i}", f"s{s}", 100) for s, size in enumerate(sizes) for i in range(size))
 
 
-def order_of(sizes: list[int], seed: int, wanted: np.ndarray | None = None, shuffle: bool = True) -> Order:
+def order_of(sizes: list[int], seed: int, wanted: np.ndarray | None = None, shuffle: bool = True) -> StratifiedOrder:
     codes = codes_of(sizes)
-    return Order(np.arange(len(codes)), codes, (seed, 0), wanted, shuffle)
+    return StratifiedOrder(np.arange(len(codes)), codes, (seed, 0), wanted, shuffle)
 
 
 @given(STRATA, SEEDS, st.integers(0, 10**6))
@@ -86,7 +86,7 @@ def test_every_member_is_first_equally_often():
 
 
 def test_hashes_spread_over_all_bits():
-    made = hashed(7, 0, np.arange(20000))
+    made = splitmix64(7, 0, np.arange(20000))
     ones = (made[:, None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)).mean(0)
     assert len(set(made.tolist())) == 20000
     assert np.abs(ones - 0.5).max() < 5 * 0.5 / 20000**0.5
@@ -109,7 +109,7 @@ def test_a_million_tasks_in_a_thousand_strata():
 
 
 def test_quotas_add_up_and_leave_nobody_out():
-    made = quotas(np.array([0.5, 0.3, 0.2 - 1e-6, 1e-6]), np.array([1, 1, 1, 1]))
+    made = epoch_quotas(np.array([0.5, 0.3, 0.2 - 1e-6, 1e-6]), np.array([1, 1, 1, 1]))
     assert made.tolist()[:3] == [200, 120, 80]
     assert made[3] == 1
 

@@ -14,7 +14,7 @@ from fmmeta.models.forward_options import check_packing
 from fmmeta.models.learner import CausalLearner, positions
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.models.losses import objective
-from fmmeta.tasks.batching import IGNORE, Dealer, Example
+from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.packing import pack
 from tests.models import save, save_llama
 from tests.unit.helpers import refusal
@@ -114,7 +114,7 @@ def test_loss_accuracy_and_gradients_are_those_of_rows_by_themselves(name, atten
         hf.zero_grad()
         total, width = torch.zeros(3, dtype=torch.float64), 0
         for rank in range(2):
-            for batch in Dealer(0, 8, rank, 2, packing).deal(rows):
+            for batch in Batcher(0, 8, rank, 2, packing).deal(rows):
                 batch.weights = batch.weights.double()
                 parts = objective(learner(batch.input_ids, batch.attention_mask), batch)
                 parts[0].backward()

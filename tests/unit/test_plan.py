@@ -17,18 +17,18 @@ from fmmeta.config.settings import Config
 from fmmeta.meta import costs
 from fmmeta.meta.outer_step import OPTIMIZERS, MetaGradient, Outer
 from fmmeta.models.load import describe, empty_learner, load_learner
-from fmmeta.parallel.deepspeed_config import Precision
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.planning import machines, show
-from fmmeta.planning.compute import Products, needed_flops, products, task_work
+from fmmeta.planning.compute import MatmulCounts, needed_flops, products, task_work
 from fmmeta.planning.layouts import Planner
 from fmmeta.planning.machines import PROFILES, Profile
 from fmmeta.planning.memory import estimate
 from fmmeta.planning.picture import svg
 from fmmeta.planning.settings import PlanConfig
 from fmmeta.planning.sizes import held, micro_batches, part_sizes
-from fmmeta.planning.strategies import Way, deepspeed_of, file_of, ways
-from fmmeta.planning.time import Room, step_seconds, task_seconds
-from fmmeta.tasks.batching import Dealer, Example
+from fmmeta.planning.strategies import Strategy, deepspeed_of, file_of, strategies
+from fmmeta.planning.time import Topology, step_seconds, task_seconds
+from fmmeta.tasks.batching import Batcher, Example
 from tests.models import save_family
 from tests.unit.helpers import ROOT, refusal
 from tests.unit.learners import config_of, worker_of
@@ -142,7 +142,7 @@ def test_bytes_are_those_of_a_real_worker():
         meta, outer = MetaGradient(theta), Outer(theta, worker, config)
         outer.step(torch.ones_like(theta), 0)
         sizes = part_sizes(config, learner.hf.config, held(config, learner, learner.hf.config), lazy=True)
-        found = estimate(sizes, Precision(0, False, False), 1)
+        found = estimate(sizes, DeepSpeedSettings(0, False, False), 1)
         assert (found.weights, found.gradients) == (4 * worker.theta.numel(), 4 * worker.grad.numel())
         assert (found.theta, found.meta_gradient) == (4 * theta.numel(), 4 * meta.sum.numel())
         assert found.moments == sum(4 * moment.numel() for moment in outer.moments.values()), name
@@ -153,7 +153,7 @@ def test_bytes_are_those_of_a_real_worker():
 @given(st.integers(1, 70), st.integers(1, 5), st.integers(1, 9))
 def test_micro_batches_are_those_of_the_dealer(rows, data, most):
     examples = [Example([1] * (1 + i % 3), 0) for i in range(rows)]
-    dealt = [Dealer(0, most, rank, data).deal(examples) for rank in range(data)]
+    dealt = [Batcher(0, most, rank, data).deal(examples) for rank in range(data)]
     rounds, largest = micro_batches(rows, data, most)
     assert {len(batches) for batches in dealt} == {rounds}
     assert max(len(batch.input_ids) for batches in dealt for batch in batches) == largest
@@ -168,7 +168,7 @@ def seconds_of(config: Config, stage: int, group_size: int, groups: int = 1, pro
     learner = empty_learner(config, describe(config))
     hf_config = learner.hf.config
     sizes = part_sizes(config, hf_config, held(config, learner, hf_config), False, group_size)
-    precision, room = Precision(stage, False, False), Room(group_size, group_size, groups, True, groups == 1)
+    precision, room = DeepSpeedSettings(stage, False, False), Topology(group_size, group_size, groups, True, groups == 1)
     task = task_work(config, precision, sizes, products(learner, config), group_size, 16)
     one = task_seconds(task, sizes, precision, room, profile)
     return sizes, one, step_seconds(one, tasks, sizes, precision, room, profile)
@@ -226,9 +226,9 @@ def test_offloaded_weights_come_for_every_micro_batch(folders):
     config = Config(model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=8, micro_batch_size=2)
     learner = empty_learner(config, describe(config))
     sizes = part_sizes(config, learner.hf.config, held(config, learner, learner.hf.config), False)
-    room = Room(1, 1, 1, True, True)
+    room = Topology(1, 1, 1, True, True)
     for live, times in ((1000, 2 * 4), (10**9, 4)):
-        precision = Precision(3, False, True, live, offload_param=True)
+        precision = DeepSpeedSettings(3, False, True, live, offload_param=True)
         task = task_work(config, precision, sizes, products(learner, config), 1, 16)
         assert [one.fetched for _, one in task.passes] == [times * 4 * sizes.params] * 2
         found = task_seconds(task, sizes, precision, room, RATES)
@@ -241,7 +241,7 @@ def test_micro_batches_are_reduced_one_by_one_at_zero_2(folders):
     for stage, times in ((0, 1), (1, 1), (2, 4), (3, 4)):
         learner = empty_learner(many, describe(many))
         sizes = part_sizes(many, learner.hf.config, held(many, learner, learner.hf.config), False, 2)
-        task = task_work(many, Precision(stage, False, False), sizes, Products(1, 1), 2, 16)
+        task = task_work(many, DeepSpeedSettings(stage, False, False), sizes, MatmulCounts(1, 1), 2, 16)
         assert task.wire.reduce == 6 * times * 4 * sizes.params, stage
 
 
@@ -249,7 +249,7 @@ def test_micro_batches_are_reduced_one_by_one_at_zero_2(folders):
 
 
 def test_every_way_to_spread_is_there(folders):
-    found = list(ways(plan_of(model_name_or_path=folders["llama"], gpus=8, gpus_per_node=4)))
+    found = list(strategies(plan_of(model_name_or_path=folders["llama"], gpus=8, gpus_per_node=4)))
     assert {way.group_size for way in found} == {1, 2, 4, 8}  # 8 spans two nodes
     assert {(way.stages, way.tensor) for way in found if way.group_size == 4} == {(1, 1), (2, 1), (4, 1), (1, 2), (1, 4)}
     assert max(way.tensor for way in found) == 4  # inside a node
@@ -258,13 +258,13 @@ def test_every_way_to_spread_is_there(folders):
     assert {way.zero_stage for way in found if way.group_size == 1 and not way.offload} == {0}
     assert {(way.lora_r, way.checkpointing, way.offload_outer) for way in found} == {
         (lora, check, outer) for lora in (0, 8) for check in (False, True) for outer in (False, True)}  # fmt: skip
-    kept = list(ways(plan_of(group_size="2", zero_stage=[3], lora_r=4, gradient_checkpointing=True, offload_outer=False,
+    kept = list(strategies(plan_of(group_size="2", zero_stage=[3], lora_r=4, gradient_checkpointing=True, offload_outer=False,
                              pipeline_stages=1, tensor_parallel_size=1, offload=False)))  # fmt: skip
-    assert kept == [Way(2, 3, lora_r=4, checkpointing=True)]
+    assert kept == [Strategy(2, 3, lora_r=4, checkpointing=True)]
 
 
 def test_shipped_files_are_what_is_planned():
-    for way in ways(plan_of()):
+    for way in strategies(plan_of()):
         assert json.loads((ROOT / file_of(way)).read_text()) == deepspeed_of(way)
 
 
@@ -298,7 +298,7 @@ def test_every_command_is_one_that_train_takes(planned):
         wanted = planner.config_of(one.way)
         assert replace(config, deepspeed=None) == replace(wanted, deepspeed=None), one.way
         assert (config.deepspeed is None) == (one.way.group_size == 1 and not one.way.offload)
-    starts = {gpus: show.command(Planner(plan_of(gpus=gpus), PROFILES["h100"]), Way(1, 0)) for gpus in (4, 16)}
+    starts = {gpus: show.command(Planner(plan_of(gpus=gpus), PROFILES["h100"]), Strategy(1, 0)) for gpus in (4, 16)}
     assert starts[4].startswith("deepspeed --num_gpus 4 launch/train.py ")
     assert starts[16].startswith("torchrun --nnodes 4 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint $HEAD:29500 launch/")
 

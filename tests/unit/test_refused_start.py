@@ -9,7 +9,7 @@ import pytest
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.results import check_output
 from fmmeta.train import train
-from fmmeta.training.run_folder import hold, open_run
+from fmmeta.training.run_folder import lock_folder, open_run
 from tests.unit.helpers import one_rank, refusal
 
 
@@ -32,7 +32,7 @@ def test_of_an_elastic_group(tmp_path):
     alone.lock.close()
     assert list(tmp_path.iterdir()) == []
     made = open_run(config, "f", one_rank().world)
-    writer = hold(tmp_path / "run")
+    writer = lock_folder(tmp_path / "run")
     made.lock.close()
     assert [file.name for file in (tmp_path / "run").iterdir()] == [".lock"]
     writer.close()
@@ -41,14 +41,14 @@ def test_of_an_elastic_group(tmp_path):
 def test_another_start_that_waits_for_the_folder_makes_it_again(tmp_path, monkeypatch):
     folder, taken, waits = tmp_path / "run", [], threading.Event()
     monkeypatch.setattr("builtins.print", lambda *_, **__: waits.set())  # that it waits
-    refused = hold(folder)
-    thread = threading.Thread(target=lambda: taken.append(hold(folder, 20)))
+    refused = lock_folder(folder)
+    thread = threading.Thread(target=lambda: taken.append(lock_folder(folder, 20)))
     thread.start()
     assert waits.wait(20)
     refused.close()
     thread.join()
     assert (folder / ".lock").read_text().startswith("process ")
-    assert refusal(hold, folder, 0.1).startswith(f"output_dir={folder} is in use by process ")
+    assert refusal(lock_folder, folder, 0.1).startswith(f"output_dir={folder} is in use by process ")
     (folder / "run.json").write_text("{}")
     taken[0].close()
     assert [file.name for file in folder.iterdir()] == ["run.json"]

@@ -23,7 +23,7 @@ from fmmeta import checkpoint
 from fmmeta.checkpoint import verify, write
 from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.config.settings import Config
-from fmmeta.training.run_folder import accept_changes, find_start, hold, open_run
+from fmmeta.training.run_folder import accept_changes, find_start, lock_folder, open_run
 from fmmeta.training.run_record import write_run
 from tests.launch import ROOT, environment
 from tests.unit.helpers import one_rank, refusal
@@ -52,7 +52,7 @@ def test_what_we_write_is_safetensors(tmp_path):
 def test_any_flipped_byte_is_found(tmp_path):
     """In every file, at its ends and at random places; the manifest's own bytes too."""
     folder = with_table(tmp_path)
-    assert checkpoint.fault(folder, one_rank().world) == ""
+    assert checkpoint.find_corruption(folder, one_rank().world) == ""
     draw = random.Random(0)
     for file in sorted(folder.iterdir()):
         good = file.read_bytes()
@@ -60,13 +60,13 @@ def test_any_flipped_byte_is_found(tmp_path):
             bad = bytearray(good)
             bad[at] ^= 0x21
             file.write_bytes(bad)
-            said = checkpoint.fault(folder, one_rank().world)
+            said = checkpoint.find_corruption(folder, one_rank().world)
             if file.name != "manifest.json":
                 assert said == f"{file.name} has another sha256 than manifest.json says", at
             elif not said:  # a byte between words says nothing
                 assert json.loads(bad) == json.loads(good), at
         file.write_bytes(good)
-    assert checkpoint.fault(folder, one_rank().world) == ""
+    assert checkpoint.find_corruption(folder, one_rank().world) == ""
 
 
 @pytest.mark.parametrize(("harm", "said"), [
@@ -183,14 +183,14 @@ def test_a_kill_at_each_boundary_of_a_save_leaves_a_whole_one(tmp_path, monkeypa
         monkeypatch.undo()
         assert len(seen) > 8
         for moment in sorted(moments.iterdir()):
-            checkpoint.put_back(moment)
-            whole = checkpoint.complete(moment)
+            checkpoint.undo_partial_save(moment)
+            whole = checkpoint.list_complete(moment)
             assert whole, moment
             for folder in whole:
-                assert checkpoint.fault(folder, one_rank().world) == "", moment
+                assert checkpoint.find_corruption(folder, one_rank().world) == "", moment
                 assert_holds(folder, CUT)
             assert not list(moment.glob("tmp-*")) + list(moment.glob("replaced-*"))
-        assert [folder.name for folder in checkpoint.complete(begun)] == [f"checkpoint-{step}"]
+        assert [folder.name for folder in checkpoint.list_complete(begun)] == [f"checkpoint-{step}"]
 
 
 def test_a_full_disk_costs_the_save_and_nothing_else(tmp_path):
@@ -219,8 +219,8 @@ for step in (4, 5):
     except UsageError as error:
         said.append(f"ends: {{error}}")
 print("\\n".join(said))
-whole = [folder.name for folder in checkpoint.complete(run)]
-print(whole, checkpoint.fault(good, one_rank().world), os.statvfs(run).f_bavail == free)
+whole = [folder.name for folder in checkpoint.list_complete(run)]
+print(whole, checkpoint.find_corruption(good, one_rank().world), os.statvfs(run).f_bavail == free)
 """
     mount = f'mount -t tmpfs -o size=2m none {tmp_path} && exec {sys.executable} -c "$CODE"'
     ended = subprocess.run(["unshare", "-rm", "sh", "-c", mount], cwd=ROOT, text=True,
@@ -247,7 +247,7 @@ def test_quota_and_read_only_are_told_alike(tmp_path, monkeypatch, number):
     message = refusal(saved, tmp_path, WHOLE, 4)
     assert message == f"{tmp_path / 'checkpoint-4'} could not be written: {os.strerror(number)}; free room or mend it"
     monkeypatch.undo()
-    assert checkpoint.complete(tmp_path) == [good]
+    assert checkpoint.list_complete(tmp_path) == [good]
     assert not (tmp_path / "tmp-checkpoint-4").exists()
 
 
@@ -261,7 +261,7 @@ def test_training_goes_on_while_a_thread_writes_what_was(tmp_path, monkeypatch):
     saver.save(tmp_path / "checkpoint-1", vectors, state_of(1, vectors), {})
     assert not saver.done
     theta.zero_()  # the next outer step
-    assert checkpoint.complete(tmp_path) == []
+    assert checkpoint.list_complete(tmp_path) == []
     gate.set()
     saver.save(tmp_path / "checkpoint-2", vectors, state_of(2, vectors), {})  # waits for the one before
     assert_holds(tmp_path / "checkpoint-1", CUT)
@@ -290,11 +290,11 @@ def test_an_unexpected_error_of_the_thread_is_told(tmp_path, monkeypatch):
 
 
 def test_a_folder_in_use_is_waited_for_and_then_refused(tmp_path):
-    held = hold(tmp_path)
-    assert refusal(hold, tmp_path, 0.3).startswith(f"output_dir={tmp_path} is in use by process {os.getpid()} on ")
+    held = lock_folder(tmp_path)
+    assert refusal(lock_folder, tmp_path, 0.3).startswith(f"output_dir={tmp_path} is in use by process {os.getpid()} on ")
     threading.Timer(0.4, held.close).start()
     began = time.monotonic()
-    hold(tmp_path, 10).close()
+    lock_folder(tmp_path, 10).close()
     assert 0.3 < time.monotonic() - began < 5
 
 
@@ -322,7 +322,7 @@ def test_the_bare_command_goes_on_in_its_own_folder(tmp_path, monkeypatch):
         if number:
             saved(folder, WHOLE, 4)
     assert find_start(config, "f").checkpoint == begun[1] / "checkpoint-4"
-    held = hold(begun[1])
+    held = lock_folder(begun[1])
     assert find_start(config, "f").folder not in begun
     held.close()
     assert find_start(Config(resume_from_checkpoint="never"), "f").folder not in begun

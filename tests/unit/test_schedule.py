@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule, Task, deal
+from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule, Task, assign_to_groups
 
 STRATA = st.lists(st.integers(1, 12), min_size=1, max_size=6)  # items per stratum
 TOKENS = st.lists(st.integers(1, 500), max_size=24)
@@ -81,17 +81,17 @@ def test_every_slot_has_a_seed_of_its_own():
 @given(TOKENS, st.integers(1, 6))
 def test_shares_are_disjoint_complete_and_in_order(tokens, num_groups):
     tasks = tasks_of(tokens)
-    shares = deal(tasks, num_groups)
+    shares = assign_to_groups(tasks, num_groups)
     assert len(shares) == num_groups
     assert sorted((t for share in shares for t in share), key=lambda t: t.item) == tasks
     assert all(share == sorted(share, key=lambda t: t.item) for share in shares)
-    assert shares == deal(tasks, num_groups)
+    assert shares == assign_to_groups(tasks, num_groups)
 
 
 @given(TOKENS, st.integers(1, 6))
 def test_shares_are_balanced_in_tokens(tokens, num_groups):
     """Largest first, to a group within 5 % of the mean of the least loaded: no two groups differ by more than this."""
-    loads = [sum(task.tokens for task in share) for share in deal(tasks_of(tokens), num_groups)]
+    loads = [sum(task.tokens for task in share) for share in assign_to_groups(tasks_of(tokens), num_groups)]
     assert max(loads) - min(loads) <= max(tokens, default=0) + 0.05 * sum(tokens) / num_groups
 
 
@@ -101,15 +101,15 @@ def test_shares_are_balanced_in_tokens(tokens, num_groups):
     ([70], 3, [0, 0, 70]),
 ])  # fmt: skip
 def test_largest_first(tokens, num_groups, loads):
-    assert sorted(sum(task.tokens for task in share) for share in deal(tasks_of(tokens), num_groups)) == loads
+    assert sorted(sum(task.tokens for task in share) for share in assign_to_groups(tasks_of(tokens), num_groups)) == loads
 
 
 @pytest.mark.parametrize("strata", ["ABABABAB", "AAAABBBB", "ABBABAAB"])
 def test_strata_are_dealt_evenly_where_tokens_allow(strata):
-    for share in deal(tasks_of([30] * 8, strata), 2):
+    for share in assign_to_groups(tasks_of([30] * 8, strata), 2):
         assert Counter(task.stratum for task in share) == {"A": 2, "B": 2}
 
 
 def test_like_tasks_are_dealt_evenly_in_number():
     tokens = [100 + i % 3 for i in range(22)]
-    assert sorted(len(share) for share in deal(tasks_of(tokens), 4)) == [5, 5, 6, 6]
+    assert sorted(len(share) for share in assign_to_groups(tasks_of(tokens), 4)) == [5, 5, 6, 6]

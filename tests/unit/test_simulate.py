@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fmmeta.planning import simulate
-from fmmeta.planning.simulate import Outcome, World, deal_steps, group_times, outcome
-from fmmeta.tasks.schedule.meta_batches import Task, deal
+from fmmeta.planning.simulate import Outcome, SimulatedCluster, deal_steps, group_times, outcome
+from fmmeta.tasks.schedule.meta_batches import Task, assign_to_groups
 
 
 @settings(max_examples=60, deadline=None)
@@ -20,7 +20,7 @@ def test_all_steps_at_once_are_dealt_as_a_run_deals_one(groups, rows):
     found = deal_steps(np.array(rows), groups)
     for row, owner in zip(rows, found, strict=True):
         tasks = [Task(i, f"t{i}", "s", tokens, (i,)) for i, tokens in enumerate(row)]
-        shares = deal(tasks, groups)
+        shares = assign_to_groups(tasks, groups)
         assert [[task.item for task in share] for share in shares] == [np.flatnonzero(owner == g).tolist() for g in range(groups)]
 
 
@@ -30,19 +30,19 @@ def test_many_tasks_are_dealt_alike(groups, monkeypatch):
     monkeypatch.setattr(simulate, "CHUNK", 2 * groups)  # in parts
     found = deal_steps(tokens, groups)
     for row, owner in zip(tokens.tolist(), found, strict=True):
-        shares = deal([Task(i, f"t{i}", "s", size, (i,)) for i, size in enumerate(row)], groups)
+        shares = assign_to_groups([Task(i, f"t{i}", "s", size, (i,)) for i, size in enumerate(row)], groups)
         assert [[task.item for task in share] for share in shares] == [np.flatnonzero(owner == g).tolist() for g in range(groups)]
 
 
 @pytest.mark.parametrize("groups", [1, 8, 1024])
 def test_equal_tasks_and_no_failures_waste_nothing(groups):
-    found = simulate.simulate(World(groups, 2 * groups), steps=3)
+    found = simulate.simulate(SimulatedCluster(groups, 2 * groups), steps=3)
     assert found.efficiency == 1
     assert (found.waiting, found.failing, found.fixed, found.step) == (0, 0, 0, 2)
 
 
 def test_groups_without_a_task_wait():
-    assert simulate.simulate(World(8, 9), steps=2).efficiency == pytest.approx(9 / 16)
+    assert simulate.simulate(SimulatedCluster(8, 9), steps=2).efficiency == pytest.approx(9 / 16)
 
 
 @pytest.mark.parametrize("groups", [8, 64])
@@ -50,7 +50,7 @@ def test_one_exponential_task_each_is_a_harmonic_number(groups):
     """E max of G exponentials of mean 1 is 1 + 1/2 + ... + 1/G, and what is useful is 1."""
     rng = np.random.default_rng(1)
     taken = rng.exponential(size=(20_000, groups))
-    found = outcome(World(groups, groups), group_times(np.ones_like(taken), taken, groups), taken, rng)
+    found = outcome(SimulatedCluster(groups, groups), group_times(np.ones_like(taken), taken, groups), taken, rng)
     harmonic = sum(1 / k for k in range(1, groups + 1))
     assert found.step == pytest.approx(harmonic, rel=0.01)
     assert found.efficiency == pytest.approx(1 / harmonic, rel=0.01)
@@ -58,18 +58,18 @@ def test_one_exponential_task_each_is_a_harmonic_number(groups):
 
 
 def test_stragglers():
-    assert simulate.simulate(World(8, 8, slow_share=1, slow_by=1.5)).efficiency == pytest.approx(1 / 1.5)
-    some = simulate.simulate(World(16, 16, slow_share=0.01, slow_by=3), steps=20_000)
+    assert simulate.simulate(SimulatedCluster(8, 8, slow_share=1, slow_by=1.5)).efficiency == pytest.approx(1 / 1.5)
+    some = simulate.simulate(SimulatedCluster(16, 16, slow_share=0.01, slow_by=3), steps=20_000)
     at_least_one = 1 - 0.99**16
     assert some.step == pytest.approx(1 + 2 * at_least_one, rel=0.01)
 
 
 def test_fixed_time_is_said():
-    found = simulate.simulate(World(4, 8, fixed=2.0))
+    found = simulate.simulate(SimulatedCluster(4, 8, fixed=2.0))
     assert (found.efficiency, found.fixed, found.step) == (0.5, 0.5, 4)
 
 
-def even(world: World, steps: int, seed: int) -> Outcome:
+def even(world: SimulatedCluster, steps: int, seed: int) -> Outcome:
     """Steps of one equal task per group."""
     ones = np.ones((steps, world.groups))
     return outcome(world, ones, ones, np.random.default_rng(seed))
@@ -77,30 +77,30 @@ def even(world: World, steps: int, seed: int) -> Outcome:
 
 def test_a_static_failure_costs_a_restart_and_half_an_interval():
     """Renewal: of 1 unit of work, G lambda fail, each costs away + interval / 2."""
-    world = World(32, 32, failure_rate=1e-4, away=20, interval=50)
+    world = SimulatedCluster(32, 32, failure_rate=1e-4, away=20, interval=50)
     found = even(world, 20_000, 3)
     assert found.efficiency == pytest.approx(1 / (1 + 32e-4 * (20 + 25)), rel=0.01)
 
 
 def test_an_elastic_failure_costs_a_step_and_a_smaller_world():
     """In a step of length 1 some group fails with G lambda, costs the step, and G / (G - 1) for the steps away."""
-    world = World(32, 32, failure_rate=1e-4, elastic=True, away=20)
+    world = SimulatedCluster(32, 32, failure_rate=1e-4, elastic=True, away=20)
     found = even(world, 20_000, 4)
     assert found.failing / (1 - found.failing) == pytest.approx(32e-4 * (1 + 21 / 31), rel=0.1)
-    stops = even(World(32, 32, failure_rate=1e-4, away=20, interval=50), 20_000, 4)
+    stops = even(SimulatedCluster(32, 32, failure_rate=1e-4, away=20, interval=50), 20_000, 4)
     assert found.efficiency > stops.efficiency
 
 
 def test_known_sizes_are_balanced_and_unknown_ones_are_not():
-    known = simulate.simulate(World(16, 128, spread=0.5), seed=2)
-    unknown = simulate.simulate(World(16, 128, noise=0.5), seed=2)
+    known = simulate.simulate(SimulatedCluster(16, 128, spread=0.5), seed=2)
+    unknown = simulate.simulate(SimulatedCluster(16, 128, noise=0.5), seed=2)
     assert known.efficiency > 0.95
     assert 0.6 < unknown.efficiency < 0.85
-    assert simulate.simulate(World(16, 128, noise=0.5), seed=2) == unknown  # the same seed
+    assert simulate.simulate(SimulatedCluster(16, 128, noise=0.5), seed=2) == unknown  # the same seed
 
 
 @pytest.mark.timeout(60)
 def test_a_thousand_groups_are_quick():
     began = time.process_time()
-    assert 0.6 < simulate.simulate(World(1024, 4096, spread=0.5, noise=0.1), steps=20).efficiency < 0.75
+    assert 0.6 < simulate.simulate(SimulatedCluster(1024, 4096, spread=0.5, noise=0.1), steps=20).efficiency < 0.75
     assert time.process_time() - began < 20

@@ -13,7 +13,7 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE
 from fmmeta.tasks.data.encode import encode_pairs, encode_texts
 from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.base import Episode
+from fmmeta.tasks.sources.base import EpisodeRows
 from fmmeta.tasks.sources.load import Sources, load_sources
 from tests.models import write_classes, write_pairs
 from tests.unit.helpers import DATA, refusal, write_rows
@@ -27,7 +27,7 @@ def load(path: Path | str, notices: list[str] | None = None, **settings) -> Sour
     return load_sources(config, TOKENIZER, (notices if notices is not None else []).append)
 
 
-def episodes(sources: Sources, steps: int = 5, seed: int = 3) -> list[Episode]:
+def episodes(sources: Sources, steps: int = 5, seed: int = 3) -> list[EpisodeRows]:
     schedule = Schedule(sources.train.items, 4, seed)
     return [sources.train.episode(task) for step in range(steps) for task in schedule.meta_batch(step)]
 

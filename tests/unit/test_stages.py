@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fmmeta.config.settings import Config
-from fmmeta.models.lazy_weights import open_stream
+from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.load import describe, empty_learner, load_learner
-from fmmeta.models.pipeline_split import balance, plan_cut, take_stage
-from fmmeta.parallel.layout import Place
-from fmmeta.parallel.workers.create import untrained
+from fmmeta.models.pipeline_split import balance, plan_stages, take_stage
+from fmmeta.parallel.layout import GroupCoordinates
+from fmmeta.parallel.workers.create import frozen_tensors
 from fmmeta.parallel.workers.pipeline import hold_stage
 from tests.models import DECODERS, ENCODERS, save_family
 from tests.unit.helpers import refusal
@@ -44,9 +44,9 @@ def config_of(folder, family, **settings) -> Config:
 def held_stages(config: Config, stages: int):
     """Every stage of a model, each from a stream of its own."""
     for stage in range(stages):
-        stream = open_stream(config, describe(config))
-        cut = plan_cut(stream.learner, stages)
-        names = hold_stage(stream, cut, Place(stage, stages, stages))
+        stream = open_lazy_model(config, describe(config))
+        cut = plan_stages(stream.learner, stages)
+        names = hold_stage(stream, cut, GroupCoordinates(stage, stages, stages))
         yield take_stage(stream.learner, cut, stage), names, cut, stream
 
 
@@ -107,11 +107,11 @@ def test_an_idle_stage_passes_gradients_on_and_learns_nothing(saved):
 
 
 def test_a_stage_reads_its_own_tensors_only(saved, monkeypatch):
-    from fmmeta.models.lazy_weights import Stream
+    from fmmeta.models.lazy_weights import LazyModel
 
     read = []
-    ordinary = Stream.read
-    monkeypatch.setattr(Stream, "read", lambda self, name: read.append(name) or ordinary(self, name))
+    ordinary = LazyModel.read
+    monkeypatch.setattr(LazyModel, "read", lambda self, name: read.append(name) or ordinary(self, name))
     for stage, names, *_ in held_stages(config_of(saved("llama", False), "llama"), 3):
         assert sorted(read) == sorted(name for name, _ in names.values())
         assert not any(param.is_meta for param in stage.parameters())
@@ -149,7 +149,7 @@ def test_a_fresh_head_is_drawn_as_transformers_draws_it(tmp_path, saved):
 
 
 def assert_same_start(config: Config) -> None:
-    stream = open_stream(config, describe(config))
+    stream = open_lazy_model(config, describe(config))
     for name, param in load_learner(config, describe(config)).named_parameters():
         assert torch.equal(stream.read(name), param), name
 
@@ -172,7 +172,7 @@ def test_names_of_the_base_model_and_old_names_are_found(tmp_path, saved):
         assert_same_start(config_of(folder, family))
         os.remove(folder / "b.safetensors")
         config = config_of(folder, family)
-        assert refusal(open_stream, config, describe(config)) == (
+        assert refusal(open_lazy_model, config, describe(config)) == (
             f"model_name_or_path={folder} lacks b.safetensors, which its index names; fetch it again"
         )
 
@@ -188,27 +188,27 @@ def test_frozen_tensors_of_a_stage(saved):
     frozen = []
     for _, _, cut, stream in held_stages(config, 2):
         stage = len(frozen)
-        frozen.append(sorted(untrained(stream.learner, [name for name, owner in cut.owner.items() if owner == stage])))
+        frozen.append(sorted(frozen_tensors(stream.learner, [name for name, owner in cut.owner.items() if owner == stage])))
     assert frozen == [[], ["hf.pooler.dense.bias", "hf.pooler.dense.weight"]]
 
 
 def test_what_cannot_be_cut_is_refused(tmp_path, saved):
     learner = empty_learner(config := config_of(saved("llama"), "llama"), describe(config))
-    assert refusal(plan_cut, learner, 4) == "pipeline_stages=4 is above the 3 layers of the model; use 3 or fewer"
+    assert refusal(plan_stages, learner, 4) == "pipeline_stages=4 is above the 3 layers of the model; use 3 or fewer"
     other = tmp_path / "config.json"
     other.write_text(json.dumps({"model_type": "electra", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
                                  "embedding_size": 32, "intermediate_size": 48, "vocab_size": 259}))  # fmt: skip
     learner = empty_learner(config := config_of(tmp_path, "bert"), describe(config))
-    assert refusal(plan_cut, learner, 2) == (
+    assert refusal(plan_stages, learner, 2) == (
         "pipeline_stages: model_type=electra is not cut into stages; use one of llama, mistral, qwen2, qwen3, gpt2, gpt_neox, "
         "bert, roberta, or --group_size with ZeRO 3 for this one"
     )
     config = config_of(tmp_path, "bert")
-    assert refusal(open_stream, config, describe(config)) == (
+    assert refusal(open_lazy_model, config, describe(config)) == (
         f"model_name_or_path={tmp_path} has no model.safetensors; convert its weights to safetensors"
     )
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
-    message = refusal(open_stream, config, describe(config))
+    message = refusal(open_lazy_model, config, describe(config))
     assert message.startswith(f"model_name_or_path={tmp_path}: {tmp_path / 'model.safetensors'} cannot be read (")
 
 
@@ -218,7 +218,7 @@ def test_a_tensor_of_another_shape_is_refused_in_a_language_model(tmp_path, save
     (tmp_path / "config.json").write_text((saved("llama") / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = config_of(tmp_path, "llama")
-    assert refusal(open_stream, config, describe(config)) == (
+    assert refusal(open_lazy_model, config, describe(config)) == (
         f"model_name_or_path={tmp_path} holds model.norm.weight of shape [31], and its configuration says [32]; mend the "
         "checkpoint"
     )

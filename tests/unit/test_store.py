@@ -17,7 +17,7 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data import token_store as stores
 from fmmeta.tasks.data.encode import LONGEST_TOKEN, encode, encode_pairs, encode_texts
 from fmmeta.tasks.data.rows import Row, read_file
-from fmmeta.tasks.data.token_store import Store, cache_folder, files_digest, prepare, tokenizer_print
+from fmmeta.tasks.data.token_store import TokenStore, cache_folder, files_digest, prepare, tokenizer_print
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.tasks.sources.rows_by_class import shape_of
@@ -34,7 +34,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache" / "fmmeta"
 
 
-def made(path: Path, **settings) -> Store:
+def made(path: Path, **settings) -> TokenStore:
     config = Config(dataset=[str(path)], **settings)
     return prepare(str(path), files_digest([path]), lambda bad: read_file(path, bad), config, TOKENIZER, lambda text: None)
 
@@ -53,11 +53,11 @@ def test_rows_come_back_as_they_went_in(tmp_path):
     assert len(store) == len(firsts)
     for number, same in enumerate(firsts.values()):
         assert (store.text("left", number), store.text("right", number)) == (rows[same]["input"], rows[same]["output"])
-        assert Store.cell(store.ids, number).tolist() == wanted[same].input_ids
-        assert Store.cell(store.labels, number).tolist() == wanted[same].labels
+        assert TokenStore.cell(store.ids, number).tolist() == wanted[same].input_ids
+        assert TokenStore.cell(store.labels, number).tolist() == wanted[same].labels
         assert store.task.names[store.task.codes[number]] == rows[same]["task"]
         assert store.stratum.names[store.stratum.codes[number]] == rows[same]["category"]
-    assert store.lengths().tolist() == [len(Store.cell(store.ids, number)) for number in range(len(store))]
+    assert store.lengths().tolist() == [len(TokenStore.cell(store.ids, number)) for number in range(len(store))]
 
 
 def test_rows_of_later_batches_are_found(tmp_path, monkeypatch):
@@ -66,7 +66,7 @@ def test_rows_of_later_batches_are_found(tmp_path, monkeypatch):
     store = made(path)
     texts = [store.text("left", number) for number in range(len(store))]
     assert len(store.ids) == -(-len(store) // 7)
-    assert [Store.cell(store.ids, n).tolist() for n in range(len(store))] == encode_texts(TOKENIZER, texts, 128)
+    assert [TokenStore.cell(store.ids, n).tolist() for n in range(len(store))] == encode_texts(TOKENIZER, texts, 128)
 
 
 def test_a_store_is_made_once_and_mapped_afterwards(tmp_path, cache):
@@ -100,13 +100,13 @@ def test_the_print_of_a_tokenizer_ignores_how_it_was_last_called():
 def test_a_broken_store_is_made_anew(tmp_path, damage):
     path = write_classes(tmp_path / "c.jsonl")
     store = made(path)
-    ids, file, size = Store.cell(store.ids, 3).tolist(), store.path, store.bytes
+    ids, file, size = TokenStore.cell(store.ids, 3).tolist(), store.path, store.bytes
     del store
     if damage == "truncate":
         os.truncate(file, size // 2)
     else:
         file.write_bytes(b"x" * 100 if damage == "overwrite" else b"")
-    assert Store.cell(made(path).ids, 3).tolist() == ids
+    assert TokenStore.cell(made(path).ids, 3).tolist() == ids
 
 
 def test_a_store_that_shrinks_under_way_is_an_error_and_no_crash(tmp_path):
@@ -173,7 +173,7 @@ def test_a_line_of_ten_megabytes_is_read_as_far_as_it_counts(tmp_path):
     long = "word " * 2_000_000
     path = write_rows(tmp_path / "long.jsonl", [{"text": long, "label": "a"}, {"text": "b", "label": "b"}])
     store = made(path, max_length=16)
-    assert Store.cell(store.ids, 0).tolist() == encode_texts(TOKENIZER, [long[:100]], 16)[0]
+    assert TokenStore.cell(store.ids, 0).tolist() == encode_texts(TOKENIZER, [long[:100]], 16)[0]
     (pair,) = encode_pairs(TOKENIZER, [long + "the end"], ["yes"], 16)
     assert pair == encode_pairs(TOKENIZER, [(long + "the end")[-LONGEST_TOKEN * 16 :]], ["yes"], 16)[0]
     assert TOKENIZER.decode(pair.input_ids, skip_special_tokens=True).endswith("end\nOutput: yes"[-12:])
@@ -228,7 +228,10 @@ def test_a_tokenizer_with_another_setting_has_another_store(tmp_path, change):
 def test_answers_end_with_the_token_of_their_own_model(tmp_path):
     path, other = write_pairs(tmp_path / "pairs.jsonl"), byte_tokenizer()
     other.eos_token = "<pad>"
-    ends = [Store.cell(Store(path_of(tokenizer, path, task_type="causal_lm")).ids, 0)[-1] for tokenizer in (TOKENIZER, other)]
+    ends = [
+        TokenStore.cell(TokenStore(path_of(tokenizer, path, task_type="causal_lm")).ids, 0)[-1]
+        for tokenizer in (TOKENIZER, other)
+    ]
     assert ends == [TOKENIZER.eos_token_id, TOKENIZER.pad_token_id] == [2, 0]
 
 

@@ -50,13 +50,13 @@ def test_one_node_listens_on_loopback_and_notes_of_strangers_do_not_count():
 
 def test_a_lighthouse_and_the_stores_of_one_node_listen_on_loopback():
     pytest.importorskip("torchft", reason="elastic groups need torchft")
-    from fmmeta.elastic.communicator import Crew
+    from fmmeta.elastic.communicator import ElasticCommunicator
     from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
     from fmmeta.parallel.process_groups import Communicator
 
     before = listening(psutil.Process())
     server, address = open_lighthouse(LighthouseConfig(host="127.0.0.1", port=0))
-    crew = Crew(Communicator(None, 0, 1, torch.device("cpu")), address, "a")
+    crew = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, "a")
     try:
         assert crew.form(0, 30.0).members[0].name == crew.name
         assert listening(psutil.Process()) - before <= {"127.0.0.1"}
@@ -67,17 +67,17 @@ def test_a_lighthouse_and_the_stores_of_one_node_listen_on_loopback():
 
 def test_members_that_do_not_know_the_secret_are_no_members():
     pytest.importorskip("torchft", reason="elastic groups need torchft")
-    from fmmeta.elastic.communicator import Crew
+    from fmmeta.elastic.communicator import ElasticCommunicator
     from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
-    from fmmeta.elastic.lighthouse_client import Line, coordination
+    from fmmeta.elastic.lighthouse_client import LighthouseClient, coordination
     from fmmeta.parallel.process_groups import Communicator
 
     server, address = open_lighthouse(LighthouseConfig(host="127.0.0.1", port=0, min_groups=3))
-    crew = Crew(Communicator(None, 0, 1, torch.device("cpu")), address, "b")
+    crew = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, "b")
     crew.secret = b"ours"
-    stranger = Crew(Communicator(None, 0, 1, torch.device("cpu")), address, "a")
+    stranger = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, "a")
     stranger.secret, stranger.fresh = b"theirs", False
-    odd = Line(address, "c:1", coordination())
+    odd = LighthouseClient(address, "c:1", coordination())
     try:
         with ThreadPoolExecutor(3) as pool:
             odd.begin_beating("127.0.0.1:1", 1)

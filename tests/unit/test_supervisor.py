@@ -15,7 +15,7 @@ from fmmeta.config.settings import Config
 from fmmeta.elastic import supervisor as module
 from fmmeta.elastic.supervisor import ElasticConfig, Group, Supervisor
 from fmmeta.reliability.signals import born
-from fmmeta.training.run_folder import hold
+from fmmeta.training.run_folder import lock_folder
 from fmmeta.training.run_record import write_run
 from tests.distributed.short import until
 
@@ -72,7 +72,7 @@ def test_groups_of_another_node_that_still_write_are_waited_for(tmp_path, monkey
     """They hold the folder. Nothing is waited for once they have let go of it for a while."""
     monkeypatch.setattr(module, "WRITER_S", 0.5)
     write_run(tmp_path, Config(), "f", "", finished=False)
-    lock, codes = hold(tmp_path), list[int]()
+    lock, codes = lock_folder(tmp_path), list[int]()
     thread = threading.Thread(target=lambda: codes.append(Scripted(tmp_path, [""], lighthouse="http://head:1").run()))
     thread.start()
     time.sleep(1.5)

@@ -11,7 +11,7 @@ from torch import nn
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.meta.algorithms import RULES
-from fmmeta.meta.multi_task import Together, most_at_once, together
+from fmmeta.meta.multi_task import AdapterMultiTaskRule, adapter_multi_task_rule, tasks_per_pass
 from fmmeta.models.lora import inject
 from fmmeta.models.multi_task_layers import TaskAxis, per_task
 from tests.models import save_bert, write_classes
@@ -48,7 +48,7 @@ def adapted(kind: str, **settings):
 def found(learner, config, episodes, poison: int | None = None):
     worker = worker_of(learner, config)
     theta = worker.read()
-    batched = together(config, worker, setup_of(worker, config).inner)
+    batched = adapter_multi_task_rule(config, worker, setup_of(worker, config).inner)
     assert batched is not None
     cut = [batches_of(episode) for episode in episodes]
     if poison is not None:
@@ -109,7 +109,7 @@ def test_every_layer_of_the_base_is_called_once_per_pass():
         if kind:
             module.register_forward_hook(lambda *_, kind=kind: counts.update({kind: counts[kind] + 1}))
     layers = sum(name.endswith("base_layer") for name, _ in worker.model.named_modules())
-    batched = together(config, worker, setup_of(worker, config).inner)
+    batched = adapter_multi_task_rule(config, worker, setup_of(worker, config).inner)
     assert batched is not None
     batched.directions(worker, worker.read(), [batches_of(episode) for episode in episodes])
     assert counts == {"base": layers * (config.inner_steps + 1), "lora": 0}
@@ -120,7 +120,7 @@ def test_bf16_rounds_as_the_worker_does():
     episodes = [episode_of(learner, 4, 4, seed=seed) for seed in range(2)]
     worker = worker_of(learner, config, bf16=True)
     theta, cut = worker.read(), [batches_of(episode) for episode in episodes]
-    batched = together(config, worker, setup_of(worker, config, True).inner)
+    batched = adapter_multi_task_rule(config, worker, setup_of(worker, config, True).inner)
     assert batched is not None
     rule = RULES["fomaml"](setup_of(worker, config, True), 0)
     for direction, own in zip(batched.directions(worker, theta, cut), cut, strict=True):
@@ -133,14 +133,14 @@ def test_auto_takes_as_many_as_fit_a_micro_batch():
     worker = worker_of(learner, config)
 
     def most(shots, **settings):
-        return most_at_once(replace(config, n_way=5, k_shot=shots, num_query=2, **settings))
+        return tasks_per_pass(replace(config, n_way=5, k_shot=shots, num_query=2, **settings))
 
     assert most(1, task_batch="auto", micro_batch_size=32) == 6
     assert most(5, task_batch="auto", micro_batch_size=32) == 1
     assert most(5, task_batch="8") == 8
     assert most(1, task_batch="1") == 1
     assert most(1, task_batch="auto", micro_batch_size=32, algorithm="anil") == 2  # activations of 5 + 10 rows each
-    assert together(replace(config, task_batch="1"), worker, setup_of(worker, config).inner) is None
+    assert adapter_multi_task_rule(replace(config, task_batch="1"), worker, setup_of(worker, config).inner) is None
 
 
 @pytest.mark.parametrize(("rows", "tasks"), [(32, 8), (6, 1)])
@@ -180,7 +180,7 @@ def test_a_trained_layer_of_another_kind_is_refused_by_name():
     learner, config = adapted("mean", algorithm="fomaml")
     learner.hf.embeddings.LayerNorm.weight.requires_grad_(True)
     worker = worker_of(learner, config)
-    text = refusal(together, config, worker, setup_of(worker, config).inner)
+    text = refusal(adapter_multi_task_rule, config, worker, setup_of(worker, config).inner)
     assert text == ("task_batch: hf.embeddings.LayerNorm.weight is trained, and belongs to no linear layer nor to an adapter of "
                     "one; use --task_batch 1")  # fmt: skip
 
@@ -278,13 +278,13 @@ def test_a_number_is_asked_for():
 def test_a_run_uses_it(tmp_path, monkeypatch):
     """5 tasks, 2 at a time: 2 + 2 + 1."""
     seen = []
-    original = Together.directions
+    original = AdapterMultiTaskRule.directions
 
     def counting(self, worker, theta, episodes, total=None):
         seen.append(len(episodes))
         return original(self, worker, theta, episodes)
 
-    monkeypatch.setattr(Together, "directions", counting)
+    monkeypatch.setattr(AdapterMultiTaskRule, "directions", counting)
     data = write_classes(tmp_path / "rows.jsonl")
     MetaTrainer(Config(model_name_or_path=str(save_bert(tmp_path / "bert")), dataset=[str(data)], lora_r=2,
                        task_batch="2", meta_batch_size=5, outer_steps=1, inner_steps=1, eval_episodes=0, save_steps=0,

@@ -9,16 +9,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fmmeta.config.settings import Config
 from fmmeta.models import layer_timing
 from fmmeta.models.layer_timing import layer_seconds
-from fmmeta.models.lazy_weights import open_stream
+from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.load import describe
-from fmmeta.models.pipeline_split import plan_cut
+from fmmeta.models.pipeline_split import plan_stages
 from tests.models import DECODERS, ENCODERS, save, save_family
 from tests.unit.helpers import refusal
 
 
 def stream_of(folder, **settings):
     config = Config(model_name_or_path=str(folder), **settings)
-    return open_stream(config, describe(config)).learner
+    return open_lazy_model(config, describe(config)).learner
 
 
 def test_a_large_head_takes_time_and_a_large_embedding_does_not(tmp_path):
@@ -31,7 +31,7 @@ def test_a_large_head_takes_time_and_a_large_embedding_does_not(tmp_path):
     assert seconds[-1] > 3 * max(seconds[:-1])
     assert seconds[1:7] == [seconds[1]] * 6  # one kind, tried once
     assert all(param.is_meta for param in learner.parameters())
-    by_parameters, by_time = plan_cut(learner, 2), plan_cut(learner, 2, seconds)
+    by_parameters, by_time = plan_stages(learner, 2), plan_stages(learner, 2, seconds)
     assert by_parameters.bounds == (0, 4, 8)
     assert by_time.bounds[1] > 4
     assert sum(by_time.sizes) == sum(by_parameters.sizes) == sum(p.numel() for p in learner.parameters())
@@ -39,8 +39,8 @@ def test_a_large_head_takes_time_and_a_large_embedding_does_not(tmp_path):
 
 def test_the_cut_follows_the_costs(tmp_path):
     learner = stream_of(save_family(tmp_path, "llama", layers=3), task_type="causal_lm")
-    assert plan_cut(learner, 2, [1.0, 1.0, 3.0]).bounds == (0, 2, 3)
-    assert plan_cut(learner, 2, [3.0, 1.0, 1.0]).bounds == (0, 1, 3)
+    assert plan_stages(learner, 2, [1.0, 1.0, 3.0]).bounds == (0, 2, 3)
+    assert plan_stages(learner, 2, [3.0, 1.0, 1.0]).bounds == (0, 1, 3)
 
 
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODERS])

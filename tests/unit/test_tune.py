@@ -16,7 +16,7 @@ import fmmeta
 from fmmeta import Config, MetaTrainer
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.settings import TuneConfig
-from fmmeta.evaluation.tune import Bench, tune
+from fmmeta.evaluation.tune import TuneRun, tune
 from tests.models import write_pairs
 from tests.unit.helpers import refusal
 
@@ -233,7 +233,7 @@ def test_of_rates_that_tie_the_models_own_or_the_smallest_is_stored(own, rates, 
 
 @pytest.mark.parametrize("error", [RuntimeError("the device is gone"), KeyboardInterrupt()])
 def test_a_failure_leaves_the_best_so_far(error, bert, classes, tmp_path, monkeypatch, capsys):
-    model, score, scored = shutil.copytree(bert, tmp_path / "model"), Bench.score, []
+    model, score, scored = shutil.copytree(bert, tmp_path / "model"), TuneRun.score, []
 
     def fails_at_the_third(bench, head, rate):
         if len(scored) == 2:
@@ -241,7 +241,7 @@ def test_a_failure_leaves_the_best_so_far(error, bert, classes, tmp_path, monkey
         scored.append(score(bench, head, rate))
         return scored[-1]
 
-    monkeypatch.setattr(Bench, "score", fails_at_the_third)
+    monkeypatch.setattr(TuneRun, "score", fails_at_the_third)
     settings = TuneConfig(model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=[0.05, 0.5, 1.0], head_inits=["zero"],
                           **FLAGS)  # fmt: skip
     with pytest.raises(type(error)):
@@ -259,7 +259,7 @@ def test_a_failure_leaves_the_best_so_far(error, bert, classes, tmp_path, monkey
 
 
 def test_a_failure_at_once_stores_nothing(bert, classes, tmp_path, monkeypatch):
-    monkeypatch.setattr(Bench, "score", lambda *_: (_ for _ in ()).throw(RuntimeError("at once")))
+    monkeypatch.setattr(TuneRun, "score", lambda *_: (_ for _ in ()).throw(RuntimeError("at once")))
     choice = tmp_path / "choice.json"
     settings = TuneConfig(model_name_or_path=str(bert), dataset=[str(classes)], output=str(choice), **FLAGS)
     with pytest.raises(RuntimeError, match="at once"):

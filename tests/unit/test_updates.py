@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.delayed_update import MARK, Updates
+from fmmeta.meta.delayed_update import MARK, DelayedUpdate
 from fmmeta.meta.outer_step import Outer
 from fmmeta.parallel.process_groups import Communicator
 from tests.unit.test_inner_outer import encoder, worker_of
@@ -18,17 +18,17 @@ CPU = torch.device("cpu")
 STEPS, LR = 12, 0.2
 
 
-def updates_of(delay: int, lr: float = LR, **settings) -> Updates:
+def updates_of(delay: int, lr: float = LR, **settings) -> DelayedUpdate:
     """On a theta of a small model; the learning rate falls linearly, so that a gradient of another step shows."""
     fixed = {"outer_optimizer": "sgd", "lr_scheduler_type": "linear", "weight_decay": 0.0, "max_grad_norm": 0.0}
     worker = worker_of(encoder("mean"))
     config = Config(**{**fixed, "outer_lr": lr, "outer_steps": STEPS, "outer_delay": delay, **settings})
     theta = worker.read()
     theta.copy_(torch.linspace(-1, 1, len(theta)))
-    return Updates(Outer(theta, worker, config), Communicator(None, 0, 1, CPU), config)
+    return DelayedUpdate(Outer(theta, worker, config), Communicator(None, 0, 1, CPU), config)
 
 
-def run(updates: Updates, first: int = 0, last: int = STEPS, curvature: float = 1.0) -> list:
+def run(updates: DelayedUpdate, first: int = 0, last: int = STEPS, curvature: float = 1.0) -> list:
     """Outer steps on curvature |theta|^2 / 2, of two tasks that weigh 3 together; one meta-batch has no finite task."""
     told = []
     for step in range(first, last):

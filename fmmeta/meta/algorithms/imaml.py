@@ -22,17 +22,17 @@ from torch import Tensor
 
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.second_order.hessian import Curvature, Hessian
-from fmmeta.meta.task_gradient import Direction, Rule
+from fmmeta.meta.second_order.hessian import Hessian, HvpOptions
+from fmmeta.meta.task_gradient import Rule, TaskGradient
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.tasks.batching import Batches
+from fmmeta.tasks.batching import Episode
 
 UNSOLVED = 0.5  # a residual above this is no solution
 NUMBERS: tuple[str, ...] = ("cg_residual", "too_little_proximal_weight")
 
 
 @dataclass(frozen=True)
-class Solved:
+class CgResult:
     """residual: |b - A x| / |b|; convex: no direction of negative curvature was met."""
 
     x: Tensor
@@ -45,13 +45,13 @@ class Imaml:
     inner: InnerLoop  # with its proximal weight
     steps: int
     damping: float
-    curvature: Curvature = field(default_factory=Curvature)
+    curvature: HvpOptions = field(default_factory=HvpOptions)
 
     def checked(self, scale: float) -> Imaml:
         """The same with finite differences taken at another step."""
         return replace(self, curvature=replace(self.curvature, scale=scale))
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None = None) -> Direction:
+    def direction(self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None) -> TaskGradient:
         adapted = self.inner.adapt(worker, theta, episode.support)
         phi = worker.read()
         b, query = worker.gradient(episode.query)
@@ -61,9 +61,9 @@ class Imaml:
         worker.write(theta)
         finite = all([step.finite for step in [*adapted.passes, query, *hessian.passes, *more]])
         numbers = dict(zip(NUMBERS, (solved.residual, float(not solved.convex)), strict=True))
-        return Direction(v, 1.0, finite, adapted.passes[0], query, numbers=numbers)
+        return TaskGradient(v, 1.0, finite, adapted.passes[0], query, numbers=numbers)
 
-    def _solve(self, worker: Worker, hessian: Hessian, phi: Tensor, b: Tensor) -> Solved:
+    def _solve(self, worker: Worker, hessian: Hessian, phi: Tensor, b: Tensor) -> CgResult:
         """Conjugate gradients (Hestenes, Stiefel 1952) from zero. Collective: group."""
         x, residual, search = torch.zeros_like(b), b.clone(), b.clone()
         size = began = worker.dot(residual, residual)
@@ -73,12 +73,12 @@ class Imaml:
             image = hessian.times(phi, search).div_(self.inner.proximal).add_(search, alpha=1 + self.damping)
             curvature = worker.dot(search, image)
             if not curvature > 0:
-                return Solved(x if step else b, (size / began) ** 0.5, False)
+                return CgResult(x if step else b, (size / began) ** 0.5, False)
             x.add_(search, alpha=size / curvature)
             residual.sub_(image, alpha=size / curvature)
             before, size = size, worker.dot(residual, residual)
             search.mul_(size / before).add_(residual)
-        return Solved(x, (size / began) ** 0.5 if began else 0.0, True)
+        return CgResult(x, (size / began) ** 0.5 if began else 0.0, True)
 
 
 def warning(weight: float, values: Mapping[str, float]) -> str | None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fmmeta.parallel.workers.base import Pass, Worker
-from fmmeta.tasks.batching import IGNORE, Batches, Example
+from fmmeta.parallel.workers.base import PassStats, Worker
+from fmmeta.tasks.batching import IGNORE, Episode, Example
 
 
 def prompted(
@@ -42,6 +42,6 @@ def prompted(
 class InContext:
     """Scores a task before and after its support set is read; see `Learning`."""
 
-    def score(self, worker: Worker, theta: Tensor, episode: Batches) -> tuple[Pass, Pass]:
+    def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
         """Collective: group."""
         return worker.forward(episode.query), worker.forward(episode.prompted)

@@ -16,22 +16,22 @@ from torch import Tensor
 
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.task_gradient import Direction, Rule
+from fmmeta.meta.task_gradient import Rule, TaskGradient
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.tasks.batching import Batches
+from fmmeta.tasks.batching import Episode
 
 
 @dataclass(frozen=True)
 class Joint:
     inner: InnerLoop
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None = None) -> Direction:
+    def direction(self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None) -> TaskGradient:
         of_support, support = worker.gradient(episode.support)
         of_query, query = worker.gradient(episode.query, restore=theta)
         finite = support.finite and query.finite
         if not finite:
             worker.write(theta)
-        return Direction(of_support.add_(of_query).div_(2), 1.0, finite, support, query)
+        return TaskGradient(of_support.add_(of_query).div_(2), 1.0, finite, support, query)
 
 
 def rule(setup: Setup, outer_step: int) -> Rule:

@@ -18,25 +18,25 @@ from torch import Tensor
 
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.task_gradient import Direction, Rule
+from fmmeta.meta.task_gradient import Rule, TaskGradient
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.tasks.batching import Batches
+from fmmeta.tasks.batching import Episode
 
 
 @dataclass(frozen=True)
 class Reptile:
     inner: InnerLoop
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None = None) -> Direction:
+    def direction(self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None) -> TaskGradient:
         adapted = self.inner.adapt(worker, theta, episode.support)
         query = worker.forward(episode.query)
         finite = all([step.finite for step in [*adapted.passes, query]])
-        towards = None if total is not None else worker.travelled(theta)
+        towards = None if total is not None else worker.displacement(theta)
         if total is not None and finite:
-            worker.add_travelled(total, 1.0, theta)
+            worker.add_displacement(total, 1.0, theta)
         worker.write(theta)
         kept = adapted.state.vectors if self.inner.rule.kept is not None else {}
-        return Direction(towards, 1.0, finite, adapted.passes[0], query, dict(kept))
+        return TaskGradient(towards, 1.0, finite, adapted.passes[0], query, dict(kept))
 
 
 def rule(setup: Setup, outer_step: int) -> Rule:

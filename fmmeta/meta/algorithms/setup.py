@@ -13,11 +13,11 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.in_context import InContext
-from fmmeta.meta.classifier_head import HeadStart
+from fmmeta.meta.classifier_head import HeadInit
 from fmmeta.meta.inner_loop import InnerLoop, Learning
 from fmmeta.meta.inner_lrs import HEAD, Layers, Rates
 from fmmeta.meta.inner_optimizers import inner_rule
-from fmmeta.meta.second_order.hessian import Curvature
+from fmmeta.meta.second_order.hessian import HvpOptions
 from fmmeta.meta.second_order.unroll import FINAL_ONLY, Unrolled
 from fmmeta.parallel.workers.base import Worker
 
@@ -28,7 +28,7 @@ class Setup:
 
     config: Config
     inner: InnerLoop
-    curvature: Curvature
+    curvature: HvpOptions
 
     def learning(self, rates: Tensor | None = None) -> Learning:
         """How evaluation learns a task; `rates`: learned inner rates in place of the live ones."""
@@ -47,10 +47,10 @@ class Setup:
 
 def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: int, bf16: bool) -> Setup:
     """Build the inner loop that `config` describes for the worker's model. Collective: group."""
-    head = HeadStart(config.head_init, head_names, classes, config.prototype_gradient, config.joint_head)
+    head = HeadInit(config.head_init, head_names, classes, config.prototype_gradient, config.joint_head)
     proximal = config.proximal_weight if config.algorithm == "imaml" else 0.0
     inner = InnerLoop(config.inner_steps, rates_of(config, worker, head_names), inner_rule(config), head, proximal)
-    return Setup(config, inner, Curvature("bf16" if bf16 else "fp32"))
+    return Setup(config, inner, HvpOptions("bf16" if bf16 else "fp32"))
 
 
 def rates_of(config: Config, worker: Worker, head_names: tuple[str, ...]) -> Rates:

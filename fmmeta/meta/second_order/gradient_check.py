@@ -13,9 +13,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fmmeta.meta.task_gradient import Direction
+from fmmeta.meta.task_gradient import TaskGradient
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.tasks.batching import Batches
+from fmmeta.tasks.batching import Episode
 
 TRUSTED = 0.02  # relative difference above which a meta-gradient is called inexact
 
@@ -23,7 +23,7 @@ TRUSTED = 0.02  # relative difference above which a meta-gradient is called inex
 class Checked(Protocol):
     """A rule that takes differences, and can take them at another step."""
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Batches) -> Direction: ...
+    def direction(self, worker: Worker, theta: Tensor, episode: Episode) -> TaskGradient: ...
 
     def checked(self, scale: float) -> Checked: ...
 
@@ -52,7 +52,7 @@ class Check:
                 "--inner_steps, or use --algorithm fomaml")  # fmt: skip
 
 
-def check(rule: Checked, worker: Worker, theta: Tensor, episode: Batches, precision: str) -> Check:
+def check(rule: Checked, worker: Worker, theta: Tensor, episode: Episode, precision: str) -> Check:
     """Run `rule` on one task twice. Collective: group."""
     full, half = (rule.checked(scale).direction(worker, theta, episode) for scale in (1.0, 0.5))
     if not (full.finite and half.finite):

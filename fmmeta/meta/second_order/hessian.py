@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.workers.base import Pass, Worker
+from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.tasks.batching import MicroBatch
 
 CHANGE = {"fp32": 0.004, "bf16": 0.2}  # cube root of a gradient's relative rounding error: 3e-7, 1e-2
@@ -28,7 +28,7 @@ FARTHEST = 0.05  # of |phi|: no step is longer, however flat the loss
 
 
 @dataclass(frozen=True)
-class Curvature:
+class HvpOptions:
     """How differences are taken. `scale`: of the step; a check compares 1 with 0.5."""
 
     precision: str = "fp32"
@@ -42,10 +42,10 @@ class Curvature:
 class Hessian:
     """The Hessian of the mean loss over `batches`, for one task. The worker's weights are changed by every product."""
 
-    how: Curvature
+    how: HvpOptions
     worker: Worker
     batches: Sequence[MicroBatch]
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[PassStats] = field(default_factory=list)
     bend: float | None = None  # |H d| / (|d| |g|) of the last product
 
     def times(self, phi: Tensor, d: Tensor) -> Tensor:

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fmmeta.meta.inner_loop import Adapted, InnerLoop
-from fmmeta.meta.second_order.hessian import Curvature
+from fmmeta.meta.inner_loop import InnerLoop, InnerResult
+from fmmeta.meta.second_order.hessian import HvpOptions
 from fmmeta.meta.second_order.trajectory import Trajectory
-from fmmeta.meta.task_gradient import Direction
-from fmmeta.parallel.workers.base import Pass, Worker
-from fmmeta.tasks.batching import Batches
+from fmmeta.meta.task_gradient import TaskGradient
+from fmmeta.parallel.workers.base import PassStats, Worker
+from fmmeta.tasks.batching import Episode
 
 FINAL_ONLY: tuple[float, ...] = ()
 
@@ -43,14 +43,14 @@ class Unrolled:
     inner: InnerLoop
     order: int = 2
     counts: tuple[float, ...] = FINAL_ONLY
-    curvature: Curvature = field(default_factory=Curvature)
+    curvature: HvpOptions = field(default_factory=HvpOptions)
     budget_bytes: int = 2**62
 
     def checked(self, scale: float) -> Unrolled:
         """The same with finite differences taken at another step."""
         return replace(self, curvature=replace(self.curvature, scale=scale))
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None = None) -> Direction:
+    def direction(self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None) -> TaskGradient:
         """Meta-gradient of one task; see Rule. Collective: group."""
         keeps = self.order > 1 or any(self.counts[:-1]) or self.inner.rates.learned != "no"
         if not keeps:
@@ -65,11 +65,11 @@ class Unrolled:
         v, more = self.inner.head.back(worker, v, theta, episode.support, adapted.means)
         worker.write(theta)
         finite = all([step.finite for step in [*adapted.passes, query, *passes, *more]])
-        return Direction(v, 1.0, finite, adapted.passes[0], query, extra)
+        return TaskGradient(v, 1.0, finite, adapted.passes[0], query, extra)
 
-    def _short(self, worker: Worker, theta: Tensor, episode: Batches, total: Tensor | None) -> Direction:
+    def _short(self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None) -> TaskGradient:
         """Order 1 and nothing else: the query gradient at phi_K; restoring theta costs no pass of its own."""
-        adapted: Adapted = self.inner.adapt(worker, theta, episode.support)
+        adapted: InnerResult = self.inner.adapt(worker, theta, episode.support)
         passes, v, more = adapted.passes, None, []
         if total is not None:
             counts = 1.0 if all([step.finite for step in passes]) else 0.0
@@ -78,17 +78,17 @@ class Unrolled:
             v, query = worker.gradient(episode.query, restore=theta)
             v, more = self.inner.head.back(worker, v, theta, episode.support, adapted.means)
         finite = all([step.finite for step in [*passes, query, *more]])
-        return Direction(v, 1.0, finite, passes[0], query)
+        return TaskGradient(v, 1.0, finite, passes[0], query)
 
     def _backward(
-        self, worker: Worker, episode: Batches, path: Trajectory, v: Tensor
-    ) -> tuple[dict[str, Tensor], Sequence[Pass]]:
+        self, worker: Worker, episode: Episode, path: Trajectory, v: Tensor
+    ) -> tuple[dict[str, Tensor], Sequence[PassStats]]:
         """Turn v = dL/dphi_K into dL/dphi_0 in place; return the gradient of learned rates, and the passes it took."""
         rates, momentum = self.inner.rates, self.inner.rule.momentum
         learned = rates.meta_parameter
         extra = {} if learned is None else {"rates": torch.zeros_like(learned)}
         hessian = self.curvature.of(worker, episode.support)
-        passes: list[Pass] = []
+        passes: list[PassStats] = []
         w: Tensor | None = None
         whole = slice(0, v.numel())
         for k in reversed(range(self.inner.steps)):

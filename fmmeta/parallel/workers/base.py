@@ -37,7 +37,7 @@ Update = Callable[[Tensor, Tensor, slice], None]
 
 
 @dataclass
-class Pass:
+class PassStats:
     """What one pass over a set of examples gave, summed over the ranks of the group.
 
     loss: mean over the set; accuracy: share of examples that are right; finite: loss and gradient, on every rank.
@@ -59,7 +59,7 @@ class Pass:
 
 
 @dataclass
-class Ahead:
+class SavedForward:
     """A forward pass over a set that was done ahead: features [B, D] of each micro-batch of this rank, fp32.
 
     outputs: features and logits with their way back to the weights, good for one pass, as long as the body stays as it is; None
@@ -70,17 +70,17 @@ class Ahead:
     outputs: list[tuple[Tensor, Tensor]] | None = None
 
 
-Answer = Callable[[int, Tensor], Tensor]
+CotangentFn = Callable[[int, Tensor], Tensor]
 """(number of a micro-batch, its features [B, D]) -> their cotangent [B, D], zero for rows that do not count. Local."""
 
 
 @dataclass(frozen=True)
-class Part:
+class VjpInput:
     """A set whose features are pulled at. begin: called once when the sets before are done; it may communicate in the group."""
 
     batches: Sequence[MicroBatch]
-    begin: Callable[[], Answer]
-    ahead: Ahead | None = None
+    begin: Callable[[], CotangentFn]
+    ahead: SavedForward | None = None
 
 
 class Worker(ABC):
@@ -91,7 +91,7 @@ class Worker(ABC):
     device: torch.device  # of the working weights
     home: torch.device  # of the fp32 shards and of vectors: the host's where DeepSpeed offloads them
     data_ranks = 1  # ranks of the group that share the rows of a set
-    voice = True  # False where other ranks of the group run the same rows: what they give is counted there
+    counts_rows = True  # False where other ranks of the group run the same rows: what they give is counted there
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -102,7 +102,9 @@ class Worker(ABC):
         """Replace the shards and refresh the working weights. Collective: group."""
 
     @abstractmethod
-    def step(self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False, ahead: Ahead | None = None) -> Pass:
+    def step(
+        self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False, ahead: SavedForward | None = None
+    ) -> PassStats:
         """One optimisation step on the mean loss over `batches`. Collective: group.
 
         A gradient that is not finite may be kept from `update`, or be shown to it. With `agreed` it is kept from it, or shown as
@@ -110,7 +112,7 @@ class Worker(ABC):
         """
 
     @abstractmethod
-    def forward(self, batches: Sequence[MicroBatch]) -> Pass:
+    def forward(self, batches: Sequence[MicroBatch]) -> PassStats:
         """Loss and accuracy over `batches`. Collective: group."""
 
     @abstractmethod
@@ -119,22 +121,22 @@ class Worker(ABC):
         without voice. Collective: group.
         """
 
-    def ahead(self, batches: Sequence[MicroBatch]) -> Ahead:
+    def ahead(self, batches: Sequence[MicroBatch]) -> SavedForward:
         """Features of `batches`, of which a later pass may go on. Activations of all of them are kept. Collective: group."""
-        return Ahead(self.features(batches))
+        return SavedForward(self.features(batches))
 
     @abstractmethod
-    def pull(self, parts: Sequence[Part], total: Tensor | None = None) -> tuple[Tensor | None, Pass]:
+    def vjp(self, parts: Sequence[VjpInput], total: Tensor | None = None) -> tuple[Tensor | None, PassStats]:
         """Gradient of sum <features, cotangent> over the rows of the group, fp32 [S]; the weights stay.
 
         With a `total` it is added there instead, unless it is not finite on some rank of the group. Collective: group.
         """
 
-    def gradient(self, batches: Sequence[MicroBatch], restore: Tensor | None = None) -> tuple[Tensor, Pass]:
+    def gradient(self, batches: Sequence[MicroBatch], restore: Tensor | None = None) -> tuple[Tensor, PassStats]:
         """Return the gradient of the mean loss, fp32 [S]; leave the weights alone, or put `restore` in. Collective: group."""
         return self._capture(lambda update: self.step(batches, update), restore)
 
-    def add_gradient(self, total: Tensor, weight: float, batches: Sequence[MicroBatch], restore: Tensor) -> Pass:
+    def add_gradient(self, total: Tensor, weight: float, batches: Sequence[MicroBatch], restore: Tensor) -> PassStats:
         """Add `weight` times the gradient of the mean loss to `total` [S], which may lie elsewhere, and put `restore` in.
 
         `total` stays as it is where the loss or the gradient is not finite on any rank of the group. No vector is made for it.
@@ -143,7 +145,9 @@ class Worker(ABC):
 
         return self._add(lambda update, agreed: self.step(batches, update, agreed), total, weight, restore)
 
-    def _add(self, step: Callable[[Update, bool], Pass], total: Tensor, weight: float, restore: Tensor | None = None) -> Pass:
+    def _add(
+        self, step: Callable[[Update, bool], PassStats], total: Tensor, weight: float, restore: Tensor | None = None
+    ) -> PassStats:
         """See add_gradient: of what `step` shows to an update, agreed or not."""
 
         def add(shard: Tensor, grad: Tensor, where: slice) -> None:
@@ -157,7 +161,7 @@ class Worker(ABC):
             self.write(restore)  # a skipped step restores nothing
         return result
 
-    def add_travelled(self, total: Tensor, weight: float, theta: Tensor) -> None:
+    def add_displacement(self, total: Tensor, weight: float, theta: Tensor) -> None:
         """Add `weight` times (theta minus what the worker holds) to `total` [S], piece by piece."""
         for tensor, place in self.held():
             for part, there, here in pieces(self.device, total[place], theta[place], tensor):
@@ -167,7 +171,7 @@ class Worker(ABC):
     def held(self) -> list[tuple[Tensor, slice]]:
         """This rank's shards themselves, and where they lie in a vector."""
 
-    def _capture(self, step: Callable[[Update], Pass], restore: Tensor | None = None) -> tuple[Tensor, Pass]:
+    def _capture(self, step: Callable[[Update], PassStats], restore: Tensor | None = None) -> tuple[Tensor, PassStats]:
         captured = torch.zeros(self.params.numel, device=self.home)
 
         def capture(shard: Tensor, grad: Tensor, where: slice) -> None:
@@ -180,7 +184,7 @@ class Worker(ABC):
             self.write(restore)  # a skipped step restores nothing
         return captured, result
 
-    def travelled(self, theta: Tensor) -> Tensor:
+    def displacement(self, theta: Tensor) -> Tensor:
         """theta minus what the worker holds, fp32 [S] beside the shards, wherever theta lies."""
         way = self.read().neg_()
         for part, there in pieces(self.device, way, theta):
@@ -198,7 +202,7 @@ class Worker(ABC):
                     product += torch.dot(x.to(self.device).double(), y.to(self.device).double())
         return float(over_group(self, product))
 
-    def dots(self, a: Tensor, b: Tensor, segments: Sequence[tuple[int, int, int]], count: int) -> Tensor:
+    def dot_by_layer(self, a: Tensor, b: Tensor, segments: Sequence[tuple[int, int, int]], count: int) -> Tensor:
         """Inner products by layer, float64 [count] in host memory, over the whole model.
 
         segments: begin, end, layer of stretches of this rank's vectors. Collective: group.

@@ -20,34 +20,34 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.models.compile import compile_model
-from fmmeta.models.lazy_weights import open_stream
+from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, load_learner
-from fmmeta.models.pipeline_split import plan_cut, take_stage
+from fmmeta.models.pipeline_split import plan_stages, take_stage
 from fmmeta.parallel import deepspeed_config
-from fmmeta.parallel.deepspeed_config import Precision
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.deepspeed_shards import param_groups
-from fmmeta.parallel.layout import Layout, Place
-from fmmeta.parallel.process_groups import Ranks
+from fmmeta.parallel.layout import GroupCoordinates, Layout
+from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.plain import PlainWorker
 from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 
 
 @dataclass
-class Started:
+class CreatedWorker:
     """A worker with the checkpoint's weights. `frozen`: untrained tensors by name, on the rank that will write them."""
 
     worker: Worker
     head_names: tuple[str, ...]
-    place: Place
+    place: GroupCoordinates
     frozen: dict[str, Tensor] = field(default_factory=dict)
 
 
-def start_worker(config: Config, description: Description, deepspeed: dict[str, Any], precision: Precision, engine: str,
-                 ranks: Ranks, costs: Sequence[float] | None = None) -> Started:  # fmt: skip
+def create_worker(config: Config, description: Description, deepspeed: dict[str, Any], precision: DeepSpeedSettings, engine: str,
+                 ranks: ProcessGroups, costs: Sequence[float] | None = None) -> CreatedWorker:  # fmt: skip
     """Read the weights and start the worker. `costs`: of each layer, to balance stages by. Collective: world."""
-    place = place_of(config, ranks.layout)
+    place = group_coordinates(config, ranks.layout)
     if config.compile and engine != "plain":
         raise UsageError(f"compile=True compiles a model that one rank holds in plain PyTorch, and DeepSpeed runs this group of "
                          f"{place.group_size}: it hooks into modules; leave it out, or use --group_size 1")  # fmt: skip
@@ -59,60 +59,62 @@ def start_worker(config: Config, description: Description, deepspeed: dict[str, 
     if engine == "deepspeed" and precision.zero_stage == 3 and ranks.layout.group_size > 1 and not config.packing:
         # packing is tried on a model that is there
         return start_sharded(config, description, filled, place, ranks)
-    with ranks.world.together("loading the model"):
+    with ranks.world.raise_on_all("loading the model"):
         learner = load_learner(config, description)
         groups = param_groups(learner, per_task(config, learner), config.weight_decay > 0)
-    still = untrained(learner)
-    check_equal(ranks, fingerprint_of(sorted(still.items())), "frozen weights and buffers")
+    still = frozen_tensors(learner)
+    check_equal(ranks, fingerprint(sorted(still.items())), "frozen weights and buffers")
     frozen = copies(still) if ranks.first and not config.lora_r else {}  # the base of adapters is never copied
     del still  # an engine gives the frozen weights other storage
     if engine == "plain":
         worker: Worker = PlainWorker(learner, groups, ranks.device, precision.bf16)
-        with ranks.world.together("compiling the model"):
+        with ranks.world.raise_on_all("compiling the model"):
             if config.compile:
                 compile_model(learner, ranks.device)
     else:
         from fmmeta.parallel.workers.zero import DeepSpeedWorker
 
         worker = DeepSpeedWorker(learner, groups, filled, ranks.group, place)
-    return Started(worker, learner.head_names, place, frozen)
+    return CreatedWorker(worker, learner.head_names, place, frozen)
 
 
-def start_sharded(config: Config, description: Description, filled: dict[str, Any], place: Place, ranks: Ranks) -> Started:
+def start_sharded(
+    config: Config, description: Description, filled: dict[str, Any], place: GroupCoordinates, ranks: ProcessGroups
+) -> CreatedWorker:
     """ZeRO 3 from birth. Collective: world."""
-    from fmmeta.parallel.workers.zero import DeepSpeedWorker, shard_at_birth
+    from fmmeta.parallel.workers.zero import DeepSpeedWorker, shard_while_loading
 
-    with ranks.world.together("opening the checkpoint"):
-        stream = open_stream(config, description)
+    with ranks.world.raise_on_all("opening the checkpoint"):
+        stream = open_lazy_model(config, description)
         learner = stream.learner
         trained = [name for name, param in learner.named_parameters() if param.requires_grad]
         if not config.lora_r:
             stream.fill([name for name, param in learner.named_parameters() if not param.requires_grad])
-        still = untrained(learner)  # the base of adapters is read once more for its fingerprint, and never kept
+        still = frozen_tensors(learner)  # the base of adapters is read once more for its fingerprint, and never kept
         once = {name for name, _ in learner.named_parameters()}  # a tied weight has one name in the checkpoint
-        mark = fingerprint_of((name, stream.read(name) if value.is_meta else value) for name, value in sorted(still.items())
+        mark = fingerprint((name, stream.read(name) if value.is_meta else value) for name, value in sorted(still.items())
                               if name in once or not value.is_meta)  # fmt: skip
     check_equal(ranks, mark, "frozen weights and buffers")
     frozen = copies(still) if ranks.first and not config.lora_r else {}
-    shard_at_birth(stream, filled)
+    shard_while_loading(stream, filled)
     groups = param_groups(learner, per_task(config, learner), config.weight_decay > 0)
     exact = ((name, stream.read(name)) for name in trained)
     worker = DeepSpeedWorker(learner, groups, filled, ranks.group, place, exact)
-    return Started(worker, learner.head_names, place, frozen)
+    return CreatedWorker(worker, learner.head_names, place, frozen)
 
 
-def start_pipeline(config: Config, description: Description, filled: dict[str, Any], place: Place, ranks: Ranks,
-                   costs: Sequence[float] | None) -> Started:  # fmt: skip
+def start_pipeline(config: Config, description: Description, filled: dict[str, Any], place: GroupCoordinates, ranks: ProcessGroups,
+                   costs: Sequence[float] | None) -> CreatedWorker:  # fmt: skip
     """A stage per rank. Collective: world."""
     from fmmeta.parallel.workers.pipeline import PipelineWorker, hold_stage
 
-    with ranks.world.together("reading the stages"):
-        stream = open_stream(config, description)
-        cut = plan_cut(stream.learner, place.stages, costs)
+    with ranks.world.raise_on_all("reading the stages"):
+        stream = open_lazy_model(config, description)
+        cut = plan_stages(stream.learner, place.stages, costs)
         names = hold_stage(stream, cut, place)
         mine = [name for name, stage in cut.owner.items() if stage == place.stage]
-        still = untrained(stream.learner, mine)
-        mark = fingerprint_of(sorted(still.items()))
+        still = frozen_tensors(stream.learner, mine)
+        mark = fingerprint(sorted(still.items()))
         writes = ranks.layout.group_index == 0 and place.data_rank == 0 and not config.lora_r
         frozen = copies(still) if writes else {}
         trained = [name for name, param in stream.learner.named_parameters() if id(param) in names and param.requires_grad]
@@ -124,11 +126,11 @@ def start_pipeline(config: Config, description: Description, filled: dict[str, A
     worker = PipelineWorker(stage, names, groups, cut, filled, ranks.group, place, description.hf_config.hidden_size)
     if filled["bf16"]["enabled"]:
         worker.set_exactly((name, stream.read(name)) for name in trained)
-    return Started(worker, stream.learner.head_names, place, frozen)
+    return CreatedWorker(worker, stream.learner.head_names, place, frozen)
 
 
-def place_of(config: Config, layout: Layout) -> Place:
-    return Place(layout.group_rank, layout.group_size, config.pipeline_stages, config.tensor_parallel_size)
+def group_coordinates(config: Config, layout: Layout) -> GroupCoordinates:
+    return GroupCoordinates(layout.group_rank, layout.group_size, config.pipeline_stages, config.tensor_parallel_size)
 
 
 def per_task(config: Config, learner: Learner) -> tuple[str, ...]:
@@ -136,7 +138,7 @@ def per_task(config: Config, learner: Learner) -> tuple[str, ...]:
     return learner.head_names if config.head_init != "learned" and not config.joint_head else ()
 
 
-def untrained(learner: Learner, names: Collection[str] | None = None) -> dict[str, Tensor]:
+def frozen_tensors(learner: Learner, names: Collection[str] | None = None) -> dict[str, Tensor]:
     """Frozen parameters and saved buffers by name (of those in `names`, if given), uncopied, before an engine shards them."""
     trained = {name for name, param in learner.named_parameters(remove_duplicate=False) if param.requires_grad}
     wanted = {name: value for name, value in learner.state_dict().items() if name not in trained}
@@ -147,7 +149,7 @@ def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.cpu().clone() for name, value in tensors.items()}
 
 
-def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """A hash of named tensors in the order in which they come, one at a time."""
     digest = hashlib.sha256()
     for name, value in tensors:
@@ -156,7 +158,7 @@ def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def check_equal(ranks: Ranks, mine: str, what: str, stage: int = 0) -> None:
+def check_equal(ranks: ProcessGroups, mine: str, what: str, stage: int = 0) -> None:
     """Refuse to go on where ranks of the same stage hold other tensors. Collective: world."""
     told = set(ranks.world.gather_bytes(f"{stage} {mine}".encode()))
     if len(told) > len({text.split()[0] for text in told}):

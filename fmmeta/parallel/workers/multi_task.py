@@ -19,15 +19,15 @@ from torch import Tensor
 
 from fmmeta.models.losses import per_row
 from fmmeta.models.multi_task_layers import TaskAxis
-from fmmeta.parallel.workers.base import Pass, Update
-from fmmeta.parallel.workers.full_model import WholeWorker
-from fmmeta.tasks.batching import MicroBatch, Sets, joined
+from fmmeta.parallel.workers.base import PassStats, Update
+from fmmeta.parallel.workers.full_model import FullModelWorker
+from fmmeta.tasks.batching import MicroBatch, Sets, merge_task_batches
 
 
 class TaskBatch:
     """N tasks that begin at `theta`, which the worker holds. Collective: group."""
 
-    def __init__(self, worker: WholeWorker, axis: TaskAxis, theta: Tensor, tasks: int) -> None:
+    def __init__(self, worker: FullModelWorker, axis: TaskAxis, theta: Tensor, tasks: int) -> None:
         self.worker, self.axis, self.tasks = worker, axis, tasks
         shapes = {f.name: f.shape for f in worker.params.fragments}
         for told in worker.group.gather_bytes(json.dumps(shapes).encode()):  # a rank may hold no part of a small one
@@ -50,25 +50,25 @@ class TaskBatch:
         with torch.no_grad():
             self.blocks[name][task] = value
 
-    def step(self, sets: Sets, update: Update) -> list[Pass]:
+    def step(self, sets: Sets, update: Update) -> list[PassStats]:
         """One step of every task on the mean loss over its own set. Collective: group."""
         stats = self._passes(sets)
         with torch.no_grad():
             update(self.phi, self.grad, slice(0, self.numel))
-        return [Pass(row) for row in stats]
+        return [PassStats(row) for row in stats]
 
-    def gradient(self, sets: Sets) -> list[Pass]:
+    def gradient(self, sets: Sets) -> list[PassStats]:
         """Leave the gradient of every task's mean loss in `grad`. Collective: group."""
-        return [Pass(row) for row in self._passes(sets)]
+        return [PassStats(row) for row in self._passes(sets)]
 
     @torch.no_grad()
-    def forward(self, sets: Sets) -> list[Pass]:
+    def forward(self, sets: Sets) -> list[PassStats]:
         """Collective: group."""
         stats = self._stats()
         with self.axis.of(self._values()):
-            for together in joined(sets):
+            for together in merge_task_batches(sets):
                 self._loss(together, stats)
-        return [Pass(row) for row in self.worker.group.sum_(stats)]
+        return [PassStats(row) for row in self.worker.group.sum_(stats)]
 
     def vector(self, flat: Tensor, task: int) -> Tensor:
         """One task's part of `flat` (phi or grad) as this rank's vector [S]."""
@@ -81,7 +81,7 @@ class TaskBatch:
         """Gradients into `grad`; [N, 4] as a Pass has them."""
         self.grad.zero_()
         stats = self._stats()
-        for together in joined(sets):
+        for together in merge_task_batches(sets):
             with self.axis.of(self._values()):
                 self._loss(together, stats).backward()
         self.worker.group.sum_(self.grad)

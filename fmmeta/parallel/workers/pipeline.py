@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmmeta.models.lazy_weights import Stream
+from fmmeta.models.lazy_weights import LazyModel
 from fmmeta.models.losses import objective
-from fmmeta.models.pipeline_split import Cut, Stage
-from fmmeta.parallel.layout import Place
+from fmmeta.models.pipeline_split import Stage, StagePartition
+from fmmeta.parallel.layout import GroupCoordinates
 from fmmeta.parallel.process_groups import Communicator
-from fmmeta.parallel.workers.base import Ahead, Answer, Part, Pass, Update
-from fmmeta.parallel.workers.full_model import pulling, without_slope
-from fmmeta.parallel.workers.zero import EngineWorker, Names, ShardTap, import_deepspeed
+from fmmeta.parallel.workers.base import CotangentFn, PassStats, SavedForward, Update, VjpInput
+from fmmeta.parallel.workers.full_model import nan_gradient_if_nonfinite, vjp_loss
+from fmmeta.parallel.workers.zero import EngineWorker, Names, ShardOptimizer, import_deepspeed
 from fmmeta.tasks.batching import MicroBatch
 
 Fed = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # what the first and the last stage load of a micro-batch
@@ -36,20 +36,20 @@ Fed = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # what the first and the la
 class PipelineWorker(EngineWorker):
     """One stage of a model. The group must be the default process group; `config`: see ds_config.complete."""
 
-    def __init__(self, stage: Stage, names: Names, groups: list[dict[str, Any]], cut: Cut, config: dict[str, Any],
-                 group: Communicator, place: Place, width: int) -> None:  # fmt: skip
+    def __init__(self, stage: Stage, names: Names, groups: list[dict[str, Any]], cut: StagePartition, config: dict[str, Any],
+                 group: Communicator, place: GroupCoordinates, width: int) -> None:  # fmt: skip
         """`names`, `groups`: of the stage's parameters; `width`: of the hidden states."""
         deepspeed = import_deepspeed()
         self.group, self.device, self.place, self.cut, self.stage, self.width = group, group.device, place, cut, stage, width
-        self.voice = stage.last
+        self.counts_rows = stage.last
         self.scale = 1.0  # undoes DeepSpeed's means over micro-batches and data ranks: we sum
         self.stats = torch.zeros(4, dtype=torch.float64, device=self.device)
         self.found: list[Tensor] = []  # features of the micro-batches of a pass
-        self.answer: Answer = lambda number, features: features  # of the pull under way
+        self.answer: CotangentFn = lambda number, features: features  # of the pull under way
         self.judged = 0  # micro-batches of it
         ends = [rank for rank in range(place.group_size) if self._stage_of(rank) in (0, place.stages - 1)]
         self.ends = group.subset(ends) if cut.tied else None
-        self.tap = ShardTap(groups)
+        self.tap = ShardOptimizer(groups)
         tied = next((p for p in stage.body.parameters() if cut.tied and names[id(p)][0] == cut.tied), None)
         self.tied_shape = () if tied is None else tuple(tied.shape)
         module = self._module(deepspeed, tied)
@@ -95,25 +95,27 @@ class PipelineWorker(EngineWorker):
             self.params.put(vector, self.cut.tied, self.params.whole(vector, self.cut.tied, self.tied_shape, self.ends.sum_))
         super().write(vector)
 
-    def step(self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False, ahead: Ahead | None = None) -> Pass:
+    def step(
+        self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False, ahead: SavedForward | None = None
+    ) -> PassStats:
         return self._train(self._feed(batches), len(batches), update, agreed)
 
-    def forward(self, batches: Sequence[MicroBatch]) -> Pass:
+    def forward(self, batches: Sequence[MicroBatch]) -> PassStats:
         self._evaluate(batches)
-        return Pass(self.group.sum_(self.stats))
+        return PassStats(self.group.sum_(self.stats))
 
     def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         with self._wanting("features"):
             self._evaluate(batches)
         return self.found or [torch.zeros(len(b.input_ids), self.width, device=self.device) for b in batches]
 
-    def pull(self, parts: Sequence[Part], total: Tensor | None = None) -> tuple[Tensor | None, Pass]:
+    def vjp(self, parts: Sequence[VjpInput], total: Tensor | None = None) -> tuple[Tensor | None, PassStats]:
         captured, stats = torch.zeros(self.params.numel, device=self.home), torch.zeros_like(self.stats)
         for part in parts:  # each is a training batch to the engine
             self.answer = part.begin()
             with self._wanting("both"):
                 stats += self._train(self._feed(part.batches), len(part.batches), partial(add_to, captured)).stats
-        result = Pass(stats)
+        result = PassStats(stats)
         if total is None:
             return captured, result
         if result.finite:
@@ -132,13 +134,13 @@ class PipelineWorker(EngineWorker):
         finally:
             self.stage.want = "logits"
 
-    def _train(self, fed: Iterable[Fed], count: int, update: Update, agreed: bool = False) -> Pass:
+    def _train(self, fed: Iterable[Fed], count: int, update: Update, agreed: bool = False) -> PassStats:
         self._begin(count)
         self.prepare(update, agreed)
         self.engine.train_batch(fed)
         self.tap.update = None
         self.stats[3] = self.refused()
-        return Pass(self.group.sum_(self.stats))
+        return PassStats(self.group.sum_(self.stats))
 
     def _evaluate(self, batches: Sequence[MicroBatch]) -> None:
         self._begin(len(batches))
@@ -164,14 +166,14 @@ class PipelineWorker(EngineWorker):
             return outputs.new_zeros(())
         if self.stage.want == "both":
             features, logits = outputs
-            loss = pulling(features, logits, self.answer(self.judged, features.detach().float()))
+            loss = vjp_loss(features, logits, self.answer(self.judged, features.detach().float()))
             self.judged += 1
             self.stats[0] += loss.detach()
-            return without_slope(loss) * self.scale
+            return nan_gradient_if_nonfinite(loss) * self.scale
         *tensors, classes = loaded
         loss, right, rows = objective(outputs, MicroBatch(*tensors, classes=int(classes)))
         self.stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
-        return without_slope(loss) * self.scale
+        return nan_gradient_if_nonfinite(loss) * self.scale
 
 
 def add_to(vector: Tensor, shard: Tensor, grad: Tensor, where: slice) -> None:
@@ -179,7 +181,7 @@ def add_to(vector: Tensor, shard: Tensor, grad: Tensor, where: slice) -> None:
     vector[where] += grad
 
 
-def hold_stage(stream: Stream, cut: Cut, place: Place) -> Names:
+def hold_stage(stream: LazyModel, cut: StagePartition, place: GroupCoordinates) -> Names:
     """Read the parameters of this rank's stage and nothing else; return what they are called."""
     learner, last = stream.learner, place.stage == place.stages - 1
     names = [name for name, _ in learner.named_parameters()]

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap
 from fmmeta.parallel.process_groups import Communicator
 from fmmeta.parallel.workers.base import Update
-from fmmeta.parallel.workers.full_model import WholeWorker
+from fmmeta.parallel.workers.full_model import FullModelWorker
 
 
-class PlainWorker(WholeWorker):
+class PlainWorker(FullModelWorker):
     """Holds the whole model. `groups`: parameter groups as `shards.param_groups` returns them."""
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]], device: torch.device, bf16: bool = False) -> None:

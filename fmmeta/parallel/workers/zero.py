@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmmeta.models.lazy_weights import Stream
+from fmmeta.models.lazy_weights import LazyModel
 from fmmeta.parallel import deepspeed_shards
-from fmmeta.parallel.layout import Place
+from fmmeta.parallel.layout import GroupCoordinates
 from fmmeta.parallel.process_groups import Communicator
-from fmmeta.parallel.workers.base import Pass, Update, Worker
-from fmmeta.parallel.workers.full_model import WholeWorker
+from fmmeta.parallel.workers.base import PassStats, Update, Worker
+from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.parallel.workers.tensor_parallel import Cut, cut_of
 
 Names = Mapping[int, tuple[str, tuple[int, ...]]]
 """Id of a parameter -> its name and whole shape."""
 
 
-class ShardTap(torch.optim.Optimizer):
+class ShardOptimizer(torch.optim.Optimizer):
     """Applies `self.update` to whatever fp32 tensors DeepSpeed presents; see `Update`. `veto`: a refused gradient is shown as
     zeros; whether it is refused, the ranks find out by it.
     """
@@ -35,7 +35,7 @@ class ShardTap(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {"lr": 0.0})
         self.update: Update | None = None
-        self.veto: Callable[[Tensor], Tensor] | None = None
+        self.reject_nonfinite: Callable[[Tensor], Tensor] | None = None
         self.where: dict[int, slice] = {}  # address of a shard -> its place in the vector
         self.bad: Tensor | None = None
 
@@ -52,7 +52,11 @@ class ShardTap(torch.optim.Optimizer):
         for _, grad in shown:
             bad = ~torch.isfinite(grad.sum())
             self.bad = bad if self.bad is None else self.bad | bad
-        refused = None if self.veto is None else self.veto(torch.zeros((), dtype=torch.bool) if self.bad is None else self.bad)
+        refused = (
+            None
+            if self.reject_nonfinite is None
+            else self.reject_nonfinite(torch.zeros((), dtype=torch.bool) if self.bad is None else self.bad)
+        )
         for param, grad in shown:
             if refused is not None:
                 grad.masked_fill_(refused.to(grad.device), 0.0)
@@ -63,8 +67,8 @@ class EngineWorker(Worker):
     """What workers over an engine share: the tap, the shards, reading and writing them."""
 
     engine: Any
-    tap: ShardTap
-    place: Place
+    tap: ShardOptimizer
+    place: GroupCoordinates
 
     def attach(self, engine: Any, shard_rank: int, names: Names, copies: Collection[str] = (),
                replicated: bool | None = None, cuts: Mapping[str, Cut] | None = None) -> None:  # fmt: skip
@@ -100,11 +104,13 @@ class EngineWorker(Worker):
 
     def prepare(self, update: Update | None, agreed: bool = False) -> None:
         """Say what the next step of the engine is to do. Where DeepSpeed does not agree on what is finite, the tap does."""
-        self.tap.update, self.tap.bad, self.tap.veto = update, None, None
+        self.tap.update, self.tap.bad, self.tap.reject_nonfinite = update, None, None
         if agreed and self.shards.agreement == "tap":
-            self.tap.veto = lambda bad: self.group.sum_(bad.to(self.device, torch.float32)) > 0
+            self.tap.reject_nonfinite = lambda bad: self.group.sum_(bad.to(self.device, torch.float32)) > 0
 
-    def _add(self, step: Callable[[Update, bool], Pass], total: Tensor, weight: float, restore: Tensor | None = None) -> Pass:
+    def _add(
+        self, step: Callable[[Update, bool], PassStats], total: Tensor, weight: float, restore: Tensor | None = None
+    ) -> PassStats:
         if self.shards.agreement != "none" and self.place.tensor == 1:
             return super()._add(step, total, weight, restore)
         captured, result = self._capture(lambda update: step(update, False), restore)  # it takes a vector: only now they know
@@ -120,26 +126,26 @@ class EngineWorker(Worker):
         return self.tap.bad.to(self.device)
 
 
-class DeepSpeedWorker(EngineWorker, WholeWorker):
+class DeepSpeedWorker(EngineWorker, FullModelWorker):
     """One engine over the ranks of `group`, which must be the default process group. `config`: see ds_config.complete.
 
     With tensor parallelism the ranks of a tensor set run the same rows, and the first of them owns what all of them hold.
     """
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]], config: dict[str, Any], group: Communicator,
-                 place: Place, exact: Iterable[tuple[str, Tensor]] | None = None) -> None:  # fmt: skip
+                 place: GroupCoordinates, exact: Iterable[tuple[str, Tensor]] | None = None) -> None:  # fmt: skip
         """`exact`: whole fp32 parameters by name, where `model` does not hold them itself (ZeRO 3 from birth)."""
         deepspeed = import_deepspeed()
         self.group, self.device, self.place = group, group.device, place
-        self.voice = place.tensor_rank == 0
+        self.counts_rows = place.tensor_rank == 0
         # ZeRO 3 empties the shapes
         names = {id(p): (name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()}
         # ZeRO 3 follows the order of modules, forward and back; of tensor ranks it is not tested
-        self.keeps = place.tensor == 1 and config["zero_optimization"]["stage"] < 3
+        self.can_defer_backward = place.tensor == 1 and config["zero_optimization"]["stage"] < 3
         bf16 = config["bf16"]["enabled"]
         if bf16 and exact is None:
             exact = [(name, p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad]
-        self.tap = ShardTap(groups)
+        self.tap = ShardOptimizer(groups)
         self.model, *_ = deepspeed.initialize(model=model, optimizer=self.tap, config=config, dist_init_required=False)
         if place.tensor == 1:
             self.attach(self.model, group.rank, names)
@@ -163,7 +169,7 @@ class DeepSpeedWorker(EngineWorker, WholeWorker):
         return self.refused()
 
 
-def shard_at_birth(stream: Stream, config: dict[str, Any]) -> None:
+def shard_while_loading(stream: LazyModel, config: dict[str, Any]) -> None:
     """Read every parameter of a stream and cut it over the group before the next is read (ZeRO 3). Collective: group."""
     deepspeed = import_deepspeed()
     # Its context is for constructors, and here the module exists already. With a module it also gives torch a linear layer that

@@ -43,7 +43,7 @@ class Coded:
     codes: np.ndarray
 
 
-class Store:
+class TokenStore:
     """Rows by number: tokens, labels and texts stay on disk until asked for, the rest is codes in memory."""
 
     def __init__(self, path: Path) -> None:
@@ -61,7 +61,7 @@ class Store:
         return self.table.num_rows
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Store, (self.path,)  # another process maps the file for itself
+        return TokenStore, (self.path,)  # another process maps the file for itself
 
     def check(self) -> None:
         """Raise `OSError` if the file is not whole any more: reading a mapping past its end would kill the process."""
@@ -94,7 +94,7 @@ class Store:
 
 
 def prepare(name: str, content: str, read: Callable[[Bad], Sequence[Row]], config: Config, tokenizer: Any,
-            notice: Callable[[str], None], one_task: bool = False) -> Store:  # fmt: skip
+            notice: Callable[[str], None], one_task: bool = False) -> TokenStore:  # fmt: skip
     """The store of a data set, made by `read` and the tokenizer if no process has made it before.
 
     content: says which rows `read` gives. Raises `UsageError` for rows that cannot be used, as on_bad_task has it.
@@ -113,18 +113,18 @@ def prepare(name: str, content: str, read: Callable[[Bad], Sequence[Row]], confi
         table = tabulate(name, rows, config, notes.append, bad, one_task)
         bad.judge(len(table.left), notes.append)
         write(path, table, config, tokenizer, notes)
-        store = Store(path)
+        store = TokenStore(path)
     for note in store.notes:
         notice(note)
     return store
 
 
-def open_store(path: Path) -> Store | None:
+def open_store(path: Path) -> TokenStore | None:
     """The store, or None where there is none or a broken one."""
     import pyarrow as pa
 
     try:
-        return Store(path) if path.is_file() else None
+        return TokenStore(path) if path.is_file() else None
     except (pa.ArrowException, OSError, ValueError, KeyError):
         return None
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fmmeta.common.errors import UsageError
-from fmmeta.tasks.schedule.order import Order, hashed
+from fmmeta.tasks.schedule.order import StratifiedOrder, splitmix64
 
 WINDOW = 64  # outer steps over which the strata are dealt evenly
 
@@ -85,7 +85,7 @@ class Schedule:
             raise UsageError(f"task_sharding=node: {len(items)} tasks are too few for {nodes} nodes; use --task_sharding global")
         self.items, self.tasks_per_step, self.seed, self.stream, self.nodes = items, tasks_per_step, seed, stream, nodes
         self.sizes = sizes or (lambda item, _: int(items.tokens[item]))
-        self.orders = [Order(part, items.stratum[part], (seed, stream, node), shares, shuffle)
+        self.orders = [StratifiedOrder(part, items.stratum[part], (seed, stream, node), shares, shuffle)
                        for node, part in enumerate(node_parts(items.stratum, nodes, seed))]  # fmt: skip
         self._dealt: tuple[int, int, list[list[Task]], list[Counter[str]]] | None = None
 
@@ -115,7 +115,7 @@ class Schedule:
     def _deal(self, outer_step: int, num_groups: int, seen: list[Counter[str]]) -> list[list[Task]]:
         tasks, per_node, groups = self.meta_batch(outer_step), self.tasks_per_step // self.nodes, num_groups // self.nodes
         return [share for node in range(self.nodes)
-                for share in deal(tasks[node * per_node : (node + 1) * per_node], groups, seen[node * groups :])]  # fmt: skip
+                for share in assign_to_groups(tasks[node * per_node : (node + 1) * per_node], groups, seen[node * groups :])]  # fmt: skip
 
     def _task(self, number: int, outer_step: int, slot: int) -> Task:
         seed = (self.seed, self.stream, outer_step, slot)
@@ -128,11 +128,11 @@ def node_parts(stratum: np.ndarray, nodes: int, seed: int) -> list[np.ndarray]:
     numbers = np.arange(len(stratum), dtype=np.int32)
     if nodes == 1:
         return [numbers]
-    mixed = numbers[np.lexsort((hashed(seed, numbers), stratum))]
+    mixed = numbers[np.lexsort((splitmix64(seed, numbers), stratum))]
     return [np.sort(mixed[node::nodes]) for node in range(nodes)]
 
 
-def deal(tasks: Sequence[Task], num_groups: int, seen: Sequence[Counter[str]] | None = None) -> list[list[Task]]:
+def assign_to_groups(tasks: Sequence[Task], num_groups: int, seen: Sequence[Counter[str]] | None = None) -> list[list[Task]]:
     """Deal tasks to groups, largest first, each to the least loaded group.
 
     Among groups within 5 % of the mean load of the least, the one with fewest tasks, then with fewest of the

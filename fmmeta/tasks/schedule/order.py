@@ -18,7 +18,7 @@ import numpy as np
 VIRTUAL = 100  # least tasks per stratum in a virtual epoch: shares are met to 1 %
 
 
-class Order:
+class StratifiedOrder:
     """An order of `members` (numbers of tasks) whose strata are `strata` (codes, equally long), seeded by `key`.
 
     shares: of each code, adding up to 1; None: in proportion to members. shuffle=False: every epoch in listed order.
@@ -30,7 +30,7 @@ class Order:
         self.members = members[by_stratum].astype(np.int32)
         self.codes, self.sizes = np.unique(strata, return_counts=True)
         self.starts = np.cumsum(self.sizes) - self.sizes
-        self.quota = self.sizes if shares is None else quotas(shares[self.codes], self.sizes)
+        self.quota = self.sizes if shares is None else epoch_quotas(shares[self.codes], self.sizes)
         self.key, self.shuffle = key, shuffle
         self.epoch_length = int(self.quota.sum())
         self.epoch = lru_cache(maxsize=2)(self._epoch)
@@ -50,7 +50,7 @@ class Order:
         turn = np.arange(len(stratum)) - np.repeat(np.cumsum(self.quota) - self.quota, self.quota)
         u = np.full(len(self.codes), 0.5)
         if self.shuffle:
-            u = hashed(*self.key, 1, epoch, self.codes) / 2.0**64
+            u = splitmix64(*self.key, 1, epoch, self.codes) / 2.0**64
         return self.members[drawn[np.argsort((turn + u[stratum]) / count, kind="stable")]]
 
     def _draws(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -63,7 +63,7 @@ class Order:
         block = np.repeat(np.arange(len(length), dtype=np.int32), length)
         member = np.arange(len(block)) - np.repeat(np.cumsum(length) - length, length)
         if self.shuffle:
-            draw = hashed(*self.key, 0, block_pass[block], self.codes[block_stratum[block]], member)
+            draw = splitmix64(*self.key, 0, block_pass[block], self.codes[block_stratum[block]], member)
             member = member[np.lexsort((draw, block))]
         begin = epoch * self.quota - first * self.sizes + np.cumsum(passes * self.sizes) - passes * self.sizes
         stratum = np.repeat(np.arange(len(self.quota)), self.quota)
@@ -73,7 +73,7 @@ class Order:
         return self.starts[stratum] + member[window], stratum
 
 
-def quotas(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def epoch_quotas(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Tasks of each stratum in a virtual epoch: the largest remainders of shares, at least one each."""
     total = max(int(sizes.sum()), VIRTUAL * len(sizes))
     exact = shares / shares.sum() * total
@@ -82,7 +82,7 @@ def quotas(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.maximum(whole, 1)
 
 
-def hashed(*parts: int | np.ndarray) -> np.ndarray:
+def splitmix64(*parts: int | np.ndarray) -> np.ndarray:
     """Uniform 64-bit integers from integers and arrays of them (the finaliser of SplitMix64: Steele et al. 2014)."""
     state = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):

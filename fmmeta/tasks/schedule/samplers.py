@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
-from fmmeta.tasks.schedule.order import Order
+from fmmeta.tasks.schedule.order import StratifiedOrder
 
 
 class TaskSampler(Sampler[Task]):
@@ -39,7 +39,7 @@ class EveryClassBatches(Sampler[list[int]]):
         if batch_size < len(names):
             raise ValueError(f"batch_size={batch_size} is below the {len(names)} classes; use {len(names)} or more")
         rows = [np.flatnonzero(codes == code) for code in range(len(names))]
-        self.orders = [Order(own, np.zeros(len(own), dtype=np.int32), (seed, code)) for code, own in enumerate(rows)]
+        self.orders = [StratifiedOrder(own, np.zeros(len(own), dtype=np.int32), (seed, code)) for code, own in enumerate(rows)]
         self.batch_size, self.first = batch_size, first
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from fmmeta.common.errors import UsageError
 from fmmeta.tasks.batching import Example
-from fmmeta.tasks.data.token_store import Store
+from fmmeta.tasks.data.token_store import TokenStore
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 
 
@@ -62,7 +62,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Episode:
+class EpisodeRows:
     """What one task shows (support) and asks (query). `classes`: name of each label, empty for causal_lm."""
 
     task: Task
@@ -76,20 +76,20 @@ class Draw:
     """An episode as row numbers of a store, and the label of each row in this episode."""
 
     task: Task
-    store: Store
+    store: TokenStore
     support: list[tuple[int, int]]  # row, label
     query: list[tuple[int, int]]
     classes: tuple[str, ...] = ()
 
-    def episode(self) -> Episode:
+    def episode(self) -> EpisodeRows:
         """Read the tokens. Raises `OSError` if the store's file has changed."""
         self.store.check()
         support, query = ([self._example(row, label) for row, label in rows] for rows in (self.support, self.query))
-        return Episode(self.task, support, query, self.classes)
+        return EpisodeRows(self.task, support, query, self.classes)
 
     def _example(self, row: int, label: int) -> Example:
-        ids = Store.cell(self.store.ids, row).tolist()
-        return Example(ids, label if self.classes else Store.cell(self.store.labels, row).tolist())
+        ids = TokenStore.cell(self.store.ids, row).tolist()
+        return Example(ids, label if self.classes else TokenStore.cell(self.store.labels, row).tolist())
 
 
 Known = Mapping[str, tuple[str, ...]]
@@ -115,7 +115,7 @@ class TaskSource(ABC):
         """Expected tokens of the episode that (item, seed) will draw."""
         return int(self.items.tokens[item])
 
-    def episode(self, task: Task) -> Episode:
+    def episode(self, task: Task) -> EpisodeRows:
         return self.draw(task).episode()
 
     def __repr__(self) -> str:
@@ -125,7 +125,7 @@ class TaskSource(ABC):
 class PairSource(TaskSource):
     """Named tasks of (input, output) pairs: `k_shot` pairs to learn from, `num_query` to be asked. `rows`: by task."""
 
-    def __init__(self, store: Store, rows: Mapping[str, np.ndarray], strata: Mapping[str, str], shape: Shape) -> None:
+    def __init__(self, store: TokenStore, rows: Mapping[str, np.ndarray], strata: Mapping[str, str], shape: Shape) -> None:
         self.store, self.shape, self.rows = store, shape, list(rows.values())
         lengths, drawn = store.lengths(), shape.k_shot + shape.num_query
         self.items = Items.of(Item(name, strata[name], round(drawn * lengths[own].mean())) for name, own in rows.items())
@@ -148,7 +148,7 @@ class ClassSource(TaskSource):
     with it every stratum, comes up equally often.
     """
 
-    def __init__(self, store: Store, pools: Mapping[str, Pool], strata: Mapping[str, str], shape: Shape) -> None:
+    def __init__(self, store: TokenStore, pools: Mapping[str, Pool], strata: Mapping[str, str], shape: Shape) -> None:
         self.store, self.shape = store, shape
         items: list[Item] = []
         self.draws: list[tuple[Pool, str | None]] = []  # pool and leading class of each item
@@ -198,14 +198,14 @@ class ClassSource(TaskSource):
         return drawn[:shown], drawn[shown:]
 
 
-class PartedSource(ClassSource):
+class SplitRowsSource(ClassSource):
     """N-way episodes of rows that are either shown or asked.
 
     parts [rows of the store]: 0 for a row that is asked; those that are shown have other numbers, each of which gives as many
     rows of a class as the others, the first ones the odd rows.
     """
 
-    def __init__(self, store: Store, pools: Mapping[str, Pool], strata: Mapping[str, str], shape: Shape,
+    def __init__(self, store: TokenStore, pools: Mapping[str, Pool], strata: Mapping[str, str], shape: Shape,
                  parts: np.ndarray) -> None:  # fmt: skip
         super().__init__(store, pools, strata, shape)
         self.parts = parts
@@ -245,7 +245,7 @@ class Mixture(TaskSource):
         return self.sources[which], item - int(self.starts[which])
 
 
-class AllClasses(TaskSource):
+class GlobalLabelSource(TaskSource):
     """The episodes of another source, whose labels number the classes of all its tasks: for one classifier over them.
 
     Classes of different data sets and of different named tasks are different ones, whatever they are called.

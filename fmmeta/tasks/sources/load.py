@@ -19,9 +19,9 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data.rows import data_files, hub_rows, open_hub, read_file
 from fmmeta.tasks.data.splits import SPLITS, check_splits, own_splits, read_splits
-from fmmeta.tasks.data.token_store import Store, digest, files_digest, prepare
+from fmmeta.tasks.data.token_store import TokenStore, digest, files_digest, prepare
 from fmmeta.tasks.data.used_splits import Splits, UsedSplits, doubts, label
-from fmmeta.tasks.sources.base import AllClasses, Mixture, TaskSource, short_names
+from fmmeta.tasks.sources.base import GlobalLabelSource, Mixture, TaskSource, short_names
 from fmmeta.tasks.sources.rows_by_class import make_source, shape_of, strata_of
 from fmmeta.tasks.sources.task_files import FolderSource, task_files
 from fmmeta.tasks.suites.letters import letters
@@ -64,7 +64,7 @@ def load_sources(config: Config, tokenizer: Any, notice: Notice, trained: Sequen
         made = {split: Mixture({name: one[split] for name, (one, *_) in zip(names, loaded, strict=True) if split in one})
                 for split in SPLITS if any(split in one for one, *_ in loaded)}  # fmt: skip
         fingerprint = digest([one for _, one, *_ in loaded])
-    train = AllClasses(made["train"]) if config.joint_head else made["train"]
+    train = GlobalLabelSource(made["train"]) if config.joint_head else made["train"]
     return Sources(train, made.get("valid"), made.get("test"), fingerprint, summary, [used for *_, used in loaded if used])
 
 
@@ -105,7 +105,7 @@ def check_suite(name: str, config: Config) -> None:
             raise UsageError(f"{setting}={value} is above the {most} texts of a class of dataset=marks; lower it")
 
 
-def from_store(name: str, store: Store, splits: Splits, config: Config, notice: Notice, used: UsedSplits | None,
+def from_store(name: str, store: TokenStore, splits: Splits, config: Config, notice: Notice, used: UsedSplits | None,
                parts: np.ndarray | None = None) -> Loaded:  # fmt: skip
     """Sources over the rows of a store. `parts`: see PartedSource."""
     strata = strata_of(store)

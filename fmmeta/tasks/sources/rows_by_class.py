@@ -9,11 +9,11 @@ import numpy as np
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.tasks.data.token_store import Store
-from fmmeta.tasks.sources.base import ClassSource, PairSource, PartedSource, Shape, TaskSource
+from fmmeta.tasks.data.token_store import TokenStore
+from fmmeta.tasks.sources.base import ClassSource, PairSource, Shape, SplitRowsSource, TaskSource
 
 
-def strata_of(store: Store) -> dict[str, str]:
+def strata_of(store: TokenStore) -> dict[str, str]:
     """The stratum of each member: that of its last row."""
     codes, from_end = np.unique(store.member.codes[::-1], return_index=True)
     last = store.stratum.codes[len(store) - 1 - from_end]
@@ -26,7 +26,7 @@ def shape_of(config: Config) -> Shape:
     return Shape(ways[0], config.k_shot, config.num_query, ways[1], config.most_shots)
 
 
-def make_source(config: Config, store: Store, members: Iterable[str], strata: Mapping[str, str], split: str,
+def make_source(config: Config, store: TokenStore, members: Iterable[str], strata: Mapping[str, str], split: str,
                 notice: Callable[[str], None], parts: np.ndarray | None = None) -> TaskSource | None:  # fmt: skip
     """The source of one split, or None if it has no members. `parts`: see PartedSource.
 
@@ -51,10 +51,10 @@ def make_source(config: Config, store: Store, members: Iterable[str], strata: Ma
         )
     if config.task_type == "causal_lm":
         return PairSource(store, {task: pool[""] for task, pool in pools.items() if pool}, strata, shape)
-    return ClassSource(store, pools, strata, shape) if parts is None else PartedSource(store, pools, strata, shape, parts)
+    return ClassSource(store, pools, strata, shape) if parts is None else SplitRowsSource(store, pools, strata, shape, parts)
 
 
-def group_rows(store: Store, wanted: set[str], classes: bool) -> dict[str, dict[str, np.ndarray]]:
+def group_rows(store: TokenStore, wanted: set[str], classes: bool) -> dict[str, dict[str, np.ndarray]]:
     """Row numbers by task and class (one class, named "", without `classes`), both in order of first appearance."""
     mine = np.flatnonzero(np.isin(store.member.codes, [code for code, name in enumerate(store.member.names) if name in wanted]))
     right = store.coded("right") if classes else None
