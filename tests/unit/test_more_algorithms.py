@@ -161,7 +161,7 @@ def test_the_first_step_goes_on_from_the_pass_of_the_class_means(monkeypatch):
         worker, calls = worker_of(learner, config), []
         support, call = batches_of(episode_of(learner), 32).support, worker._call
         monkeypatch.setattr(worker, "_call", lambda *a, calls=calls, call=call, **k: calls.append(0) or call(*a, **k))
-        monkeypatch.setattr(worker, "keeps", kept)
+        monkeypatch.setattr(worker, "can_defer_backward", kept)
         setup_of(worker, config).inner.adapt(worker, worker.read(), support)
         found.append((worker.read(), len(calls)))
     (phi, few), (wanted, many) = found

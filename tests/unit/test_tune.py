@@ -214,7 +214,7 @@ def test_rates_that_diverge_are_never_the_best(bert, classes, tmp_path, capsys):
 
 
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_tried(tmp_path, monkeypatch):
-    monkeypatch.setattr("fmmeta.evaluation.tune.Bench", lambda *_: pytest.fail("computed before the check"))
+    monkeypatch.setattr("fmmeta.evaluation.tune.TuneRun", lambda *_: pytest.fail("computed before the check"))
     assert refusal(lambda: tune(TuneConfig(output=str(tmp_path)), Progress(False))) == (
         f"output={tmp_path} is a folder; give a file in it, such as {tmp_path / 'results.json'}")  # fmt: skip
 
