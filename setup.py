@@ -1,4 +1,6 @@
-"""Package description. The ranges are the tested ones; torch is bounded so that pip does not fetch an untested build."""
+"""Package description. The ranges are the tested ones; torch is bounded so that pip does not fetch an
+untested build.
+"""
 
 from pathlib import Path
 
@@ -7,7 +9,10 @@ from setuptools import find_packages, setup
 setup(
     name="fmmeta",
     version="0.1.0",
-    description="Meta-train foundation models that do not fit on one GPU, so that they learn a new task from five examples",
+    description=(
+        "Meta-train foundation models that do not fit on one GPU, so that they learn a new task from five"
+        " examples"
+    ),
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -40,7 +45,8 @@ setup(
             "optuna>=4",
             "matplotlib>=3.8",
             "submitit>=1.5",
-            "torchft>=0.2.0; platform_system == 'Linux' and platform_machine == 'x86_64'",  # where it has wheels
+            # where it has wheels
+            "torchft>=0.2.0; platform_system == 'Linux' and platform_machine == 'x86_64'",
         ],
         "bench": ["matplotlib>=3.8"],
         "lora": ["peft>=0.18"],

@@ -2,8 +2,8 @@
 
     python -m benchmarks.adapt_time --model PATH-OF-all-MiniLM-L6-v2 --data ../shared/data/banking77 [--repeats 3]
 
-The command runs in a process of its own with all cores, imports included. Wall time depends on who else uses the machine, so that
-processor seconds and the load stand beside it. The intents are test classes of split 01.
+The command runs in a process of its own with all cores, imports included. Wall time depends on who else uses
+the machine, so that processor seconds and the load stand beside it. The intents are test classes of split 01.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         support = Path(folder, "support.jsonl")
-        support.write_text("".join(json.dumps(row) + "\n" for row in examples(Path(asked.data))), encoding="utf-8")
+        support.write_text(
+            "".join(json.dumps(row) + "\n" for row in examples(Path(asked.data))), encoding="utf-8"
+        )
         runs = [timed(asked.model, support, Path(folder, f"out-{repeat}")) for repeat in range(asked.repeats)]
     columns = list(runs[0])
     print(table(columns, [[f"{run[name]:.1f}" for name in columns] for run in runs]))
@@ -54,11 +56,24 @@ def examples(data: Path) -> list[dict[str, str]]:
 
 
 def timed(model: str, support: Path, out: Path) -> dict[str, float]:
-    """Seconds of one run: wall, processor, and how much else ran (load average of the last minute, before it)."""
+    """Seconds of one run: wall, processor, and how much else ran (load average of the last minute, before
+    it).
+    """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-m", "fmmeta", "adapt", "--model_name_or_path", model, "--support", str(support)]
+    command = [
+        sys.executable,
+        "-m",
+        "fmmeta",
+        "adapt",
+        "--model_name_or_path",
+        model,
+        "--support",
+        str(support),
+    ]
     load, began, before = os.getloadavg()[0], time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([*command, "--output_dir", str(out)], check=True, env=environment, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*command, "--output_dir", str(out)], check=True, env=environment, stdout=subprocess.DEVNULL
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"wall s": time.monotonic() - began, "processor s": busy, "load before": load}

@@ -2,9 +2,10 @@
 
     python -m benchmarks.adapters --json benchmarks/results/adapters.json
 
-One rank, one thread; 8 tasks of clinc150, 5-way 1-shot and 5-shot with as many queries, MiniLM. Rows: FOMAML on LoRA adapters and
-a head, ANIL, prototypical networks. The floor is what `--task_batch 1` does, measured in turn with `--task_batch 8` on the same
-batches. The last line is how many times as many episodes per CPU second the batched path gets through.
+One rank, one thread; 8 tasks of clinc150, 5-way 1-shot and 5-shot with as many queries, MiniLM. Rows: FOMAML
+on LoRA adapters and a head, ANIL, prototypical networks. The floor is what `--task_batch 1` does, measured in
+turn with `--task_batch 8` on the same batches. The last line is how many times as many episodes per CPU
+second the batched path gets through.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def measure(config: Config, tasks: int, repeats: int, world: Any, ranks: Any) ->
     prepared, ranks = prepare(config, world, ranks)
     run = prepared.run
     rule: Any = RULES[config.algorithm](run.parts.setup, 0)
-    several: Any = adapter_multi_task_rule(replace(config, task_batch=str(tasks)), run.worker, run.parts.setup.inner) or rule
+    several: Any = (
+        adapter_multi_task_rule(replace(config, task_batch=str(tasks)), run.worker, run.parts.setup.inner)
+        or rule
+    )
     load = run.parts.load(prepared.plan.sources.train)
     costs: dict[str, list[Cost]] = {"alone": [], "together": []}
     apart = 0.0
@@ -43,7 +47,9 @@ def measure(config: Config, tasks: int, repeats: int, world: Any, ranks: Any) ->
         found = [load(task).batches for task in run.schedule.meta_batch(number)]
         episodes = [episode for episode in found if episode is not None]
         ways: dict[str, Callable[[torch.Tensor], list[Any]]] = {
-            "alone": lambda total, all_=episodes: [rule.direction(run.worker, run.theta, one, total) for one in all_],
+            "alone": lambda total, all_=episodes: [
+                rule.direction(run.worker, run.theta, one, total) for one in all_
+            ],
             "together": lambda total, all_=episodes: several.directions(run.worker, run.theta, all_, total),
         }
         sums = []
@@ -60,13 +66,18 @@ def measure(config: Config, tasks: int, repeats: int, world: Any, ranks: Any) ->
     result: dict[str, Any] = {"apart": apart, "tasks": tasks}
     for kind in ("cpu", "wall"):
         first, second = ([getattr(c, kind) for c in costs[name][1:]] for name in ("alone", "together"))
-        result[kind] = {"alone": spread(first), "together": spread(second),
-                        "speedup": spread([x / y for x, y in zip(first, second, strict=True)])}  # fmt: skip
+        result[kind] = {
+            "alone": spread(first),
+            "together": spread(second),
+            "speedup": spread([x / y for x, y in zip(first, second, strict=True)]),
+        }
     return result, ranks
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model_name_or_path")
     parser.add_argument("--data")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
@@ -79,21 +90,48 @@ def main() -> None:
     world, ranks, results = alone(), None, {}
     for row in given.rows:
         for shots in given.shots:
-            settings = {**SETTINGS, "k_shot": shots, "num_query": shots, "inner_steps": given.inner_steps, **ROWS[row]}
-            config = Config(**settings, meta_batch_size=given.tasks, model_name_or_path=find_model(given.model_name_or_path),
-                            dataset=[find_data(given.data)], outer_steps=given.repeats + 1, group_size="1")  # fmt: skip
+            settings = {
+                **SETTINGS,
+                "k_shot": shots,
+                "num_query": shots,
+                "inner_steps": given.inner_steps,
+                **ROWS[row],
+            }
+            config = Config(
+                **settings,
+                meta_batch_size=given.tasks,
+                model_name_or_path=find_model(given.model_name_or_path),
+                dataset=[find_data(given.data)],
+                outer_steps=given.repeats + 1,
+                group_size="1",
+            )
             results[f"{row} {shots}-shot"], ranks = measure(config, given.tasks, given.repeats, world, ranks)
     world.close()
-    print(table(["", "alone CPU s", "together CPU s", "speed-up", "quartiles", "wall", "sums apart"],
-                [[name, f"{r['cpu']['alone']['median']:.3f}", f"{r['cpu']['together']['median']:.3f}",
-                  f"{r['cpu']['speedup']['median']:.2f}",
-                  f"{r['cpu']['speedup']['low']:.2f} to {r['cpu']['speedup']['high']:.2f}",
-                  f"{r['wall']['speedup']['median']:.2f}", f"{r['apart']:.1e}"] for name, r in results.items()]))  # fmt: skip
+    print(
+        table(
+            ["", "alone CPU s", "together CPU s", "speed-up", "quartiles", "wall", "sums apart"],
+            [
+                [
+                    name,
+                    f"{r['cpu']['alone']['median']:.3f}",
+                    f"{r['cpu']['together']['median']:.3f}",
+                    f"{r['cpu']['speedup']['median']:.2f}",
+                    f"{r['cpu']['speedup']['low']:.2f} to {r['cpu']['speedup']['high']:.2f}",
+                    f"{r['wall']['speedup']['median']:.2f}",
+                    f"{r['apart']:.1e}",
+                ]
+                for name, r in results.items()
+            ],
+        )
+    )
     write_json(given.json, {"adapters": results})
     worst = max(r["apart"] for r in results.values())
     if not worst < 1e-4:
         raise SystemExit(f"adapters: the two paths' sums are {worst:.1e} apart")
-    print("adapters: " + ", ".join(f"{name} {r['cpu']['speedup']['median']:.2f}x" for name, r in results.items()))
+    print(
+        "adapters: "
+        + ", ".join(f"{name} {r['cpu']['speedup']['median']:.2f}x" for name, r in results.items())
+    )
 
 
 if __name__ == "__main__":

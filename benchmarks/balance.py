@@ -2,10 +2,10 @@
 
     python -m benchmarks.balance --json benchmarks/results/balance.json
 
-Real processes, one group each, run the inner loops of the same meta-batches, dealt largest first (schedule.deal) and
-round-robin (the floor), step by step in turn. Idle: the share of the groups' time, together, between a group's last
-task and the end of the slowest one, in CPU seconds of one thread each (wall time on a busy machine says little). The last
-line is idle time, balanced and round-robin, in per cent.
+Real processes, one group each, run the inner loops of the same meta-batches, dealt largest first
+(schedule.deal) and round-robin (the floor), step by step in turn. Idle: the share of the groups' time,
+together, between a group's last task and the end of the slowest one, in CPU seconds of one thread each (wall
+time on a busy machine says little). The last line is idle time, balanced and round-robin, in per cent.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def skewed(tasks: int) -> Items:
 
 def episode(task: Task) -> Episode:
     rng = np.random.default_rng(task.seed)
-    rows = [Example(rng.integers(3, 250, 32).tolist(), int(rng.integers(5))) for _ in range(max(1, task.tokens // 64))]
+    rows = [
+        Example(rng.integers(3, 250, 32).tolist(), int(rng.integers(5)))
+        for _ in range(max(1, task.tokens // 64))
+    ]
     return Episode(Batcher(0, 50).deal(rows), Batcher(0, 50).deal(rows))
 
 
@@ -61,7 +64,10 @@ def rank_main(steps: int, tasks_per_step: int) -> None:
     config = Config(inner_steps=3)
     learner = load_learner(config, describe(config))
     worker = PlainWorker(learner, param_groups(learner, learner.head_names, True), ranks.device)
-    theta, rule = worker.read(), RULES["fomaml"](setup(config, worker, learner.head_names, config.n_way, False), 0)
+    theta, rule = (
+        worker.read(),
+        RULES["fomaml"](setup(config, worker, learner.head_names, config.n_way, False), 0),
+    )
     schedule = Schedule(skewed(200), tasks_per_step, 0)
     policies = {"largest first": assign_to_groups, "round-robin": round_robin}
     busy = {name: torch.zeros(steps, launch.world_size, dtype=torch.float64) for name in policies}
@@ -83,7 +89,9 @@ def rank_main(steps: int, tasks_per_step: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--tasks_per_step", type=int, default=16)
     parser.add_argument("--steps", type=int, default=10)
@@ -93,19 +101,42 @@ def main() -> None:
         return rank_main(given.steps, given.tasks_per_step)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "busy.pt"
-        env = {**os.environ, "WORLD_SIZE": str(given.groups), "LOCAL_WORLD_SIZE": str(given.groups), "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": str(20000 + os.getpid() % 20000), "OMP_NUM_THREADS": "1", "BALANCE_OUT": str(out)}  # fmt: skip
-        ranks = [subprocess.Popen([sys.executable, "-m", "benchmarks.balance", *sys.argv[1:]], env={**env, "RANK": str(rank),
-                                  "LOCAL_RANK": str(rank)}) for rank in range(given.groups)]  # fmt: skip
+        env = {
+            **os.environ,
+            "WORLD_SIZE": str(given.groups),
+            "LOCAL_WORLD_SIZE": str(given.groups),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(20000 + os.getpid() % 20000),
+            "OMP_NUM_THREADS": "1",
+            "BALANCE_OUT": str(out),
+        }
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.balance", *sys.argv[1:]],
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(given.groups)
+        ]
         if any(rank.wait() for rank in ranks):
             raise SystemExit("a rank failed")
         busy = torch.load(out, weights_only=True)
-    idle = {name: float((times.max(1).values[:, None] - times).sum() / (times.max(1).values.sum() * given.groups))
-            for name, times in busy.items()}  # fmt: skip
-    rows = [[name, f"{100 * share:.1f} %", f"{float(busy[name].max(1).values.sum()):.1f}"] for name, share in idle.items()]
+    idle = {
+        name: float((times.max(1).values[:, None] - times).sum() / (times.max(1).values.sum() * given.groups))
+        for name, times in busy.items()
+    }
+    rows = [
+        [name, f"{100 * share:.1f} %", f"{float(busy[name].max(1).values.sum()):.1f}"]
+        for name, share in idle.items()
+    ]
     print(table(["dealt", "idle", "CPU seconds of the slowest groups"], rows))
     write_json(
-        given.json, {"groups": given.groups, "tasks_per_step": given.tasks_per_step, "spread": ROWS[1] / ROWS[0], "idle": idle}
+        given.json,
+        {
+            "groups": given.groups,
+            "tasks_per_step": given.tasks_per_step,
+            "spread": ROWS[1] / ROWS[0],
+            "idle": idle,
+        },
     )
     print(f"{100 * idle['largest first']:.1f} {100 * idle['round-robin']:.1f}")
     return None

@@ -22,13 +22,19 @@ def machine() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     packages = ("torch", "deepspeed", "transformers", "datasets")
     here = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "cores": os.cpu_count(), "gpu": gpu}
-    return {**here, "python": platform.python_version(), **{package: importlib.metadata.version(package) for package in packages}}
+    return {
+        **here,
+        "python": platform.python_version(),
+        **{package: importlib.metadata.version(package) for package in packages},
+    }
 
 
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -41,7 +47,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A Markdown table, aligned for reading in a terminal."""
     cells = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in cells
+    ]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
 
 
@@ -49,7 +58,9 @@ def write_json(path: str | Path | None, results: dict[str, Any]) -> None:
     """Write results beside the machine that they are of. Paths lose what is that machine's alone."""
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(to_json({"machine": machine(), **portable(results)}, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(
+            to_json({"machine": machine(), **portable(results)}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def portable(value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Draw the tables of docs/performance.md and docs/fewshot.md from benchmarks/results/*.json: nothing is measured.
+"""Draw the tables of docs/performance.md and docs/fewshot.md from benchmarks/results/*.json: nothing is
+measured.
 
 python -m benchmarks.draw
 """
@@ -29,15 +30,29 @@ def bars(axes: Any, heights: Mapping[str, float], line: float | None, ylabel: st
 
 
 def floor(axes: Any, found: dict[str, Any]) -> None:
-    ratios = {f"ZeRO {name.removeprefix('zero')}": r["cpu"]["ratio"]["median"] for name, r in found["stages"].items()}
-    bars(axes, ratios, 1, "CPU seconds by the floor's", "An outer step in a group of one and a hand-written loop")
+    ratios = {
+        f"ZeRO {name.removeprefix('zero')}": r["cpu"]["ratio"]["median"]
+        for name, r in found["stages"].items()
+    }
+    bars(
+        axes,
+        ratios,
+        1,
+        "CPU seconds by the floor's",
+        "An outer step in a group of one and a hand-written loop",
+    )
 
 
 def peers(axes: Any, found: dict[str, Any]) -> None:
     named = {"same": "same\ntensors", "users": "as users\nrun them", "anil": "ANIL,\n10 steps"}
-    times = {f"{peer}\n{named[question]}": 1 / ratio["median"]
-             for question, r in found["questions"].items() for peer, ratio in r["cpu_ratio"].items()}  # fmt: skip
-    bars(axes, times, 1, "episodes per CPU second by the peer's", "fmmeta beside its peers, MiniLM, one thread")
+    times = {
+        f"{peer}\n{named[question]}": 1 / ratio["median"]
+        for question, r in found["questions"].items()
+        for peer, ratio in r["cpu_ratio"].items()
+    }
+    bars(
+        axes, times, 1, "episodes per CPU second by the peer's", "fmmeta beside its peers, MiniLM, one thread"
+    )
 
 
 def adapters(axes: Any, found: dict[str, Any]) -> None:
@@ -52,14 +67,24 @@ def start(axes: Any, found: dict[str, Any]) -> None:
 
 def weak(axes: Any, found: dict[str, Any]) -> None:
     rates = {name: sum(each) / len(each) for name, each in found["tokens_per_second"].items()}
-    bars(axes, rates, None, "tokens per second", f"Two processes on two cores: efficiency {found['efficiency']['median']:.2f}")
+    bars(
+        axes,
+        rates,
+        None,
+        "tokens per second",
+        f"Two processes on two cores: efficiency {found['efficiency']['median']:.2f}",
+    )
 
 
 def growth(axes: Any, found: dict[str, Any]) -> None:
     for axis, r in found["axes"].items():
         x = [size / r["sizes"][0] for size in r["sizes"]]
         axes.plot(x, [r["cpu"][str(size)]["median"] for size in r["sizes"]], marker="o", label=axis)
-    axes.set(xlabel="times the smallest size", ylabel="CPU seconds of an outer step", title="Growth of an outer step")
+    axes.set(
+        xlabel="times the smallest size",
+        ylabel="CPU seconds of an outer step",
+        title="Growth of an outer step",
+    )
     axes.set_ylim(bottom=0)
     axes.legend()
 
@@ -67,24 +92,43 @@ def growth(axes: Any, found: dict[str, Any]) -> None:
 def intents(axes: Any, found: dict[str, Any]) -> None:
     rows = list(reversed([row for row in ROWS if row != "none+prototype"]))
     for above, name in zip((0.15, -0.15), SETS, strict=True):
-        there = [(row, *estimate(gains(ours, frozen, "1"))) for set_, row, ours, frozen in by_split(found["cells"])
-                 if set_ == name and row in rows]  # fmt: skip
-        axes.errorbar([mean for _, mean, _ in there], [rows.index(row) + above for row, *_ in there],
-                      xerr=[half or 0 for *_, half in there], fmt="o", capsize=3, label=name)  # fmt: skip
+        there = [
+            (row, *estimate(gains(ours, frozen, "1")))
+            for set_, row, ours, frozen in by_split(found["cells"])
+            if set_ == name and row in rows
+        ]
+        axes.errorbar(
+            [mean for _, mean, _ in there],
+            [rows.index(row) + above for row, *_ in there],
+            xerr=[half or 0 for *_, half in there],
+            fmt="o",
+            capsize=3,
+            label=name,
+        )
     axes.axvline(0, color="black", linewidth=1, linestyle="--")
     axes.set_yticks(range(len(rows)), rows)
-    axes.set(xlabel="points over frozen prototypes, same episodes", title="New intents from one example each, 5-way, 95 %")
+    axes.set(
+        xlabel="points over frozen prototypes, same episodes",
+        title="New intents from one example each, 5-way, 95 %",
+    )
     axes.legend()
 
 
 DRAWN: dict[str, Callable[[Any, dict[str, Any]], None]] = {
-    "floor": floor, "peers": peers, "adapters": adapters, "start": start, "weak": weak, "growth": growth,
+    "floor": floor,
+    "peers": peers,
+    "adapters": adapters,
+    "start": start,
+    "weak": weak,
+    "growth": growth,
     "intents": intents,
-}  # fmt: skip
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs")
     given = parser.parse_args()

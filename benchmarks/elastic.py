@@ -1,18 +1,22 @@
-"""What a lost group costs: groups of an elastic run are killed at random, and started again, while it goes on.
+"""What a lost group costs: groups of an elastic run are killed at random, and started again, while it goes
+on.
 
     python -m benchmarks.elastic --kills 10 --json benchmarks/results/elastic.json
-    python -m benchmarks.elastic --kills 50 --learned --json benchmarks/results/elastic.json    # under a key of its own
+    # under a key of its own
+    python -m benchmarks.elastic --kills 50 --learned --json benchmarks/results/elastic.json
 
-Every kill is a SIGKILL for all processes of a group, at a random moment of a random one of those that take part; one is always
-left. The run has to finish; every outer step has to have used the whole meta-batch; theta has to be where a run of one process
-without groups, lighthouse and kills ends (parity: |theta - its| / |its - theta_0|); no group may be lost for good, and the exit
-code must be that of the run's record. `--learned`: rates per layer are learned, a checkpoint is written after every outer step,
-and only the newest is kept, so that the checkpoint that a group has chosen is often gone when it is read.
+Every kill is a SIGKILL for all processes of a group, at a random moment of a random one of those that take
+part; one is always left. The run has to finish; every outer step has to have used the whole meta-batch; theta
+has to be where a run of one process without groups, lighthouse and kills ends (parity: |theta - its| / |its -
+theta_0|); no group may be lost for good, and the exit code must be that of the run's record. `--learned`:
+rates per layer are learned, a checkpoint is written after every outer step, and only the newest is kept, so
+that the checkpoint that a group has chosen is often gone when it is read.
 
-Reported per kill: the seconds between the first attempt at a step and the one that succeeded (what was computed in vain, and
-waiting until the dead count as gone), and what the run took longer than without kills, divided by their number. `--task_seconds`
-stands for the computation of a larger model: every task also sleeps. When all kills are done, it sleeps no more. Groups are real
-processes, forked from one that has imported everything (tests/nursery.py): Python starts in a fraction of a second.
+Reported per kill: the seconds between the first attempt at a step and the one that succeeded (what was
+computed in vain, and waiting until the dead count as gone), and what the run took longer than without kills,
+divided by their number. `--task_seconds` stands for the computation of a larger model: every task also
+sleeps. When all kills are done, it sleeps no more. Groups are real processes, forked from one that has
+imported everything (tests/nursery.py): Python starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -145,7 +149,9 @@ class Trial:
         deadline = time.monotonic() + timeout_s
         while len(self.taking_part) < enough:
             if time.monotonic() > deadline or not self.thread.is_alive():
-                raise TimeoutError(f"{self.taking_part} take part after {timeout_s} s\n" + "\n".join(self.log[-40:]))
+                raise TimeoutError(
+                    f"{self.taking_part} take part after {timeout_s} s\n" + "\n".join(self.log[-40:])
+                )
             time.sleep(0.05)
 
     def kill(self, group: Group) -> None:
@@ -157,7 +163,9 @@ class Trial:
         deadline = time.monotonic() + timeout_s
         while all(line["groups"] != groups for line in lines_of(self.folder)):
             if time.monotonic() > deadline or not self.thread.is_alive():
-                raise TimeoutError(f"no outer step of {groups} groups after {timeout_s} s\n" + "\n".join(self.log[-40:]))
+                raise TimeoutError(
+                    f"no outer step of {groups} groups after {timeout_s} s\n" + "\n".join(self.log[-40:])
+                )
             time.sleep(0.05)
 
     def hurry(self) -> None:
@@ -199,7 +207,10 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 def is_finished(folder: Path) -> bool:
     """Whether run.json says so, and the model is there."""
-    return json.loads((folder / "run.json").read_text())["finished"] and (folder / "model/model.safetensors").is_file()
+    return (
+        json.loads((folder / "run.json").read_text())["finished"]
+        and (folder / "model/model.safetensors").is_file()
+    )
 
 
 def theta_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -211,7 +222,10 @@ def theta_of(checkpoint: Path) -> dict[str, torch.Tensor]:
                 if key.startswith("theta/"):
                     name, _, offset = key.removeprefix("theta/").partition("@")
                     parts.setdefault(name, []).append((int(offset), opened.get_tensor(key)))
-    return {name: torch.cat([part for _, part in sorted(found, key=lambda one: one[0])]) for name, found in sorted(parts.items())}
+    return {
+        name: torch.cat([part for _, part in sorted(found, key=lambda one: one[0])])
+        for name, found in sorted(parts.items())
+    }
 
 
 def parity(config: Config, folder: Path, other: Path) -> float:
@@ -220,19 +234,25 @@ def parity(config: Config, folder: Path, other: Path) -> float:
     assert list(mine) == list(wanted)
     begun = dict(load_learner(config, describe(config)).named_parameters())
     off = sum(float((mine[name] - wanted[name]).double().square().sum()) for name in wanted)
-    far = sum(float((begun[name].detach().flatten() - wanted[name]).double().square().sum()) for name in wanted)
+    far = sum(
+        float((begun[name].detach().flatten() - wanted[name]).double().square().sum()) for name in wanted
+    )
     return (off / far) ** 0.5
 
 
 def alone(settings: dict[str, Any], folder: Path) -> Config:
     """The same run for one process: no groups, no lighthouse."""
     own = ("groups", "ranks_per_group", "heartbeat_timeout", "max_restarts", "deepspeed")
-    kept: dict[str, Any] = {name: value for name, value in settings.items() if name not in own} | {"output_dir": str(folder)}
+    kept: dict[str, Any] = {name: value for name, value in settings.items() if name not in own} | {
+        "output_dir": str(folder)
+    }
     return Config(**kept)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--every", type=float, default=10.0, help="mean seconds between kills")
@@ -241,18 +261,32 @@ def main() -> None:
     parser.add_argument("--heartbeat_timeout", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=3000)
-    parser.add_argument("--learned", action="store_true", help="learned rates, save_steps 1, save_total_limit 1")
+    parser.add_argument(
+        "--learned", action="store_true", help="learned rates, save_steps 1, save_total_limit 1"
+    )
     parser.add_argument("--json", default=None)
     parser.add_argument("--folder", default=None, help="keep the runs there")
     parser.add_argument("--compare", action="store_true", help="the run with kills is in --folder already")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(args.folder or place)
-        settings = {"groups": args.groups, "output_dir": str(folder / "killed"), "outer_steps": args.outer_steps,
-                    "eval_episodes": 0, "logging_steps": 1, "save_steps": 50, "meta_batch_size": TASKS, "k_shot": 1,
-                    "num_query": 2, "inner_steps": 1, "num_workers": "0", "episode_transforms": ["benchmarks.elastic:slowly"],
-                    "heartbeat_timeout": args.heartbeat_timeout, "max_restarts": 10 * args.kills,
-                    **(LEARNED if args.learned else {})}  # fmt: skip
+        settings = {
+            "groups": args.groups,
+            "output_dir": str(folder / "killed"),
+            "outer_steps": args.outer_steps,
+            "eval_episodes": 0,
+            "logging_steps": 1,
+            "save_steps": 50,
+            "meta_batch_size": TASKS,
+            "k_shot": 1,
+            "num_query": 2,
+            "inner_steps": 1,
+            "num_workers": "0",
+            "episode_transforms": ["benchmarks.elastic:slowly"],
+            "heartbeat_timeout": args.heartbeat_timeout,
+            "max_restarts": 10 * args.kills,
+            **(LEARNED if args.learned else {}),
+        }
         if not args.compare:
             (folder / "facts.json").write_text(json.dumps(measure(settings, args), indent=1))
         facts = json.loads((folder / "facts.json").read_text())
@@ -260,19 +294,36 @@ def main() -> None:
         MetaTrainer(config).train()
         lines = lines_of(folder / "killed")
         results = {
-            **{name: value for name, value in vars(args).items() if name not in ("folder", "json", "compare")}, **facts,
-            "steps_logged_once_each": [line["step"] for line in lines] == list(range(1, args.outer_steps + 1)),
+            **{
+                name: value for name, value in vars(args).items() if name not in ("folder", "json", "compare")
+            },
+            **facts,
+            "steps_logged_once_each": (
+                [line["step"] for line in lines] == list(range(1, args.outer_steps + 1))
+            ),
             "whole_meta_batch_in_every_step": all(line["tasks"] == TASKS for line in lines),
-            "groups_seen": sorted({line["groups"] for line in lines}), "retried_attempts": sum(line["retries"] for line in lines),
+            "groups_seen": sorted({line["groups"] for line in lines}),
+            "retried_attempts": sum(line["retries"] for line in lines),
             "parity": parity(config, folder / "killed", folder / "plain"),
-        }  # fmt: skip
+        }
     print(json.dumps(results, indent=1))
     file = Path(args.json) if args.json else None
     known = json.loads(file.read_text()) if file and file.is_file() else {}
     learned = {"machine": machine(), **results} if args.learned else known.pop("learned_rates", None)
-    write_json(args.json, {**(known if args.learned else results), **({"learned_rates": learned} if learned else {})})
-    good = ("whole_meta_batch_in_every_step", "steps_logged_once_each", "no_group_lost", "exit_code_is_that_of_the_record")
-    sys.exit(0 if all(results[name] for name in good) and not facts["exit_code"] and results["parity"] < PARITY else 1)
+    write_json(
+        args.json, {**(known if args.learned else results), **({"learned_rates": learned} if learned else {})}
+    )
+    good = (
+        "whole_meta_batch_in_every_step",
+        "steps_logged_once_each",
+        "no_group_lost",
+        "exit_code_is_that_of_the_record",
+    )
+    sys.exit(
+        0
+        if all(results[name] for name in good) and not facts["exit_code"] and results["parity"] < PARITY
+        else 1
+    )
 
 
 def measure(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -289,20 +340,32 @@ def measure(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any
     trial.end(args.timeout)
     lines = lines_of(trial.folder)
     lost = [line["lost_seconds"] for line in lines[before:after] if line["retries"]]
-    joined = [line["lost_seconds"] for line in lines[before:after] if line["lost_seconds"] and not line["retries"]]
-    quiet = [line["seconds"] for line in lines[:after] if line["groups"] == args.groups and not line["lost_seconds"]]
+    joined = [
+        line["lost_seconds"] for line in lines[before:after] if line["lost_seconds"] and not line["retries"]
+    ]
+    quiet = [
+        line["seconds"]
+        for line in lines[:after]
+        if line["groups"] == args.groups and not line["lost_seconds"]
+    ]
     step = statistics.median(quiet) if quiet else float("nan")
     return {
-        "exit_code": trial.code, "no_group_lost": all(group.ended == 0 for group in trial.supervisor.groups),
+        "exit_code": trial.code,
+        "no_group_lost": all(group.ended == 0 for group in trial.supervisor.groups),
         "exit_code_is_that_of_the_record": (trial.code == 0) == is_finished(trial.folder),
-        "restarts_without_a_kill": sum(group.starts - 1 for group in trial.supervisor.groups) - len(trial.kills),
+        "restarts_without_a_kill": (
+            sum(group.starts - 1 for group in trial.supervisor.groups) - len(trial.kills)
+        ),
         "killed": [{**kill, "at": round(kill["at"] - began, 2)} for kill in trial.kills],
         "restarts": {group.name: group.starts - 1 for group in trial.supervisor.groups},
-        "heals": sum("healed from" in line for line in trial.log), "seconds_of_a_step": step,
-        "lost_seconds_of_a_kill": spread(lost) if lost else None, "seconds_of_a_join": spread(joined) if joined else None,
-        "seconds_with_kills": took, "steps_meanwhile": after - before,
+        "heals": sum("healed from" in line for line in trial.log),
+        "seconds_of_a_step": step,
+        "lost_seconds_of_a_kill": spread(lost) if lost else None,
+        "seconds_of_a_join": spread(joined) if joined else None,
+        "seconds_with_kills": took,
+        "steps_meanwhile": after - before,
         "longer_per_kill": (took - step * (after - before)) / args.kills,
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

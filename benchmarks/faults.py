@@ -1,11 +1,14 @@
-"""What is lost when processes die, freeze, and find a damaged checkpoint? Kills at random and at every file boundary of a save,
-SIGTERM, SIGSTOP, harm to the newest checkpoint, and stop signals in every phase of a whole run, of a two-rank run.
+"""What is lost when processes die, freeze, and find a damaged checkpoint?
+
+Kills at random and at every file boundary of a save, SIGTERM, SIGSTOP, harm to the newest checkpoint, and
+stop signals in every phase of a whole run, of a two-rank run.
 
     python -m benchmarks.faults --kills 100 --terms 30 --json benchmarks/results/faults.json --minutes 9
     python -m benchmarks.faults --only stop --stops 200 --json benchmarks/results/faults.json --minutes 60
 
-The floor is the run that nothing happens to: every run that was harmed and started again, with the same command, has to end
-with its theta, bit for bit; after a stop signal with all files of its `model/` and its table on held-out tasks.
+The floor is the run that nothing happens to: every run that was harmed and started again, with the same
+command, has to end with its theta, bit for bit; after a stop signal with all files of its `model/` and its
+table on held-out tasks.
 
 Stops after --minutes; the next call goes on from the counts in the JSON file. Ranks are forked from
 a process that has imported everything (tests/nursery.py), and they are killed for real.
@@ -30,15 +33,51 @@ from typing import Any
 from benchmarks.common import table, write_json
 from tests.nursery import Nursery, Rank
 
-WORDS = ["river", "stone", "lantern", "quiet", "maple", "thunder", "copper", "ribbon", "silver", "meadow", "harbor", "candle"]
+WORDS = [
+    "river",
+    "stone",
+    "lantern",
+    "quiet",
+    "maple",
+    "thunder",
+    "copper",
+    "ribbon",
+    "silver",
+    "meadow",
+    "harbor",
+    "candle",
+]
 FLAGS = {
-    "n_way": 2, "k_shot": 1, "num_query": 1, "meta_batch_size": 2, "inner_steps": 1, "max_length": 16, "num_workers": 0,
-    "eval_episodes": 0, "logging_steps": 1, "outer_steps": 16, "save_steps": 2,
-}  # fmt: skip
-STOPS = {"outer_steps": 6, "eval_steps": 2, "eval_episodes": 4, "test_episodes": 6, "start_share": 0.25, "logging_steps": 1}
+    "n_way": 2,
+    "k_shot": 1,
+    "num_query": 1,
+    "meta_batch_size": 2,
+    "inner_steps": 1,
+    "max_length": 16,
+    "num_workers": 0,
+    "eval_episodes": 0,
+    "logging_steps": 1,
+    "outer_steps": 16,
+    "save_steps": 2,
+}
+STOPS = {
+    "outer_steps": 6,
+    "eval_steps": 2,
+    "eval_episodes": 4,
+    "test_episodes": 6,
+    "start_share": 0.25,
+    "logging_steps": 1,
+}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-PHASES = {"model ": "held-out tasks", "outer step 6/6": "export", "validation": "validation", "outer step": "training"}
-BOUND_S = 10.0  # that a signal may take on this machine: a task, the agreement, a save, and the 3 s by which rank 0 goes first
+PHASES = {
+    "model ": "held-out tasks",
+    "outer step 6/6": "export",
+    "validation": "validation",
+    "outer step": "training",
+}
+# that a signal may take on this machine: a task, the agreement, a save, and the 3 s by which rank 0 goes
+# first
+BOUND_S = 10.0
 
 
 class Bench:
@@ -50,7 +89,9 @@ class Bench:
         rows = [{"text": f"{WORDS[c]} {WORDS[r]}", "label": f"c{c}"} for c in range(12) for r in range(6)]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.flags = [f"--{key}={value}" for key, value in {**FLAGS, "dataset": data}.items()]
-        self.wanted = self.end(folder / "straight")  # imports included: the second one takes as long as the harmed ones
+        self.wanted = self.end(
+            folder / "straight"
+        )  # imports included: the second one takes as long as the harmed ones
         began = time.monotonic()
         assert self.end(folder / "again") == self.wanted, "the straight run does not repeat itself"
         self.seconds = time.monotonic() - began
@@ -59,7 +100,11 @@ class Bench:
         self.whole: dict[tuple[bool, ...], tuple[list[str], dict[str, bytes], float]] = {}
 
     def start(self, run: Path, before: str = "", step_timeout: float = 0, **env: str) -> list[Rank]:
-        flags = [*self.flags, f"--output_dir={run}", *([f"--step_timeout={step_timeout}"] if step_timeout else [])]
+        flags = [
+            *self.flags,
+            f"--output_dir={run}",
+            *([f"--step_timeout={step_timeout}"] if step_timeout else []),
+        ]
         return self.nursery.train(flags, 2, run.with_name(f"{run.name}-logs"), before, **env)
 
     def end(self, run: Path) -> bytes:
@@ -70,11 +115,20 @@ class Bench:
         return (run / "model" / "model.safetensors").read_bytes()
 
     def undisturbed(self, variant: tuple[bool, ...]) -> tuple[list[str], dict[str, bytes], float]:
-        """Flags, results and seconds after the start of a variant's whole run: periodic saves, interpolation, best weights."""
+        """Flags, results and seconds after the start of a variant's whole run: periodic saves, interpolation,
+        best weights.
+        """
         if variant not in self.whole:
             saves, share, best = variant
-            values = {**STOPS, "save_steps": 2 if saves else 0, "start_share": STOPS["start_share"] if share else 0}
-            flags = [f"--{key}={value}" for key, value in {**FLAGS, **values, "dataset": self.folder / "rows.jsonl"}.items()]
+            values = {
+                **STOPS,
+                "save_steps": 2 if saves else 0,
+                "start_share": STOPS["start_share"] if share else 0,
+            }
+            flags = [
+                f"--{key}={value}"
+                for key, value in {**FLAGS, **values, "dataset": self.folder / "rows.jsonl"}.items()
+            ]
             flags += ["--load_best_model_at_end=true"] if best else []
             run = self.folder / f"whole-{''.join(str(int(one)) for one in variant)}"
             ranks = self.nursery.train([*flags, f"--output_dir={run}"], 2, run.with_name(f"{run.name}-logs"))
@@ -86,7 +140,9 @@ class Bench:
         return self.whole[variant]
 
     def stop(self, number: int) -> None:
-        """A stop signal to all ranks or to one at a random moment of a whole run; then the same command until it ends."""
+        """A stop signal to all ranks or to one at a random moment of a whole run; then the same command until
+        it ends.
+        """
         draw, run = random.Random(2 * 10**6 + number), self.folder / f"stop-{number}"
         flags, wanted, seconds = self.undisturbed(tuple(bool(number >> bit & 1) for bit in range(3)))
         logs = run.with_name(f"{run.name}-logs")
@@ -101,7 +157,9 @@ class Bench:
         sent = [self.nursery.signal(rank, number) for rank in told]
         codes = self.nursery.wait(ranks, 120)
         self.counts[f"stops: {phase if any(sent) else 'after the end'}"] += 1
-        early = phase == "start" and all(code in (-number, 75, 0, 1) for code in codes)  # -2 and 1: before the handlers are there
+        early = phase == "start" and all(
+            code in (-number, 75, 0, 1) for code in codes
+        )  # -2 and 1: before the handlers are there
         if not (early or codes in ([75, 75], [0, 0])):
             self.counts["stops: other exit codes"] += 1
             print(codes, ranks[0].text, ranks[1].text, flush=True)
@@ -128,7 +186,9 @@ class Bench:
         shutil.rmtree(run)
 
     def kill(self, number: int) -> None:
-        """SIGKILL to both ranks or to one, at a random moment; some runs are killed more than once before they may end."""
+        """SIGKILL to both ranks or to one, at a random moment; some runs are killed more than once before
+        they may end.
+        """
         draw, run = random.Random(number), self.folder / f"kill-{number}"
         times = draw.choice((1, 1, 1, 2, 3))
         for _ in range(times):
@@ -140,11 +200,16 @@ class Bench:
                     time.sleep(0.0005)
             else:
                 time.sleep(latest - time.monotonic())
-            killed = [self.nursery.signal(rank, signal.SIGKILL) for rank in draw.choice((ranks, ranks[:1], ranks[1:]))]
+            killed = [
+                self.nursery.signal(rank, signal.SIGKILL)
+                for rank in draw.choice((ranks, ranks[:1], ranks[1:]))
+            ]
             self.counts["kills"] += any(killed)
             self.counts["kills that came too late"] += not any(killed)
             self.reap(ranks, any(killed))
-            self.counts["kills that left half a save"] += any(killed) and bool(list(run.glob("tmp-checkpoint-*")))
+            self.counts["kills that left half a save"] += any(killed) and bool(
+                list(run.glob("tmp-checkpoint-*"))
+            )
         self.check(run)
 
     def reap(self, ranks: list[Rank], killed: bool) -> None:
@@ -152,11 +217,15 @@ class Bench:
         deadline = time.monotonic() + (5 if killed else 60)
         while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
             self.nursery.poll(0.1)
-        self.counts["ranks that had to be ended"] += sum(self.nursery.signal(rank, signal.SIGKILL) for rank in ranks)
+        self.counts["ranks that had to be ended"] += sum(
+            self.nursery.signal(rank, signal.SIGKILL) for rank in ranks
+        )
         self.nursery.wait(ranks, 10)
 
     def boundary(self, number: int) -> bool:
-        """Kill rank 0 just before its NUMBERth operation on files after two saves; False if there are not so many."""
+        """Kill rank 0 just before its NUMBERth operation on files after two saves; False if there are not so
+        many.
+        """
         run = self.folder / f"boundary-{number}"
         ranks = self.start(run, "benchmarks.faults:arm", FAULTS_KILL_AT=str(number))
         codes = self.nursery.wait(ranks, 60)
@@ -177,7 +246,9 @@ class Bench:
         codes = self.nursery.wait(ranks, 60)
         named = f"fmmeta: watchdog: rank {frozen} (process {ranks[frozen].pid} " in ranks[1 - frozen].text
         self.counts["ranks frozen"] += 1
-        self.counts["frozen ranks named, job ended"] += named and codes[1 - frozen] == 70 and codes[frozen] == -signal.SIGKILL
+        self.counts["frozen ranks named, job ended"] += (
+            named and codes[1 - frozen] == 70 and codes[frozen] == -signal.SIGKILL
+        )
         self.check(run)
 
     def damage(self, number: int) -> None:
@@ -202,7 +273,11 @@ class Bench:
         draw, run = random.Random(10**6 + number), self.folder / f"term-{number}"
         ranks = self.start(run)
         time.sleep(draw.uniform(0.1, self.seconds * 0.9))
-        told = [rank for rank in draw.choice((ranks, ranks, ranks[1:])) if self.nursery.signal(rank, signal.SIGTERM)]
+        told = [
+            rank
+            for rank in draw.choice((ranks, ranks, ranks[1:]))
+            if self.nursery.signal(rank, signal.SIGTERM)
+        ]
         asked = time.monotonic()
         if len(told) == 1 and "outer step" not in ranks[0].text:
             self.reap(ranks, True)
@@ -227,7 +302,11 @@ class Bench:
 def results(run: Path) -> dict[str, bytes]:
     """All files of the exported model, and the table on held-out tasks."""
     held_out = json.dumps(json.loads((run / "run.json").read_text())["held_out"]).encode()
-    files = {str(file.relative_to(run)): file.read_bytes() for file in sorted((run / "model").rglob("*")) if file.is_file()}
+    files = {
+        str(file.relative_to(run)): file.read_bytes()
+        for file in sorted((run / "model").rglob("*"))
+        if file.is_file()
+    }
     return files | {"held_out": held_out}
 
 
@@ -251,7 +330,9 @@ HARM: list[Callable[[Path], Any]] = [
 
 
 def arm() -> None:
-    """In a rank: count the file operations of the thread that writes checkpoints, from its third save on; die before one."""
+    """In a rank: count the file operations of the thread that writes checkpoints, from its third save on; die
+    before one.
+    """
     at, seen, saves = int(os.environ["FAULTS_KILL_AT"]), [0], [0]
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -267,21 +348,39 @@ def arm() -> None:
         return call
 
     if os.environ["RANK"] == "0":
-        for owner, name in ((os, "fsync"), (os, "rename"), (Path, "mkdir"), (Path, "open"), (shutil, "rmtree")):
+        for owner, name in (
+            (os, "fsync"),
+            (os, "rename"),
+            (Path, "mkdir"),
+            (Path, "open"),
+            (shutil, "rmtree"),
+        ):
             setattr(owner, name, counted(getattr(owner, name)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--terms", type=int, default=30)
     parser.add_argument(
-        "--boundaries", type=int, default=20, help="operations of a save before which rank 0 is killed, one a time"
+        "--boundaries",
+        type=int,
+        default=20,
+        help="operations of a save before which rank 0 is killed, one a time",
     )
     parser.add_argument("--freezes", type=int, default=4)
     parser.add_argument("--damages", type=int, default=4)
-    parser.add_argument("--stops", type=int, default=0, help="stop signals at random moments of a whole run, evaluation included")
-    parser.add_argument("--only", default=None, choices=("kill", "boundary", "term", "freeze", "damage", "stop"))
+    parser.add_argument(
+        "--stops",
+        type=int,
+        default=0,
+        help="stop signals at random moments of a whole run, evaluation included",
+    )
+    parser.add_argument(
+        "--only", default=None, choices=("kill", "boundary", "term", "freeze", "damage", "stop")
+    )
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--json", default=None)
     args = parser.parse_args()
@@ -306,13 +405,19 @@ def main() -> None:
                 done[harm] += 1
                 if getattr(bench, harm)(done[harm]) is False:  # there are no more boundaries
                     done[harm] = args.boundaries
-                facts = {"done": done, "counts": dict(bench.counts), "slowest_stop_s": bench.slowest, "bound_s": BOUND_S}
+                facts = {
+                    "done": done,
+                    "counts": dict(bench.counts),
+                    "slowest_stop_s": bench.slowest,
+                    "bound_s": BOUND_S,
+                }
                 write_json(args.json, {**facts, "straight_run_s": bench.seconds})
                 print(harm, done[harm], f"{deadline - time.monotonic():.0f} s left at most", flush=True)
         bench.nursery.close()
         print(table(["what", "count"], sorted(bench.counts.items())))
         print(
-            f"slowest stop after a signal: {bench.slowest:.1f} s (bound {BOUND_S:.0f} s); a straight run: {bench.seconds:.1f} s"
+            f"slowest stop after a signal: {bench.slowest:.1f} s (bound {BOUND_S:.0f} s); a straight run:"
+            f" {bench.seconds:.1f} s"
         )
 
 

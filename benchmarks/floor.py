@@ -1,12 +1,13 @@
-"""The price of the framework: an outer step against the same arithmetic in a hand-written PyTorch loop, on the same tensors.
+"""The price of the framework: an outer step against the same arithmetic in a hand-written PyTorch loop, on
+the same tensors.
 
     python -m benchmarks.floor --json benchmarks/results/floor.json
 
-One rank, one thread; FOMAML on 4 tasks x 5 steps x 25 rows of clinc150 with MiniLM, then AdamW. fmmeta runs its own training
-loop, loading and logging included; after each of its outer steps the floor does that step's work on the batches that it has just
-used, from the same weights, so that both have the machine to themselves in turn. Both must end at the same theta. The last line
-is the median over outer steps of fmmeta's CPU seconds by the floor's, per ZeRO stage. `--engine deepspeed` keeps DeepSpeed where
-a group of one would do without it.
+One rank, one thread; FOMAML on 4 tasks x 5 steps x 25 rows of clinc150 with MiniLM, then AdamW. fmmeta runs
+its own training loop, loading and logging included; after each of its outer steps the floor does that step's
+work on the batches that it has just used, from the same weights, so that both have the machine to themselves
+in turn. Both must end at the same theta. The last line is the median over outer steps of fmmeta's CPU seconds
+by the floor's, per ZeRO stage. `--engine deepspeed` keeps DeepSpeed where a group of one would do without it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,26 @@ from fmmeta.config.settings import Config
 from fmmeta.models.load import load_learner
 from fmmeta.tasks.batching import Episode, MicroBatch
 
-SETTINGS = {"algorithm": "fomaml", "n_way": 5, "k_shot": 5, "num_query": 5, "inner_lr": 0.05, "outer_lr": 2e-5, "pooling": "mean",
-            "lr_scheduler_type": "constant", "adam_epsilon": 1e-4, "max_length": 64, **QUIET}  # fmt: skip
+SETTINGS = {
+    "algorithm": "fomaml",
+    "n_way": 5,
+    "k_shot": 5,
+    "num_query": 5,
+    "inner_lr": 0.05,
+    "outer_lr": 2e-5,
+    "pooling": "mean",
+    "lr_scheduler_type": "constant",
+    "adam_epsilon": 1e-4,
+    "max_length": 64,
+    **QUIET,
+}
 
 
 class Floor:
-    """FOMAML as one would write it for one model and one device: autograd, foreach updates, fused AdamW. Zero head per task."""
+    """FOMAML as one would write it for one model and one device: autograd, foreach updates, fused AdamW.
+
+    Zero head per task.
+    """
 
     def __init__(self, model: Any, config: Config) -> None:
         self.model, self.config = model, config
@@ -41,7 +56,9 @@ class Floor:
         decayed = [p for p in self.body if p.ndim > 1]
         plain = [p for p in self.body if p.ndim < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain}]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.outer_lr, eps=config.adam_epsilon, weight_decay=0.0, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=config.outer_lr, eps=config.adam_epsilon, weight_decay=0.0, fused=True
+        )
         for p in head:
             nn.init.zeros_(p)
 
@@ -101,15 +118,22 @@ def measure(config: Config, world: Any, ranks: Any) -> tuple[dict[str, Any], Any
     result: dict[str, Any] = {"distance": distance(prepared, floor), "tasks": config.meta_batch_size}
     for kind in ("cpu", "wall"):
         mine, theirs = [getattr(c, kind) for c in ours], [getattr(c, kind) for c in floors]
-        result[kind] = {"fmmeta": spread(mine), "floor": spread(theirs),
-                        "ratio": spread([a / b for a, b in zip(mine, theirs, strict=True)])}  # fmt: skip
+        result[kind] = {
+            "fmmeta": spread(mine),
+            "floor": spread(theirs),
+            "ratio": spread([a / b for a, b in zip(mine, theirs, strict=True)]),
+        }
     return result, ranks
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model_name_or_path")
-    parser.add_argument("--data", help="folder that holds clinc150 (default: ../shared/data beside the checkout)")
+    parser.add_argument(
+        "--data", help="folder that holds clinc150 (default: ../shared/data beside the checkout)"
+    )
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 2, 3])
     parser.add_argument("--engine", choices=["auto", "deepspeed"], default="auto")
     parser.add_argument("--repeats", type=int, default=7, help="outer steps that are measured, per stage")
@@ -119,22 +143,45 @@ def main() -> None:
     parser.add_argument("--plot")
     given = parser.parse_args()
     world, ranks, results = alone(), None, {}
-    shared = {**SETTINGS, "model_name_or_path": find_model(given.model_name_or_path), "dataset": [find_data(given.data)],
-              "inner_steps": given.inner_steps, "meta_batch_size": given.meta_batch_size, "engine": given.engine,
-              "outer_steps": given.repeats + 1, "group_size": "1"}  # fmt: skip
+    shared = {
+        **SETTINGS,
+        "model_name_or_path": find_model(given.model_name_or_path),
+        "dataset": [find_data(given.data)],
+        "inner_steps": given.inner_steps,
+        "meta_batch_size": given.meta_batch_size,
+        "engine": given.engine,
+        "outer_steps": given.repeats + 1,
+        "group_size": "1",
+    }
     with tempfile.TemporaryDirectory() as folder:
         for stage in given.stages:
             file = Path(folder) / f"zero{stage}.json"
             file.write_text(f'{{"zero_optimization": {{"stage": {stage}}}}}')
             name = f"zero{stage}"
             results[name], ranks = measure(Config(**shared, deepspeed=str(file)), world, ranks)
-            print(f"{name}: {results[name]['cpu']['ratio']['median']:.3f} of the floor's CPU seconds", flush=True)
+            print(
+                f"{name}: {results[name]['cpu']['ratio']['median']:.3f} of the floor's CPU seconds",
+                flush=True,
+            )
             write_json(given.json, {"engine": given.engine, "settings": shared, "stages": results})
     world.close()
-    print(table(["", "fmmeta CPU s", "floor CPU s", "CPU ratio", "quartiles", "wall ratio", "theta apart"],
-                [[name, f"{r['cpu']['fmmeta']['median']:.3f}", f"{r['cpu']['floor']['median']:.3f}",
-                  f"{r['cpu']['ratio']['median']:.3f}", f"{r['cpu']['ratio']['low']:.3f} to {r['cpu']['ratio']['high']:.3f}",
-                  f"{r['wall']['ratio']['median']:.3f}", f"{r['distance']:.1e}"] for name, r in results.items()]))  # fmt: skip
+    print(
+        table(
+            ["", "fmmeta CPU s", "floor CPU s", "CPU ratio", "quartiles", "wall ratio", "theta apart"],
+            [
+                [
+                    name,
+                    f"{r['cpu']['fmmeta']['median']:.3f}",
+                    f"{r['cpu']['floor']['median']:.3f}",
+                    f"{r['cpu']['ratio']['median']:.3f}",
+                    f"{r['cpu']['ratio']['low']:.3f} to {r['cpu']['ratio']['high']:.3f}",
+                    f"{r['wall']['ratio']['median']:.3f}",
+                    f"{r['distance']:.1e}",
+                ]
+                for name, r in results.items()
+            ],
+        )
+    )
 
     def draw(axes: Any) -> None:
         axes.bar(list(results), [r["cpu"]["ratio"]["median"] for r in results.values()])
@@ -144,7 +191,9 @@ def main() -> None:
     plot(given.plot, draw)
     apart = max(r["distance"] for r in results.values())
     if not apart < 1e-3:
-        raise SystemExit(f"floor: fmmeta and the floor did not do the same: theta is {apart:.1e} of its way apart")
+        raise SystemExit(
+            f"floor: fmmeta and the floor did not do the same: theta is {apart:.1e} of its way apart"
+        )
     print("floor: " + " ".join(f"{name} {r['cpu']['ratio']['median']:.2f}" for name, r in results.items()))
 
 

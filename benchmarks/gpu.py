@@ -1,11 +1,13 @@
-"""How fast is a GPU kept? Tokens per second, share of its peak, memory, and the ratio to a hand-written loop on the same tensors.
+"""How fast is a GPU kept? Tokens per second, share of its peak, memory, and the ratio to a hand-written loop
+on the same tensors.
 
     python -m benchmarks.gpu --json benchmarks/results/gpu.json
 
-FOMAML on 4 tasks of clinc150, one rank, fp32 and bf16; in fp32 after each of fmmeta's outer steps the floor's (floor.py).
-MFU counts the arithmetic that the model needs for the tokens of a micro-batch, padding included: matrix products and attention,
-twice as much backward as forward (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), by the peak of the GPU for the precision
-(--peak TFLOPS for one that is not in the list). Without a GPU it says so and ends with 2.
+FOMAML on 4 tasks of clinc150, one rank, fp32 and bf16; in fp32 after each of fmmeta's outer steps the floor's
+(floor.py). MFU counts the arithmetic that the model needs for the tokens of a micro-batch, padding included:
+matrix products and attention, twice as much backward as forward (Chowdhery et al. 2022, arXiv 2204.02311,
+appendix B), by the peak of the GPU for the precision (--peak TFLOPS for one that is not in the list). Without
+a GPU it says so and ends with 2.
 """
 
 from __future__ import annotations
@@ -25,17 +27,24 @@ from fmmeta.models.load import empty_learner, load_learner
 from fmmeta.planning.compute import MatmulCounts, products
 from fmmeta.tasks.batching import Episode, MicroBatch
 
-PEAKS = {  # dense TFLOPS by precision, from the vendors' data sheets; fp32 is without TF32, as torch computes by default
-    "H200": {"bf16": 989.0, "fp32": 67.0}, "H100": {"bf16": 989.0, "fp32": 67.0}, "A100": {"bf16": 312.0, "fp32": 19.5},
-    "L40S": {"bf16": 362.0, "fp32": 91.6}, "A10": {"bf16": 125.0, "fp32": 31.2}, "V100": {"bf16": 0.0, "fp32": 15.7},
-}  # fmt: skip
+# dense TFLOPS by precision, from the vendors' data sheets; fp32 is without TF32, as torch computes by default
+PEAKS = {
+    "H200": {"bf16": 989.0, "fp32": 67.0},
+    "H100": {"bf16": 989.0, "fp32": 67.0},
+    "A100": {"bf16": 312.0, "fp32": 19.5},
+    "L40S": {"bf16": 362.0, "fp32": 91.6},
+    "A10": {"bf16": 125.0, "fp32": 31.2},
+    "V100": {"bf16": 0.0, "fp32": 15.7},
+}
 
 
 def peak_of(name: str, precision: str, given: float | None) -> float:
     """Flops per second of a GPU. Ends the program for one that is not known."""
     found = given or next((rates[precision] for gpu, rates in PEAKS.items() if gpu in name), 0.0)
     if not found:
-        raise SystemExit(f"--peak is missing: the peak of {name} in {precision} is not known here; give it in TFLOPS")
+        raise SystemExit(
+            f"--peak is missing: the peak of {name} in {precision} is not known here; give it in TFLOPS"
+        )
     return found * 1e12
 
 
@@ -55,7 +64,9 @@ def mfu(flops: float, seconds: float, peak: float) -> float:
 
 
 def measure(config: Config, world: Any, ranks: Any, peak: float, floors: bool) -> tuple[dict[str, Any], Any]:
-    """Tokens per second, MFU and peak bytes of fmmeta's outer steps; and of the floor's seconds, where it is asked for."""
+    """Tokens per second, MFU and peak bytes of fmmeta's outer steps; and of the floor's seconds, where it is
+    asked for.
+    """
     prepared, ranks = prepare(config, world, ranks)
     device = ranks.device
     asked = products(empty_learner(config, prepared.plan.description), config)
@@ -64,7 +75,9 @@ def measure(config: Config, world: Any, ranks: Any, peak: float, floors: bool) -
     theirs: list[Cost] = []
 
     def between(used: list[Episode]) -> None:
-        work.append((sum(task_flops(asked, e, config.inner_steps) for e in used), sum(sum(e.tokens) for e in used)))
+        work.append(
+            (sum(task_flops(asked, e, config.inner_steps) for e in used), sum(sum(e.tokens) for e in used))
+        )
         if floor is not None:
             moved = [Episode(*([b.to(device) for b in part] for part in (e.support, e.query))) for e in used]
             theirs.append(Cost.of(lambda floor=floor: (floor.step(moved), torch.cuda.synchronize(device))))
@@ -74,8 +87,12 @@ def measure(config: Config, world: Any, ranks: Any, peak: float, floors: bool) -
     work, theirs = work[1:], theirs[1:]
     result: dict[str, Any] = {
         "seconds": spread(ours),
-        "tokens_per_second": statistics.median(tokens / seconds for (_, tokens), seconds in zip(work, ours, strict=True)),
-        "mfu": statistics.median(mfu(flops, seconds, peak) for (flops, _), seconds in zip(work, ours, strict=True)),
+        "tokens_per_second": statistics.median(
+            tokens / seconds for (_, tokens), seconds in zip(work, ours, strict=True)
+        ),
+        "mfu": statistics.median(
+            mfu(flops, seconds, peak) for (flops, _), seconds in zip(work, ours, strict=True)
+        ),
         "peak_bytes": torch.cuda.max_memory_allocated(device),
     }
     if theirs:
@@ -84,7 +101,9 @@ def measure(config: Config, world: Any, ranks: Any, peak: float, floors: bool) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model_name_or_path")
     parser.add_argument("--data")
     parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
@@ -98,18 +117,42 @@ def main() -> None:
         raise SystemExit(2)
     world, ranks, results = alone(), None, {}
     for precision in given.precisions:
-        config = Config(**{**SETTINGS, "lr_scheduler_type": "constant"}, model_name_or_path=find_model(given.model_name_or_path),
-                        dataset=[find_data(given.data)], inner_steps=5, meta_batch_size=given.meta_batch_size, group_size="1",
-                        outer_steps=given.repeats + 1, bf16=precision == "bf16")  # fmt: skip
+        config = Config(
+            **{**SETTINGS, "lr_scheduler_type": "constant"},
+            model_name_or_path=find_model(given.model_name_or_path),
+            dataset=[find_data(given.data)],
+            inner_steps=5,
+            meta_batch_size=given.meta_batch_size,
+            group_size="1",
+            outer_steps=given.repeats + 1,
+            bf16=precision == "bf16",
+        )
         peak = peak_of(torch.cuda.get_device_name(0), precision, given.peak)
         results[precision], ranks = measure(config, world, ranks, peak, precision == "fp32")
     world.close()
-    print(table(["", "tokens/s", "MFU", "peak GiB", "by the floor"],
-                [[name, f"{r['tokens_per_second']:.0f}", f"{100 * r['mfu']:.1f} %", f"{r['peak_bytes'] / 2**30:.2f}",
-                  f"{r['ratio']['median']:.2f}" if "ratio" in r else ""] for name, r in results.items()]))  # fmt: skip
+    print(
+        table(
+            ["", "tokens/s", "MFU", "peak GiB", "by the floor"],
+            [
+                [
+                    name,
+                    f"{r['tokens_per_second']:.0f}",
+                    f"{100 * r['mfu']:.1f} %",
+                    f"{r['peak_bytes'] / 2**30:.2f}",
+                    f"{r['ratio']['median']:.2f}" if "ratio" in r else "",
+                ]
+                for name, r in results.items()
+            ],
+        )
+    )
     write_json(given.json, {"gpu": results})
-    print("gpu: " + ", ".join(f"{name} {r['tokens_per_second']:.0f} tokens/s, MFU {100 * r['mfu']:.1f} %"
-                              for name, r in results.items()))  # fmt: skip
+    print(
+        "gpu: "
+        + ", ".join(
+            f"{name} {r['tokens_per_second']:.0f} tokens/s, MFU {100 * r['mfu']:.1f} %"
+            for name, r in results.items()
+        )
+    )
 
 
 if __name__ == "__main__":

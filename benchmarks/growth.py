@@ -1,11 +1,13 @@
-"""How an outer step grows: seconds should be a straight line in tasks, inner steps and tokens, and memory flat in the first two.
+"""How an outer step grows: seconds should be a straight line in tasks, inner steps and tokens, and memory
+flat in the first two.
 
     python -m benchmarks.growth --json benchmarks/results/growth.json --plot docs/growth.svg
 
-One rank, one thread, FOMAML and AdamW on random rows of equal length. Per axis four sizes, measured in turn, several times; a
-line a + b x is fitted to the medians (by relative error), and printed is how far the worst of them lies off it, with a and b.
-`rows` and `length` are both tokens; attention is quadratic in the length. Memory is the resident peak of one outer step. The last
-line is the worst deviation of CPU seconds from a line, and the growth of memory over an eightfold size.
+One rank, one thread, FOMAML and AdamW on random rows of equal length. Per axis four sizes, measured in turn,
+several times; a line a + b x is fitted to the medians (by relative error), and printed is how far the worst
+of them lies off it, with a and b. `rows` and `length` are both tokens; attention is quadratic in the length.
+Memory is the resident peak of one outer step. The last line is the worst deviation of CPU seconds from a
+line, and the growth of memory over an eightfold size.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def line(sizes: tuple[int, ...], seconds: list[float]) -> tuple[float, float, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model_name_or_path")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--axes", nargs="+", choices=list(AXES), default=list(AXES))
@@ -66,8 +70,15 @@ def main() -> None:
     parser.add_argument("--plot")
     given = parser.parse_args()
     world = alone()
-    config = Config(model_name_or_path=find_model(given.model_name_or_path), pooling="mean", inner_steps=max(AXES["inner_steps"]),
-                    group_size="1", inner_lr=0.01, outer_lr=1e-6, **QUIET)  # fmt: skip
+    config = Config(
+        model_name_or_path=find_model(given.model_name_or_path),
+        pooling="mean",
+        inner_steps=max(AXES["inner_steps"]),
+        group_size="1",
+        inner_lr=0.01,
+        outer_lr=1e-6,
+        **QUIET,
+    )
     prepared, _ = prepare(config, world)
     number, results = 0, {}
     outer_step(prepared, USUAL, 0)
@@ -83,29 +94,68 @@ def main() -> None:
                 peaks[size] = max(peaks.get(size, 0), resident("VmHWM"))
         medians = [spread([c.cpu for c in costs[size]])["median"] for size in AXES[axis]]
         a, b, off = line(AXES[axis], medians)
-        results[axis] = {"sizes": AXES[axis], "cpu": {s: spread([c.cpu for c in costs[s]]) for s in costs}, "intercept": a,
-                         "slope": b, "worst": off, "wall": {s: spread([c.wall for c in costs[s]]) for s in costs},
-                         "peak_bytes": peaks}  # fmt: skip
-        print(f"{axis}: " + ", ".join(f"{s} -> {m:.3f} s" for s, m in zip(AXES[axis], medians, strict=True)), flush=True)
+        results[axis] = {
+            "sizes": AXES[axis],
+            "cpu": {s: spread([c.cpu for c in costs[s]]) for s in costs},
+            "intercept": a,
+            "slope": b,
+            "worst": off,
+            "wall": {s: spread([c.wall for c in costs[s]]) for s in costs},
+            "peak_bytes": peaks,
+        }
+        print(
+            f"{axis}: " + ", ".join(f"{s} -> {m:.3f} s" for s, m in zip(AXES[axis], medians, strict=True)),
+            flush=True,
+        )
     world.close()
-    print(table(["axis", "fixed s", "s per unit", "worst off the line", *[f"peak MB, size {i + 1}" for i in range(4)]],
-                [[axis, f"{r['intercept']:.3f}", f"{r['slope']:.4f}", f"{100 * r['worst']:.1f} %",
-                  *[f"{p / 1e6:.0f}" for p in r["peak_bytes"].values()]] for axis, r in results.items()]))  # fmt: skip
+    print(
+        table(
+            [
+                "axis",
+                "fixed s",
+                "s per unit",
+                "worst off the line",
+                *[f"peak MB, size {i + 1}" for i in range(4)],
+            ],
+            [
+                [
+                    axis,
+                    f"{r['intercept']:.3f}",
+                    f"{r['slope']:.4f}",
+                    f"{100 * r['worst']:.1f} %",
+                    *[f"{p / 1e6:.0f}" for p in r["peak_bytes"].values()],
+                ]
+                for axis, r in results.items()
+            ],
+        )
+    )
     write_json(given.json, {"usual": USUAL, "axes": results})
 
     def draw(axes: Any) -> None:
         for axis, r in results.items():
             x = [s / r["sizes"][0] for s in r["sizes"]]
             axes.plot(x, [r["cpu"][s]["median"] for s in r["sizes"]], marker="o", label=axis)
-        axes.set(xlabel="times the smallest size", ylabel="CPU seconds of an outer step", title="Growth of an outer step")
+        axes.set(
+            xlabel="times the smallest size",
+            ylabel="CPU seconds of an outer step",
+            title="Growth of an outer step",
+        )
         axes.set_ylim(bottom=0)
         axes.legend()
 
     plot(given.plot, draw)
-    flat = {axis: max(p) / min(p) for axis in ("tasks", "inner_steps") if axis in results
-            for p in [list(results[axis]["peak_bytes"].values())]}  # fmt: skip
-    print("growth: " + " ".join(f"{axis} {100 * r['worst']:.1f}%" for axis, r in results.items()) + "; memory "
-          + " ".join(f"{axis} x{value:.2f}" for axis, value in flat.items()))  # fmt: skip
+    flat = {
+        axis: max(p) / min(p)
+        for axis in ("tasks", "inner_steps")
+        if axis in results
+        for p in [list(results[axis]["peak_bytes"].values())]
+    }
+    print(
+        "growth: "
+        + " ".join(f"{axis} {100 * r['worst']:.1f}%" for axis, r in results.items())
+        + "; memory "
+        + " ".join(f"{axis} x{value:.2f}" for axis, value in flat.items())
+    )
 
 
 if __name__ == "__main__":

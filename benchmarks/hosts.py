@@ -1,17 +1,20 @@
-"""What does the link between two hosts cost? An outer step of two hosts with two ranks each, against bandwidth and delay.
+"""What does the link between two hosts cost? An outer step of two hosts with two ranks each, against
+bandwidth and delay.
 
     python -m benchmarks.hosts --json benchmarks/results/hosts.json --plot docs/hosts.svg
     python -m benchmarks.hosts --unplug --json benchmarks/results/unplugged.json
 
-The hosts are network namespaces (namespaces.py) joined by a cable, a group of two ranks on each (ZeRO 2), started by `torchrun`
-with c10d rendezvous or by `deepspeed --no_ssh` (--launcher). Over the cable goes one reduction of each rank's shard per outer
-step. One launch serves all settings: the cable is set anew while the run goes on, and the two steps around a change are left out.
+The hosts are network namespaces (namespaces.py) joined by a cable, a group of two ranks on each (ZeRO 2),
+started by `torchrun` with c10d rendezvous or by `deepspeed --no_ssh` (--launcher). Over the cable goes one
+reduction of each rank's shard per outer step. One launch serves all settings: the cable is set anew while the
+run goes on, and the two steps around a change are left out.
 
     predicted = seconds without shaping + bytes that the cable then carried in a step / bandwidth
     predicted = seconds without delay + trips x delay; trips: from the longest delay, the only one that calibrates
 
-Delays need the kernel's netem; without it a process between the hosts makes them (relay.py), without delay too. --unplug pulls
-the cable during a run instead, under both launchers, and measures how long each host takes to end.
+Delays need the kernel's netem; without it a process between the hosts makes them (relay.py), without delay
+too. --unplug pulls the cable during a run instead, under both launchers, and measures how long each host
+takes to end.
 """
 
 from __future__ import annotations
@@ -33,10 +36,22 @@ from benchmarks.namespaces import ADDRESSES, NAMES, Hosts
 ROOT = Path(__file__).parent.parent
 LEAST_S = 10.0
 FLAGS = {
-    "n_way": 2, "k_shot": 1, "num_query": 1, "meta_batch_size": 4, "inner_steps": 1, "max_length": 16, "num_workers": 0,
-    "eval_episodes": 0, "logging_steps": 1, "save_steps": 0, "group_size": 2, "deepspeed": "ds_configs/zero2.json",
-    "check_replicas_steps": 0, "step_timeout": 300, "outer_steps": 10**6,
-}  # fmt: skip
+    "n_way": 2,
+    "k_shot": 1,
+    "num_query": 1,
+    "meta_batch_size": 4,
+    "inner_steps": 1,
+    "max_length": 16,
+    "num_workers": 0,
+    "eval_episodes": 0,
+    "logging_steps": 1,
+    "save_steps": 0,
+    "group_size": 2,
+    "deepspeed": "ds_configs/zero2.json",
+    "check_replicas_steps": 0,
+    "step_timeout": 300,
+    "outer_steps": 10**6,
+}
 
 
 class Bench:
@@ -52,13 +67,31 @@ class Bench:
         self.processes = []
         for host, log in enumerate(self.logs):
             if launcher == "torchrun":
-                start = ["torchrun", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=hosts",
-                         f"--rdzv-endpoint={NAMES[0]}:{port}"]  # fmt: skip
+                start = [
+                    "torchrun",
+                    "--nnodes=2",
+                    "--nproc-per-node=2",
+                    "--rdzv-backend=c10d",
+                    "--rdzv-id=hosts",
+                    f"--rdzv-endpoint={NAMES[0]}:{port}",
+                ]
             else:
-                start = ["deepspeed", "--hostfile", str(folder / "hostfile"), "--no_ssh", "--node_rank", str(host),
-                         "--master_addr", ADDRESSES[0], "--master_port", str(port)]  # fmt: skip
+                start = [
+                    "deepspeed",
+                    "--hostfile",
+                    str(folder / "hostfile"),
+                    "--no_ssh",
+                    "--node_rank",
+                    str(host),
+                    "--master_addr",
+                    ADDRESSES[0],
+                    "--master_port",
+                    str(port),
+                ]
             with log.open("w") as file:
-                self.processes.append(hosts.run(host, [*start, "launch/train.py", *words], file, cwd=ROOT, env=env))
+                self.processes.append(
+                    hosts.run(host, [*start, "launch/train.py", *words], file, cwd=ROOT, env=env)
+                )
 
     def steps(self) -> list[dict[str, Any]]:
         """What is known of each outer step so far."""
@@ -76,7 +109,8 @@ class Bench:
         return found
 
     def measure(self, count: int) -> dict[str, Any]:
-        """Seconds of the fastest of `count` steps, or of all in LEAST_S, after the next two; bytes on the cable in a step.
+        """Seconds of the fastest of `count` steps, or of all in LEAST_S, after the next two; bytes on the
+        cable in a step.
 
         The fastest, because other work on the cores can only add to it.
         """
@@ -85,11 +119,19 @@ class Bench:
         self.wait(begun + count)
         time.sleep(max(0.0, LEAST_S - (time.monotonic() - began)))
         done = self.steps()
-        sent = [(now - then) / (len(done) - begun) for now, then in zip(self.hosts.sent(), before, strict=True)]
+        sent = [
+            (now - then) / (len(done) - begun) for now, then in zip(self.hosts.sent(), before, strict=True)
+        ]
         seconds = [line["seconds"] for line in done[begun:]]
         middle = statistics.median(seconds)
         shards = 2 * done[-1]["comm_bytes"]  # of the two ranks of a host
-        return {"seconds": min(seconds), "median": middle, "all": seconds, "bytes": max(sent), "shards": shards}
+        return {
+            "seconds": min(seconds),
+            "median": middle,
+            "all": seconds,
+            "bytes": max(sent),
+            "shards": shards,
+        }
 
 
 def measured(
@@ -111,7 +153,9 @@ def measured(
 
 
 def unplugged(launcher: str, step_timeout: float) -> dict[str, Any]:
-    """Pull the cable during an outer step; when does the launcher of each host end, with which code, and what was said?"""
+    """Pull the cable during an outer step; when does the launcher of each host end, with which code, and what
+    was said?
+    """
     with tempfile.TemporaryDirectory() as folder, Hosts() as hosts:
         bench = Bench(hosts, Path(folder), launcher, step_timeout=step_timeout, save_steps=5)
         bench.wait(7)  # in the next step; a save has a bound of its own
@@ -125,19 +169,30 @@ def unplugged(launcher: str, step_timeout: float) -> dict[str, Any]:
         lines = [line for log in bench.logs for line in log.read_text().splitlines() if "watchdog" in line]
         codes = [process.poll() for process in bench.processes]
         saved = max(int(path.name.split("-")[1]) for path in bench.run.glob("checkpoint-*"))
-        return {"launcher": launcher, "step_timeout": step_timeout, "seconds": [ended.get(host) for host in (0, 1)],
-                "codes": codes, "steps": len(bench.steps()), "saved": saved, "said": lines}  # fmt: skip
+        return {
+            "launcher": launcher,
+            "step_timeout": step_timeout,
+            "seconds": [ended.get(host) for host in (0, 1)],
+            "codes": codes,
+            "steps": len(bench.steps()),
+            "saved": saved,
+            "said": lines,
+        }
 
 
 def predict_bandwidth(rows: list[dict[str, Any]]) -> None:
     """From the first row alone: what it took, and the bytes that it sent over the bandwidth of the others."""
     first = rows[0]
     for row in rows:
-        row["predicted"] = first["seconds"] + (8 * first["bytes"] / (1e6 * row["mbit"]) if row["mbit"] else 0.0)
+        row["predicted"] = first["seconds"] + (
+            8 * first["bytes"] / (1e6 * row["mbit"]) if row["mbit"] else 0.0
+        )
 
 
 def predict_delay(rows: list[dict[str, Any]]) -> float:
-    """From the undelayed row and the longest delay: trips of the link that an outer step waits for, one after another."""
+    """From the undelayed row and the longest delay: trips of the link that an outer step waits for, one after
+    another.
+    """
     first, last = rows[0], rows[-1]
     trips = (last["seconds"] - first["seconds"]) / (last["delay_ms"] / 1000)
     for row in rows:
@@ -157,13 +212,27 @@ def netem_here(hosts: Hosts) -> str:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print(table(["Mbit/s", "delay (ms)", "seconds", "predicted", "off"], [
-        [row["mbit"] or "not shaped", row["delay_ms"], f"{row['seconds']:.3f}", f"{row['predicted']:.3f}",
-         f"{100 * (row['predicted'] / row['seconds'] - 1):+.0f} %"] for row in rows]))  # fmt: skip
+    print(
+        table(
+            ["Mbit/s", "delay (ms)", "seconds", "predicted", "off"],
+            [
+                [
+                    row["mbit"] or "not shaped",
+                    row["delay_ms"],
+                    f"{row['seconds']:.3f}",
+                    f"{row['predicted']:.3f}",
+                    f"{100 * (row['predicted'] / row['seconds'] - 1):+.0f} %",
+                ]
+                for row in rows
+            ],
+        )
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--launcher", choices=("torchrun", "deepspeed"), default="torchrun")
     parser.add_argument("--count", type=int, default=5, help="outer steps that are measured for each setting")
     parser.add_argument("--mbits", type=float, nargs="*", default=[100, 50, 20, 10, 5, 2, 1])
@@ -180,17 +249,27 @@ def main() -> None:
             print(json.dumps(ends[-1], indent=1), flush=True)
             write_json(args.json, {"runs": ends})
         return
-    rows, missing = measured(args.launcher, args.count, [(None, 0.0), *((mbit, 0.0) for mbit in args.mbits)], False)
+    rows, missing = measured(
+        args.launcher, args.count, [(None, 0.0), *((mbit, 0.0) for mbit in args.mbits)], False
+    )
     predict_bandwidth(rows)
     show(rows)
-    results: dict[str, Any] = {"launcher": args.launcher, "settings": FLAGS, "netem": missing or "used", "bandwidth": rows}
+    results: dict[str, Any] = {
+        "launcher": args.launcher,
+        "settings": FLAGS,
+        "netem": missing or "used",
+        "bandwidth": rows,
+    }
     write_json(args.json, results)
     if args.delays:
-        delayed, _ = measured(args.launcher, args.count, [(None, delay) for delay in (0.0, *args.delays)], bool(missing))
+        delayed, _ = measured(
+            args.launcher, args.count, [(None, delay) for delay in (0.0, *args.delays)], bool(missing)
+        )
         trips = predict_delay(delayed)
         show(delayed)
         print(
-            f"an outer step waits for {trips:.1f} trips of the link; delays by {'relay.py: ' + missing if missing else 'netem'}"
+            f"an outer step waits for {trips:.1f} trips of the link; delays by"
+            f" {'relay.py: ' + missing if missing else 'netem'}"
         )
         write_json(args.json, {**results, "delay": delayed, "trips": trips})
     plot(args.plot, lambda axes: draw(axes, rows))
@@ -200,9 +279,19 @@ def draw(axes: Any, rows: list[dict[str, Any]]) -> None:
     shaped = [row for row in rows if row["mbit"]]
     first = rows[0]
     curve = [10 ** (exponent / 50) for exponent in range(-5, 105)]
-    axes.plot(curve, [first["seconds"] + 8 * first["bytes"] / (1e6 * mbit) for mbit in curve], color="#1f6f8b",
-              label=f"predicted: {first['seconds']:.2f} s + {first['bytes'] / 1e6:.2f} MB / bandwidth")  # fmt: skip
-    axes.plot([row["mbit"] for row in shaped], [row["seconds"] for row in shaped], "o", color="#c0504d", label="measured")
+    axes.plot(
+        curve,
+        [first["seconds"] + 8 * first["bytes"] / (1e6 * mbit) for mbit in curve],
+        color="#1f6f8b",
+        label=f"predicted: {first['seconds']:.2f} s + {first['bytes'] / 1e6:.2f} MB / bandwidth",
+    )
+    axes.plot(
+        [row["mbit"] for row in shaped],
+        [row["seconds"] for row in shaped],
+        "o",
+        color="#c0504d",
+        label="measured",
+    )
     axes.axhline(first["seconds"], color="#777", linestyle="--", label="cable not shaped")
     axes.set_xscale("log")
     axes.set_yscale("log")

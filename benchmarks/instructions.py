@@ -1,14 +1,17 @@
-"""Does meta-training make a causal language model learn held-out instructions from five examples? Against joint training.
+"""Does meta-training make a causal language model learn held-out instructions from five examples? Against
+joint training.
 
     python -m benchmarks.instructions --data ../shared/data --folder runs/instructions [--rows ...]
 
-A small byte-level Llama is made from a config and pre-trained jointly on the training tasks of instruction_induction and
-function_vectors (34 of 55; held-out tasks are other tasks, not other rows). From there it is meta-trained or trained
-jointly on, each with BUDGET pairs of input and answer through forward and backward passes. Outer rate, inner rate and number of
-inner steps are chosen on the validation tasks, for every row by itself. Then every model adapts to the test tasks: five examples,
-the loss per answer token on five others. Gains are paired by task: mean over a task's episodes first, 95 % interval over tasks.
+A small byte-level Llama is made from a config and pre-trained jointly on the training tasks of
+instruction_induction and function_vectors (34 of 55; held-out tasks are other tasks, not other rows). From
+there it is meta-trained or trained jointly on, each with BUDGET pairs of input and answer through forward and
+backward passes. Outer rate, inner rate and number of inner steps are chosen on the validation tasks, for
+every row by itself. Then every model adapts to the test tasks: five examples, the loss per answer token on
+five others. Gains are paired by task: mean over a task's episodes first, 95 % interval over tasks.
 
-Finished trainings lie in --folder, finished cells in benchmarks/results/instructions.json: it can be stopped and continued.
+Finished trainings lie in --folder, finished cells in benchmarks/results/instructions.json: it can be stopped
+and continued.
 """
 
 from __future__ import annotations
@@ -84,16 +87,40 @@ def cell(row: str, rate: float, asked: argparse.Namespace) -> dict[str, Any]:
     model = made(row, rate, asked, data)
     shared = {"k_shot": [SHOTS], "num_query": SHOTS, "max_length": COMMON["max_length"]}
     target = Path(asked.folder) / f"{row}-{rate:g}.json"
-    best = tune(TuneConfig(model_name_or_path=model, dataset=data, task_type="causal_lm", output=str(target),
-                           episodes=VALID_EPISODES, **INNER, **shared), Progress(speaks=False))[0]  # fmt: skip
-    found = evaluate(model, data, task_type="causal_lm", method="finetune", episodes=TEST_EPISODES, inner_lr=best.inner_lr,
-                     inner_steps=best.inner_steps, **shared)["cells"][0]  # fmt: skip
+    best = tune(
+        TuneConfig(
+            model_name_or_path=model,
+            dataset=data,
+            task_type="causal_lm",
+            output=str(target),
+            episodes=VALID_EPISODES,
+            **INNER,
+            **shared,
+        ),
+        Progress(speaks=False),
+    )[0]
+    found = evaluate(
+        model,
+        data,
+        task_type="causal_lm",
+        method="finetune",
+        episodes=TEST_EPISODES,
+        inner_lr=best.inner_lr,
+        inner_steps=best.inner_steps,
+        **shared,
+    )["cells"][0]
     losses: dict[str, list[float]] = defaultdict(list)
     for score in found["scores"]:
         losses[score["task"]].append(round(score["loss"], 5))
     minutes = round((time.process_time() - began) / 60, 2)
-    return {"inner_lr": best.inner_lr, "inner_steps": best.inner_steps, "valid_loss": round(best.loss, 5), "cpu_minutes": minutes,
-            "exact_match": found["accuracy"], "losses": losses}  # fmt: skip
+    return {
+        "inner_lr": best.inner_lr,
+        "inner_steps": best.inner_steps,
+        "valid_loss": round(best.loss, 5),
+        "cpu_minutes": minutes,
+        "exact_match": found["accuracy"],
+        "losses": losses,
+    }
 
 
 def made(row: str, rate: float, asked: argparse.Namespace, data: list[str]) -> str:
@@ -112,9 +139,19 @@ def made(row: str, rate: float, asked: argparse.Namespace, data: list[str]) -> s
     return f"{folder}/model"
 
 
-def train(settings: dict[str, Any], pairs: int, model: str, folder: str, rate: float, data: list[str]) -> None:
-    MetaTrainer(Config(model_name_or_path=model, dataset=data, output_dir=folder, outer_lr=rate,
-                       outer_steps=pairs // pairs_per_step(settings), **{**COMMON, **settings})).train()  # fmt: skip
+def train(
+    settings: dict[str, Any], pairs: int, model: str, folder: str, rate: float, data: list[str]
+) -> None:
+    MetaTrainer(
+        Config(
+            model_name_or_path=model,
+            dataset=data,
+            output_dir=folder,
+            outer_lr=rate,
+            outer_steps=pairs // pairs_per_step(settings),
+            **{**COMMON, **settings},
+        )
+    ).train()
 
 
 def show(cells: dict[str, Any]) -> str:
@@ -127,11 +164,24 @@ def show(cells: dict[str, Any]) -> str:
     lines = []
     for row in filter(best.__contains__, ROWS):
         rate, one = best[row]
-        gains = [gain(best[other][1], one) if other in best and other != row else "" for other in ("untrained", "joint")]
+        gains = [
+            gain(best[other][1], one) if other in best and other != row else ""
+            for other in ("untrained", "joint")
+        ]
         settings = [f"{rate:g}", f"{one['inner_lr']:g} x {one['inner_steps']}"]
         numbers = [f"{one['valid_loss']:.3f}", shown(mean_ci95(list(by_task(one).values())), ".3f"), *gains]
-        lines.append([row, *settings, *numbers, f"{100 * one['exact_match']:.1f}", f"{one['cpu_minutes']:.1f}"])
-    header = ["row", "outer lr", "inner lr x steps", "valid loss", "test loss", "lower than untrained", "lower than joint"]
+        lines.append(
+            [row, *settings, *numbers, f"{100 * one['exact_match']:.1f}", f"{one['cpu_minutes']:.1f}"]
+        )
+    header = [
+        "row",
+        "outer lr",
+        "inner lr x steps",
+        "valid loss",
+        "test loss",
+        "lower than untrained",
+        "lower than joint",
+    ]
     return table([*header, "exact match %", "CPU min"], lines)
 
 

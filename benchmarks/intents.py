@@ -1,14 +1,16 @@
-"""Which recipe makes a 22 M encoder learn new intents from one or five examples? The ProtAugment protocol, row by row.
+"""Which recipe makes a 22 M encoder learn new intents from one or five examples? The ProtAugment protocol,
+row by row.
 
     python -m benchmarks.intents --data ../shared/data --model PATH-OF-all-MiniLM-L6-v2 [--rows ...] [--minutes M]
 
-Five class-disjoint splits, 5-way, 5 queries per class; 600 test episodes where classifiers look at frozen features, the first
-40 (1 shot) or 20 (5 shots) of them where an inner loop runs in each. Every row is meta-trained on BUDGET rows of text through
-forward and backward passes, at one example per class, and the checkpoint is the one best on validation classes. A cell is a row
-on one split of a data set, at 1 and 5 shots. Finished cells lie in benchmarks/results/intents.json; what is there is not computed
-again, so that it can be stopped at any time, and several may run beside each other. The last lines are the table: mean over the
-splits, gain over frozen prototypes in the same episodes, 95 % intervals (Student's t, over splits where a row has three or
-more, else over episodes), and processor minutes per cell.
+Five class-disjoint splits, 5-way, 5 queries per class; 600 test episodes where classifiers look at frozen
+features, the first 40 (1 shot) or 20 (5 shots) of them where an inner loop runs in each. Every row is
+meta-trained on BUDGET rows of text through forward and backward passes, at one example per class, and the
+checkpoint is the one best on validation classes. A cell is a row on one split of a data set, at 1 and 5
+shots. Finished cells lie in benchmarks/results/intents.json; what is there is not computed again, so that it
+can be stopped at any time, and several may run beside each other. The last lines are the table: mean over the
+splits, gain over frozen prototypes in the same episodes, 95 % intervals (Student's t, over splits where a row
+has three or more, else over episodes), and processor minutes per cell.
 """
 
 from __future__ import annotations
@@ -38,10 +40,24 @@ COSINE = 10**0.5  # feature length at which prototypes have the temperature 0.05
 BUDGET = 4000  # rows of text that go forward and backward in the meta-training of a cell
 BUDGETS = {"best": 8000}  # chosen with the rest of that recipe (choose.py)
 
-COMMON: dict[str, Any] = {"num_query": 1, "k_shot": 1, "max_length": 64, "save_steps": 0, "test_episodes": 0,
-                          "load_best_model_at_end": True, "lr_scheduler_type": "linear", "warmup_steps": 10,
-                          "micro_batch_size": 32}  # fmt: skip
-METRIC: dict[str, Any] = {"feature_norm": COSINE, "algorithm": "protonet", "n_way": 20, "meta_batch_size": 1, "eval_episodes": 20}
+COMMON: dict[str, Any] = {
+    "num_query": 1,
+    "k_shot": 1,
+    "max_length": 64,
+    "save_steps": 0,
+    "test_episodes": 0,
+    "load_best_model_at_end": True,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 10,
+    "micro_batch_size": 32,
+}
+METRIC: dict[str, Any] = {
+    "feature_norm": COSINE,
+    "algorithm": "protonet",
+    "n_way": 20,
+    "meta_batch_size": 1,
+    "eval_episodes": 20,
+}
 DROPPED: dict[str, Any] = {"example_transforms": ["fmmeta.tasks.augment:drop_words"]}
 TASKS: dict[str, Any] = {"n_way": 5, "meta_batch_size": 4, "eval_episodes": 10}
 INNER: dict[str, Any] = {**TASKS, "inner_steps": 5, "inner_lr": 0.1, "outer_lr": 5e-5}
@@ -49,11 +65,20 @@ ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-train
     "none+prototype": (None, "prototype"),
     "none+linear": (None, "linear"),
     "none+finetune": (None, "finetune"),
-    "joint": ({**TASKS, "algorithm": "joint", "feature_norm": COSINE, "head_init": "prototype", "outer_lr": 5e-5}, "prototype"),
+    "joint": (
+        {**TASKS, "algorithm": "joint", "feature_norm": COSINE, "head_init": "prototype", "outer_lr": 5e-5},
+        "prototype",
+    ),
     "protonet": ({**METRIC, "feature_norm": 0.0, "outer_lr": 5e-5}, "prototype"),
     "fomaml": ({**INNER, "algorithm": "fomaml"}, "finetune"),
     "proto_maml": (
-        {**INNER, "algorithm": "proto_maml", "first_order_steps": 10**6, "feature_norm": COSINE, "inner_lr": 0.01},
+        {
+            **INNER,
+            "algorithm": "proto_maml",
+            "first_order_steps": 10**6,
+            "feature_norm": COSINE,
+            "inner_lr": 0.01,
+        },
         "finetune",
     ),
     "reptile": ({**INNER, "algorithm": "reptile"}, "finetune"),
@@ -70,7 +95,9 @@ def rows_per_step(settings: dict[str, Any]) -> int:
     name = settings["algorithm"]
     passes = {"joint": support + query, "protonet": support + query, "anil": support + query}
     steps = settings.get("inner_steps", 0)
-    return settings["meta_batch_size"] * passes.get(name, steps * support + (0 if name == "reptile" else query))
+    return settings["meta_batch_size"] * passes.get(
+        name, steps * support + (0 if name == "reptile" else query)
+    )
 
 
 def main() -> None:
@@ -82,10 +109,15 @@ def main() -> None:
     for split in asked.splits:
         for row in asked.rows:
             for name in asked.sets:
-                done = "right" in read(file).get(f"{row} {name} {split}", {})  # else means only, of an earlier version
+                done = "right" in read(file).get(
+                    f"{row} {name} {split}", {}
+                )  # else means only, of an earlier version
                 if done or time.monotonic() - began > 60 * asked.minutes:
                     continue
-                keep(file, {f"{one} {name} {split}": cell for one, cell in run(row, name, split, asked).items()})
+                keep(
+                    file,
+                    {f"{one} {name} {split}": cell for one, cell in run(row, name, split, asked).items()},
+                )
     print(show(read(file)))
 
 
@@ -95,7 +127,9 @@ def parser_of(doc: str | None, results: Path) -> argparse.ArgumentParser:
     parser.add_argument("--data", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further cell after this long")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no further cell after this long"
+    )
     parser.add_argument("--json", default=str(results))
     return parser
 
@@ -107,16 +141,30 @@ def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         model, facts = asked.model, dict[str, Any]()
         if settings is not None:
-            model, facts["validation"] = trained(settings, BUDGETS.get(row, BUDGET), asked.model, data, split, folder)
+            model, facts["validation"] = trained(
+                settings, BUDGETS.get(row, BUDGET), asked.model, data, split, folder
+            )
         methods = [ROWS[one][1] for one in FREE] if row in FREE else [method]
         found = []
         for shots in SHOTS:
             episodes, size = (FINETUNED[shots], 32) if method == "finetune" else (EPISODES, 64)
-            found += evaluate(model, data, split=split, method=methods, k_shot=[shots], n_way="5", num_query=QUERIES,
-                              episodes=episodes, micro_batch_size=size, max_length=64)["cells"]  # fmt: skip
+            found += evaluate(
+                model,
+                data,
+                split=split,
+                method=methods,
+                k_shot=[shots],
+                n_way="5",
+                num_query=QUERIES,
+                episodes=episodes,
+                micro_batch_size=size,
+                max_length=64,
+            )["cells"]
     rows = FREE if row in FREE else (row,)
     facts["cpu_minutes"] = round((time.process_time() - began) / 60 / len(rows), 2)
-    return {one: {**facts, **numbers([cell for cell in found if cell["method"] == ROWS[one][1]])} for one in rows}
+    return {
+        one: {**facts, **numbers([cell for cell in found if cell["method"] == ROWS[one][1]])} for one in rows
+    }
 
 
 def trained(
@@ -124,11 +172,21 @@ def trained(
 ) -> tuple[str, dict[int, float]]:
     """Meta-train on that many rows; the model's folder, and accuracies on validation classes by outer step."""
     steps = budget // rows_per_step(settings)
-    config = Config(model_name_or_path=model, dataset=[data], split=split, output_dir=folder, outer_steps=steps,
-                    **{"eval_steps": steps // 3, **COMMON, **settings})  # fmt: skip
+    config = Config(
+        model_name_or_path=model,
+        dataset=[data],
+        split=split,
+        output_dir=folder,
+        outer_steps=steps,
+        **{"eval_steps": steps // 3, **COMMON, **settings},
+    )
     MetaTrainer(config).train()
-    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return f"{folder}/model", {line["step"]: line["valid_accuracy"] for line in lines if "valid_accuracy" in line}
+    lines = [
+        json.loads(line) for line in Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    return f"{folder}/model", {
+        line["step"]: line["valid_accuracy"] for line in lines if "valid_accuracy" in line
+    }
 
 
 def numbers(cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -152,10 +210,16 @@ def accuracies(cell: dict[str, Any], shot: str) -> list[float]:
 
 
 def gains(ours: dict[str, Any], frozen: dict[str, Any], shot: str) -> list[list[float]]:
-    """Of each split that both rows have: paired by episode, of which a row may have met the first ones only, or by means."""
-    alike = [split for split in ours if split in frozen and ("right" in ours[split]) == ("right" in frozen[split])]
-    return [[a - b for a, b in zip(accuracies(ours[split], shot), accuracies(frozen[split], shot), strict=False)]
-            for split in alike]  # fmt: skip
+    """Of each split that both rows have: paired by episode, of which a row may have met the first ones only,
+    or by means.
+    """
+    alike = [
+        split for split in ours if split in frozen and ("right" in ours[split]) == ("right" in frozen[split])
+    ]
+    return [
+        [a - b for a, b in zip(accuracies(ours[split], shot), accuracies(frozen[split], shot), strict=False)]
+        for split in alike
+    ]
 
 
 def show(cells: dict[str, Any]) -> str:
@@ -189,7 +253,9 @@ def interval(splits: list[list[float]], sign: str = "") -> str:
 
 
 def estimate(splits: list[list[float]]) -> tuple[float, float | None]:
-    """Mean of what episodes of splits have, half its 95 % interval: over three splits or more, else over episodes."""
+    """Mean of what episodes of splits have, half its 95 % interval: over three splits or more, else over
+    episodes.
+    """
     means = [sum(values) / len(values) for values in splits]
     over = means if len(splits) > 2 else [value for values in splits for value in values]
     return sum(means) / len(means), mean_ci95(over)[1] if len(over) > 1 else None

@@ -1,15 +1,21 @@
 """Resident memory of each rank while a random Llama of 200 M parameters is meta-trained, beside the estimate.
 
-    python benchmarks/memory.py model FOLDER                                             # writes the checkpoint
-    torchrun --nproc_per_node 2 benchmarks/memory.py run FOLDER --group_size 2 [flags]   # a JSON line per rank
-    torchrun --nproc_per_node 2 benchmarks/memory.py deepspeed FOLDER [DEEPSPEED.json [fused]]   # ordinary training
-    torchrun --nproc_per_node 2 benchmarks/memory.py pipeline FOLDER                     # the same in stages, one per rank
-    python benchmarks/memory.py collect LINES OUT.json                                   # `# title` and JSON lines to a file
+    # writes the checkpoint
+    python benchmarks/memory.py model FOLDER
+    # a JSON line per rank
+    torchrun --nproc_per_node 2 benchmarks/memory.py run FOLDER --group_size 2 [flags]
+    # ordinary training
+    torchrun --nproc_per_node 2 benchmarks/memory.py deepspeed FOLDER [DEEPSPEED.json [fused]]
+    # the same in stages, one per rank
+    torchrun --nproc_per_node 2 benchmarks/memory.py pipeline FOLDER
+    # `# title` and JSON lines to a file
+    python benchmarks/memory.py collect LINES OUT.json
 
-The peak is VmHWM less the resident set before the weights are read (interpreter, libraries, process groups). `deepspeed` is
-training as DeepSpeed's documentation has it, without fmmeta but for the completed JSON: transformers loads the model (cut at
-birth at stage 3), deepspeed.initialize gets torch's AdamW, four rows are shared out over the ranks. AdamW as it comes makes
-temporary copies of its shard; `fused` does not. `pipeline` is DeepSpeed's pipeline engine with fused AdamW over the same stages.
+The peak is VmHWM less the resident set before the weights are read (interpreter, libraries, process groups).
+`deepspeed` is training as DeepSpeed's documentation has it, without fmmeta but for the completed JSON:
+transformers loads the model (cut at birth at stage 3), deepspeed.initialize gets torch's AdamW, four rows are
+shared out over the ranks. AdamW as it comes makes temporary copies of its shard; `fused` does not. `pipeline`
+is DeepSpeed's pipeline engine with fused AdamW over the same stages.
 """
 
 from __future__ import annotations
@@ -22,11 +28,24 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-EXACT = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}  # glibc keeps freed blocks below 32 MB otherwise
+EXACT = {
+    "MALLOC_MMAP_THRESHOLD_": "262144",
+    "MALLOC_TRIM_THRESHOLD_": "262144",
+}  # glibc keeps freed blocks below 32 MB otherwise
 
 
-RUN = {"task_type": "causal_lm", "k_shot": 4, "num_query": 4, "meta_batch_size": 1, "inner_steps": 1, "outer_steps": 2,
-       "max_length": 24, "eval_episodes": 0, "save_steps": 0, "outer_lr": 1e-4}  # fmt: skip
+RUN = {
+    "task_type": "causal_lm",
+    "k_shot": 4,
+    "num_query": 4,
+    "meta_batch_size": 1,
+    "inner_steps": 1,
+    "outer_steps": 2,
+    "max_length": 24,
+    "eval_episodes": 0,
+    "save_steps": 0,
+    "outer_lr": 1e-4,
+}
 
 
 def make_model(folder: Path) -> None:
@@ -34,9 +53,19 @@ def make_model(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=1024, num_hidden_layers=13, num_attention_heads=16, num_key_value_heads=16,
-                         intermediate_size=2816, vocab_size=16000, max_position_embeddings=128, tie_word_embeddings=False,
-                         pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=1024,
+        num_hidden_layers=13,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        intermediate_size=2816,
+        vocab_size=16000,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
@@ -93,12 +122,30 @@ def run(folder: str, flags: list[str]) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     from fmmeta.checkpoint.hf_export import export
 
-    export(Path(f"{folder}-exported"), trainer.theta, parts.worker, parts.frozen, config, plan.description, plan.tokenizer, ranks)
+    export(
+        Path(f"{folder}-exported"),
+        trainer.theta,
+        parts.worker,
+        parts.frozen,
+        config,
+        plan.description,
+        plan.tokenizer,
+        ranks,
+    )
     exporting = resident("VmHWM") - before
     own = sum(fragment.length for fragment in parts.worker.params.fragments)
-    estimated = auto_group_size.estimate(build.sizes_of(config, plan, world.device), plan.precision, parts.place.data)
-    line = {"rank": launch.global_rank, "parameters": own, "load_gb": loaded / 1e9, "train_gb": peak / 1e9,
-            "export_gb": exporting / 1e9, "estimate_gb": estimated.total / 1e9, "estimate": str(estimated)}  # fmt: skip
+    estimated = auto_group_size.estimate(
+        build.sizes_of(config, plan, world.device), plan.precision, parts.place.data
+    )
+    line = {
+        "rank": launch.global_rank,
+        "parameters": own,
+        "load_gb": loaded / 1e9,
+        "train_gb": peak / 1e9,
+        "export_gb": exporting / 1e9,
+        "estimate_gb": estimated.total / 1e9,
+        "estimate": str(estimated),
+    }
     for text in world.comm.gather_bytes(json.dumps(line).encode()):
         if launch.global_rank == 0:
             print(text.decode(), flush=True)
@@ -125,7 +172,9 @@ def ordinary(folder: str, deepspeed_json: str | None = None, fused: str = "") ->
     kept = HfDeepSpeedConfig(settings) if precision.zero_stage == 3 else None
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=bool(fused))
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=settings, dist_init_required=False
+    )
     Path("/proc/self/clear_refs").write_text("5")
     ids = torch.randint(3, 16000, (max(1, 4 // launch.world_size), 24))
     for _ in range(4):
@@ -144,7 +193,9 @@ def ordinary(folder: str, deepspeed_json: str | None = None, fused: str = "") ->
 
 
 def staged(folder: str) -> None:
-    """Ordinary training in a pipeline: fmmeta's stages and batches, torch's optimizer in the engine, none of fmmeta's vectors."""
+    """Ordinary training in a pipeline: fmmeta's stages and batches, torch's optimizer in the engine, none of
+    fmmeta's vectors.
+    """
     import torch
 
     from fmmeta.cli import parse
@@ -168,8 +219,18 @@ def staged(folder: str) -> None:
     launch = Launch.from_env(os.environ)
     work = Path(tempfile.mkdtemp())
     write_pairs(work / "pairs.jsonl")
-    config = parse([f"--{key}={value}" for key, value in {**RUN, "dataset": work / "pairs.jsonl", "group_size": launch.world_size,
-                    "pipeline_stages": launch.world_size, "model_name_or_path": folder}.items()])  # fmt: skip
+    config = parse(
+        [
+            f"--{key}={value}"
+            for key, value in {
+                **RUN,
+                "dataset": work / "pairs.jsonl",
+                "group_size": launch.world_size,
+                "pipeline_stages": launch.world_size,
+                "model_name_or_path": folder,
+            }.items()
+        ]
+    )
     world = World(launch, pick_device(launch))
     plan = build.plan(config, world, lambda text: None)
     ranks = build.form_groups(config, plan, world, lambda text: None)
@@ -179,11 +240,19 @@ def staged(folder: str) -> None:
     worker: Any = started.worker
     Path("/proc/self/clear_refs").write_text("5")
     task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
-    batches = LoadEpisode(plan.sources.train, build.dealer_of(config, plan, started.place), None, 0).batches(task).support
+    batches = (
+        LoadEpisode(plan.sources.train, build.dealer_of(config, plan, started.place), None, 0)
+        .batches(task)
+        .support
+    )
     for _ in range(4):
         worker._begin(len(batches))
         worker.engine.train_batch(worker._feed(batches))
-    line = {"rank": launch.global_rank, "train_gb": (resident("VmHWM") - before) / 1e9, "stages": launch.world_size}
+    line = {
+        "rank": launch.global_rank,
+        "train_gb": (resident("VmHWM") - before) / 1e9,
+        "stages": launch.world_size,
+    }
     for text in world.comm.gather_bytes(json.dumps(line).encode()):
         if launch.global_rank == 0:
             print(text.decode(), flush=True)

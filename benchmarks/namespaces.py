@@ -1,9 +1,11 @@
-"""Two hosts on one machine: network namespaces with a name, an address and a loopback of their own, joined by a cable (veth).
+"""Two hosts on one machine: network namespaces with a name, an address and a loopback of their own, joined by
+a cable (veth).
 
     with Hosts() as hosts: hosts.run(0, ["python", ...]); hosts.shape(10); hosts.unplug()
 
-Processes of one reach the other through the cable alone, which can be slowed down (tc tbf), delayed (tc netem) and unplugged.
-They share files and cores. Needs root and Debian's iproute2 and util-linux; touches nothing but namespaces that it has made.
+Processes of one reach the other through the cable alone, which can be slowed down (tc tbf), delayed (tc
+netem) and unplugged. They share files and cores. Needs root and Debian's iproute2 and util-linux; touches
+nothing but namespaces that it has made.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from typing import IO, Any
 
 NAMES, ADDRESSES = ("alpha", "beta"), ("10.231.0.1", "10.231.0.2")
 BURST = 6000  # bytes that pass at once, however slow the cable; a few packets
-QUEUE_S, QUEUE = 0.1, 32_000  # what waits at most: seconds of the bandwidth, bytes at least; acknowledgements wait behind it
+QUEUE_S, QUEUE = (
+    0.1,
+    32_000,
+)  # what waits at most: seconds of the bandwidth, bytes at least; acknowledgements wait behind it
 
 
 class Hosts:
@@ -48,8 +53,12 @@ class Hosts:
             call("ip", "netns", "add", space)
             files = self.files(space)
             files.mkdir(parents=True)
-            # as Debian does: a host's own name stands for a loopback address, which is no use to the other one
-            lines = [f"{'127.0.1.1' if host == name else address} {host}" for address, host in zip(ADDRESSES, NAMES, strict=True)]
+            # as Debian does: a host's own name stands for a loopback address, which is no use to the other
+            # one
+            lines = [
+                f"{'127.0.1.1' if host == name else address} {host}"
+                for address, host in zip(ADDRESSES, NAMES, strict=True)
+            ]
             (files / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
             (files / "hostname").write_text(f"{name}\n")
         here, there = self.cables
@@ -57,7 +66,19 @@ class Hosts:
             self._make_middle()
         else:
             call(
-                "ip", "link", "add", here, "netns", self.spaces[0], "type", "veth", "peer", "name", there, "netns", self.spaces[1]
+                "ip",
+                "link",
+                "add",
+                here,
+                "netns",
+                self.spaces[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                there,
+                "netns",
+                self.spaces[1],
             )
         for space, cable, address in zip(self.spaces, self.cables, ADDRESSES, strict=True):
             call("ip", "-n", space, "addr", "add", f"{address}/30", "dev", cable)
@@ -68,9 +89,31 @@ class Hosts:
         call("ip", "netns", "add", self.middle)
         ends = [f"{cable}m" for cable in self.cables]
         for space, cable, end in zip(self.spaces, self.cables, ends, strict=True):
-            call("ip", "link", "add", cable, "netns", space, "type", "veth", "peer", "name", end, "netns", self.middle)
+            call(
+                "ip",
+                "link",
+                "add",
+                cable,
+                "netns",
+                space,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                end,
+                "netns",
+                self.middle,
+            )
             call("ip", "-n", self.middle, "link", "set", end, "up")
-        words = ["ip", "netns", "exec", self.middle, sys.executable, str(Path(__file__).with_name("relay.py")), *ends]
+        words = [
+            "ip",
+            "netns",
+            "exec",
+            self.middle,
+            sys.executable,
+            str(Path(__file__).with_name("relay.py")),
+            *ends,
+        ]
         self.relay = subprocess.Popen(words, stdin=subprocess.PIPE, text=True)
 
     def delay(self, milliseconds: float) -> None:
@@ -92,24 +135,62 @@ class Hosts:
         self, host: int, words: Sequence[str], output: int | IO[Any] = subprocess.DEVNULL, **options: Any
     ) -> subprocess.Popen:
         """Start a process on a host, in a session of its own; `close` ends it and its children."""
-        started = subprocess.Popen(self.command(host, words), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                                   **options)  # fmt: skip
+        started = subprocess.Popen(
+            self.command(host, words),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **options,
+        )
         self.running.append(started)
         return started
 
     def shape(self, mbit: float | None, delay_ms: float = 0.0) -> None:
-        """Let the cable carry so many Mbit/s each way (None: as fast as it goes) and take so long. Raises `OSError`."""
+        """Let the cable carry so many Mbit/s each way (None: as fast as it goes) and take so long.
+
+        Raises `OSError`.
+        """
         for space, cable in zip(self.spaces, self.cables, strict=True):
-            subprocess.run(["tc", "-n", space, "qdisc", "del", "dev", cable, "root"], capture_output=True, check=False)
+            subprocess.run(
+                ["tc", "-n", space, "qdisc", "del", "dev", cable, "root"], capture_output=True, check=False
+            )
             if delay_ms:
                 rate = ["rate", f"{mbit}mbit"] if mbit else []
-                call("tc", "-n", space, "qdisc", "add", "dev", cable, "root", "netem", "delay", f"{delay_ms}ms", *rate)
+                call(
+                    "tc",
+                    "-n",
+                    space,
+                    "qdisc",
+                    "add",
+                    "dev",
+                    cable,
+                    "root",
+                    "netem",
+                    "delay",
+                    f"{delay_ms}ms",
+                    *rate,
+                )
             elif mbit:
                 # whole frames pass through the bucket: no segments of 64 KB, which would not fit into it
                 call("ip", "-n", space, "link", "set", cable, "gso_max_segs", "1")
                 limit = max(QUEUE, round(QUEUE_S * mbit * 1e6 / 8))
-                call("tc", "-n", space, "qdisc", "add", "dev", cable, "root", "tbf", "rate", f"{mbit}mbit", "burst", str(BURST),
-                     "limit", str(limit))  # fmt: skip
+                call(
+                    "tc",
+                    "-n",
+                    space,
+                    "qdisc",
+                    "add",
+                    "dev",
+                    cable,
+                    "root",
+                    "tbf",
+                    "rate",
+                    f"{mbit}mbit",
+                    "burst",
+                    str(BURST),
+                    "limit",
+                    str(limit),
+                )
 
     def unplug(self) -> None:
         call("ip", "-n", self.spaces[1], "link", "set", self.cables[1], "down")
@@ -135,7 +216,9 @@ class Hosts:
             self.relay.kill()
             self.relay.wait()
         for space in [*self.spaces, *([self.middle] if self.middle else [])]:
-            left = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False).stdout.split()
+            left = subprocess.run(
+                ["ip", "netns", "pids", space], capture_output=True, text=True, check=False
+            ).stdout.split()
             for pid in left:
                 os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)

@@ -1,21 +1,22 @@
-"""fmmeta beside learn2learn, higher and TorchOpt: CPU seconds of a task's meta-gradient, on the same episodes, the same result.
+"""fmmeta beside learn2learn, higher and TorchOpt: CPU seconds of a task's meta-gradient, on the same
+episodes, the same result.
 
     python -m benchmarks.peers --peers-python ~/peers/bin/python --json benchmarks/results/peers.json
 
-The peers live in an environment of their own, in which all of this runs (it needs fmmeta's requirements too): higher and
-TorchOpt install as they are; of learn2learn, whose build fails on Python 3.11, the files algorithms/maml.py,
-algorithms/base_learner.py and utils/__init__.py are enough. One thread, MiniLM, clinc150, 5-way 5-shot with 5 queries per class;
-measured in turn, task by task.
+The peers live in an environment of their own, in which all of this runs (it needs fmmeta's requirements too):
+higher and TorchOpt install as they are; of learn2learn, whose build fails on Python 3.11, the files
+algorithms/maml.py, algorithms/base_learner.py and utils/__init__.py are enough. One thread, MiniLM, clinc150,
+5-way 5-shot with 5 queries per class; measured in turn, task by task.
 
     same      FOMAML of 5 steps on identical tensors, padded to the longest row of a set
     users     FOMAML as their examples are written: rows tokenised one by one and padded to 64 tokens; fmmeta from its own loader
     anil      the same for ANIL of 10 steps, exact, features of the body computed once per task as in learn2learn's example
 
-fmmeta does what its training loop does: a task's direction is added to a sum (here one of zeros). TorchOpt's MetaSGD is of second
-order only, so FOMAML is written with its functional optimizer.
+fmmeta does what its training loop does: a task's direction is added to a sum (here one of zeros). TorchOpt's
+MetaSGD is of second order only, so FOMAML is written with its functional optimizer.
 
-Meta-gradients must agree to 1e-4. The last line has the ratios: fmmeta's CPU seconds by the peer's (same), and how many times as
-many episodes per CPU second (users, anil).
+Meta-gradients must agree to 1e-4. The last line has the ratios: fmmeta's CPU seconds by the peer's (same),
+and how many times as many episodes per CPU second (users, anil).
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ def by_higher(model: nn.Module, episode: Episode, steps: int, lr: float) -> Grad
     import higher  # type: ignore[import-not-found]
 
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
-    with higher.innerloop_ctx(model, optimizer, copy_initial_weights=False, track_higher_grads=False) as (fast, inner):
+    with higher.innerloop_ctx(model, optimizer, copy_initial_weights=False, track_higher_grads=False) as (
+        fast,
+        inner,
+    ):
         for _ in range(steps):
             inner.step(loss_of(fast, episode.support[0]))
         named = [(name, p) for name, p in fast.named_parameters() if p.requires_grad]
@@ -83,7 +87,9 @@ def by_torchopt(model: nn.Module, episode: Episode, steps: int, lr: float) -> Gr
     state = optimizer.init(params)
 
     def loss_at(params: tuple[Tensor, ...], batch: MicroBatch) -> Tensor:
-        logits = torch.func.functional_call(model, dict(zip(names, params, strict=True)), (batch.input_ids, batch.attention_mask))
+        logits = torch.func.functional_call(
+            model, dict(zip(names, params, strict=True)), (batch.input_ids, batch.attention_mask)
+        )
         return F.cross_entropy(logits, batch.labels)
 
     for _ in range(steps):
@@ -95,12 +101,18 @@ def by_torchopt(model: nn.Module, episode: Episode, steps: int, lr: float) -> Gr
 
 
 def anil_by_learn2learn(model: Any, episode: Episode, steps: int, lr: float) -> Grads:
-    """As in examples/vision/anil_fc100.py: features of support and query at once, the head cloned and adapted, second order."""
+    """As in examples/vision/anil_fc100.py: features of support and query at once, the head cloned and
+    adapted, second order.
+    """
     from learn2learn.algorithms.maml import MAML  # type: ignore[import-not-found]
 
     head = MAML(model.head, lr=lr).clone()
-    both = [torch.cat(parts) for parts in zip(*[(b.input_ids, b.attention_mask) for b in (episode.support[0], episode.query[0])],
-                                              strict=True)]  # fmt: skip
+    both = [
+        torch.cat(parts)
+        for parts in zip(
+            *[(b.input_ids, b.attention_mask) for b in (episode.support[0], episode.query[0])], strict=True
+        )
+    ]
     support, query = model(*both, want="features").split(len(episode.support[0].labels))
     for _ in range(steps):
         head.adapt(F.cross_entropy(head(support), episode.support[0].labels))
@@ -145,18 +157,31 @@ def as_users_read(texts: tuple[list[str], list[str]], episode: Episode, tokenize
     """Rows tokenised one by one, padded to 64 tokens, stacked."""
     sets = []
     for lines, batch in zip(texts, (episode.support[0], episode.query[0]), strict=True):
-        rows = [tokenizer(text, padding="max_length", truncation=True, max_length=PADDED, return_tensors="pt") for text in lines]
+        rows = [
+            tokenizer(text, padding="max_length", truncation=True, max_length=PADDED, return_tensors="pt")
+            for text in lines
+        ]
         ids, mask = (torch.cat([row[key] for row in rows]) for key in ("input_ids", "attention_mask"))
         sets.append([MicroBatch(ids, mask, batch.labels, batch.weights)])
     return Episode(*sets)
 
 
 def texts_of(episode: Episode, tokenizer: Any) -> tuple[list[str], list[str]]:
-    return tuple(tokenizer.batch_decode(b.input_ids, skip_special_tokens=True) for b in (episode.support[0], episode.query[0]))  # type: ignore[return-value]
+    return tuple(
+        tokenizer.batch_decode(b.input_ids, skip_special_tokens=True)
+        for b in (episode.support[0], episode.query[0])
+    )  # type: ignore[return-value]
 
 
-def compare(ours: Ours, model: nn.Module, peers: dict[str, Callable[..., Grads]], repeats: int, config: Config, tokenizer: Any,
-            users: bool) -> dict[str, Any]:  # fmt: skip
+def compare(
+    ours: Ours,
+    model: nn.Module,
+    peers: dict[str, Callable[..., Grads]],
+    repeats: int,
+    config: Config,
+    tokenizer: Any,
+    users: bool,
+) -> dict[str, Any]:
     """CPU and wall seconds of one task by each, and how far each peer's meta-gradient is from ours."""
     names = [name for name in ours.shapes if not name.startswith("head.")]
     costs: dict[str, list[Cost]] = {name: [] for name in ("fmmeta", *peers)}
@@ -175,8 +200,14 @@ def compare(ours: Ours, model: nn.Module, peers: dict[str, Callable[..., Grads]]
         for peer, work in peers.items():
             own_model = copy.deepcopy(model)
 
-            def theirs(peer: str = peer, work: Any = work, own_model: Any = own_model, kept: dict[str, Any] = kept,
-                       given: Episode = given, texts: Any = texts) -> None:  # fmt: skip
+            def theirs(
+                peer: str = peer,
+                work: Any = work,
+                own_model: Any = own_model,
+                kept: dict[str, Any] = kept,
+                given: Episode = given,
+                texts: Any = texts,
+            ) -> None:
                 episode = as_users_read(texts, given, tokenizer) if users else given
                 kept[peer] = work(own_model, episode, config.inner_steps, config.inner_lr)
 
@@ -188,17 +219,25 @@ def compare(ours: Ours, model: nn.Module, peers: dict[str, Callable[..., Grads]]
     for kind in ("cpu", "wall"):
         seconds = {name: [getattr(c, kind) for c in each[1:]] for name, each in costs.items()}
         result[kind] = {name: spread(each) for name, each in seconds.items()}
-        result[f"{kind}_ratio"] = {peer: spread([a / b for a, b in zip(seconds["fmmeta"], seconds[peer], strict=True)])
-                                   for peer in peers}  # fmt: skip
+        result[f"{kind}_ratio"] = {
+            peer: spread([a / b for a, b in zip(seconds["fmmeta"], seconds[peer], strict=True)])
+            for peer in peers
+        }
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", required=True, help="interpreter of an environment with learn2learn and higher")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peers-python", required=True, help="interpreter of an environment with learn2learn and higher"
+    )
     parser.add_argument("--model_name_or_path")
     parser.add_argument("--data")
-    parser.add_argument("--questions", nargs="+", choices=["same", "users", "anil"], default=["same", "users", "anil"])
+    parser.add_argument(
+        "--questions", nargs="+", choices=["same", "users", "anil"], default=["same", "users", "anil"]
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json")
     given = parser.parse_args()
@@ -206,31 +245,54 @@ def main() -> None:
     if os.path.abspath(sys.executable) != there:
         os.execv(there, [there, "-m", "benchmarks.peers", *sys.argv[1:]])
     world, ranks, results = alone(), None, {}
-    base = {**SETTINGS, "model_name_or_path": find_model(given.model_name_or_path), "dataset": [find_data(given.data)],
-            "outer_steps": 1, "group_size": "1", "micro_batch_size": 64}  # fmt: skip
+    base = {
+        **SETTINGS,
+        "model_name_or_path": find_model(given.model_name_or_path),
+        "dataset": [find_data(given.data)],
+        "outer_steps": 1,
+        "group_size": "1",
+        "micro_batch_size": 64,
+    }
     both = {"learn2learn": by_learn2learn, "higher": by_higher, "torchopt": by_torchopt}
     for question in given.questions:
         anil = question == "anil"
-        config = Config(**{**base, "algorithm": "anil" if anil else "fomaml", "inner_steps": 10 if anil else 5})
+        config = Config(
+            **{**base, "algorithm": "anil" if anil else "fomaml", "inner_steps": 10 if anil else 5}
+        )
         prepared, ranks = prepare(config, world, ranks)
         model = load_learner(config, prepared.plan.description)
         model.unpadded.works = False  # the peers get the model as transformers has it
         for p in model.head.parameters():  # type: ignore[union-attr]
             nn.init.zeros_(p)
         peers: dict[str, Callable[..., Grads]] = {"learn2learn": anil_by_learn2learn} if anil else both
-        results[question] = compare(Ours(prepared), model, peers, given.repeats, config, prepared.plan.tokenizer,
-                                    question != "same")  # fmt: skip
+        results[question] = compare(
+            Ours(prepared), model, peers, given.repeats, config, prepared.plan.tokenizer, question != "same"
+        )
         write_json(given.json, {"settings": base, "questions": results})
     world.close()
     rows, last = [], []
     for question, r in results.items():
         for peer, ratio in r["cpu_ratio"].items():
-            rows.append([question, peer, f"{r['cpu']['fmmeta']['median']:.3f}", f"{r['cpu'][peer]['median']:.3f}",
-                         f"{ratio['median']:.3f}", f"{ratio['low']:.3f} to {ratio['high']:.3f}",
-                         f"{r['wall_ratio'][peer]['median']:.3f}", f"{r['apart'][peer]:.1e}"])  # fmt: skip
+            rows.append(
+                [
+                    question,
+                    peer,
+                    f"{r['cpu']['fmmeta']['median']:.3f}",
+                    f"{r['cpu'][peer]['median']:.3f}",
+                    f"{ratio['median']:.3f}",
+                    f"{ratio['low']:.3f} to {ratio['high']:.3f}",
+                    f"{r['wall_ratio'][peer]['median']:.3f}",
+                    f"{r['apart'][peer]:.1e}",
+                ]
+            )
             value = f"{ratio['median']:.2f}" if question == "same" else f"{1 / ratio['median']:.1f}x"
             last.append(f"{question} {peer} {value}")
-    print(table(["", "peer", "fmmeta CPU s", "peer CPU s", "ratio", "quartiles", "wall ratio", "gradients apart"], rows))
+    print(
+        table(
+            ["", "peer", "fmmeta CPU s", "peer CPU s", "ratio", "quartiles", "wall ratio", "gradients apart"],
+            rows,
+        )
+    )
 
     worst = max(value for r in results.values() for value in r["apart"].values())
     if not worst < 1e-4:

@@ -1,13 +1,17 @@
-"""How far is `fmmeta plan` from what runs do? Peak memory of ranks, and seconds of outer steps, beside what was planned.
+"""How far is `fmmeta plan` from what runs do? Peak memory of ranks, and seconds of outer steps, beside what
+was planned.
 
-    python -m benchmarks.plan memory FOLDER --json benchmarks/results/plan.json     # one layout after the other, minutes each
-    torchrun --nproc_per_node 2 -m benchmarks.plan time FOLDER [flags of a run]     # calibrates, trains, calibrates, trains
-    python -m benchmarks.plan model FOLDER [small]                                  # a random Llama of 69 M or 16 M parameters
+    # one layout after the other, minutes each
+    python -m benchmarks.plan memory FOLDER --json benchmarks/results/plan.json
+    # calibrates, trains, calibrates, trains
+    torchrun --nproc_per_node 2 -m benchmarks.plan time FOLDER [flags of a run]
+    # a random Llama of 69 M or 16 M parameters
+    python -m benchmarks.plan model FOLDER [small]
 
-memory: benchmarks/memory.py measures (VmHWM of the fullest rank, libraries left out). The last line is the largest ratio of what
-was measured to what was planned, and the smallest. time: the profile is measured in the processes that train, in seconds of the
-clock and of the CPU (which other work on the machine does not stretch), and the prediction made with each is compared with the
-median outer step by the same clock.
+memory: benchmarks/memory.py measures (VmHWM of the fullest rank, libraries left out). The last line is the
+largest ratio of what was measured to what was planned, and the smallest. time: the profile is measured in the
+processes that train, in seconds of the clock and of the CPU (which other work on the machine does not
+stretch), and the prediction made with each is compared with the median outer step by the same clock.
 """
 
 from __future__ import annotations
@@ -26,16 +30,25 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parent.parent
-TASK = {"task_type": "causal_lm", "max_length": 24, "k_shot": 4, "num_query": 4, "inner_steps": 1, "meta_batch_size": 1}
+TASK = {
+    "task_type": "causal_lm",
+    "max_length": 24,
+    "k_shot": 4,
+    "num_query": 4,
+    "inner_steps": 1,
+    "meta_batch_size": 1,
+}
 LAYOUTS: list[tuple[str, int, int, int, bool]] = [  # name, group size, ZeRO stage, pipeline stages, bf16
     ("plain", 1, 0, 1, False),
     *((f"ZeRO {stage}", size, stage, 1, False) for size in (2, 4) for stage in (0, 1, 2, 3)),
-    *((f"{stages} stages, ZeRO {stage}", size, stage, stages, False) for size, stages, stage in
-      ((2, 2, 0), (4, 4, 0), (4, 2, 0), (4, 2, 1))),
+    *(
+        (f"{stages} stages, ZeRO {stage}", size, stage, stages, False)
+        for size, stages, stage in ((2, 2, 0), (4, 4, 0), (4, 2, 0), (4, 2, 1))
+    ),
     ("plain, bf16", 1, 0, 1, True),
     *((f"ZeRO {stage}, bf16", 2, stage, 1, True) for stage in (0, 1, 2, 3)),
     ("2 stages, bf16", 2, 0, 2, True),
-]  # fmt: skip
+]
 
 
 def make_model(folder: str, size: str = "") -> None:
@@ -44,10 +57,19 @@ def make_model(folder: str, size: str = "") -> None:
 
     torch.manual_seed(0)
     hidden, layers, vocab = (512, 4, 2000) if size == "small" else (768, 8, 8000)
-    config = LlamaConfig(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
-                         num_key_value_heads=hidden // 64, intermediate_size=hidden * 8 // 3 // 64 * 64, vocab_size=vocab,
-                         max_position_embeddings=256, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1,
-                         eos_token_id=2)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        intermediate_size=hidden * 8 // 3 // 64 * 64,
+        vocab_size=vocab,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
@@ -58,24 +80,61 @@ def cpu_profile() -> Any:
     return replace(PROFILES["a100"], device="cpu")
 
 
-def planned(folder: str, size: int, stage: int, stages: int, bf16: bool, profile: Any = None, gpus: int = 0, **task: Any) -> Any:
+def planned(
+    folder: str,
+    size: int,
+    stage: int,
+    stages: int,
+    bf16: bool,
+    profile: Any = None,
+    gpus: int = 0,
+    **task: Any,
+) -> Any:
     """The layout that the plan makes of these settings."""
     from fmmeta.planning.layouts import Planner
     from fmmeta.planning.settings import PlanConfig
 
-    plan = PlanConfig(model_name_or_path=folder, gpus=gpus or size, gpu_memory_gib=1e3, group_size=str(size), zero_stage=[stage],
-                      pipeline_stages=stages, tensor_parallel_size=1, lora_r=0, gradient_checkpointing=False, offload=False,
-                      offload_outer=False, micro_batch_size=32, bf16=bf16, simulate_steps=1, dataset=["pairs"],
-                      **{**TASK, **task})  # fmt: skip
+    plan = PlanConfig(
+        model_name_or_path=folder,
+        gpus=gpus or size,
+        gpu_memory_gib=1e3,
+        group_size=str(size),
+        zero_stage=[stage],
+        pipeline_stages=stages,
+        tensor_parallel_size=1,
+        lora_r=0,
+        gradient_checkpointing=False,
+        offload=False,
+        offload_outer=False,
+        micro_batch_size=32,
+        bf16=bf16,
+        simulate_steps=1,
+        dataset=["pairs"],
+        **{**TASK, **task},
+    )
     (layout,) = Planner(plan, profile or cpu_profile()).layouts()
     return layout
 
 
 def measured(folder: str, size: int, stage: int, stages: int, bf16: bool) -> float:
     """Bytes of the fullest rank."""
-    words = ["torchrun", "--nproc_per_node", str(size), "--master_port", str(20000 + os.getpid() % 20000), "benchmarks/memory.py",
-             "run", folder, "--group_size", str(size), "--deepspeed", f"ds_configs/zero{stage}.json", "--pipeline_stages",
-             str(stages), *(["--bf16"] if bf16 else [])]  # fmt: skip
+    words = [
+        "torchrun",
+        "--nproc_per_node",
+        str(size),
+        "--master_port",
+        str(20000 + os.getpid() % 20000),
+        "benchmarks/memory.py",
+        "run",
+        folder,
+        "--group_size",
+        str(size),
+        "--deepspeed",
+        f"ds_configs/zero{stage}.json",
+        "--pipeline_stages",
+        str(stages),
+        *(["--bf16"] if bf16 else []),
+    ]
     ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=590, check=False)
     if ran.returncode:
         raise SystemExit(ran.stderr[-2000:])
@@ -95,13 +154,20 @@ def memory(folder: str, out: str | None, only: str | None) -> None:
         if only and only != title:
             continue
         layout, peak = planned(folder, size, stage, stages, bf16), measured(folder, size, stage, stages, bf16)
-        found[title] = {"layout": title, "planned_gb": layout.memory.total / 1e9, "measured_gb": peak / 1e9,
-                        "ratio": peak / layout.memory.total, "kinds": asdict(layout.memory)}  # fmt: skip
+        found[title] = {
+            "layout": title,
+            "planned_gb": layout.memory.total / 1e9,
+            "measured_gb": peak / 1e9,
+            "ratio": peak / layout.memory.total,
+            "kinds": asdict(layout.memory),
+        }
         print(f"{title}: {peak / 1e9:.3f} measured, {layout.memory.total / 1e9:.3f} planned", flush=True)
         kept.pop("machine", None)
         write_json(out, {**kept, "memory": list(found.values())})
-    cells = [[title, f"{row['planned_gb']:.2f}", f"{row['measured_gb']:.2f}", f"{row['ratio']:.3f}"]
-             for title, row in found.items()]  # fmt: skip
+    cells = [
+        [title, f"{row['planned_gb']:.2f}", f"{row['measured_gb']:.2f}", f"{row['ratio']:.3f}"]
+        for title, row in found.items()
+    ]
     print(table(["layout", "planned GB", "measured GB", "ratio"], cells))
     ratios = [row["ratio"] for row in found.values()]
     print(f"{max(ratios):.3f} {min(ratios):.3f}")
@@ -112,7 +178,9 @@ CLOCKS = {"clock": time.perf_counter, "cpu": time.process_time}
 
 
 def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) -> None:
-    """One of the ranks that calibrate and train in turn. out: JSON file whose line for these flags is written anew."""
+    """One of the ranks that calibrate and train in turn. out: JSON file whose line for these flags is written
+    anew.
+    """
     from fmmeta.cli import parse
     from fmmeta.common.progress import Progress
     from fmmeta.parallel import deepspeed_config
@@ -123,11 +191,27 @@ def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) 
     from fmmeta.training.run_folder import RunStart
 
     launch, work = Launch.from_env(os.environ), Path(tempfile.mkdtemp())
-    rows = [{"task": f"t{t}", "input": "where " * 9 + f"{t} {i}", "output": "there " * 5} for t in range(4) for i in range(32)]
+    rows = [
+        {"task": f"t{t}", "input": "where " * 9 + f"{t} {i}", "output": "there " * 5}
+        for t in range(4)
+        for i in range(32)
+    ]
     (work / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {**TASK, **TIMED, "dataset": str(work / "pairs.jsonl"), "outer_steps": 1000, "eval_episodes": 0, "save_steps": 0,
-             "group_size": str(launch.world_size), "outer_lr": 1e-6, "inner_lr": 1e-3, "check_replicas_steps": 0}  # fmt: skip
-    config = parse([*(f"--{key}={value}" for key, value in given.items()), f"--model_name_or_path={folder}", *flags])
+    given = {
+        **TASK,
+        **TIMED,
+        "dataset": str(work / "pairs.jsonl"),
+        "outer_steps": 1000,
+        "eval_episodes": 0,
+        "save_steps": 0,
+        "group_size": str(launch.world_size),
+        "outer_lr": 1e-6,
+        "inner_lr": 1e-3,
+        "check_replicas_steps": 0,
+    }
+    config = parse(
+        [*(f"--{key}={value}" for key, value in given.items()), f"--model_name_or_path={folder}", *flags]
+    )
     world = World(launch, pick_device(launch))
     plan = build.plan(config, world, lambda text: None)
     ranks = build.form_groups(config, plan, world, lambda text: None)
@@ -146,10 +230,17 @@ def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) 
     for clock, each in found.items():
         profile = middle(each["profiles"])
         task = {**TIMED, "meta_batch_size": config.meta_batch_size}
-        layout = planned(folder, size, stage, config.pipeline_stages, bf16, profile, launch.world_size, **task)
+        layout = planned(
+            folder, size, stage, config.pipeline_stages, bf16, profile, launch.world_size, **task
+        )
         took = world.comm.sum_(torch_tensor(statistics.median(each["steps"]))) / launch.world_size
-        line[clock] = {"planned_s": layout.step_seconds, "measured_s": float(took), "ratio": float(took) / layout.step_seconds,
-                       "gflops": profile.matmul(bf16) / 1e9, "kinds": asdict(layout.step)}  # fmt: skip
+        line[clock] = {
+            "planned_s": layout.step_seconds,
+            "measured_s": float(took),
+            "ratio": float(took) / layout.step_seconds,
+            "gflops": profile.matmul(bf16) / 1e9,
+            "kinds": asdict(layout.step),
+        }
     if launch.global_rank == 0:
         print(json.dumps(line), flush=True)
         keep(out, line)
@@ -175,8 +266,14 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
     from fmmeta.planning import calibrate
     from fmmeta.planning.settings import PlanConfig
 
-    plan = PlanConfig(model_name_or_path=folder, gpus=ranks.world.size, gpu_memory_gib=1e3, bf16=bf16, dataset=["pairs"],
-                      **{**TASK, **TIMED})  # fmt: skip
+    plan = PlanConfig(
+        model_name_or_path=folder,
+        gpus=ranks.world.size,
+        gpu_memory_gib=1e3,
+        bf16=bf16,
+        dataset=["pairs"],
+        **{**TASK, **TIMED},
+    )
     given = SimpleNamespace(perf_counter=CLOCKS[clock])
     ordinary = layer_timing.time, calibrate.time
     layer_timing.time = calibrate.time = given  # type: ignore[assignment]
@@ -191,7 +288,10 @@ def train(run: Any, steps: int = 3) -> dict[str, list[float]]:
     """Seconds of some outer steps, the first of them left out."""
     marks: list[dict[str, float]] = []
     tell = run.journal.step
-    run.journal.step = lambda *told: (tell(*told), marks.append({name: clock() for name, clock in CLOCKS.items()}))
+    run.journal.step = lambda *told: (
+        tell(*told),
+        marks.append({name: clock() for name, clock in CLOCKS.items()}),
+    )
     run.config.outer_steps = run.state.outer_step + steps
     run.loop()
     run.journal.step = tell
@@ -201,7 +301,9 @@ def train(run: Any, steps: int = 3) -> dict[str, list[float]]:
 def middle(profiles: list[Any]) -> Any:
     """The median of each number."""
     numbers = [name for name, value in asdict(profiles[0]).items() if isinstance(value, float)]
-    return replace(profiles[0], **{name: statistics.median(getattr(one, name) for one in profiles) for name in numbers})
+    return replace(
+        profiles[0], **{name: statistics.median(getattr(one, name) for one in profiles) for name in numbers}
+    )
 
 
 def torch_tensor(value: float) -> Any:
@@ -211,7 +313,9 @@ def torch_tensor(value: float) -> Any:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["model", "memory", "time"])
     parser.add_argument("folder")
     parser.add_argument("size", nargs="?", default="")

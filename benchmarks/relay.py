@@ -1,7 +1,9 @@
-"""Delays packets between two interfaces where the kernel has no netem: `python benchmarks/relay.py ONE OTHER`, ms on its input.
+"""Delays packets between two interfaces where the kernel has no netem: `python benchmarks/relay.py ONE
+OTHER`, ms on its input.
 
-Every frame that one receives leaves by the other after the delay, in order, with the offload header that came with it (so that
-unfinished checksums and large segments pass as they are). Needs CAP_NET_RAW. Its own time comes on top: measure at 0 ms too.
+Every frame that one receives leaves by the other after the delay, in order, with the offload header that came
+with it (so that unfinished checksums and large segments pass as they are). Needs CAP_NET_RAW. Its own time
+comes on top: measure at 0 ms too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""How long does training wait for a checkpoint? The copy into host memory, beside the write that it stands for.
+"""How long does training wait for a checkpoint? The copy into host memory, beside the write that it stands
+for.
 
     python -m benchmarks.saving --params 60000000 --saves 5 --json benchmarks/results/saving.json
 
-The floor is the same save without the thread (--save_async false), measured in the same run: there training waits for all of
-it. Theta and two moments are written, 12 bytes per parameter.
+The floor is the same save without the thread (--save_async false), measured in the same run: there training
+waits for all of it. Theta and two moments are written, 12 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def measure(params: int, saves: int, asynchronous: bool, folder: Path) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--params", type=int, default=60_000_000)
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--json", default=None)
@@ -51,8 +54,15 @@ def main() -> None:
     for name, asynchronous in (("thread", True), ("no thread", False)):
         with tempfile.TemporaryDirectory() as folder:
             results[name] = measure(args.params, args.saves, asynchronous, Path(folder))
-    rows = [[name, f"{one['wait_s']['median']:.3f}", f"{one['write_s']['median']:.3f}",
-             f"{100 * one['wait_s']['median'] / one['write_s']['median']:.1f} %"] for name, one in results.items()]  # fmt: skip
+    rows = [
+        [
+            name,
+            f"{one['wait_s']['median']:.3f}",
+            f"{one['write_s']['median']:.3f}",
+            f"{100 * one['wait_s']['median'] / one['write_s']['median']:.1f} %",
+        ]
+        for name, one in results.items()
+    ]
     print(table(["save", "training waits (s)", "write (s)", "ratio"], rows))
     write_json(args.json, {"params": args.params, "saves": args.saves, **results})
 

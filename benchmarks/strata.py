@@ -2,7 +2,8 @@
 
     python -m benchmarks.strata --dataset ../shared/data/clinc150
 
-Prints the table of docs/data.md; the last line is the largest deviation of a group from its share of a stratum, in tasks.
+Prints the table of docs/data.md; the last line is the largest deviation of a group from its share of a
+stratum, in tasks.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ PER_STEP = 10  # tasks of a meta-batch
 def by_group(items: Items, num_groups: int) -> list[Counter[str]]:
     """`global`: what each group runs in the outer steps of the first epoch."""
     schedule, steps = Schedule(items, PER_STEP, seed=42), len(items) // PER_STEP
-    return [Counter(task.stratum for step in range(steps) for task in schedule.share(step, num_groups, group))
-            for group in range(num_groups)]  # fmt: skip
+    return [
+        Counter(task.stratum for step in range(steps) for task in schedule.share(step, num_groups, group))
+        for group in range(num_groups)
+    ]
 
 
 def by_node(items: Items, nodes: int) -> list[Counter[str]]:
@@ -37,15 +40,23 @@ def by_node(items: Items, nodes: int) -> list[Counter[str]]:
 
 def deviation(shares: list[Counter[str]]) -> float:
     whole = sum(shares, Counter())
-    return max(abs(share[stratum] - count / len(shares)) for share in shares for stratum, count in whole.items())
+    return max(
+        abs(share[stratum] - count / len(shares)) for share in shares for stratum, count in whole.items()
+    )
 
 
 def strata_table(items: Items) -> tuple[str, float]:
     """The table, and the largest deviation of all its columns."""
-    columns = {"global, 2 groups": by_group(items, 2), "global, 4 groups": by_group(items, 4),
-               "node, 2 nodes": by_node(items, 2), "node, 4 nodes": by_node(items, 4)}  # fmt: skip
-    rows = [[stratum, *(" ".join(str(share[stratum]) for share in shares) for shares in columns.values())]
-            for stratum in items.strata]  # fmt: skip
+    columns = {
+        "global, 2 groups": by_group(items, 2),
+        "global, 4 groups": by_group(items, 4),
+        "node, 2 nodes": by_node(items, 2),
+        "node, 4 nodes": by_node(items, 4),
+    }
+    rows = [
+        [stratum, *(" ".join(str(share[stratum]) for share in shares) for shares in columns.values())]
+        for stratum in items.strata
+    ]
     return table(["stratum", *columns], rows), max(map(deviation, columns.values()))
 
 
@@ -53,7 +64,8 @@ def all_classes(dataset: str) -> Items:
     """Every class of a data set, whatever its splits, as one source."""
 
     def items(**settings: str) -> list[Items]:
-        sources = load_sources(Config(dataset=[dataset], **settings), byte_tokenizer(), lambda text: None)  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        sources = load_sources(Config(dataset=[dataset], **settings), byte_tokenizer(), lambda text: None)
         return [source.items for source in (sources.train, sources.valid, sources.test) if source]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +75,9 @@ def all_classes(dataset: str) -> Items:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dataset", default="../shared/data/clinc150")
     given = parser.parse_args()
     text, worst = strata_table(all_classes(given.dataset))

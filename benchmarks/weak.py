@@ -1,12 +1,14 @@
-"""Weak scaling: two groups of one rank against two runs that know nothing of each other, on the same two cores at the same time.
+"""Weak scaling: two groups of one rank against two runs that know nothing of each other, on the same two
+cores at the same time.
 
     python -m benchmarks.weak --json benchmarks/results/weak.json
 
-FOMAML on MiniLM, `--meta_batch_size` tasks per group, one thread per process; each process trains as `launch/train.py` does. In
-turn: two groups of one run, then two runs of one group. The first outer step of each is left out. Tasks differ in tokens, so
-what is compared is tokens per second, those of both runs added up. Besides, in two processes: a reduction of a vector as long as
-theta over loopback, and its share of an outer step of the two groups; and comm_bytes in metrics.jsonl against the planner's
-formula. The last line has the efficiency and the share.
+FOMAML on MiniLM, `--meta_batch_size` tasks per group, one thread per process; each process trains as
+`launch/train.py` does. In turn: two groups of one run, then two runs of one group. The first outer step of
+each is left out. Tasks differ in tokens, so what is compared is tokens per second, those of both runs added
+up. Besides, in two processes: a reduction of a vector as long as theta over loopback, and its share of an
+outer step of the two groups; and comm_bytes in metrics.jsonl against the planner's formula. The last line has
+the efficiency and the share.
 """
 
 from __future__ import annotations
@@ -38,9 +40,20 @@ REDUCTIONS = 5
 
 
 def started(command: list[str], rank: int, size: int, port: int, log: Path) -> subprocess.Popen[bytes]:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1",
-           **{key: str(value) for key, value in place.items()}}  # fmt: skip
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_PORT": port,
+    }
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "MASTER_ADDR": "127.0.0.1",
+        **{key: str(value) for key, value in place.items()},
+    }
     with log.open("w") as file:
         return subprocess.Popen(command, env=env, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
 
@@ -48,7 +61,9 @@ def started(command: list[str], rank: int, size: int, port: int, log: Path) -> s
 def ended(processes: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
     codes = [process.wait() for process in processes]
     if any(codes):
-        raise SystemExit("weak: a process ended with an error:\n" + "\n".join(log.read_text()[-2000:] for log in logs))
+        raise SystemExit(
+            "weak: a process ended with an error:\n" + "\n".join(log.read_text()[-2000:] for log in logs)
+        )
 
 
 def trained(flags: dict[str, Any], groups: int, port: int) -> list[list[dict[str, Any]]]:
@@ -58,11 +73,21 @@ def trained(flags: dict[str, Any], groups: int, port: int) -> list[list[dict[str
         logs = [folder.with_suffix(".log") for folder in folders]
         processes = []
         for process in range(2):
-            words = {**flags, "meta_batch_size": groups * flags["meta_batch_size"],
-                     "output_dir": folders[0 if groups == 2 else process], "seed": 0 if groups == 2 else process}  # fmt: skip
-            command = [sys.executable, "launch/train.py", *(f"--{key}={value}" for key, value in words.items())]
+            words = {
+                **flags,
+                "meta_batch_size": groups * flags["meta_batch_size"],
+                "output_dir": folders[0 if groups == 2 else process],
+                "seed": 0 if groups == 2 else process,
+            }
+            command = [
+                sys.executable,
+                "launch/train.py",
+                *(f"--{key}={value}" for key, value in words.items()),
+            ]
             rank, size = (process, 2) if groups == 2 else (0, 1)
-            processes.append(started(command, rank, size, port + (0 if groups == 2 else process), logs[process]))
+            processes.append(
+                started(command, rank, size, port + (0 if groups == 2 else process), logs[process])
+            )
         ended(processes, logs)
         files = [folder / "metrics.jsonl" for folder in folders[: 1 if groups == 2 else 2]]
         return [[json.loads(line) for line in file.read_text().splitlines()][1:] for file in files]
@@ -74,8 +99,8 @@ def rate(lines: list[dict[str, Any]]) -> float:
 
 
 def reduce_rank(numel: int) -> None:
-    """One of two processes: print seconds of each reduction of `numel` fp32 numbers, as fp32 and as bf16, and, of what buckets
-    could hide behind it, of copies to bf16 and back and of an AdamW step.
+    """One of two processes: print seconds of each reduction of `numel` fp32 numbers, as fp32 and as bf16,
+    and, of what buckets could hide behind it, of copies to bf16 and back and of an AdamW step.
     """
     torch.set_num_threads(1)
     launch = Launch.from_env(os.environ)
@@ -113,7 +138,9 @@ def reductions(numel: int, port: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model_name_or_path")
     parser.add_argument("--data")
     parser.add_argument("--meta_batch_size", type=int, default=8, help="tasks per group and outer step")
@@ -125,9 +152,16 @@ def main() -> None:
     if given.reduce:
         reduce_rank(given.reduce)
         return
-    flags = {**SETTINGS, "model_name_or_path": find_model(given.model_name_or_path), "dataset": find_data(given.data),
-             "inner_steps": 5, "group_size": 1, "meta_batch_size": given.meta_batch_size, "logging_steps": 1,
-             "outer_steps": given.outer_steps + 1}  # fmt: skip
+    flags = {
+        **SETTINGS,
+        "model_name_or_path": find_model(given.model_name_or_path),
+        "dataset": find_data(given.data),
+        "inner_steps": 5,
+        "group_size": 1,
+        "meta_batch_size": given.meta_batch_size,
+        "logging_steps": 1,
+        "outer_steps": given.outer_steps + 1,
+    }
     config = Config(**{**flags, "dataset": [flags["dataset"]], "group_size": "1"})
     learner = empty_learner(config, describe(config))
     sizes = part_sizes(config, learner.hf.config, held(config, learner, learner.hf.config), lazy=True)
@@ -145,17 +179,46 @@ def main() -> None:
     efficiency = spread([a / b for a, b in zip(together, alone, strict=True)])
     cost = {kind: spread(each)["median"] for kind, each in seconds.items()}
     share = cost["fp32"] / spread(steps)["median"]
-    result = {"settings": flags, "tokens_per_second": {"two groups": together, "two runs": alone}, "efficiency": efficiency,
-              "step_seconds": spread(steps), "reduction_seconds": cost, "share": share,
-              "bytes": {"counted": sorted(counted), "formula": formula}}  # fmt: skip
+    result = {
+        "settings": flags,
+        "tokens_per_second": {"two groups": together, "two runs": alone},
+        "efficiency": efficiency,
+        "step_seconds": spread(steps),
+        "reduction_seconds": cost,
+        "share": share,
+        "bytes": {"counted": sorted(counted), "formula": formula},
+    }
     write_json(given.json, result)
-    row = [f"{spread(together)['median']:.0f}", f"{spread(alone)['median']:.0f}", f"{efficiency['median']:.3f}",
-           f"{spread(steps)['median']:.2f}", *(f"{one:.3f}" for one in cost.values()), f"{100 * share:.1f} %",
-           formula]  # fmt: skip
-    print(table(["tokens/s in two groups", "in two runs", "efficiency", "step s", "reduction s", "as bf16", "copies", "AdamW",
-                 "share", "bytes"], [row]))  # fmt: skip
+    row = [
+        f"{spread(together)['median']:.0f}",
+        f"{spread(alone)['median']:.0f}",
+        f"{efficiency['median']:.3f}",
+        f"{spread(steps)['median']:.2f}",
+        *(f"{one:.3f}" for one in cost.values()),
+        f"{100 * share:.1f} %",
+        formula,
+    ]
+    print(
+        table(
+            [
+                "tokens/s in two groups",
+                "in two runs",
+                "efficiency",
+                "step s",
+                "reduction s",
+                "as bf16",
+                "copies",
+                "AdamW",
+                "share",
+                "bytes",
+            ],
+            [row],
+        )
+    )
     if counted != {formula}:
-        raise SystemExit(f"weak: {sorted(counted)} bytes crossed in an outer step, and the formula says {formula}")
+        raise SystemExit(
+            f"weak: {sorted(counted)} bytes crossed in an outer step, and the formula says {formula}"
+        )
     print(f"weak: efficiency {efficiency['median']:.3f}, reduction {100 * share:.1f} % of a step")
 
 

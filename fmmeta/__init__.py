@@ -1,4 +1,7 @@
-"""fmmeta: meta-train foundation models that do not fit on one GPU. Imports are lazy: `import fmmeta` costs nothing."""
+"""fmmeta: meta-train foundation models that do not fit on one GPU.
+
+Imports are lazy: `import fmmeta` costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Config", "MetaTrainer", "UsageError", "adapt", "evaluate"]
 
-_HOME = {"Config": "fmmeta.config.settings", "UsageError": "fmmeta.config.settings", "MetaTrainer": "fmmeta.train",
-         "adapt": "fmmeta.adaptation.python_api", "evaluate": "fmmeta.adaptation.python_api"}  # fmt: skip
+_HOME = {
+    "Config": "fmmeta.config.settings",
+    "UsageError": "fmmeta.config.settings",
+    "MetaTrainer": "fmmeta.train",
+    "adapt": "fmmeta.adaptation.python_api",
+    "evaluate": "fmmeta.adaptation.python_api",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,6 @@
-"""`python -m fmmeta COMMAND`, which launchers can start too: `torchrun --nproc_per_node 2 -m fmmeta evaluate ...`."""
+"""`python -m fmmeta COMMAND`, which launchers can start too: `torchrun --nproc_per_node 2 -m fmmeta evaluate
+...`.
+"""
 
 from fmmeta.cli import main
 

@@ -1,4 +1,5 @@
-"""The command line: flags and `--config` files become a command's settings, errors become one line and exit code 2.
+"""The command line: flags and `--config` files become a command's settings, errors become one line and exit
+code 2.
 
 Nothing else lives here. `launch/train.py` and the console script `fmmeta` both call `main`.
 """
@@ -20,11 +21,16 @@ from fmmeta.common.errors import MachineFault, Stopped, UsageError
 from fmmeta.common.security import printable, redact
 from fmmeta.reliability.signals import EXIT_FAULT, EXIT_STOPPED, Signals, interrupting
 
-INTERRUPTED, CUT_OFF = 130, 141  # as shells have them: 128 + SIGINT, 128 + SIGPIPE (nobody reads standard output any more)
+INTERRUPTED, CUT_OFF = (
+    130,
+    141,
+)  # as shells have them: 128 + SIGINT, 128 + SIGPIPE (nobody reads standard output any more)
 
 
 class Command(NamedTuple):
-    """What it does, its settings and what runs with them, both as `module:name`, so that nothing is imported before its turn."""
+    """What it does, its settings and what runs with them, both as `module:name`, so that nothing is imported
+    before its turn.
+    """
 
     text: str
     settings: str
@@ -32,34 +38,68 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("meta-train a checkpoint (one process; `deepspeed launch/train.py` starts more)",
-                     "fmmeta.config.settings:Config", "fmmeta.train:train"),
-    "evaluate": Command("few-shot scores of a model on held-out tasks, with intervals and paired comparison",
-                        "fmmeta.evaluation.settings:EvaluateConfig", "fmmeta.evaluation.command:run"),
-    "tune": Command("choose a model's inner loop on validation tasks and store it with the model",
-                    "fmmeta.evaluation.settings:TuneConfig", "fmmeta.evaluation.tune:run"),
-    "adapt": Command("learn a task from a file of a few examples; an HF folder comes out",
-                     "fmmeta.evaluation.settings:AdaptConfig", "fmmeta.adaptation.command:run"),
-    "predict": Command("answers of an adapted model to a file or to standard input",
-                       "fmmeta.evaluation.settings:PredictConfig", "fmmeta.adaptation.predict:run"),
-    "elastic": Command("start the groups of a run on this node, and start those again that die (docs/elastic.md)",
-                       "fmmeta.elastic.supervisor:ElasticConfig", "fmmeta.elastic.supervisor:run"),
-    "lighthouse": Command("tell the groups of an elastic run who is there",
-                          "fmmeta.elastic.lighthouse:LighthouseConfig", "fmmeta.elastic.lighthouse:lighthouse"),
-    "plan": Command("layouts of a model on given GPUs: memory, bytes on the wire, time, and the command that runs the best",
-                    "fmmeta.planning.settings:PlanConfig", "fmmeta.planning.command:run"),
-    "doctor": Command("check this machine: accelerator, versions, disk, memory, stale locks",
-                      "fmmeta.doctor:DoctorConfig", "fmmeta.doctor:run"),
-    "report": Command("write report.html of a run anew, also while it goes on",
-                      "fmmeta.report.page:ReportConfig", "fmmeta.report.page:run"),
-}  # fmt: skip
+    "train": Command(
+        "meta-train a checkpoint (one process; `deepspeed launch/train.py` starts more)",
+        "fmmeta.config.settings:Config",
+        "fmmeta.train:train",
+    ),
+    "evaluate": Command(
+        "few-shot scores of a model on held-out tasks, with intervals and paired comparison",
+        "fmmeta.evaluation.settings:EvaluateConfig",
+        "fmmeta.evaluation.command:run",
+    ),
+    "tune": Command(
+        "choose a model's inner loop on validation tasks and store it with the model",
+        "fmmeta.evaluation.settings:TuneConfig",
+        "fmmeta.evaluation.tune:run",
+    ),
+    "adapt": Command(
+        "learn a task from a file of a few examples; an HF folder comes out",
+        "fmmeta.evaluation.settings:AdaptConfig",
+        "fmmeta.adaptation.command:run",
+    ),
+    "predict": Command(
+        "answers of an adapted model to a file or to standard input",
+        "fmmeta.evaluation.settings:PredictConfig",
+        "fmmeta.adaptation.predict:run",
+    ),
+    "elastic": Command(
+        "start the groups of a run on this node, and start those again that die (docs/elastic.md)",
+        "fmmeta.elastic.supervisor:ElasticConfig",
+        "fmmeta.elastic.supervisor:run",
+    ),
+    "lighthouse": Command(
+        "tell the groups of an elastic run who is there",
+        "fmmeta.elastic.lighthouse:LighthouseConfig",
+        "fmmeta.elastic.lighthouse:lighthouse",
+    ),
+    "plan": Command(
+        "layouts of a model on given GPUs: memory, bytes on the wire, time, and the command that runs the"
+        " best",
+        "fmmeta.planning.settings:PlanConfig",
+        "fmmeta.planning.command:run",
+    ),
+    "doctor": Command(
+        "check this machine: accelerator, versions, disk, memory, stale locks",
+        "fmmeta.doctor:DoctorConfig",
+        "fmmeta.doctor:run",
+    ),
+    "report": Command(
+        "write report.html of a run anew, also while it goes on",
+        "fmmeta.report.page:ReportConfig",
+        "fmmeta.report.page:run",
+    ),
+}
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Console script `fmmeta COMMAND [--flags]`; the same on every rank of a launch."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: fmmeta COMMAND [--flags]\n\n" + "\n".join(f"  {name:10} {one.text}" for name, one in COMMANDS.items()))
+        print(
+            "usage: fmmeta COMMAND [--flags]\n\n"
+            + "\n".join(f"  {name:10} {one.text}" for name, one in COMMANDS.items())
+        )
         print("\n`fmmeta COMMAND --help` lists the flags.")
         sys.exit(0 if argv else 2)
     if argv[0] not in COMMANDS:
@@ -89,20 +129,25 @@ def run(command: str, argv: list[str]) -> NoReturn:
             leave(f"fmmeta: error: {fault}", EXIT_FAULT)
         except KeyboardInterrupt as stop:
             if stop.args:
-                leave(f"fmmeta: stopped by {stop.args[0]}; outputs that were not finished are removed", EXIT_STOPPED)
+                leave(
+                    f"fmmeta: stopped by {stop.args[0]}; outputs that were not finished are removed",
+                    EXIT_STOPPED,
+                )
             leave("fmmeta: interrupted", INTERRUPTED)
         except BrokenPipeError:
             if command == "train":
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes nowhere
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # what is still to be flushed goes nowhere
             sys.exit(CUT_OFF)
         end(signals)
         sys.exit(0)
 
 
 def listening(command: str) -> AbstractContextManager[Signals | None]:
-    """How a command answers signals: train and tune stop at a safe point, evaluate ends at once until its results are there,
-    adapt and predict are interrupted.
+    """How a command answers signals: train and tune stop at a safe point, evaluate ends at once until its
+    results are there, adapt and predict are interrupted.
     """
     if command in ("adapt", "predict"):
         return interrupting()
@@ -143,7 +188,9 @@ def leave(line: str, code: int) -> NoReturn:
 
 
 def global_rank() -> int:
-    return int(os.environ.get("FMMETA_GLOBAL_RANK", os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
+    return int(
+        os.environ.get("FMMETA_GLOBAL_RANK", os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    )
 
 
 class Parser(argparse.ArgumentParser):
@@ -152,7 +199,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str], command: str = "train") -> Any:
-    """Turn flags into the command's settings. `--config FILE` (YAML or JSON) gives defaults that flags override."""
+    """Turn flags into the command's settings.
+
+    `--config FILE` (YAML or JSON) gives defaults that flags override.
+    """
     from transformers import HfArgumentParser
 
     settings = find(COMMANDS[command].settings)
@@ -171,7 +221,9 @@ def parse(argv: list[str], command: str = "train") -> Any:
 
 
 def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
-    """Settings of the `--config` file as text, which argparse then checks as it checks flags; null is the default."""
+    """Settings of the `--config` file as text, which argparse then checks as it checks flags; null is the
+    default.
+    """
     only = Parser(add_help=False, allow_abbrev=False)
     only.add_argument("--config")
     path = only.parse_known_args(argv)[0].config
@@ -184,18 +236,27 @@ def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"config={path} cannot be read: {' '.join(str(error).split())}; mend the file") from None
+        raise UsageError(
+            f"config={path} cannot be read: {' '.join(str(error).split())}; mend the file"
+        ) from None
     if not isinstance(values, dict):
         raise UsageError(f"config={path} holds no settings; write `name: value` lines")
     known = [item.name for item in fields(settings)]
     lists = [item.name for item in fields(settings) if item.default_factory is not MISSING]
     for name, value in values.items():
         if name not in known:
-            raise UsageError(f"config={path} sets {name}, which is no setting{nearest(str(name), known)}; remove it")
+            raise UsageError(
+                f"config={path} sets {name}, which is no setting{nearest(str(name), known)}; remove it"
+            )
         if isinstance(value, dict) or (isinstance(value, list) and name not in lists):
-            raise UsageError(f"config={path} sets {name}={value}, which is not one value; write `{name}: value`")
-    return {name: [str(v) for v in value] if isinstance(value, list) else str(value)
-            for name, value in values.items() if value is not None}  # fmt: skip
+            raise UsageError(
+                f"config={path} sets {name}={value}, which is not one value; write `{name}: value`"
+            )
+    return {
+        name: [str(v) for v in value] if isinstance(value, list) else str(value)
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def nearest(name: str, known: list[str]) -> str:

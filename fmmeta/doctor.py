@@ -1,7 +1,8 @@
-"""`fmmeta doctor`: is this machine fit to train on? A line per question, with what to do where the answer is no.
+"""`fmmeta doctor`: is this machine fit to train on? A line per question, with what to do where the answer is
+no.
 
-Looks and changes nothing. ok, warning (a run works, but slower or up to a limit), problem (a run will fail); exit code 0 without
-problems, else 2.
+Looks and changes nothing. ok, warning (a run works, but slower or up to a limit), problem (a run will fail);
+exit code 0 without problems, else 2.
 """
 
 from __future__ import annotations
@@ -20,8 +21,14 @@ from pathlib import Path
 
 from fmmeta.common.security import GIB
 
-TESTED = {"torch": ("2.6", "2.14"), "deepspeed": ("0.19.8", "0.20"), "transformers": ("5.0", "6"), "datasets": ("4.0", "6"),
-          "accelerate": ("1.10", "2"), "safetensors": ("0.5", "")}  # fmt: skip
+TESTED = {
+    "torch": ("2.6", "2.14"),
+    "deepspeed": ("0.19.8", "0.20"),
+    "transformers": ("5.0", "6"),
+    "datasets": ("4.0", "6"),
+    "accelerate": ("1.10", "2"),
+    "safetensors": ("0.5", ""),
+}
 """First version that is tested, and the first one that is not; as in setup.py."""
 SHM_GIB, DISK_GIB, FILES = 1.0, 5.0, 4096
 OLD_LOCK_S = 600.0
@@ -58,12 +65,26 @@ def seen(look: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return look()
     except Exception as error:  # a broken driver must not hide the other answers
-        return [Finding(look.__name__, "problem", f"{type(error).__name__}: {' '.join(str(error).split())}", "mend that first")]
+        return [
+            Finding(
+                look.__name__,
+                "problem",
+                f"{type(error).__name__}: {' '.join(str(error).split())}",
+                "mend that first",
+            )
+        ]
 
 
 def python() -> list[Finding]:
     fits = (3, 10) <= sys.version_info[:2] < (3, 13)
-    return [Finding("python", "ok" if fits else "problem", platform.python_version(), "" if fits else "use 3.10 to 3.12")]
+    return [
+        Finding(
+            "python",
+            "ok" if fits else "problem",
+            platform.python_version(),
+            "" if fits else "use 3.10 to 3.12",
+        )
+    ]
 
 
 def versions() -> list[Finding]:
@@ -93,8 +114,11 @@ def accelerator() -> list[Finding]:
     from fmmeta.parallel.process_groups import backends
 
     gloo, nccl = backends()
-    backend = [Finding("gloo", "ok", "is there")] if gloo else [
-        Finding("gloo", "problem", "is missing from this torch", "install an official build")]  # fmt: skip
+    backend = (
+        [Finding("gloo", "ok", "is there")]
+        if gloo
+        else [Finding("gloo", "problem", "is missing from this torch", "install an official build")]
+    )
     if not torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = f"CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "no GPU that torch can use"
@@ -106,9 +130,20 @@ def accelerator() -> list[Finding]:
     busy = [number for number, room in enumerate(free) if room < 1]
     found = [Finding("accelerator", "ok", f"{len(names)} x {names[0]}, {min(free):.0f} GiB free at least")]
     if busy:
-        found.append(Finding("gpu memory", "warning", f"GPU {busy[0]} has less than 1 GiB free", "end what uses it (nvidia-smi)"))
+        found.append(
+            Finding(
+                "gpu memory",
+                "warning",
+                f"GPU {busy[0]} has less than 1 GiB free",
+                "end what uses it (nvidia-smi)",
+            )
+        )
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "is missing"
-    found.append(Finding("nccl", "ok" if nccl else "problem", version, "" if nccl else "install an official build of torch"))
+    found.append(
+        Finding(
+            "nccl", "ok" if nccl else "problem", version, "" if nccl else "install an official build of torch"
+        )
+    )
     return found + backend
 
 
@@ -116,7 +151,14 @@ def compilers() -> list[Finding]:
     """Nothing of ours is compiled; DeepSpeed's offload to CPUs and fused optimizers are."""
     missing = [name for name in ("c++", "ninja") if shutil.which(name) is None]
     if missing:
-        return [Finding("compilers", "warning", f"{' and '.join(missing)} not found", "only DeepSpeed's own ops need them")]
+        return [
+            Finding(
+                "compilers",
+                "warning",
+                f"{' and '.join(missing)} not found",
+                "only DeepSpeed's own ops need them",
+            )
+        ]
     return [Finding("compilers", "ok", "c++ and ninja")]
 
 
@@ -126,7 +168,12 @@ def build_locks() -> list[Finding]:
     stale = [lock for lock in root.glob("**/lock") if age_s(lock) > OLD_LOCK_S]
     if stale:
         return [
-            Finding("build locks", "problem", f"{len(stale)} stale, such as {stale[0]}", f"rm {' '.join(map(str, stale[:3]))}")
+            Finding(
+                "build locks",
+                "problem",
+                f"{len(stale)} stale, such as {stale[0]}",
+                f"rm {' '.join(map(str, stale[:3]))}",
+            )
         ]
     return [Finding("build locks", "ok", "none")]
 
@@ -149,7 +196,10 @@ def disk() -> list[Finding]:
         level = "ok" if free > DISK_GIB else "warning"
         fix = "" if free > DISK_GIB else "a checkpoint takes 12 bytes per parameter; free some room"
         if not os.access(there, os.W_OK):
-            level, fix = "problem", "it cannot be written to; choose another --output_dir or HF_DATASETS_CACHE"
+            level, fix = (
+                "problem",
+                "it cannot be written to; choose another --output_dir or HF_DATASETS_CACHE",
+            )
         found.append(Finding(what, level, f"{free:.1f} GiB free in {there}", fix))
     return found
 
@@ -160,14 +210,32 @@ def shared_memory() -> list[Finding]:
 
     place = Path("/dev/shm")
     if not place.is_dir():
-        return [Finding("shared memory", "warning", "/dev/shm is missing", "episodes pass through the temporary folder")]
+        return [
+            Finding(
+                "shared memory",
+                "warning",
+                "/dev/shm is missing",
+                "episodes pass through the temporary folder",
+            )
+        ]
     free = shutil.disk_usage(place).free / GIB
     left = list(stale())
-    found = [Finding("shared memory", "ok" if free >= SHM_GIB else "warning", f"{free:.1f} GiB free in /dev/shm",
-                     "" if free >= SHM_GIB else "start the container with --shm-size=8g")]  # fmt: skip
+    found = [
+        Finding(
+            "shared memory",
+            "ok" if free >= SHM_GIB else "warning",
+            f"{free:.1f} GiB free in /dev/shm",
+            "" if free >= SHM_GIB else "start the container with --shm-size=8g",
+        )
+    ]
     if left:
         found.append(
-            Finding("left in memory", "warning", f"{len(left)} folders of trainers that were killed", f"rm -r {left[0]}")
+            Finding(
+                "left in memory",
+                "warning",
+                f"{len(left)} folders of trainers that were killed",
+                f"rm -r {left[0]}",
+            )
         )
     return found
 
@@ -176,12 +244,23 @@ def limits() -> list[Finding]:
     found = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= FILES
-    found.append(Finding("open files", "ok" if enough else "warning", f"{soft} allowed",
-                         "" if enough else f"ulimit -n {min(FILES, hard) if hard > 0 else FILES}"))  # fmt: skip
+    found.append(
+        Finding(
+            "open files",
+            "ok" if enough else "warning",
+            f"{soft} allowed",
+            "" if enough else f"ulimit -n {min(FILES, hard) if hard > 0 else FILES}",
+        )
+    )
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != resource.RLIM_INFINITY:
         found.append(
-            Finding("locked memory", "warning", f"{locked // 1024} KiB allowed", "InfiniBand needs `ulimit -l unlimited`")
+            Finding(
+                "locked memory",
+                "warning",
+                f"{locked // 1024} KiB allowed",
+                "InfiniBand needs `ulimit -l unlimited`",
+            )
         )
     return found
 
@@ -190,33 +269,62 @@ def memory() -> list[Finding]:
     from fmmeta.common.host_memory import host_bytes
 
     free = host_bytes(1) / GIB
-    return [Finding("host memory", "ok" if free > 4 else "warning", f"{free:.1f} GiB that a process may take",
-                    "" if free > 4 else "end other processes, or raise the cgroup's limit")]  # fmt: skip
+    return [
+        Finding(
+            "host memory",
+            "ok" if free > 4 else "warning",
+            f"{free:.1f} GiB that a process may take",
+            "" if free > 4 else "end other processes, or raise the cgroup's limit",
+        )
+    ]
 
 
 def launchers() -> list[Finding]:
     """Whether the command `deepspeed` is the one of this Python."""
     here = shutil.which("deepspeed")
     if here is None:
-        return [Finding("launcher", "warning", "`deepspeed` is not on the PATH", f"PATH={Path(sys.executable).parent}:$PATH")]
-    own = Path(here).resolve().parent == Path(sys.executable).parent.resolve() or Path(here).parent == Path(sys.executable).parent
+        return [
+            Finding(
+                "launcher",
+                "warning",
+                "`deepspeed` is not on the PATH",
+                f"PATH={Path(sys.executable).parent}:$PATH",
+            )
+        ]
+    own = (
+        Path(here).resolve().parent == Path(sys.executable).parent.resolve()
+        or Path(here).parent == Path(sys.executable).parent
+    )
     return [
         Finding(
-            "launcher", "ok" if own else "warning", here, "" if own else f"it belongs to another Python than {sys.executable}"
+            "launcher",
+            "ok" if own else "warning",
+            here,
+            "" if own else f"it belongs to another Python than {sys.executable}",
         )
     ]
 
 
 def loopback() -> list[Finding]:
     """Loopback answers: ranks of one node meet there."""
-    ran = subprocess.run([sys.executable, "-c", LOOPBACK], capture_output=True, text=True, timeout=30, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", LOOPBACK], capture_output=True, text=True, timeout=30, check=False
+    )
     good = ran.returncode == 0
-    return [Finding("loopback", "ok" if good else "problem", "ranks can meet" if good else ran.stderr.strip().split("\n")[-1],
-                    "" if good else "allow connections to 127.0.0.1")]  # fmt: skip
+    return [
+        Finding(
+            "loopback",
+            "ok" if good else "problem",
+            "ranks can meet" if good else ran.stderr.strip().split("\n")[-1],
+            "" if good else "allow connections to 127.0.0.1",
+        )
+    ]
 
 
 def network() -> list[Finding]:
-    """Interfaces, timeouts and the flight recorder as the environment sets them; the address that other nodes would be told."""
+    """Interfaces, timeouts and the flight recorder as the environment sets them; the address that other nodes
+    would be told.
+    """
     import torch
 
     from fmmeta.parallel.network import findings, interfaces, is_loopback, own_addresses
@@ -230,10 +338,30 @@ def network() -> list[Finding]:
     if not os.environ.get("GLOO_SOCKET_IFNAME") and all(map(is_loopback, own_addresses())):
         text = f"{platform.node()} stands for a loopback address, which other nodes cannot reach"
         found.append(
-            Finding("host name", "warning", text, "runs on several nodes choose GLOO_SOCKET_IFNAME by MASTER_ADDR, or set it")
+            Finding(
+                "host name",
+                "warning",
+                text,
+                "runs on several nodes choose GLOO_SOCKET_IFNAME by MASTER_ADDR, or set it",
+            )
         )
     return found
 
 
-LOOPBACK = "import socket as s; a = s.create_server(('127.0.0.1', 0)); s.create_connection(a.getsockname(), 5)"
-LOOKS = (python, versions, accelerator, compilers, build_locks, disk, shared_memory, limits, memory, launchers, loopback, network)
+LOOPBACK = (
+    "import socket as s; a = s.create_server(('127.0.0.1', 0)); s.create_connection(a.getsockname(), 5)"
+)
+LOOKS = (
+    python,
+    versions,
+    accelerator,
+    compilers,
+    build_locks,
+    disk,
+    shared_memory,
+    limits,
+    memory,
+    launchers,
+    loopback,
+    network,
+)

@@ -1,4 +1,7 @@
-"""The trainer: from a `Config` and a launch to a finished run. It puts the parts together and owns none of them."""
+"""The trainer: from a `Config` and a launch to a finished run.
+
+It puts the parts together and owns none of them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ from fmmeta.training.trackers import check_installed
 
 
 class MetaTrainer:
-    """Meta-train as `config` says: `MetaTrainer(Config(...)).train()`, in a notebook or on every rank of a launch."""
+    """Meta-train as `config` says: `MetaTrainer(Config(...)).train()`, in a notebook or on every rank of a
+    launch.
+    """
 
     def __init__(self, config: Config, signals: Signals | None = None) -> None:
         self.config, self.signals = config, signals
@@ -32,8 +37,10 @@ class MetaTrainer:
         return f"MetaTrainer({self.config!r})"
 
     def train(self) -> Result:
-        """Run to the end, or go on where an earlier process stopped. Raises `UsageError`, `MachineFault` where a machine misbehaves, and
-        `Stopped` after a signal. Collective: world.
+        """Run to the end, or go on where an earlier process stopped.
+
+        Raises `UsageError`, `MachineFault` where a machine misbehaves, and `Stopped` after a signal.
+        Collective: world.
         """
         launch = Launch.from_env(os.environ)
         self.progress = Progress(speaks=launch.global_rank == 0)
@@ -52,7 +59,9 @@ class MetaTrainer:
                 check_installed(config)
         crew = join(config, world.comm)
         what = f"model_name_or_path={config.model_name_or_path} is being read"
-        config = world.run_on_first_rank_of_node(what, lambda: fitted(config, describe(config).hf_config), config.prepare_timeout)
+        config = world.run_on_first_rank_of_node(
+            what, lambda: fitted(config, describe(config).hf_config), config.prepare_timeout
+        )
         plan = build.plan(config, world, notice)
         start = open_run(config, plan.sources.fingerprint, world.comm, plan.resolved)
         self.lock = start.lock

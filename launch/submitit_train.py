@@ -2,9 +2,9 @@
 
     python launch/submitit_train.py --nodes 2 --gpus_per_node 8 --slurm_partition gpu --deepspeed ds_configs/zero3.json
 
-One task per GPU. What is no flag of this script is a flag of training, and is checked before anything is submitted. Before the
-time limit SLURM sends USR1; the run then saves, and only then does submitit get the signal, with which it queues the job again.
-`--cluster local` starts the tasks here and waits for them.
+One task per GPU. What is no flag of this script is a flag of training, and is checked before anything is
+submitted. Before the time limit SLURM sends USR1; the run then saves, and only then does submitit get the
+signal, with which it queues the job again. `--cluster local` starts the tasks here and waits for them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # which training answers; submitit reads it when it is imported
+os.environ["SUBMITIT_PREEMPT_SIGNAL"] = (
+    "USR1"  # which training answers; submitit reads it when it is imported
+)
 REQUEUED = 75
 
 
@@ -45,7 +47,9 @@ class Training:
                 return str(train(config, signals).output_dir)
         except Stopped as stopped:
             print(f"fmmeta: {stopped}", file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGUSR1)  # submitit's turn: its first task queues the job again and does not come back
+        os.kill(
+            os.getpid(), signal.SIGUSR1
+        )  # submitit's turn: its first task queues the job again and does not come back
         sys.exit(REQUEUED)
 
     def checkpoint(self, *args: Any) -> Any:
@@ -67,7 +71,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cpus_per_task", type=int, default=8)
     parser.add_argument("--timeout_min", type=int, default=1440)
     parser.add_argument(
-        "--signal_delay_s", type=int, default=300, help="seconds before the limit at which the run saves and ends"
+        "--signal_delay_s",
+        type=int,
+        default=300,
+        help="seconds before the limit at which the run saves and ends",
     )
     parser.add_argument("--slurm_partition", default=None)
     given, flags = parser.parse_known_args(argv)
@@ -83,11 +90,19 @@ def main(argv: list[str] | None = None) -> None:
     except UsageError as error:
         print(f"fmmeta: error: {error}", file=sys.stderr)
         sys.exit(2)
-    executor = submitit.AutoExecutor(folder=Path(given.folder), cluster=given.cluster, slurm_max_num_timeout=50)
+    executor = submitit.AutoExecutor(
+        folder=Path(given.folder), cluster=given.cluster, slurm_max_num_timeout=50
+    )
     tasks = given.tasks_per_node or max(1, given.gpus_per_node)
-    settings: dict[str, Any] = {"name": "fmmeta", "nodes": given.nodes, "tasks_per_node": tasks, "timeout_min": given.timeout_min,
-                                "gpus_per_node": given.gpus_per_node, "cpus_per_task": given.cpus_per_task,
-                                "slurm_signal_delay_s": given.signal_delay_s}  # fmt: skip
+    settings: dict[str, Any] = {
+        "name": "fmmeta",
+        "nodes": given.nodes,
+        "tasks_per_node": tasks,
+        "timeout_min": given.timeout_min,
+        "gpus_per_node": given.gpus_per_node,
+        "cpus_per_task": given.cpus_per_task,
+        "slurm_signal_delay_s": given.signal_delay_s,
+    }
     if given.slurm_partition:
         settings["slurm_partition"] = given.slurm_partition
     executor.update_parameters(**settings)

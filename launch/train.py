@@ -1,4 +1,6 @@
-"""What launchers start on every rank: `deepspeed launch/train.py --deepspeed ds_configs/zero2.json [--flags]`."""
+"""What launchers start on every rank: `deepspeed launch/train.py --deepspeed ds_configs/zero2.json
+[--flags]`.
+"""
 
 from fmmeta.cli import train
 

@@ -1,6 +1,8 @@
-"""`make audit`: known holes in what is installed, by pip-audit where it can reach its data; else against the locked list.
+"""`make audit`: known holes in what is installed, by pip-audit where it can reach its data; else against the
+locked list.
 
-The list (docs/locked.txt) names what the tests last ran with. Exit code 1: a hole, or a package that is not as listed.
+The list (docs/locked.txt) names what the tests last ran with. Exit code 1: a hole, or a package that is not
+as listed.
 """
 
 from __future__ import annotations
@@ -14,9 +16,17 @@ LOCKED = Path(__file__).parent.parent / "docs" / "locked.txt"
 
 
 def main() -> int:
-    ran = subprocess.run([sys.executable, "-m", "pip_audit", "--progress-spinner", "off", "--timeout", "10"], capture_output=True,
-                         text=True, check=False)  # fmt: skip
-    if "No known vulnerabilities" in ran.stderr or "Vulnerabilities" in ran.stdout or "vulnerabilit" in ran.stderr:
+    ran = subprocess.run(
+        [sys.executable, "-m", "pip_audit", "--progress-spinner", "off", "--timeout", "10"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if (
+        "No known vulnerabilities" in ran.stderr
+        or "Vulnerabilities" in ran.stdout
+        or "vulnerabilit" in ran.stderr
+    ):
         print(ran.stdout + ran.stderr)
         return ran.returncode
     print("pip-audit is missing or cannot reach its data; comparing with docs/locked.txt")

@@ -1,4 +1,6 @@
-"""A headless Chromium for tests, spoken to over a pipe by the DevTools protocol; nothing else has to be installed."""
+"""A headless Chromium for tests, spoken to over a pipe by the DevTools protocol; nothing else has to be
+installed.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,25 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
-         "--host-resolver-rules=MAP * ~NOTFOUND")  # fmt: skip
+QUIET = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+)
 
 
 def find() -> str | None:
     """Where a Chromium is: FMMETA_CHROMIUM, or the first of its names on PATH."""
-    return os.environ.get("FMMETA_CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
+    return os.environ.get("FMMETA_CHROMIUM") or next(
+        (path for name in NAMES if (path := shutil.which(name))), None
+    )
 
 
 class Browser:
@@ -35,8 +48,10 @@ class Browser:
         words = [find(), *QUIET, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
         self.process = subprocess.Popen(
             ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "chromium", *words],
-            pass_fds=ends, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            pass_fds=ends,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         for end in (theirs_in, theirs_out, *ends):
             os.close(end)
         self.session: str | None = None
@@ -87,7 +102,13 @@ class Browser:
 
     def open(self, file: Path, width: int, scheme: str, height: int = 900) -> None:
         """Show a file as a screen of this width would, with light or dark colours."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2, mobile=width < 700)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=2,
+            mobile=width < 700,
+        )
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         before = len(self.events)
         self.call("Page.navigate", url=file.resolve().as_uri())

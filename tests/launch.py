@@ -17,7 +17,19 @@ from tests.nursery import ROOT, Nursery, environment, free_port, places, shared
 
 ON_GPU = Path("/dev/nvidiactl").exists()  # what has been looked for on a GPU cannot be forked
 WAITS = re.compile(r"fmmeta: rank \d+ waits for rank \d+ on ")
-READ_BY_IMPORTS = ("HF_", "TRANSFORMERS_", "OMP_", "MKL_", "MALLOC_", "DS_", "CUDA_", "PYTHON", "LD_", "HOME", "XDG_")
+READ_BY_IMPORTS = (
+    "HF_",
+    "TRANSFORMERS_",
+    "OMP_",
+    "MKL_",
+    "MALLOC_",
+    "DS_",
+    "CUDA_",
+    "PYTHON",
+    "LD_",
+    "HOME",
+    "XDG_",
+)
 
 
 @dataclass
@@ -28,7 +40,9 @@ class Ended:
     output: list[str]
 
     def ok(self) -> Ended:
-        assert not any(self.codes), f"exit codes {self.codes}\n" + "\n".join(text[-4000:] for text in self.output)
+        assert not any(self.codes), f"exit codes {self.codes}\n" + "\n".join(
+            text[-4000:] for text in self.output
+        )
         return self
 
     @property
@@ -38,20 +52,37 @@ class Ended:
         return "\n".join(line for line in lines if line.strip() and not WAITS.match(line))
 
 
-def run_ranks(arguments: Sequence[str], ranks: int, timeout_s: float = 300, per_rank: dict[int, dict[str, str]] | None = None,
-              cwd: Path = ROOT, before: Callable[[], None] | None = None, fresh: bool = False) -> Ended:  # fmt: skip
-    """Run `python ARGUMENTS` once per rank with torchrun's variables. After `timeout_s` all are killed and the test fails.
+def run_ranks(
+    arguments: Sequence[str],
+    ranks: int,
+    timeout_s: float = 300,
+    per_rank: dict[int, dict[str, str]] | None = None,
+    cwd: Path = ROOT,
+    before: Callable[[], None] | None = None,
+    fresh: bool = False,
+) -> Ended:
+    """Run `python ARGUMENTS` once per rank with torchrun's variables. After `timeout_s` all are killed and
+    the test fails.
 
-    before: a function of a module that is called in each process first. fresh: the start of Python is a part of what is tried;
-    so it is where a variable differs that libraries read when they are imported. Otherwise processes are forked (nursery.py).
+    before: a function of a module that is called in each process first. fresh: the start of Python is a part
+    of what is tried; so it is where a variable differs that libraries read when they are imported. Otherwise
+    processes are forked (nursery.py).
     """
     return start_ranks(arguments, ranks, per_rank, cwd, before, fresh).end(timeout_s)
 
 
-def start_ranks(arguments: Sequence[str], ranks: int, per_rank: dict[int, dict[str, str]] | None = None, cwd: Path = ROOT,
-                before: Callable[[], None] | None = None, fresh: bool = False) -> Forked | Fresh:  # fmt: skip
+def start_ranks(
+    arguments: Sequence[str],
+    ranks: int,
+    per_rank: dict[int, dict[str, str]] | None = None,
+    cwd: Path = ROOT,
+    before: Callable[[], None] | None = None,
+    fresh: bool = False,
+) -> Forked | Fresh:
     """Begin what `run_ranks` does; `end(timeout_s)` waits for it."""
-    envs = [environment(**place, **(per_rank or {}).get(rank, {})) for rank, place in enumerate(places(ranks))]
+    envs = [
+        environment(**place, **(per_rank or {}).get(rank, {})) for rank, place in enumerate(places(ranks))
+    ]
     fresh = fresh or ON_GPU or any(imported(env) != imported(shared().env) for env in envs)
     return (Fresh if fresh else Forked)(arguments, envs, cwd, before)
 
@@ -64,11 +95,15 @@ def imported(env: Mapping[str, str]) -> dict[str, str]:
 class Forked:
     """Ranks from the nursery."""
 
-    def __init__(self, arguments: Sequence[str], envs: Sequence[dict[str, str]], cwd: Path, before: Callable | None) -> None:
+    def __init__(
+        self, arguments: Sequence[str], envs: Sequence[dict[str, str]], cwd: Path, before: Callable | None
+    ) -> None:
         name = f"{before.__module__}:{before.__qualname__}" if before else ""
         self.folder = tempfile.TemporaryDirectory()
         logs = [Path(self.folder.name) / f"rank-{rank}.log" for rank in range(len(envs))]
-        self.ranks = [shared().start(arguments, log, env, cwd, name) for log, env in zip(logs, envs, strict=True)]
+        self.ranks = [
+            shared().start(arguments, log, env, cwd, name) for log, env in zip(logs, envs, strict=True)
+        ]
 
     def end(self, timeout_s: float) -> Ended:
         with self.folder:
@@ -85,12 +120,19 @@ class Forked:
 class Fresh:
     """Ranks that are interpreters of their own."""
 
-    def __init__(self, arguments: Sequence[str], envs: Sequence[dict[str, str]], cwd: Path, before: Callable | None) -> None:
+    def __init__(
+        self, arguments: Sequence[str], envs: Sequence[dict[str, str]], cwd: Path, before: Callable | None
+    ) -> None:
         # a pipe that nobody reads would stop its rank, and so all of them
         self.files = [tempfile.TemporaryFile("w+") for _ in envs]  # noqa: SIM115
         self.processes = [
             subprocess.Popen(
-                [sys.executable, *arguments], env=env, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, preexec_fn=before
+                [sys.executable, *arguments],
+                env=env,
+                cwd=cwd,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                preexec_fn=before,
             )
             for env, file in zip(envs, self.files, strict=True)
         ]
@@ -112,7 +154,9 @@ class Fresh:
 
 
 def too_late(timeout_s: float, output: Sequence[str]) -> AssertionError:
-    return AssertionError(f"ranks still ran after {timeout_s} s:\n" + "\n".join(text[-3000:] for text in output))
+    return AssertionError(
+        f"ranks still ran after {timeout_s} s:\n" + "\n".join(text[-3000:] for text in output)
+    )
 
 
 def read_back(file: IO[str]) -> str:
@@ -121,14 +165,22 @@ def read_back(file: IO[str]) -> str:
         return file.read()
 
 
-def python(words: Sequence[str], folder: Path, cwd: Path = ROOT, stdin: str = "", timeout_s: float = 120,
-           **env: str) -> subprocess.CompletedProcess[str]:  # fmt: skip
+def python(
+    words: Sequence[str], folder: Path, cwd: Path = ROOT, stdin: str = "", timeout_s: float = 120, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS` alone, without a launcher's variables; its streams lie in `folder` while it runs."""
     return alone(shared(), words, folder, environment(**env), cwd, stdin, timeout_s)
 
 
-def alone(nursery: Nursery, words: Sequence[str], folder: Path, env: Mapping[str, str], cwd: Path = ROOT, stdin: str = "",
-          timeout_s: float = 120) -> subprocess.CompletedProcess[str]:  # fmt: skip
+def alone(
+    nursery: Nursery,
+    words: Sequence[str],
+    folder: Path,
+    env: Mapping[str, str],
+    cwd: Path = ROOT,
+    stdin: str = "",
+    timeout_s: float = 120,
+) -> subprocess.CompletedProcess[str]:
     """The same in some nursery, with all of the environment given."""
     given, out, err = (folder / f"std{name}" for name in ("in", "out", "err"))
     given.write_text(stdin)

@@ -10,8 +10,23 @@ import torch
 
 from fmmeta.models.tiny import byte_tokenizer
 
-WORDS = ["river", "stone", "lantern", "quiet", "maple", "thunder", "copper", "ribbon", "silver", "meadow", "harbor",
-         "candle", "velvet", "orchard", "pepper"]  # fmt: skip
+WORDS = [
+    "river",
+    "stone",
+    "lantern",
+    "quiet",
+    "maple",
+    "thunder",
+    "copper",
+    "ribbon",
+    "silver",
+    "meadow",
+    "harbor",
+    "candle",
+    "velvet",
+    "orchard",
+    "pepper",
+]
 
 
 def save_llama(folder: Path, tied: bool = True) -> Path:
@@ -19,9 +34,20 @@ def save_llama(folder: Path, tied: bool = True) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-                         vocab_size=259, max_position_embeddings=128, tie_word_embeddings=tied, pad_token_id=0,
-                         bos_token_id=1, eos_token_id=2, initializer_range=0.1)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=259,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.1,
+    )
     return save(LlamaForCausalLM(config), folder)
 
 
@@ -30,14 +56,25 @@ ENCODERS = ("bert", "roberta")
 
 
 def save_family(folder: Path, family: str, tied: bool = True, layers: int = 3) -> Path:
-    """A small model of a family; Mistral and Qwen2 look back over a short window only, the latter not in its first layer."""
+    """A small model of a family; Mistral and Qwen2 look back over a short window only, the latter not in its
+    first layer.
+    """
     import transformers
 
     if family in ENCODERS:
         return save_bert(folder, family, layers)
-    shared = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 4, "vocab_size": 259,
-              "max_position_embeddings": 128, "tie_word_embeddings": tied, "pad_token_id": 0, "bos_token_id": 1,
-              "eos_token_id": 2, "initializer_range": 0.1}  # fmt: skip
+    shared = {
+        "hidden_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "vocab_size": 259,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.1,
+    }
     grouped = {"num_key_value_heads": 2, "intermediate_size": 48}
     own = {
         "llama": grouped,
@@ -55,21 +92,37 @@ def save_family(folder: Path, family: str, tied: bool = True, layers: int = 3) -
 def save_bert(folder: Path, family: str = "bert", layers: int = 2) -> Path:
     """A BERT or RoBERTa classifier with LayerNorms, biases and dropout in its configuration.
 
-    It is trained for a second to tell words apart: at random weights it ignores the text, gradients are as small as
-    rounding errors, and comparisons of them say nothing.
+    It is trained for a second to tell words apart: at random weights it ignores the text, gradients are as
+    small as rounding errors, and comparisons of them say nothing.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=48,
-                                  vocab_size=259, max_position_embeddings=130, type_vocab_size=1, num_labels=len(WORDS),
-                                  pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.05)  # fmt: skip
+    config = AutoConfig.for_model(
+        family,
+        hidden_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        intermediate_size=48,
+        vocab_size=259,
+        max_position_embeddings=130,
+        type_vocab_size=1,
+        num_labels=len(WORDS),
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.05,
+    )
     model, tokenizer = AutoModelForSequenceClassification.from_config(config).eval(), byte_tokenizer(128)
     optimizer, rng = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(1)
     for _ in range(30):
         labels = [rng.randrange(len(WORDS)) for _ in range(32)]
-        batch = tokenizer([f"{WORDS[c]} {rng.choice(WORDS)}" for c in labels], padding=True, return_tensors="pt")
-        loss = model(batch["input_ids"], attention_mask=batch["attention_mask"], labels=torch.tensor(labels)).loss
+        batch = tokenizer(
+            [f"{WORDS[c]} {rng.choice(WORDS)}" for c in labels], padding=True, return_tensors="pt"
+        )
+        loss = model(
+            batch["input_ids"], attention_mask=batch["attention_mask"], labels=torch.tensor(labels)
+        ).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -89,7 +142,10 @@ def write_classes(path: Path, classes: int = 12, rows: int = 6, strata: int = 3)
         for c in range(classes):
             for _ in range(rows):
                 text = " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 6)))
-                file.write(json.dumps({"text": f"{WORDS[c]} {text}", "label": f"c{c}", "stratum": f"s{c % strata}"}) + "\n")
+                file.write(
+                    json.dumps({"text": f"{WORDS[c]} {text}", "label": f"c{c}", "stratum": f"s{c % strata}"})
+                    + "\n"
+                )
     return path
 
 

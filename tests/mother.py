@@ -1,7 +1,8 @@
-"""A process that imports everything once, then forks another for every line of standard input (nursery.py writes them).
+"""A process that imports everything once, then forks another for every line of standard input (nursery.py
+writes them).
 
-It has no threads and no process group, so that a fork loses nothing. What is born replaces environment, folder, streams and
-arguments, and ends as an interpreter does: exit handlers, threads, exit code.
+It has no threads and no process group, so that a fork loses nothing. What is born replaces environment,
+folder, streams and arguments, and ends as an interpreter does: exit handlers, threads, exit code.
 """
 
 from __future__ import annotations
@@ -19,8 +20,23 @@ from typing import Any, NoReturn
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "bert", "roberta")
 PRELOADED = (
-    *("fmmeta.train", "fmmeta.cli", "datasets", "pyarrow", "peft", "deepspeed", "deepspeed.runtime.zero.stage3"),
-    *("deepspeed.runtime.pipe.engine", "accelerate", "tensorboard", "torch.utils.tensorboard", "sklearn.linear_model", "yaml"),
+    *(
+        "fmmeta.train",
+        "fmmeta.cli",
+        "datasets",
+        "pyarrow",
+        "peft",
+        "deepspeed",
+        "deepspeed.runtime.zero.stage3",
+    ),
+    *(
+        "deepspeed.runtime.pipe.engine",
+        "accelerate",
+        "tensorboard",
+        "torch.utils.tensorboard",
+        "sklearn.linear_model",
+        "yaml",
+    ),
     "torchft.coordination",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
 )
@@ -115,7 +131,8 @@ def leave(words: Sequence[str]) -> int:
 
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are no daemons, as the interpreter does
+    # type: ignore[attr-defined]  # waits for the threads that are no daemons, as the interpreter does
+    threading._shutdown()
     atexit._run_exitfuncs()
     return code
 

@@ -2,10 +2,11 @@
 
     nursery = shared(); ranks = nursery.train(["--outer_steps=4", ...], 2, folder); nursery.wait(ranks, 60)
 
-What is born is a process like any other, with an environment, a folder, output files and arguments of its own: it can be killed,
-stopped and signalled, and it runs the interpreter's exit handlers. What is not tried this way are imports and what they read from
-the environment: for that start an interpreter (`run_ranks(..., fresh=True)`). Ranks beside each other have different mothers, so
-that strings hash differently in them, as in processes of separate starts. A mother has no threads and no process group.
+What is born is a process like any other, with an environment, a folder, output files and arguments of its
+own: it can be killed, stopped and signalled, and it runs the interpreter's exit handlers. What is not tried
+this way are imports and what they read from the environment: for that start an interpreter (`run_ranks(...,
+fresh=True)`). Ranks beside each other have different mothers, so that strings hash differently in them, as in
+processes of separate starts. A mother has no threads and no process group.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ from tests.mother import read_line
 
 ROOT = Path(__file__).parent.parent
 MOTHERS = 2
-DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FMMETA_GLOBAL_RANK")
+DROPPED = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "FMMETA_GLOBAL_RANK",
+)
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -40,8 +49,16 @@ def environment(**extra: str) -> dict[str, str]:
 
 def places(ranks: int) -> list[dict[str, str]]:
     """torchrun's variables for each rank of a node."""
-    node = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    return [{key: str(value) for key, value in {**node, "RANK": rank, "LOCAL_RANK": rank}.items()} for rank in range(ranks)]
+    node = {
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
+    return [
+        {key: str(value) for key, value in {**node, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        for rank in range(ranks)
+    ]
 
 
 def free_port() -> int:
@@ -70,14 +87,24 @@ class Nursery:
         # DeepSpeed would look for an accelerator, and say so; pyarrow's allocator would start a thread
         own = {**self.env, "DS_ACCELERATOR": "cpu", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
         command = [sys.executable, "-m", "tests.mother"]
-        self.mothers = [subprocess.Popen(command, env=own, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-                        for _ in range(mothers)]  # fmt: skip
+        self.mothers = [
+            subprocess.Popen(command, env=own, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for _ in range(mothers)
+        ]
         self.known: dict[int, Rank] = {}
         self.ready = False
         self.turn = 0
 
-    def start(self, words: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path = ROOT, before: str = "",
-              errors: Path | None = None, stdin: Path | None = None) -> Rank:  # fmt: skip
+    def start(
+        self,
+        words: Sequence[str],
+        log: Path,
+        env: Mapping[str, str],
+        cwd: Path = ROOT,
+        before: str = "",
+        errors: Path | None = None,
+        stdin: Path | None = None,
+    ) -> Rank:
         """Start `python WORDS`, where WORDS are `FILE.py ...`, `-m MODULE ...` or `-c CODE ...`.
 
         before: `module:function` that the process calls first. errors: where stderr goes, if not to `log`.
@@ -87,8 +114,15 @@ class Nursery:
             self.ready = True
         mother = self.mothers[self.turn % len(self.mothers)]
         self.turn += 1
-        order = {"words": list(words), "log": str(log), "errors": str(errors or log), "stdin": str(stdin or os.devnull),
-                 "env": dict(env), "cwd": str(cwd), "before": before}  # fmt: skip
+        order = {
+            "words": list(words),
+            "log": str(log),
+            "errors": str(errors or log),
+            "stdin": str(stdin or os.devnull),
+            "env": dict(env),
+            "cwd": str(cwd),
+            "before": before,
+        }
         write = cast("IO[bytes]", mother.stdin)
         write.write(json.dumps(order).encode() + b"\n")
         write.flush()
@@ -97,11 +131,22 @@ class Nursery:
         rank = self.known[int(heard[1])] = Rank(int(heard[1]), log)
         return rank
 
-    def train(self, argv: Sequence[str], ranks: int, folder: Path, before: str = "", **env: str) -> list[Rank]:
-        """Start `launch/train.py ARGV` on some ranks, with torchrun's variables and `env`; output in FOLDER/rank-R.log."""
+    def train(
+        self, argv: Sequence[str], ranks: int, folder: Path, before: str = "", **env: str
+    ) -> list[Rank]:
+        """Start `launch/train.py ARGV` on some ranks, with torchrun's variables and `env`; output in
+        FOLDER/rank-R.log.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        return [self.start(["launch/train.py", *argv], folder / f"rank-{rank}.log", environment(**place, **env), before=before)
-                for rank, place in enumerate(places(ranks))]  # fmt: skip
+        return [
+            self.start(
+                ["launch/train.py", *argv],
+                folder / f"rank-{rank}.log",
+                environment(**place, **env),
+                before=before,
+            )
+            for rank, place in enumerate(places(ranks))
+        ]
 
     def wait(self, ranks: Sequence[Rank], timeout_s: float) -> list[int]:
         """Exit codes, once all have ended. Raises `TimeoutError` after killing those that have not."""

@@ -20,14 +20,24 @@ def held_out() -> dict[str, Any]:
     def interval() -> list[float]:
         return [rng.random(), rng.random() / 9]
 
-    rows = ("before adaptation, meta-trained", "after adaptation, weights at the start", "after adaptation, meta-trained", "gain")
+    rows = (
+        "before adaptation, meta-trained",
+        "after adaptation, weights at the start",
+        "after adaptation, meta-trained",
+        "gain",
+    )
     strata = ("contains", "first & last", "pair")
     return {
         **{name: {"accuracy": interval(), "loss": interval()} for name in rows},
         "per_stratum": {name: rng.random() for name in strata},
         "per_stratum_at_start": {name: rng.random() for name in strata},
         "episodes": 37,
-        "confusion": {"task": "t", "stratum": "pair", "classes": ["x", "y", "z"], "counts": [[4, 1, 0], [0, 5, 0], [2, 2, 1]]},
+        "confusion": {
+            "task": "t",
+            "stratum": "pair",
+            "classes": ["x", "y", "z"],
+            "counts": [[4, 1, 0], [0, 5, 0], [2, 2, 1]],
+        },
     }
 
 
@@ -37,11 +47,23 @@ def metrics(steps: int = 100, groups: int = 2) -> list[dict[str, Any]]:
     for step in range(1, steps + 1):
         loss = 1.6 - 0.004 * step + 0.02 * rng.random()
         waits = [0.05 * (group + 1) for group in range(groups)]
-        line = {"step": step, "epoch": 0, "seconds": 2.0 if step > 1 else 9.0, "tokens": 100, "support_loss": 1.61,
-                "query_loss": 7.5 if step == SPIKE else loss, "accuracy": rng.random(),
-                "skipped_tasks": int(step in (SKIPPED, BAD)), "data_seconds": 0.3,
-                "wait_seconds": sum(waits) / groups, "wait_seconds_by_group": waits,
-                "imbalance": 0.1, "grad_norm": 1 + rng.random(), "lr": 2e-5 * (1 - step / steps), "comm_bytes": 8}  # fmt: skip
+        line = {
+            "step": step,
+            "epoch": 0,
+            "seconds": 2.0 if step > 1 else 9.0,
+            "tokens": 100,
+            "support_loss": 1.61,
+            "query_loss": 7.5 if step == SPIKE else loss,
+            "accuracy": rng.random(),
+            "skipped_tasks": int(step in (SKIPPED, BAD)),
+            "data_seconds": 0.3,
+            "wait_seconds": sum(waits) / groups,
+            "wait_seconds_by_group": waits,
+            "imbalance": 0.1,
+            "grad_norm": 1 + rng.random(),
+            "lr": 2e-5 * (1 - step / steps),
+            "comm_bytes": 8,
+        }
         if step == SPIKE:
             line["loss_spike"] = 200.0
         if step == BAD:
@@ -54,7 +76,9 @@ def metrics(steps: int = 100, groups: int = 2) -> list[dict[str, Any]]:
     return lines
 
 
-def write_run(folder: Path, lines: list[dict[str, Any]] | None = None, finished: bool = True, **settings: Any) -> Path:
+def write_run(
+    folder: Path, lines: list[dict[str, Any]] | None = None, finished: bool = True, **settings: Any
+) -> Path:
     """`settings` change those of run.json; a run that is not finished has no table."""
     folder.mkdir(parents=True, exist_ok=True)
     run = {

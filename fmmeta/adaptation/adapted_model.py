@@ -14,8 +14,10 @@ from fmmeta.tasks.data.columns import broken_text
 
 @dataclass(repr=False)
 class AdaptedModel:
-    """What `adapt` gives; its model is in `single`. `left_out`: accuracy on examples left out, None where none could be.
-    `output_dir`: the folder that was written, if any.
+    """What `adapt` gives; its model is in `single`.
+
+    `left_out`: accuracy on examples left out, None where none could be. `output_dir`: the folder that was
+    written, if any.
     """
 
     labels: tuple[str, ...]
@@ -27,16 +29,24 @@ class AdaptedModel:
 
     def __repr__(self) -> str:
         config = self.single.config
-        left_out, accuracy = (None if share is None else f"{share:.4f}" for share in (self.left_out, self.accuracy))
+        left_out, accuracy = (
+            None if share is None else f"{share:.4f}" for share in (self.left_out, self.accuracy)
+        )
         facts = {"base": config.model_name_or_path, "task_type": config.task_type, "labels": self.labels}
         shown = ", ".join(f"{name}={value!r}" for name, value in facts.items())
-        return (f"{type(self).__name__}({shown}, inner_steps={self.inner_steps}, left_out={left_out}, accuracy={accuracy}, "
-                f"output_dir={self.output_dir!r})")  # fmt: skip
+        return (
+            f"{type(self).__name__}({shown}, inner_steps={self.inner_steps}, left_out={left_out},"
+            f" accuracy={accuracy}, output_dir={self.output_dir!r})"
+        )
 
     @property
     def accuracy(self) -> float | None:
         """Share of the query set that is right; None without one."""
-        return sum(one.output == one.truth for one in self.predictions) / len(self.predictions) if self.predictions else None
+        return (
+            sum(one.output == one.truth for one in self.predictions) / len(self.predictions)
+            if self.predictions
+            else None
+        )
 
     def predict(self, texts: Sequence[str], max_new_tokens: int = 64) -> list[Answer]:
         """Answers to new inputs, in their order. Raises `UsageError` for what is no list of texts."""

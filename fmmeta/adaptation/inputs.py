@@ -1,6 +1,8 @@
-"""What `predict` reads and where its answers go: plain lines, JSON lines or the rows of a table in, JSON lines out.
+"""What `predict` reads and where its answers go: plain lines, JSON lines or the rows of a table in, JSON
+lines out.
 
-A file of answers appears under its name when it is whole; until then, and if anything fails, what lay there stays.
+A file of answers appears under its name when it is whole; until then, and if anything fails, what lay there
+stays.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ KEYS = ("text", "sentence", "utterance", "input", "prompt", "question")
 
 
 def texts_of(settings: PredictConfig) -> Iterator[str]:
-    """The texts of `--input`: rows of a .csv or .parquet file, lines of any other and of standard input. Raises `UsageError`."""
+    """The texts of `--input`: rows of a .csv or .parquet file, lines of any other and of standard input.
+
+    Raises `UsageError`.
+    """
     path = Path(settings.input)
     if settings.input == "-":
         yield from read_texts(sys.stdin, settings)
@@ -81,7 +86,9 @@ def decoded(lines: Iterable[str], name: str) -> Iterator[str]:
         except StopIteration:
             return
         except UnicodeDecodeError as error:
-            raise UsageError(f"input is not UTF-8 at line {number} or soon after it ({error.reason}); convert it") from None
+            raise UsageError(
+                f"input is not UTF-8 at line {number} or soon after it ({error.reason}); convert it"
+            ) from None
         except (OSError, EOFError, zlib.error) as error:
             raise UsageError(f"input={name} cannot be read: {error}; mend it, or give another file") from None
 
@@ -104,7 +111,9 @@ def sink(output: str) -> Iterator[TextIO]:
     if output == "-":
         yield sys.stdout
         return
-    if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):  # a pipe or a device, or a refusal
+    if target.exists() and not (
+        target.is_file() and os.access(target, os.W_OK)
+    ):  # a pipe or a device, or a refusal
         with opened(target, "w", "output") as file:
             yield file
         return
@@ -126,4 +135,6 @@ def opened(path: Path, mode: str, setting: str, shown: str | None = None) -> Any
             return io.TextIOWrapper(unpacked(path, MOST_GIB), encoding="utf-8")
         return open(path, mode, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{setting}={shown or path} cannot be opened: {error.strerror}; give another file") from None
+        raise UsageError(
+            f"{setting}={shown or path} cannot be opened: {error.strerror}; give another file"
+        ) from None

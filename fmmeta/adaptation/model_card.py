@@ -1,4 +1,6 @@
-"""The card of an adapted model: README.md, with where it comes from, what it learned from, and how well it does."""
+"""The card of an adapted model: README.md, with where it comes from, what it learned from, and how well it
+does.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,24 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, suppo
     facts = [
         ("base model", code(base)),
         ("meta-training", origin(base)),
-        ("support", f"{source}: {len(support.left)} examples"
-                    + (f" of {len(adapted.labels)} classes" if classes else "")),
-        ("inner loop", f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"
-                       + (f", LoRA of rank {config.lora_r}" if config.lora_r else "")),
-    ]  # fmt: skip
+        (
+            "support",
+            f"{source}: {len(support.left)} examples"
+            + (f" of {len(adapted.labels)} classes" if classes else ""),
+        ),
+        (
+            "inner loop",
+            f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"
+            + (f", LoRA of rank {config.lora_r}" if config.lora_r else ""),
+        ),
+    ]
     if adapted.left_out is not None:
-        facts.append(("accuracy on examples left out", f"{100 * adapted.left_out:.1f} %; the steps were chosen on them"))
+        facts.append(
+            (
+                "accuracy on examples left out",
+                f"{100 * adapted.left_out:.1f} %; the steps were chosen on them",
+            )
+        )
     if adapted.accuracy is not None:
         facts.append(
             (
@@ -44,7 +57,10 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, suppo
     )  # JSON is YAML
     table = "".join(f"| {cell(name)} | {cell(value)} |\n" for name, value in facts)
     listed = "".join(f"- {code(label)}\n" for label in adapted.labels)
-    text = f"---\n{yaml}---\n\n# {escaped(Path(folder).resolve().name)}\n\nAdapted by fmmeta from a few examples.\n\n"
+    text = (
+        f"---\n{yaml}---\n\n# {escaped(Path(folder).resolve().name)}\n\nAdapted by fmmeta from a few"
+        " examples.\n\n"
+    )
     text += f"| | |\n|---|---|\n{table}"
     text += f"\n## Classes\n\n{listed}" if classes else ""
     command = f"fmmeta predict --model_name_or_path {shlex.quote(printable(str(folder)))} --input texts.txt"
@@ -53,21 +69,35 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, suppo
 
 
 def served_by(adapted: AdaptedModel) -> tuple[dict[str, str], str]:
-    """What the hub may be told of who reads the folder, and a sentence for people. No pipeline that answers wrongly is named."""
+    """What the hub may be told of who reads the folder, and a sentence for people.
+
+    No pipeline that answers wrongly is named.
+    """
     single, names = adapted.single, dict(enumerate(adapted.labels))
     if adapted.labels and single.description.pooling != "model":
-        return {"library_name": "fmmeta"}, (
-            "`fmmeta predict` serves it: the classes are in `head.safetensors`, which transformers alone does not read; "
-            "`AutoModel` gives the encoder without them, and a `text-classification` pipeline would give it a random "
-            "head.")  # fmt: skip
+        return (
+            {"library_name": "fmmeta"},
+            (
+                "`fmmeta predict` serves it: the classes are in `head.safetensors`, which transformers alone"
+                " does not read; `AutoModel` gives the encoder without them, and a `text-classification`"
+                " pipeline would give it a random head."
+            ),
+        )
     if single.config.lora_r and names:
-        return {"library_name": "peft"}, (
-            "The folder holds adapters; transformers puts them on the base with\n\n```python\n"
-            "AutoModelForSequenceClassification.from_pretrained(\n"
-            f"    folder, num_labels={len(names)}, id2label={names}, ignore_mismatched_sizes=True\n)\n```")  # fmt: skip
+        return (
+            {"library_name": "peft"},
+            (
+                "The folder holds adapters; transformers puts them on the base with\n\n```python\n"
+                "AutoModelForSequenceClassification.from_pretrained(\n"
+                f"    folder, num_labels={len(names)}, id2label={names}, ignore_mismatched_sizes=True\n)\n```"
+            ),
+        )
     pipeline = "text-classification" if names else "text-generation"
     library = "peft" if single.config.lora_r else "transformers"
-    return {"library_name": library, "pipeline_tag": pipeline}, f"transformers reads it as it is (`{pipeline}`)."
+    return {
+        "library_name": library,
+        "pipeline_tag": pipeline,
+    }, f"transformers reads it as it is (`{pipeline}`)."
 
 
 def origin(base: str) -> str:
@@ -80,7 +110,10 @@ def origin(base: str) -> str:
     if run.is_file():
         try:
             settings = json.loads(run.read_text(encoding="utf-8"))["settings"]
-            text += f", on {' '.join(map(code, settings['dataset']))}, {escaped(settings['outer_steps'])} outer steps of "
+            text += (
+                f", on {' '.join(map(code, settings['dataset']))}, {escaped(settings['outer_steps'])} outer"
+                " steps of "
+            )
             text += f"{escaped(settings['meta_batch_size'])} tasks"
         except (OSError, ValueError, KeyError, TypeError):
             pass  # another folder's file

@@ -29,7 +29,10 @@ from fmmeta.tasks.data.encode import encode
 
 @dataclass(frozen=True)
 class Answer:
-    """An input and the model's answer: a class with its probability, or a text. `truth`: the right one, where it is known."""
+    """An input and the model's answer: a class with its probability, or a text.
+
+    `truth`: the right one, where it is known.
+    """
 
     input: str
     output: str
@@ -61,11 +64,19 @@ def load(settings: PredictConfig) -> LoadedModel:
     """The model of the folder, its own number of classes in its head. Raises `UsageError`."""
     memory = remembered(settings.model_name_or_path)
     names = ("task_type", "max_length", "prompt_template", "feature_norm")
-    values = {name: memory.get(name) if getattr(settings, name) is None else getattr(settings, name) for name in names}
-    base: dict[str, Any] = {"model_name_or_path": settings.model_name_or_path, "algorithm": "none",
-                            "trust_remote_code": settings.trust_remote_code, "attn_implementation": settings.attn_implementation,
-                            "pooling": settings.pooling, "micro_batch_size": settings.micro_batch_size,
-                            **{name: value for name, value in values.items() if value is not None}}  # fmt: skip
+    values = {
+        name: memory.get(name) if getattr(settings, name) is None else getattr(settings, name)
+        for name in names
+    }
+    base: dict[str, Any] = {
+        "model_name_or_path": settings.model_name_or_path,
+        "algorithm": "none",
+        "trust_remote_code": settings.trust_remote_code,
+        "attn_implementation": settings.attn_implementation,
+        "pooling": settings.pooling,
+        "micro_batch_size": settings.micro_batch_size,
+        **{name: value for name, value in values.items() if value is not None},
+    }
     config = Config(**base)
     description = describe(config)
     labels: tuple[str, ...] = ()
@@ -74,52 +85,81 @@ def load(settings: PredictConfig) -> LoadedModel:
         names = description.hf_config.id2label
         labels = tuple(memory.get("labels") or (names[number] for number in sorted(names)))
         if len(labels) < 2:
-            raise UsageError(f"model_name_or_path={settings.model_name_or_path} names fewer than two classes; adapt it first "
-                             "(fmmeta adapt)")  # fmt: skip
+            raise UsageError(
+                f"model_name_or_path={settings.model_name_or_path} names fewer than two classes; adapt it"
+                " first (fmmeta adapt)"
+            )
         config = replace(config, n_way=len(labels), head_init="learned")
     return load_single_process(fitted(config, description.hf_config), Progress(speaks=False), labels)
 
 
 def refuse_fresh_head(config: Config, description: Description, memory: dict[str, Any]) -> None:
-    """Raise `UsageError` for a classifier whose head has learned nothing, or of other features: it would answer at random."""
+    """Raise `UsageError` for a classifier whose head has learned nothing, or of other features: it would
+    answer at random.
+    """
     name, pooled = config.model_name_or_path, description.pooling != "model"
-    if "algorithm" in memory:  # a folder that fmmeta wrote: what a task begins from, or with labels a task's model
+    if (
+        "algorithm" in memory
+    ):  # a folder that fmmeta wrote: what a task begins from, or with labels a task's model
         learned = bool(memory.get("labels"))
         own = memory.get("pooling", description.pooling)
         if learned and description.pooling != own:
-            raise UsageError(f"pooling={description.pooling} does not fit the head of model_name_or_path={name}, which was "
-                             f"trained with {own}; use --pooling {own}")  # fmt: skip
+            raise UsageError(
+                f"pooling={description.pooling} does not fit the head of model_name_or_path={name}, which was"
+                f" trained with {own}; use --pooling {own}"
+            )
         if learned and pooled and cached_file(name, HEAD_FILE) is None:
-            raise UsageError(f"model_name_or_path={name} holds no {HEAD_FILE}, where its classes are; fetch it again")
+            raise UsageError(
+                f"model_name_or_path={name} holds no {HEAD_FILE}, where its classes are; fetch it again"
+            )
     elif config.builtin_model:
         learned = False
     elif pooled:
         learned = cached_file(name, HEAD_FILE) is not None
     else:  # adapters of other origin bring their head along
-        heads = [kind for kind in description.hf_config.architectures or () if kind.endswith("ForSequenceClassification")]
+        heads = [
+            kind
+            for kind in description.hf_config.architectures or ()
+            if kind.endswith("ForSequenceClassification")
+        ]
         learned = bool(heads) or base_of(name) != name
     if not learned:
-        raise UsageError(f"model_name_or_path={name} has no trained head, and would answer at random; run fmmeta adapt first, "
-                         "and give the folder that it writes")  # fmt: skip
+        raise UsageError(
+            f"model_name_or_path={name} has no trained head, and would answer at random; run fmmeta adapt"
+            " first, and give the folder that it writes"
+        )
 
 
 def answer(single: LoadedModel, texts: Sequence[str], max_new_tokens: int) -> list[Answer]:
-    """The model's answers, in the order of the texts. Raises `UsageError` for a text without tokens, and where there is none."""
+    """The model's answers, in the order of the texts.
+
+    Raises `UsageError` for a text without tokens, and where there is none.
+    """
     examples = encode(single.tokenizer, single.config, texts, [""] * len(texts))
     causal = single.config.task_type == "causal_lm"
-    asked = [list(row.input_ids)[: row.labels.count(IGNORE)] if causal else row.input_ids for row in examples]  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    asked = [list(row.input_ids)[: row.labels.count(IGNORE)] if causal else row.input_ids for row in examples]
     for text, ids in zip(texts, asked, strict=True):
         if not ids:  # blanks, to some tokenizers
-            raise UsageError(f"text={shortened(text)} has no tokens for model_name_or_path={single.config.model_name_or_path}; "
-                             "mend or remove it")  # fmt: skip
+            raise UsageError(
+                f"text={shortened(text)} has no tokens for"
+                f" model_name_or_path={single.config.model_name_or_path}; mend or remove it"
+            )
     if causal:
-        outputs = generate(single.worker, single.tokenizer, asked, max_new_tokens, single.config.micro_batch_size)
+        outputs = generate(
+            single.worker, single.tokenizer, asked, max_new_tokens, single.config.micro_batch_size
+        )
         return [Answer(text, output) for text, output in zip(texts, outputs, strict=True)]
     names = single.description.hf_config.id2label
     shares = class_logits(single, examples).softmax(1)
     for text, share in zip(texts, shares, strict=True):
         if not bool(share.isfinite().all()):
-            raise UsageError(f"model_name_or_path={single.config.model_name_or_path} gives no finite scores for "
-                             f"{shortened(text)}; adapt it with a lower --inner_lr")  # fmt: skip
+            raise UsageError(
+                f"model_name_or_path={single.config.model_name_or_path} gives no finite scores for "
+                f"{shortened(text)}; adapt it with a lower --inner_lr"
+            )
     best = shares.argmax(1).tolist()
-    return [Answer(text, names[label], float(share[label])) for text, label, share in zip(texts, best, shares, strict=True)]
+    return [
+        Answer(text, names[label], float(share[label]))
+        for text, label, share in zip(texts, best, shares, strict=True)
+    ]

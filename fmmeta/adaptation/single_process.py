@@ -37,7 +37,9 @@ class LoadedModel:
         return Episode(self.dealer.deal(support), self.dealer.deal(query))
 
 
-def load_single_process(config: Config, progress: Progress, labels: Sequence[str] = (), bf16: bool = False) -> LoadedModel:
+def load_single_process(
+    config: Config, progress: Progress, labels: Sequence[str] = (), bf16: bool = False
+) -> LoadedModel:
     """Load the model that `config` names, its classes called `labels`. Raises `UsageError`."""
     description = describe(config)
     if labels:
@@ -47,10 +49,14 @@ def load_single_process(config: Config, progress: Progress, labels: Sequence[str
         description.hf_config.label2id = {label: number for number, label in enumerate(labels)}
     tokenizer = load_tokenizer(config, description, progress.notice)
     ranks = World(Launch(), pick_device(Launch())).split(1, default_group=False)
-    started = create_worker(config, description, *deepspeed_config.read(None, bf16, progress.notice), "plain", ranks)
+    started = create_worker(
+        config, description, *deepspeed_config.read(None, bf16, progress.notice), "plain", ranks
+    )
     assert isinstance(started.worker, PlainWorker)
     dealer = Batcher(description.hf_config.pad_token_id, config.micro_batch_size)
-    return LoadedModel(config, description, tokenizer, ranks, started.worker, started.head_names, started.frozen, dealer)
+    return LoadedModel(
+        config, description, tokenizer, ranks, started.worker, started.head_names, started.frozen, dealer
+    )
 
 
 def class_logits(single: LoadedModel, examples: Sequence[Example]) -> Tensor:

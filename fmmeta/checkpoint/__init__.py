@@ -1,7 +1,16 @@
-"""Checkpoints: written whole (write.py, saver.py), found and checked (whole.py), read on any layout (read.py)."""
+"""Checkpoints: written whole (write.py, saver.py), found and checked (whole.py), read on any layout
+(read.py).
+"""
 
 from fmmeta.checkpoint.read import load, load_tables, same_size
-from fmmeta.checkpoint.verify import MANIFEST, find_corruption, list_complete, read_state, rename_aside, undo_partial_save
+from fmmeta.checkpoint.verify import (
+    MANIFEST,
+    find_corruption,
+    list_complete,
+    read_state,
+    rename_aside,
+    undo_partial_save,
+)
 from fmmeta.checkpoint.write import save
 
 __all__ = [

@@ -4,8 +4,8 @@
     thread:  write.py over a communicator of its own, so that it never meets the messages of training
     judge:   once the thread of every rank is done, all ranks learn how it went, at the same outer step
 
-The copies stay allocated: their first touch costs ten times as much as a copy. Where host memory has no room for them the
-rank writes at once, and training waits.
+The copies stay allocated: their first touch costs ten times as much as a copy. Where host memory has no room
+for them the rank writes at once, and training waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ SHARE = 0.5  # of the host memory that is left, which copies may take
 class Saver:
     """Writes the checkpoints of a run. Ranks outside the first group only agree."""
 
-    def __init__(self, params: ParamMap, config: Config, ranks: ProcessGroups, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self, params: ParamMap, config: Config, ranks: ProcessGroups, notice: Callable[[str], None]
+    ) -> None:
         self.params, self.config, self.ranks, self.notice = params, config, ranks, notice
         self.copies: dict[str, Tensor] = {}
         self.thread: threading.Thread | None = None
@@ -44,9 +46,18 @@ class Saver:
         self.failure, self.failed = "", 0  # of the write at hand; writes in a row that failed
         self.wait_s = self.write_s = 0.0  # that training waited, and that writing took, for the last one
 
-    def save(self, folder: Path, vectors: Mapping[str, Tensor], state: dict[str, Any], tables: Mapping[str, Tensor],
-             last: bool = False) -> None:  # fmt: skip
-        """Begin to write a checkpoint-N; with `last` wait for it, and raise `UsageError` if it fails. Collective: world."""
+    def save(
+        self,
+        folder: Path,
+        vectors: Mapping[str, Tensor],
+        state: dict[str, Any],
+        tables: Mapping[str, Tensor],
+        last: bool = False,
+    ) -> None:
+        """Begin to write a checkpoint-N; with `last` wait for it, and raise `UsageError` if it fails.
+
+        Collective: world.
+        """
         began = time.perf_counter()
         self.wait()
         if self.warming is not None:
@@ -61,7 +72,9 @@ class Saver:
             tables = {name: table.to("cpu", copy=True) for name, table in tables.items()}
         self.folder, self.failure = folder, ""
         if self.ranks.background is not None:
-            self.thread = threading.Thread(target=self._write, args=(pieces, state, tables), name="saver", daemon=True)
+            self.thread = threading.Thread(
+                target=self._write, args=(pieces, state, tables), name="saver", daemon=True
+            )
             self.thread.start()
             if not copies:
                 self.thread.join()
@@ -79,14 +92,18 @@ class Saver:
 
     def allocate(self, pieces: Mapping[str, Tensor]) -> bool:
         """Whether there are copies to write to, for these pieces."""
-        if {name: piece.numel() for name, piece in pieces.items()} != {name: copy.numel() for name, copy in self.copies.items()}:
+        if {name: piece.numel() for name, piece in pieces.items()} != {
+            name: copy.numel() for name, copy in self.copies.items()
+        }:
             self.copies = {}
             if 4 * sum(piece.numel() for piece in pieces.values()) > SHARE * host_bytes(
                 self.ranks.layout.launch.local_world_size
             ):
                 return False
             on_gpu = self.ranks.device.type == "cuda"
-            self.copies = {name: torch.empty(piece.numel(), pin_memory=on_gpu).zero_() for name, piece in pieces.items()}
+            self.copies = {
+                name: torch.empty(piece.numel(), pin_memory=on_gpu).zero_() for name, piece in pieces.items()
+            }
         return True
 
     def close(self) -> None:
@@ -107,8 +124,9 @@ class Saver:
             self.judge(self.ranks.world.sum_(torch.tensor([float(bool(self.failure))])).item() > 0, last)
 
     def judge(self, failed: bool, last: bool = False) -> None:
-        """What all ranks do about a write that is done on all of them; `failed` is what they agreed on. Raises `UsageError`
-        alike on all.
+        """What all ranks do about a write that is done on all of them; `failed` is what they agreed on.
+
+        Raises `UsageError` alike on all.
         """
         folder, self.folder, self.thread = self.folder, None, None
         if not failed:
@@ -121,13 +139,26 @@ class Saver:
             raise UsageError(f"{said}; {self.failed} in a row, {whole}")
         self.notice(f"{said}; training goes on, {whole}")
 
-    def _write(self, pieces: Mapping[str, Tensor], state: dict[str, Any], tables: Mapping[str, Tensor]) -> None:
+    def _write(
+        self, pieces: Mapping[str, Tensor], state: dict[str, Any], tables: Mapping[str, Tensor]
+    ) -> None:
         began = time.perf_counter()
         assert self.folder is not None
         assert self.ranks.background is not None
         try:
-            write.write(self.folder, pieces, write.shapes(self.params), state, tables, self.config.save_total_limit,
-                        self.ranks.background)  # fmt: skip
+            write.write(
+                self.folder,
+                pieces,
+                write.shapes(self.params),
+                state,
+                tables,
+                self.config.save_total_limit,
+                self.ranks.background,
+            )
         except Exception as error:  # it must reach the ranks that train
-            self.failure = str(error) if isinstance(error, UsageError) else f"{self.folder}: {type(error).__name__}: {error}"
+            self.failure = (
+                str(error)
+                if isinstance(error, UsageError)
+                else f"{self.folder}: {type(error).__name__}: {error}"
+            )
         self.write_s = time.perf_counter() - began

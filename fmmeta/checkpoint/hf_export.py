@@ -1,8 +1,10 @@
-"""From theta to an ordinary HF folder: config, safetensors, tokenizer, and fmmeta.json with what adaptation needs.
+"""From theta to an ordinary HF folder: config, safetensors, tokenizer, and fmmeta.json with what adaptation
+needs.
 
-`from_pretrained` reads it without fmmeta. An encoder with fmmeta's pooling becomes a sentence-transformers folder.
-A model is written file by file, each by the rank that holds its tensors or the first one; nobody holds all of it. LoRA leaves
-adapters there, which peft loads on their base, and on request an ordinary model in another folder.
+`from_pretrained` reads it without fmmeta. An encoder with fmmeta's pooling becomes a sentence-transformers
+folder. A model is written file by file, each by the rank that holds its tensors or the first one; nobody
+holds all of it. LoRA leaves adapters there, which peft loads on their base, and on request an ordinary model
+in another folder.
 """
 
 from __future__ import annotations
@@ -29,16 +31,32 @@ from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.data.used_splits import UsedSplits
 
 FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this large, if the model has as much
-WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", HEAD_FILE,
-           "adapter_model.safetensors", "adapter_config.json")  # fmt: skip
+WEIGHTS = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    HEAD_FILE,
+    "adapter_model.safetensors",
+    "adapter_config.json",
+)
 
 
-def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor], config: Config, description: Description,
-           tokenizer: Any, ranks: ProcessGroups, rates: Rates | None = None, merge_into: Path | None = None,
-           trained: Sequence[UsedSplits] = ()) -> None:  # fmt: skip
-    """Write `folder`. `frozen`: tensors that are not trained, by name, on the ranks that write them; `rates`: written if they
-    were learned; `merge_into`: folder of lora_merge's model, merged/ beside `folder` if not given; `trained`: the splits of
-    the data that theta has learned from. Collective: world.
+def export(
+    folder: Path,
+    theta: Tensor,
+    worker: Worker,
+    frozen: dict[str, Tensor],
+    config: Config,
+    description: Description,
+    tokenizer: Any,
+    ranks: ProcessGroups,
+    rates: Rates | None = None,
+    merge_into: Path | None = None,
+    trained: Sequence[UsedSplits] = (),
+) -> None:
+    """Write `folder`. `frozen`: tensors that are not trained, by name, on the ranks that write them; `rates`:
+    written if they were learned; `merge_into`: folder of lora_merge's model, merged/ beside `folder` if not
+    given; `trained`: the splits of the data that theta has learned from. Collective: world.
     """
     skeleton = empty_learner(config, replace(description, classes=0))
     shapes = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}
@@ -48,7 +66,9 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
         weights = gather_parameters(theta, worker, shapes, ranks) | heads
         with ranks.world.raise_on_all("exporting the adapters"):
             if ranks.first:
-                write_adapters(folder, skeleton, weights, config, description, tokenizer, rates, merge_into, trained)
+                write_adapters(
+                    folder, skeleton, weights, config, description, tokenizer, rates, merge_into, trained
+                )
     else:
         with ranks.world.raise_on_all("exporting the configuration"):
             if ranks.first:
@@ -65,12 +85,14 @@ def export(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor
         named = gather_parameters(rates.scale_layers(0, rates.element.clone()), worker, shapes, ranks)
         with ranks.world.raise_on_all("exporting the inner rates"):
             if ranks.first:
-                save_tensors({name.removeprefix("hf."): value for name, value in named.items()}, folder / RATES_FILE)
+                save_tensors(
+                    {name.removeprefix("hf."): value for name, value in named.items()}, folder / RATES_FILE
+                )
 
 
 def clear(folder: Path, base: str | None = None) -> None:
-    """An export folder without the weights of an earlier export: one file is read before several, adapters before a whole model.
-    Those of `base` stay, which the adapters that come here stand beside.
+    """An export folder without the weights of an earlier export: one file is read before several, adapters
+    before a whole model. Those of `base` stay, which the adapters that come here stand beside.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if base is None or folder.resolve() != Path(base).resolve():
@@ -82,7 +104,10 @@ def clear(folder: Path, base: str | None = None) -> None:
 def gather_parameters(
     vector: Tensor, worker: Worker, shapes: dict[str, tuple[int, ...]], ranks: ProcessGroups
 ) -> dict[str, Tensor]:
-    """Whole parameters out of a vector, by name, on the first rank; empty elsewhere. Collective: first group."""
+    """Whole parameters out of a vector, by name, on the first rank; empty elsewhere.
+
+    Collective: first group.
+    """
     found = {}
     if ranks.layout.group_index == 0:
         for name, shape in shapes.items():
@@ -99,11 +124,20 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def write_adapters(
-    folder: Path, skeleton: Any, weights: dict[str, Tensor], config: Config, description: Description, tokenizer: Any,
-    rates: Rates | None, merge_into: Path | None, trained: Sequence[UsedSplits],
-) -> None:  # fmt: skip
+    folder: Path,
+    skeleton: Any,
+    weights: dict[str, Tensor],
+    config: Config,
+    description: Description,
+    tokenizer: Any,
+    rates: Rates | None,
+    merge_into: Path | None,
+    trained: Sequence[UsedSplits],
+) -> None:
     """Write adapters (whole, by name) as peft does, with --lora_merge an ordinary model too."""
-    description = replace(description, classes=0)  # in merged/ too: the head that is exported is that of the skeleton
+    description = replace(
+        description, classes=0
+    )  # in merged/ too: the head that is exported is that of the skeleton
     clear(folder, None if config.builtin_model else base_of(config.model_name_or_path))
     save_adapter(folder, skeleton, weights, config)
     if config.builtin_model:
@@ -120,10 +154,19 @@ def write_adapters(
             save_tensors({name: weights[name] for name in skeleton.head_names}, each / HEAD_FILE)
 
 
-def write_weights(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str, Tensor], skeleton: Any,
-                  config: Config, trained: dict[str, tuple[int, ...]]) -> Exception | None:  # fmt: skip
-    """Write the safetensors files one after another, each by the rank that `worker.writer` names. A rank holds one file and
-    one further parameter at a time. Returns what went wrong, since the other ranks wait for this one. Collective: group.
+def write_weights(
+    folder: Path,
+    theta: Tensor,
+    worker: Worker,
+    frozen: dict[str, Tensor],
+    skeleton: Any,
+    config: Config,
+    trained: dict[str, tuple[int, ...]],
+) -> Exception | None:
+    """Write the safetensors files one after another, each by the rank that `worker.writer` names.
+
+    A rank holds one file and one further parameter at a time. Returns what went wrong, since the other ranks
+    wait for this one. Collective: group.
     """
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
@@ -143,7 +186,9 @@ def write_weights(folder: Path, theta: Tensor, worker: Worker, frozen: dict[str,
                 held[name.removeprefix("hf.")] = value.cpu().contiguous()
         if worker.group.rank == writer:
             with collect_errors(failures):
-                save_file(revert_weight_conversion(skeleton.hf, held), folder / path, metadata={"format": "pt"})
+                save_file(
+                    revert_weight_conversion(skeleton.hf, held), folder / path, metadata={"format": "pt"}
+                )
     if worker.group.rank == 0 and len(files) > 1:
         with collect_errors(failures):
             write_index(folder, skeleton.hf, files)
@@ -172,14 +217,20 @@ def write_index(folder: Path, hf: Any, files: dict[str, tuple[int, list[str]]]) 
 
 
 def plan_files(hf: Any, worker: Worker) -> dict[str, tuple[int, list[str]]]:
-    """File names, and for each the rank of the group that writes it and the tensors in it; tied ones are written once."""
+    """File names, and for each the rank of the group that writes it and the tensors in it; tied ones are
+    written once.
+    """
     once = {name for name, _ in hf.named_parameters()} | {name for name, _ in hf.named_buffers()}
     ignored = set(hf._keys_to_ignore_on_save or ())
-    tensors = {f"hf.{key}": value.numel() * 4 for key, value in hf.state_dict().items() if key in once - ignored}
+    tensors = {
+        f"hf.{key}": value.numel() * 4 for key, value in hf.state_dict().items() if key in once - ignored
+    }
     limit = min(FILE_BYTES[1], max(FILE_BYTES[0], sum(tensors.values()) // worker.group.size))
     files: list[tuple[int, list[str]]] = []
     full = 0
-    for writer, name in sorted(((worker.writer(name), name) for name in tensors), key=lambda item: item[0]):  # keeps the order
+    for writer, name in sorted(
+        ((worker.writer(name), name) for name in tensors), key=lambda item: item[0]
+    ):  # keeps the order
         if not files or files[-1][0] != writer or full + tensors[name] > limit:
             files.append((writer, []))
             full = 0
@@ -187,10 +238,14 @@ def plan_files(hf: Any, worker: Worker) -> dict[str, tuple[int, list[str]]]:
         full += tensors[name]
     if len(files) == 1:
         return {"model.safetensors": files[0]}
-    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, 1)}
+    return {
+        f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, 1)
+    }
 
 
-def save_model(folder: Path, hf: Any, description: Description, weights: dict[str, Tensor] | None = None) -> None:
+def save_model(
+    folder: Path, hf: Any, description: Description, weights: dict[str, Tensor] | None = None
+) -> None:
     """An HF model in fp32, its dropouts as the checkpoint had them. `weights`: in place of its own."""
     for key, value in description.dropouts.items():
         setattr(hf.config, key, value)
@@ -198,39 +253,62 @@ def save_model(folder: Path, hf: Any, description: Description, weights: dict[st
     hf.save_pretrained(folder, state_dict=weights)
 
 
-def write_metadata(folder: Path, skeleton: Any, config: Config, description: Description, tokenizer: Any, rates: Rates | None,
-              trained: Sequence[UsedSplits]) -> None:  # fmt: skip
+def write_metadata(
+    folder: Path,
+    skeleton: Any,
+    config: Config,
+    description: Description,
+    tokenizer: Any,
+    rates: Rates | None,
+    trained: Sequence[UsedSplits],
+) -> None:
     """What lies beside the weights: tokenizer, pooling, fmmeta.json."""
     tokenizer.save_pretrained(folder)
     if isinstance(skeleton, PooledClassifier):
         sentence_transformers(folder, config, description)
-    facts = {"algorithm": config.algorithm, "pooling": description.pooling, "n_way": config.n_way,
-             "classes": config.most_classes, "k_shot": config.k_shot}  # fmt: skip
+    facts = {
+        "algorithm": config.algorithm,
+        "pooling": description.pooling,
+        "n_way": config.n_way,
+        "classes": config.most_classes,
+        "k_shot": config.k_shot,
+    }
     facts |= {name: getattr(config, name) for name in REMEMBERED} | {"inner_rates": rates_of(rates)}
     if description.labels:
         facts["labels"] = list(description.labels)
     if trained:
-        facts["datasets"] = [json.loads(one) for one in dict.fromkeys(json.dumps(one.as_dict()) for one in trained)]
+        facts["datasets"] = [
+            json.loads(one) for one in dict.fromkeys(json.dumps(one.as_dict()) for one in trained)
+        ]
     (folder / "fmmeta.json").write_text(to_json(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def rates_of(rates: Rates | None) -> Any:
-    """How far a task's inner steps go: {layer: [rate of each step]}, or the file that has them element by element."""
+    """How far a task's inner steps go: {layer: [rate of each step]}, or the file that has them element by
+    element.
+    """
     if rates is None:
         return None
     if rates.element is not None:
         return RATES_FILE
     columns = rates.table.T.tolist()
-    return {name.removeprefix("hf."): column for name, column in zip(rates.layers.names, columns, strict=True)}
+    return {
+        name.removeprefix("hf."): column for name, column in zip(rates.layers.names, columns, strict=True)
+    }
 
 
 def sentence_transformers(folder: Path, config: Config, description: Description) -> None:
-    """The files by which sentence-transformers knows the pooling; a Normalize module is kept if the source had one."""
+    """The files by which sentence-transformers knows the pooling; a Normalize module is kept if the source
+    had one.
+    """
     package = "sentence_transformers.models"
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     if description.normalizes:
         modules.append(("2_Normalize", "Normalize"))
-    listed = [{"idx": i, "name": str(i), "path": path, "type": f"{package}.{kind}"} for i, (path, kind) in enumerate(modules)]
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": f"{package}.{kind}"}
+        for i, (path, kind) in enumerate(modules)
+    ]
     (folder / "1_Pooling").mkdir(exist_ok=True)
     files: dict[str, Any] = {
         "modules.json": listed,

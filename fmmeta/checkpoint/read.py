@@ -21,8 +21,10 @@ def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict
     for fragment in params.fragments:
         there = written.get(fragment.name, list(fragment.shape))
         if there != list(fragment.shape):
-            raise UsageError(f"{folder} is of another model: {fragment.name} is {there} there and {list(fragment.shape)} here; "
-                             "give a checkpoint of this one")  # fmt: skip
+            raise UsageError(
+                f"{folder} is of another model: {fragment.name} is {there} there and {list(fragment.shape)}"
+                " here; give a checkpoint of this one"
+            )
     vectors = {name: torch.zeros_like(like) for name in names}
     for name, vector in vectors.items():
         for fragment in params.fragments:
@@ -30,12 +32,17 @@ def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict
             straight = fragment.cut is None and all(part.cut is None for part in stored)
             missing = (read_range if straight else read_across)(fragment, stored, vector[fragment.here])
             if missing:
-                raise UsageError(f"{folder} lacks {missing} elements of {name}/{fragment.name}; give another checkpoint")
+                raise UsageError(
+                    f"{folder} lacks {missing} elements of {name}/{fragment.name}; give another checkpoint"
+                )
     return vectors
 
 
 def load_tables(folder: Path) -> dict[str, Tensor]:
-    """The tables of a checkpoint, none if it has none. Raises `UsageError`, also where the checkpoint is removed meanwhile."""
+    """The tables of a checkpoint, none if it has none.
+
+    Raises `UsageError`, also where the checkpoint is removed meanwhile.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -74,7 +81,13 @@ def index(folder: Path) -> tuple[dict[str, list[Stored]], dict[str, list[int]]]:
                 offset, _, cut = place.partition("#")
                 (length,) = file.get_slice(key).get_shape()
                 where[path].append(
-                    Stored(int(offset), int(offset) + length, file, key, tuple(map(int, cut.split(":"))) if cut else None)
+                    Stored(
+                        int(offset),
+                        int(offset) + length,
+                        file,
+                        key,
+                        tuple(map(int, cut.split(":"))) if cut else None,
+                    )
                 )
     except (OSError, RuntimeError, SafetensorError, ValueError, TypeError, UsageError) as error:
         raise UsageError(f"{folder} cannot be read ({error}); give an older checkpoint") from None
@@ -82,11 +95,17 @@ def index(folder: Path) -> tuple[dict[str, list[Stored]], dict[str, list[int]]]:
 
 
 def same_size(folder: Path, params: ParamMap) -> None:
-    """Refuse a checkpoint with parameters that this rank knows nothing of, where it knows all. Raises `UsageError`."""
+    """Refuse a checkpoint with parameters that this rank knows nothing of, where it knows all.
+
+    Raises `UsageError`.
+    """
     _, written = index(folder)
     strange = sorted(set(written) - {fragment.name for fragment in params.fragments})
     if params.replicated and strange:
-        raise UsageError(f"{folder} is of another model: it has {strange[0]}, which is not here; give a checkpoint of this one")
+        raise UsageError(
+            f"{folder} is of another model: it has {strange[0]}, which is not here; give a checkpoint of"
+            " this one"
+        )
 
 
 def read_range(fragment: Fragment, stored: list[Stored], into: Tensor) -> int:
@@ -105,7 +124,8 @@ def read_across(fragment: Fragment, stored: list[Stored], into: Tensor) -> int:
     """The same where one side is cut across rows (tensor parallelism): by way of the whole parameter."""
     whole, known = torch.zeros(fragment.shape), torch.zeros(fragment.shape)
     for part in stored:
-        piece = Fragment(fragment.name, fragment.shape, 0, part.begin, part.end - part.begin, cut=part.cut)  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        piece = Fragment(fragment.name, fragment.shape, 0, part.begin, part.end - part.begin, cut=part.cut)
         piece.fill(whole, part.file.get_tensor(part.key).float())
         piece.fill(known, torch.ones(piece.length))
     into.copy_(fragment.take(whole))

@@ -1,6 +1,7 @@
 """Whether a checkpoint is whole: the names in its folder, its manifest, the digest of every file.
 
-Reads and renames; what the files mean is checkpoint.py's. Names in a manifest are compared and never followed.
+Reads and renames; what the files mean is checkpoint.py's. Names in a manifest are compared and never
+followed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from fmmeta.parallel.process_groups import Communicator
 
 STATE, TABLES, MANIFEST = "state.json", "tables.safetensors", "manifest.json"
 FILES = re.compile(r"shard-[0-9]{5}\.safetensors|tables\.safetensors|state\.json")
-NEEDED = {"outer_step": int, "bad_steps": int, "tasks": dict, "numbers": dict, "vectors": list, "settings": dict}
+NEEDED = {
+    "outer_step": int,
+    "bad_steps": int,
+    "tasks": dict,
+    "numbers": dict,
+    "vectors": list,
+    "settings": dict,
+}
 
 
 class Entry(TypedDict):
@@ -32,11 +40,15 @@ def list_complete(output_dir: Path) -> list[Path]:
     """Checkpoints of a run that were finished, oldest first."""
     found = [folder for folder in output_dir.glob("checkpoint-*") if (folder / MANIFEST).is_file()]
     numbered = [(folder.name.removeprefix("checkpoint-"), folder) for folder in found]
-    return [folder for _, folder in sorted((int(number), folder) for number, folder in numbered if number.isdecimal())]
+    return [
+        folder
+        for _, folder in sorted((int(number), folder) for number, folder in numbered if number.isdecimal())
+    ]
 
 
 def find_corruption(folder: Path, comm: Communicator) -> str:
-    """What is wrong with a checkpoint, by file; nothing if it is whole. Every file is read once, shared out over the ranks.
+    """What is wrong with a checkpoint, by file; nothing if it is whole. Every file is read once, shared out
+    over the ranks.
 
     Collective: comm.
     """
@@ -54,7 +66,9 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
     """Files of a checkpoint by name. Raises `UsageError`."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        if STATE in files and all(FILES.fullmatch(name) and {"bytes", "sha256"} <= set(files[name]) for name in files):
+        if STATE in files and all(
+            FILES.fullmatch(name) and {"bytes", "sha256"} <= set(files[name]) for name in files
+        ):
             return files
     except OSError as error:
         raise UsageError(f"{MANIFEST} cannot be read: {error.strerror}") from None
@@ -73,7 +87,9 @@ def file_fault(file: Path, entry: Entry) -> str:
                 seen.update(part)
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"
-    return "" if seen.hexdigest() == entry["sha256"] else f"{file.name} has another sha256 than {MANIFEST} says"
+    return (
+        "" if seen.hexdigest() == entry["sha256"] else f"{file.name} has another sha256 than {MANIFEST} says"
+    )
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -81,11 +97,18 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"resume_from_checkpoint={folder} is no checkpoint ({error}); give a checkpoint-N folder") from None
-    wrong = [name for name, kind in NEEDED.items() if not isinstance(state, dict) or not isinstance(state.get(name), kind)]
+        raise UsageError(
+            f"resume_from_checkpoint={folder} is no checkpoint ({error}); give a checkpoint-N folder"
+        ) from None
+    wrong = [
+        name
+        for name, kind in NEEDED.items()
+        if not isinstance(state, dict) or not isinstance(state.get(name), kind)
+    ]
     if wrong:
         raise UsageError(
-            f"resume_from_checkpoint={folder} is no checkpoint ({STATE} has no {wrong[0]}); give a checkpoint-N folder"
+            f"resume_from_checkpoint={folder} is no checkpoint ({STATE} has no {wrong[0]}); give a"
+            " checkpoint-N folder"
         )
     return state
 

@@ -7,8 +7,8 @@
       state.json                 outer step, optimizer steps, settings
       manifest.json              bytes and sha256 of every other file; written last
 
-Written beside the run as tmp-checkpoint-N and renamed by one rank when every rank is done; whole.py says whether what is found
-there later is whole. A folder never holds less than it held before a save. No pickles.
+Written beside the run as tmp-checkpoint-N and renamed by one rank when every rank is done; whole.py says
+whether what is found there later is whole. A folder never holds less than it held before a save. No pickles.
 """
 
 from __future__ import annotations
@@ -36,9 +36,17 @@ KINDS = {torch.float32: "F32", torch.float64: "F64"}  # vectors and tables have 
 PART = 2**24  # bytes that are written and hashed at a time
 
 
-def save(folder: Path, vectors: Mapping[str, Tensor], params: ParamMap, state: dict[str, Any], ranks: ProcessGroups, keep: int,
-         tables: Mapping[str, Tensor] | None = None) -> None:  # fmt: skip
-    """Write `vectors` ([S] each), `tables` (equal on all ranks) and `state` to `folder`, a checkpoint-N; keep the newest `keep`.
+def save(
+    folder: Path,
+    vectors: Mapping[str, Tensor],
+    params: ParamMap,
+    state: dict[str, Any],
+    ranks: ProcessGroups,
+    keep: int,
+    tables: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write `vectors` ([S] each), `tables` (equal on all ranks) and `state` to `folder`, a checkpoint-N; keep
+    the newest `keep`.
 
     Collective: world.
     """
@@ -49,8 +57,12 @@ def pieces(vectors: Mapping[str, Tensor], params: ParamMap, ranks: ProcessGroups
     """What this rank writes, by name in its shard file, uncopied; nothing if others write the same."""
     if ranks.layout.group_index or (ranks.layout.group_rank and params.replicated):
         return {}
-    return {f"{name}/{place_in_parameter(fragment)}": vector[fragment.here]
-            for name, vector in vectors.items() for fragment in params.fragments if fragment.owned}  # fmt: skip
+    return {
+        f"{name}/{place_in_parameter(fragment)}": vector[fragment.here]
+        for name, vector in vectors.items()
+        for fragment in params.fragments
+        if fragment.owned
+    }
 
 
 def shapes(params: ParamMap) -> dict[str, list[int]]:
@@ -58,9 +70,19 @@ def shapes(params: ParamMap) -> dict[str, list[int]]:
     return {fragment.name: list(fragment.shape) for fragment in params.fragments}
 
 
-def write(folder: Path, shard: Mapping[str, Tensor], shapes: Mapping[str, list[int]], state: dict[str, Any],
-          tables: Mapping[str, Tensor], keep: int, comm: Communicator) -> None:  # fmt: skip
-    """Write `folder` whole, or leave everything as it was. Raises `UsageError` where the disk says no. Collective: comm."""
+def write(
+    folder: Path,
+    shard: Mapping[str, Tensor],
+    shapes: Mapping[str, list[int]],
+    state: dict[str, Any],
+    tables: Mapping[str, Tensor],
+    keep: int,
+    comm: Communicator,
+) -> None:
+    """Write `folder` whole, or leave everything as it was.
+
+    Raises `UsageError` where the disk says no. Collective: comm.
+    """
     temporary, entries = folder.with_name(f"tmp-{folder.name}"), {}
     try:
         with comm.raise_on_all("preparing a checkpoint"), told(folder):
@@ -114,18 +136,24 @@ def told(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{folder} could not be written: {error.strerror or error}; free room or mend it") from None
+        raise UsageError(
+            f"{folder} could not be written: {error.strerror or error}; free room or mend it"
+        ) from None
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Entry:
-    """Write tensors in the format of safetensors, hashed on the way; save_file would copy them all and hold the
-    interpreter's lock, which training needs while a thread writes.
+    """Write tensors in the format of safetensors, hashed on the way; save_file would copy them all and hold
+    the interpreter's lock, which training needs while a thread writes.
     """
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": KINDS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     seen = hashlib.sha256()
@@ -134,7 +162,8 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
             seen.update(chunk)
             opened.write(chunk)
         for tensor in tensors.values():
-            values = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            # type: ignore[arg-type]
+            values = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
             for begin in range(0, len(values), PART):
                 seen.update(values[begin : begin + PART])
                 opened.write(values[begin : begin + PART])
@@ -152,4 +181,6 @@ def write_text(file: Path, text: str) -> Entry:
 
 
 def place_in_parameter(fragment: Fragment) -> str:
-    return f"{fragment.name}@{fragment.offset}" + (f"#{':'.join(map(str, fragment.cut))}" if fragment.cut else "")
+    return f"{fragment.name}@{fragment.offset}" + (
+        f"#{':'.join(map(str, fragment.cut))}" if fragment.cut else ""
+    )

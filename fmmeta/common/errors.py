@@ -4,11 +4,17 @@ from __future__ import annotations
 
 
 class UsageError(ValueError):
-    """A setting or an input cannot work (exit code 2). The text is one line: the value, what is wrong, what to do."""
+    """A setting or an input cannot work (exit code 2).
+
+    The text is one line: the value, what is wrong, what to do.
+    """
 
 
 class MachineFault(RuntimeError):
-    """A machine or the network misbehaves (exit code 70). The text is one line; the last checkpoint is intact."""
+    """A machine or the network misbehaves (exit code 70).
+
+    The text is one line; the last checkpoint is intact.
+    """
 
 
 class Stopped(Exception):

@@ -10,7 +10,9 @@ STATUS = Path("/proc/self/status")
 
 
 def host_bytes(local_world_size: int) -> int:
-    """Bytes that one of `local_world_size` equal processes may take: shared are the host and the cgroup, own are the limits."""
+    """Bytes that one of `local_world_size` equal processes may take: shared are the host and the cgroup, own
+    are the limits.
+    """
     import psutil
 
     found = [psutil.virtual_memory().available // local_world_size]
@@ -35,7 +37,10 @@ def status_bytes(key: str) -> int:
 
 def cgroup_room() -> int | None:
     """Bytes left in the memory cgroup (version 2 or 1) as this container sees it; None without a limit."""
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         try:
             allowed = int((CGROUP / limit).read_text())
             return max(0, allowed - int((CGROUP / used).read_text())) if allowed < 2**60 else None

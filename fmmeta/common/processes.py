@@ -8,6 +8,10 @@ from contextlib import suppress
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends, however it ends (Linux; elsewhere nothing)."""
+    """Let the kernel kill this process when the thread that started it ends, however it ends (Linux;
+    elsewhere nothing).
+    """
     with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; a process that it forks does not inherit it
+        ctypes.CDLL(None).prctl(
+            1, signal.SIGKILL
+        )  # PR_SET_PDEATHSIG; a process that it forks does not inherit it

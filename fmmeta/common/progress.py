@@ -10,7 +10,10 @@ from fmmeta.common.security import printable
 
 
 class Progress:
-    """Speaks on the first rank only. On a terminal the live line is redrawn; elsewhere a line comes every few seconds."""
+    """Speaks on the first rank only.
+
+    On a terminal the live line is redrawn; elsewhere a line comes every few seconds.
+    """
 
     def __init__(self, speaks: bool, every_s: float = 5.0) -> None:
         self.speaks, self.every_s = speaks, every_s
@@ -37,7 +40,9 @@ class Progress:
         self.spoke = now
         left = (now - began) / max(1, done - first) * (total - done) if done > first else 0.0
         shown = f"{what} {done}/{total}{'  ' + text if text else ''}  {clock(left)} left"
-        print(f"\r\x1b[K{shown}" if self.live else shown, end="" if self.live and not last else "\n", flush=True)
+        print(
+            f"\r\x1b[K{shown}" if self.live else shown, end="" if self.live and not last else "\n", flush=True
+        )
         self.open_line = self.live and not last
 
     def start(self, what: str) -> None:
@@ -47,11 +52,19 @@ class Progress:
         if not self.speaks:
             return
         self._end_line()
-        header, rows = [printable(name) for name in header], [[printable(value) for value in row] for row in rows]
+        header, rows = (
+            [printable(name) for name in header],
+            [[printable(value) for value in row] for row in rows],
+        )
         widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
         def show(row: Sequence[str]) -> str:
-            return "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+            return "  ".join(
+                [
+                    row[0].ljust(widths[0]),
+                    *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
+                ]
+            )
 
         rule = "-" * len(show(header))
         print("\n".join(["", printable(title), rule, show(header), rule, *map(show, rows), rule]), flush=True)

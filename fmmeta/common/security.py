@@ -1,4 +1,6 @@
-"""What keeps strangers and accidents out: secrets out of texts, links out of folders, bombs out of memory, disks in one line."""
+"""What keeps strangers and accidents out: secrets out of texts, links out of folders, bombs out of memory,
+disks in one line.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 
 
 def redact(text: str, env: Mapping[str, str] | None = None) -> str:
-    """The text without what looks like a password or an access token, and without the values of environment variables whose names
-    say that they are secret.
+    """The text without what looks like a password or an access token, and without the values of environment
+    variables whose names say that they are secret.
     """
     for name, value in (os.environ if env is None else env).items():
         if SECRET.search(name.upper()) and len(value) >= LEAST:
@@ -38,7 +40,9 @@ def redact(text: str, env: Mapping[str, str] | None = None) -> str:
 
 
 def disk_trouble(error: BaseException) -> str | None:
-    """What the disk said, if that is what went wrong; libraries that write by themselves tell it in their text only."""
+    """What the disk said, if that is what went wrong; libraries that write by themselves tell it in their
+    text only.
+    """
     if isinstance(error, OSError) and error.errno in DISK:
         return f"{error.filename or 'the disk'}: {error.strerror}"
     found = re.search(r"\(os error (\d+)\)", str(error))
@@ -62,7 +66,9 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 def printable(text: str) -> str:
-    """The text on one line: control characters (of terminals, line ends, direction marks) as `\\uXXXX`, which JSON reads too."""
+    """The text on one line: control characters (of terminals, line ends, direction marks) as `\\uXXXX`, which
+    JSON reads too.
+    """
     return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -74,9 +80,13 @@ def inside(root: Path, path: Path) -> Path:
     """`path`, if what it links to lies in `root`, or among the blobs of a hub cache. Raises `UsageError`."""
     if path.is_symlink():
         there, home = Path(os.path.realpath(path)), root.resolve()
-        cached = any(above.name == "snapshots" and there.parent == above.with_name("blobs") for above in home.parents)
+        cached = any(
+            above.name == "snapshots" and there.parent == above.with_name("blobs") for above in home.parents
+        )
         if not (there.is_relative_to(home) or cached):
-            raise UsageError(f"{path} is a link that leaves its folder (to {there}); copy the file, or remove the link")
+            raise UsageError(
+                f"{path} is a link that leaves its folder (to {there}); copy the file, or remove the link"
+            )
     return path
 
 
@@ -90,7 +100,10 @@ def sync(path: Path) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a written file its name after its bytes are on the disk: it is whole, or not there. Raises `OSError`."""
+    """Give a written file its name after its bytes are on the disk: it is whole, or not there.
+
+    Raises `OSError`.
+    """
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
@@ -109,6 +122,9 @@ class Bounded(io.RawIOBase):
         part = self.file.read1(len(buffer))
         self.left -= len(part)
         if self.left < 0:
-            raise UsageError(f"{self.path} unpacks to more than max_file_gib={self.most_gib:g}; raise it if you trust the file")
+            raise UsageError(
+                f"{self.path} unpacks to more than max_file_gib={self.most_gib:g}; raise it if you trust the"
+                " file"
+            )
         buffer[: len(part)] = part
         return len(part)

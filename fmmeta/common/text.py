@@ -14,7 +14,9 @@ def shortened(value: Any) -> str:
 
 
 def strict(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have: the interval of one episode, a loss that diverged."""
+    """The same with None for numbers that JSON does not have: the interval of one episode, a loss that
+    diverged.
+    """
     if isinstance(value, dict):
         return {name: strict(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -28,5 +30,7 @@ def to_json(value: Any, **how: Any) -> str:
 
 
 def as_stored(settings: Any) -> Any:
-    """Settings as they are stored and compared: what JSON has, with numbers that are not finite as text (mix_temperature=inf)."""
+    """Settings as they are stored and compared: what JSON has, with numbers that are not finite as text
+    (mix_temperature=inf).
+    """
     return json.loads(json.dumps(settings), parse_constant=lambda name: str(float(name)))

@@ -1,7 +1,7 @@
 """Which algorithm goes with which settings: what each takes by default, and what is refused, with the reason.
 
-Reads a Config's values and nothing else; `checks.py` asks it. An empty answer means that every setting has its
-effect.
+Reads a Config's values and nothing else; `checks.py` asks it. An empty answer means that every setting has
+its effect.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from typing import Any
 
 from fmmeta.config.values import LARGEST
 
-UNROLLED = ("fomaml", "maml", "boil", "proto_maml", "meta_sgd")  # a loss is differentiated through the inner loop
+UNROLLED = (
+    "fomaml",
+    "maml",
+    "boil",
+    "proto_maml",
+    "meta_sgd",
+)  # a loss is differentiated through the inner loop
 SECOND_ORDER = ("maml", "boil", "proto_maml", "meta_sgd", "anil")
 DIFFERENCES = ("maml", "boil", "proto_maml", "meta_sgd", "imaml")  # take Hessian-vector products
 FROZEN_BODY = ("anil", "protonet")  # the body stands still; tasks share its passes
@@ -58,41 +64,68 @@ def problems(c: Any) -> Iterator[str]:
 def _without_effect(c: Any) -> Iterator[str]:
     """Settings that were changed and that nothing would read."""
     readers = {
-        "inner_momentum": ("inner_optimizer", ("momentum",)), "inner_beta1": ("inner_optimizer", ("adamw",)),
-        "inner_beta2": ("inner_optimizer", ("adamw",)), "inner_epsilon": ("inner_optimizer", ("adamw",)),
-        "inner_weight_decay": ("inner_optimizer", ("adamw",)), "proximal_weight": ("algorithm", ("imaml",)),
-        "cg_steps": ("algorithm", ("imaml",)), "cg_damping": ("algorithm", ("imaml",)),
-        "rates_lr": ("inner_lr_learned", ("layer", "element")), "outer_momentum": ("outer_optimizer", ("nesterov",)),
-    }  # fmt: skip
+        "inner_momentum": ("inner_optimizer", ("momentum",)),
+        "inner_beta1": ("inner_optimizer", ("adamw",)),
+        "inner_beta2": ("inner_optimizer", ("adamw",)),
+        "inner_epsilon": ("inner_optimizer", ("adamw",)),
+        "inner_weight_decay": ("inner_optimizer", ("adamw",)),
+        "proximal_weight": ("algorithm", ("imaml",)),
+        "cg_steps": ("algorithm", ("imaml",)),
+        "cg_damping": ("algorithm", ("imaml",)),
+        "rates_lr": ("inner_lr_learned", ("layer", "element")),
+        "outer_momentum": ("outer_optimizer", ("nesterov",)),
+    }
     for name, (other, values) in readers.items():
         if getattr(c, name) != type(c).__dataclass_fields__[name].default and getattr(c, other) not in values:
-            yield (f"{name}={getattr(c, name)} means nothing for {other}={getattr(c, other)}; leave it out, or use {other} "
-                   f"{' or '.join(values)}")  # fmt: skip
-    keeps = c.algorithm in ("maml", "boil", "proto_maml", "meta_sgd") or c.multi_step_loss_steps or c.inner_lr_learned != "no"
+            yield (
+                f"{name}={getattr(c, name)} means nothing for {other}={getattr(c, other)}; leave it out, or"
+                f" use {other} {' or '.join(values)}"
+            )
+    keeps = (
+        c.algorithm in ("maml", "boil", "proto_maml", "meta_sgd")
+        or c.multi_step_loss_steps
+        or c.inner_lr_learned != "no"
+    )
     if c.trajectory_gib is not None and not keeps:
-        yield (f"trajectory_gib={c.trajectory_gib} means nothing for algorithm={c.algorithm}, which keeps no trajectory; "
-               "leave it out")  # fmt: skip
+        yield (
+            f"trajectory_gib={c.trajectory_gib} means nothing for algorithm={c.algorithm}, which keeps no"
+            " trajectory; leave it out"
+        )
     if c.eval_steps and not c.eval_episodes:
-        yield f"eval_steps={c.eval_steps} means nothing for eval_episodes=0, which evaluates nothing; leave it out"
+        yield (
+            f"eval_steps={c.eval_steps} means nothing for eval_episodes=0, which evaluates nothing; leave"
+            " it out"
+        )
     if c.trajectory_gib is not None and c.trajectory_gib < 0:
-        yield f"trajectory_gib={c.trajectory_gib} is below 0; use 0 to keep the whole trajectory in host memory"
+        yield (
+            f"trajectory_gib={c.trajectory_gib} is below 0; use 0 to keep the whole trajectory in host memory"
+        )
     if c.trajectory_gib is not None and not c.trajectory_gib < math.inf:
-        yield f"trajectory_gib={c.trajectory_gib} is no number to compute with; use 0 or more, or leave it out for no limit"
+        yield (
+            f"trajectory_gib={c.trajectory_gib} is no number to compute with; use 0 or more, or leave it out"
+            " for no limit"
+        )
 
 
 def _parallelism_conflicts(c: Any) -> Iterator[str]:
-    """What pipeline stages and tensor parallelism do not go with; data parallelism and ZeRO 3 go with all of it."""
+    """What pipeline stages and tensor parallelism do not go with; data parallelism and ZeRO 3 go with all of
+    it.
+    """
     stages, tensor = c.pipeline_stages, c.tensor_parallel_size
     if stages > 1 and tensor > 1:
-        yield (f"pipeline_stages={stages} and tensor_parallel_size={tensor} are not combined; use one of them, with data "
-               "parallelism beside it")  # fmt: skip
+        yield (
+            f"pipeline_stages={stages} and tensor_parallel_size={tensor} are not combined; use one of them,"
+            " with data parallelism beside it"
+        )
     if c.pipeline_balance == "time" and stages == 1:
         yield "pipeline_balance=time means nothing for pipeline_stages=1; leave it out"
     if stages * tensor == 1:
         return
     spread = f"pipeline_stages={stages}" if stages > 1 else f"tensor_parallel_size={tensor}"
     if c.engine == "plain":
-        yield "engine=plain holds a whole model on one rank; leave out pipeline_stages and tensor_parallel_size"
+        yield (
+            "engine=plain holds a whole model on one rank; leave out pipeline_stages and tensor_parallel_size"
+        )
     of_stages = {
         "packing": "stages before the last run the base model, which does not know packed rows",
     }
@@ -105,69 +138,119 @@ def _parallelism_conflicts(c: Any) -> Iterator[str]:
             yield f"{spread} with {name}={getattr(c, name)}: {why}; use ZeRO 3, or leave {name} out"
     if tensor > 1 and (c.prototype_gradient or c.algorithm in FROZEN_BODY):
         what = f"algorithm={c.algorithm}" if c.algorithm in FROZEN_BODY else "prototype_gradient=True"
-        yield (f"{spread} with {what}: gradients back through features are not implemented for cut layers (each rank of a tensor "
-               "set needs those of its rows, and one of them holds the rows); use ZeRO 3 or pipeline stages")  # fmt: skip
+        yield (
+            f"{spread} with {what}: gradients back through features are not implemented for cut layers (each"
+            " rank of a tensor set needs those of its rows, and one of them holds the rows); use ZeRO 3 or"
+            " pipeline stages"
+        )
     if c.algorithm == "in_context":
-        yield f"{spread} with algorithm=in_context is not tested: whole support sets travel as prompts; use ZeRO 3"
+        yield (
+            f"{spread} with algorithm=in_context is not tested: whole support sets travel as prompts; use"
+            " ZeRO 3"
+        )
 
 
 def _algorithm_conflicts(c: Any) -> Iterator[str]:
     name = c.algorithm
     if c.head_init != HEAD_OF.get(name, c.head_init):
-        yield f"head_init={c.head_init} contradicts algorithm={name}, whose head is {HEAD_OF[name]}; leave --head_init out"
+        yield (
+            f"head_init={c.head_init} contradicts algorithm={name}, whose head is {HEAD_OF[name]}; leave"
+            " --head_init out"
+        )
     if c.task_type == "causal_lm" and name in ("anil", "boil", "proto_maml", "protonet"):
-        yield f"algorithm={name} treats the classifier head apart, and task_type=causal_lm has none; use maml or fomaml"
+        yield (
+            f"algorithm={name} treats the classifier head apart, and task_type=causal_lm has none; use maml"
+            " or fomaml"
+        )
     if c.task_type == "classification" and name == "in_context":
-        yield "algorithm=in_context puts the support set into the prompt, and task_type=classification has none; use causal_lm"
+        yield (
+            "algorithm=in_context puts the support set into the prompt, and task_type=classification has"
+            " none; use causal_lm"
+        )
     if name == "joint" and c.head_init == "learned":
-        yield ("head_init=learned with algorithm=joint: its head is that of the training classes and no start for others; use "
-               "zero or prototype")  # fmt: skip
+        yield (
+            "head_init=learned with algorithm=joint: its head is that of the training classes and no start"
+            " for others; use zero or prototype"
+        )
     if c.offload_outer and name not in ("fomaml", "reptile", *BASELINES):
-        yield f"offload_outer=True with algorithm={name} is not implemented: its shards work beside theta; use fomaml or reptile"
+        yield (
+            f"offload_outer=True with algorithm={name} is not implemented: its shards work beside theta; use"
+            " fomaml or reptile"
+        )
     if c.inner_steps == 0 and name not in ("protonet", *BASELINES):
         yield f"inner_steps=0 leaves algorithm={name} nothing to learn through; use 1 or more"
     if c.first_order_steps and name not in SECOND_ORDER:
-        yield (f"first_order_steps={c.first_order_steps} means nothing for algorithm={name}; use it with "
-               f"{' or '.join(SECOND_ORDER)}")  # fmt: skip
+        yield (
+            f"first_order_steps={c.first_order_steps} means nothing for algorithm={name}; use it with "
+            f"{' or '.join(SECOND_ORDER)}"
+        )
     if c.multi_step_loss_steps and name not in UNROLLED:
-        yield (f"multi_step_loss_steps={c.multi_step_loss_steps} means nothing for algorithm={name}, which does not "
-               f"differentiate the query loss at every inner step; use it with {', '.join(UNROLLED)}")  # fmt: skip
+        yield (
+            f"multi_step_loss_steps={c.multi_step_loss_steps} means nothing for algorithm={name}, which does"
+            f" not differentiate the query loss at every inner step; use it with {', '.join(UNROLLED)}"
+        )
     if c.prototype_gradient and not (c.head_init == "prototype" and name in (*UNROLLED, "anil", "imaml")):
-        yield (f"prototype_gradient=True means nothing for algorithm={name} and head_init={c.head_init}; use it with "
-               "head_init=prototype and an algorithm that differentiates through the inner loop")  # fmt: skip
+        yield (
+            f"prototype_gradient=True means nothing for algorithm={name} and head_init={c.head_init}; use it"
+            " with head_init=prototype and an algorithm that differentiates through the inner loop"
+        )
     if c.check_meta_gradient and name not in DIFFERENCES:
-        yield (f"check_meta_gradient=True checks finite differences, and algorithm={name} takes none; use it with "
-               f"{', '.join(DIFFERENCES)}")  # fmt: skip
+        yield (
+            f"check_meta_gradient=True checks finite differences, and algorithm={name} takes none; use it"
+            f" with {', '.join(DIFFERENCES)}"
+        )
     if name == "meta_sgd" and c.inner_lr_learned != "element":
-        yield f"inner_lr_learned={c.inner_lr_learned} contradicts algorithm=meta_sgd, which learns every element's; leave it out"
+        yield (
+            f"inner_lr_learned={c.inner_lr_learned} contradicts algorithm=meta_sgd, which learns every"
+            " element's; leave it out"
+        )
 
 
 def _inner_loop_conflicts(c: Any) -> Iterator[str]:
     name, inner = c.algorithm, c.inner_optimizer
     if inner == "adamw" and name in (*DIFFERENCES, "anil"):
-        yield (f"inner_optimizer=adamw with algorithm={name}: the meta-gradient through Adam's moments is not implemented; "
-               "use sgd or momentum, or algorithm=fomaml or reptile")  # fmt: skip
+        yield (
+            f"inner_optimizer=adamw with algorithm={name}: the meta-gradient through Adam's moments is not"
+            " implemented; use sgd or momentum, or algorithm=fomaml or reptile"
+        )
     if inner == "momentum" and name == "imaml":
-        yield ("inner_optimizer=momentum with algorithm=imaml is not tested: the proximal loop only has to reach its minimum; "
-               "use sgd with more --inner_steps")  # fmt: skip
+        yield (
+            "inner_optimizer=momentum with algorithm=imaml is not tested: the proximal loop only has to reach"
+            " its minimum; use sgd with more --inner_steps"
+        )
     if c.inner_state == "kept" and not (inner == "adamw" and name == "reptile"):
-        yield (f"inner_state=kept keeps Reptile's Adam moments, and here are algorithm={name} and inner_optimizer={inner}; "
-               "use reset")  # fmt: skip
+        yield (
+            f"inner_state=kept keeps Reptile's Adam moments, and here are algorithm={name} and"
+            f" inner_optimizer={inner}; use reset"
+        )
     learned = c.inner_lr_learned
     if learned != "no" and name not in ("fomaml", "maml", "proto_maml", "meta_sgd"):
-        why = "its direction is no gradient of a loss" if name == "reptile" else "the gradient of its rates is not implemented"
-        yield f"inner_lr_learned={learned} with algorithm={name}: {why}; use no, or fomaml, maml, proto_maml or meta_sgd"
+        why = (
+            "its direction is no gradient of a loss"
+            if name == "reptile"
+            else "the gradient of its rates is not implemented"
+        )
+        yield (
+            f"inner_lr_learned={learned} with algorithm={name}: {why}; use no, or fomaml, maml, proto_maml or"
+            " meta_sgd"
+        )
     if learned == "element" and c.inner_lr_schedule != "constant":
-        yield (f"inner_lr_schedule={c.inner_lr_schedule} with inner_lr_learned=element: one rate per element serves all "
-               "steps; use constant, or inner_lr_learned=layer")  # fmt: skip
+        yield (
+            f"inner_lr_schedule={c.inner_lr_schedule} with inner_lr_learned=element: one rate per element"
+            " serves all steps; use constant, or inner_lr_learned=layer"
+        )
     for item in c.inner_lr_groups:
         pattern, _, factor = item.rpartition("=")
         if not pattern or not is_number(factor) or not 0 <= float(factor) * c.inner_lr < LARGEST:
-            yield (f"inner_lr_groups={item} is no PATTERN=FACTOR with a factor of 0 or more; write, say, head=10 or "
-                   f"'*embeddings*=0'")  # fmt: skip
+            yield (
+                f"inner_lr_groups={item} is no PATTERN=FACTOR with a factor of 0 or more; write, say, head=10"
+                " or '*embeddings*=0'"
+            )
     if c.inner_lr_groups and name in ("anil", "boil"):
-        yield (f"inner_lr_groups={' '.join(c.inner_lr_groups)} contradicts algorithm={name}, which is a choice of layers; "
-               f"leave it out")  # fmt: skip
+        yield (
+            f"inner_lr_groups={' '.join(c.inner_lr_groups)} contradicts algorithm={name}, which is a choice"
+            " of layers; leave it out"
+        )
 
 
 def _multi_task_conflicts(c: Any) -> Iterator[str]:
@@ -176,13 +259,17 @@ def _multi_task_conflicts(c: Any) -> Iterator[str]:
         return
     if c.algorithm in FROZEN_BODY:
         wrong = {
-            f"max_task_norm={c.max_task_norm}, which looks at each task's direction": c.max_task_norm is not None,
+            f"max_task_norm={c.max_task_norm}, which looks at each task's direction": (
+                c.max_task_norm is not None
+            ),
             f"max_task_loss={c.max_task_loss}, which may drop a task of several": c.max_task_loss is not None,
         }
     else:
         wrong = {
             f"lora_r=0, where tasks of {c.algorithm} need a whole model each": not c.lora_r,
-            f"algorithm={c.algorithm}, which is neither of first order nor leaves the body alone": c.algorithm not in FIRST_ORDER,
+            f"algorithm={c.algorithm}, which is neither of first order nor leaves the body alone": (
+                c.algorithm not in FIRST_ORDER
+            ),
             f"pipeline_stages={c.pipeline_stages}": c.pipeline_stages > 1,
             f"n_way_max={c.n_way_max}, where tasks have heads of different sizes": c.n_way_max is not None,
             "packing=True": c.packing,
@@ -195,17 +282,23 @@ def _multi_task_conflicts(c: Any) -> Iterator[str]:
         }
     for what, is_so in wrong.items():
         if is_so:
-            yield f"task_batch={c.task_batch} is not implemented with {what}; leave it out, or use --task_batch 1"
+            yield (
+                f"task_batch={c.task_batch} is not implemented with {what}; leave it out, or use"
+                " --task_batch 1"
+            )
 
 
 def _compile_conflicts(c: Any) -> Iterator[str]:
     """A compiled model is one whole, without hooks and modules of its own that change from pass to pass."""
     wrong = {
         f"pipeline_stages={c.pipeline_stages}, whose stages are no whole model": c.pipeline_stages > 1,
-        f"tensor_parallel_size={c.tensor_parallel_size}, whose layers talk to each other": c.tensor_parallel_size > 1,
+        f"tensor_parallel_size={c.tensor_parallel_size}, whose layers talk to each other": (
+            c.tensor_parallel_size > 1
+        ),
         "engine=deepspeed, which hooks into modules": c.engine == "deepspeed",
-        f"task_batch={c.task_batch}, whose tasks stand in for layers in each pass": c.task_batch != "1"
-        and c.algorithm not in FROZEN_BODY,
+        f"task_batch={c.task_batch}, whose tasks stand in for layers in each pass": (
+            c.task_batch != "1" and c.algorithm not in FROZEN_BODY
+        ),
         "gradient_checkpointing=True, which computes layers again": c.gradient_checkpointing,
         "packing=True": c.packing,
     }
@@ -217,24 +310,36 @@ def _compile_conflicts(c: Any) -> Iterator[str]:
 def _outer_optimizer_conflicts(c: Any) -> Iterator[str]:
     name = c.outer_optimizer
     if name.lower() in NOT_ELEMENTWISE:
-        yield (f"outer_optimizer={name} does not act element by element: {NOT_ELEMENTWISE[name.lower()]}, and theta is held in "
-               f"shards; use {' or '.join(OUTER_OPTIMIZERS)}")  # fmt: skip
+        yield (
+            f"outer_optimizer={name} does not act element by element: {NOT_ELEMENTWISE[name.lower()]}, and"
+            f" theta is held in shards; use {' or '.join(OUTER_OPTIMIZERS)}"
+        )
     if name not in OUTER_OPTIMIZERS:
-        yield f"outer_optimizer={name} is unknown; use {', '.join(OUTER_OPTIMIZERS[:-1])} or {OUTER_OPTIMIZERS[-1]}"
+        yield (
+            f"outer_optimizer={name} is unknown; use {', '.join(OUTER_OPTIMIZERS[:-1])} or"
+            f" {OUTER_OPTIMIZERS[-1]}"
+        )
 
 
 def _delay_conflicts(c: Any) -> Iterator[str]:
     if c.outer_delay > 1:
         yield f"outer_delay={c.outer_delay} is above 1: one reduction hides behind one outer step; use 0 or 1"
     if c.outer_delay and c.offload_outer:
-        yield (f"outer_delay={c.outer_delay} with offload_outer=True: a sum in host memory is reduced piece by piece, and none "
-               "of it would overlap; leave one out")  # fmt: skip
+        yield (
+            f"outer_delay={c.outer_delay} with offload_outer=True: a sum in host memory is reduced piece by"
+            " piece, and none of it would overlap; leave one out"
+        )
     if c.outer_delay and c.inner_state == "kept":
-        yield (f"outer_delay={c.outer_delay} with inner_state=kept: the moments that an inner loop begins with would be those of "
-               "two outer steps before; use reset, or no delay")  # fmt: skip
+        yield (
+            f"outer_delay={c.outer_delay} with inner_state=kept: the moments that an inner loop begins with"
+            " would be those of two outer steps before; use reset, or no delay"
+        )
     for name, unset in {"outer_delay": 0, "reduce_dtype": "fp32"}.items():
         if getattr(c, name) != unset and c.algorithm in BASELINES:
-            yield f"{name}={getattr(c, name)} means nothing for algorithm={c.algorithm}, which trains nothing; leave it out"
+            yield (
+                f"{name}={getattr(c, name)} means nothing for algorithm={c.algorithm}, which trains nothing;"
+                " leave it out"
+            )
 
 
 def _elastic_conflicts(c: Any) -> Iterator[str]:
@@ -245,7 +350,10 @@ def _elastic_conflicts(c: Any) -> Iterator[str]:
     if not c.elastic:
         return
     if c.output_dir is None:
-        yield "elastic=True needs output_dir: every group must find the same folder; give one on a disk that all of them see"
+        yield (
+            "elastic=True needs output_dir: every group must find the same folder; give one on a disk that"
+            " all of them see"
+        )
     for name, unset, why in (
         ("outer_delay", 0, "a lost group would take a meta-gradient on its way with it"),
         ("task_sharding", "global", "its meta-batches depend on the number of nodes"),
@@ -257,8 +365,10 @@ def _elastic_conflicts(c: Any) -> Iterator[str]:
         if getattr(c, name) != unset:
             yield f"elastic=True with {name}={getattr(c, name)}: {why}; leave {name} out"
     if c.resume_from_checkpoint not in ("latest",):
-        yield (f"elastic=True with resume_from_checkpoint={c.resume_from_checkpoint}: a group that comes back takes the newest "
-               "state; leave it out")  # fmt: skip
+        yield (
+            f"elastic=True with resume_from_checkpoint={c.resume_from_checkpoint}: a group that comes back"
+            " takes the newest state; leave it out"
+        )
     if c.algorithm in BASELINES:
         yield f"elastic=True means nothing for algorithm={c.algorithm}, which trains nothing; leave it out"
 

@@ -16,8 +16,20 @@ from fmmeta.config.values import of_type
 TASK_TYPES = ("classification", "causal_lm")
 POOLINGS = ("auto", "model", "mean", "cls")
 HEAD_INITS = ("zero", "learned", "prototype")
-ALGORITHMS = ("fomaml", "maml", "reptile", "imaml", "anil", "boil", "proto_maml", "meta_sgd", "joint", "protonet", "none",
-              "in_context")  # fmt: skip
+ALGORITHMS = (
+    "fomaml",
+    "maml",
+    "reptile",
+    "imaml",
+    "anil",
+    "boil",
+    "proto_maml",
+    "meta_sgd",
+    "joint",
+    "protonet",
+    "none",
+    "in_context",
+)
 INNER_OPTIMIZERS = ("sgd", "momentum", "adamw")
 INNER_SCHEDULES = ("constant", "linear", "cosine")
 INNER_STATES = ("reset", "kept")
@@ -40,24 +52,41 @@ def setting(default: Any, text: str, choices: tuple[str, ...] | None = None) -> 
 
 @dataclass
 class ModelConfig:
-    model_name_or_path: str = setting("tiny", "HF folder or hub id; 'tiny' is the built-in model, trained from scratch")
+    model_name_or_path: str = setting(
+        "tiny", "HF folder or hub id; 'tiny' is the built-in model, trained from scratch"
+    )
     task_type: str = setting("classification", "What a task asks of the model", TASK_TYPES)
-    pooling: str = setting("auto", "Sentence vector of an encoder; auto: as the folder says, else the model's own", POOLINGS)
-    feature_norm: float = setting(0.0, "Scale the sentence vectors of --pooling mean or cls to this length; 0: leave them alone")
+    pooling: str = setting(
+        "auto", "Sentence vector of an encoder; auto: as the folder says, else the model's own", POOLINGS
+    )
+    feature_norm: float = setting(
+        0.0, "Scale the sentence vectors of --pooling mean or cls to this length; 0: leave them alone"
+    )
     head_init: str = setting(
         None,
-        "Classifier head at the start of each task: zeros, a meta-learned one, or the class means of the support set (ProtoMAML) "
-        "(default: what the algorithm needs, else zero)",
+        "Classifier head at the start of each task: zeros, a meta-learned one, or the class means of the"
+        " support set (ProtoMAML) (default: what the algorithm needs, else zero)",
         HEAD_INITS,
     )
-    gradient_checkpointing: bool = setting(False, "Keep layer inputs only and compute activations again in the backward pass")
-    lora_r: int = setting(0, "Rank of LoRA adapters, which are then trained in place of the base's weights; 0: train all weights")
+    gradient_checkpointing: bool = setting(
+        False, "Keep layer inputs only and compute activations again in the backward pass"
+    )
+    lora_r: int = setting(
+        0,
+        "Rank of LoRA adapters, which are then trained in place of the base's weights; 0: train all weights",
+    )
     lora_alpha: float = setting(None, "LoRA: the adapters' part counts alpha / r times (default: 2 x lora_r)")
     lora_target_modules: list[str] = setting(
-        [], "LoRA: names of the linear layers that get adapters, or all-linear (default: what peft takes for the architecture)"
+        [],
+        "LoRA: names of the linear layers that get adapters, or all-linear (default: what peft takes for the"
+        " architecture)",
     )
-    lora_merge: bool = setting(False, "LoRA: also write merged/, an ordinary model with the adapters added to its weights")
-    attn_implementation: str | None = setting(None, "Passed to transformers: eager, sdpa, flash_attention_2, ...")
+    lora_merge: bool = setting(
+        False, "LoRA: also write merged/, an ordinary model with the adapters added to its weights"
+    )
+    attn_implementation: str | None = setting(
+        None, "Passed to transformers: eager, sdpa, flash_attention_2, ..."
+    )
     trust_remote_code: bool = setting(False, "Let transformers run code that comes with the checkpoint")
 
 
@@ -67,12 +96,16 @@ class RowConfig:
 
     text_column: str | None = setting(None, "Column of the text (default: text, sentence or utterance)")
     label_column: str | None = setting(None, "Column of the class (default: label, intent or class)")
-    input_column: str | None = setting(None, "causal_lm: column of the input (default: input, prompt or question)")
-    output_column: str | None = setting(None, "causal_lm: column of the answer (default: output, answer or target)")
+    input_column: str | None = setting(
+        None, "causal_lm: column of the input (default: input, prompt or question)"
+    )
+    output_column: str | None = setting(
+        None, "causal_lm: column of the answer (default: output, answer or target)"
+    )
     prompt_template: str = setting(
         "plain",
-        "causal_lm: plain (Input: ... Output: ...), chat (the tokenizer's chat template), or a format string with {input}, and "
-        "{output} where it does not follow at the end",
+        "causal_lm: plain (Input: ... Output: ...), chat (the tokenizer's chat template), or a format string"
+        " with {input}, and {output} where it does not follow at the end",
     )
     max_length: int = setting(128, "Longest text in tokens; the rest is cut off")
 
@@ -81,21 +114,28 @@ class RowConfig:
 class TaskConfig(RowConfig):
     dataset: list[str] = setting(
         ["letters"],
-        "One or more of: 'letters' and 'marks' (built-in suites), a .jsonl/.csv/.parquet file (.gz too), a folder of them, a "
-        "folder of folders of them (each file a task, read when it is drawn; its folder the stratum), or a hub id. Of several, "
-        "each is a stratum",
+        "One or more of: 'letters' and 'marks' (built-in suites), a .jsonl/.csv/.parquet file (.gz too), a"
+        " folder of them, a folder of folders of them (each file a task, read when it is drawn; its folder"
+        " the stratum), or a hub id. Of several, each is a stratum",
     )
-    mix_weights: list[float] = setting([], "Share of the tasks of each data set (default: in proportion to its tasks)")
+    mix_weights: list[float] = setting(
+        [], "Share of the tasks of each data set (default: in proportion to its tasks)"
+    )
     mix_temperature: float = setting(
-        1.0, "A stratum of n tasks comes up in proportion to n ** (1 / T): 1 as they are, more for rare strata, inf all alike"
+        1.0,
+        "A stratum of n tasks comes up in proportion to n ** (1 / T): 1 as they are, more for rare strata,"
+        " inf all alike",
     )
     task_sharding: str = setting(
-        "global", "global: meta-batches of all tasks; node: each node draws from a stratified part of its own", SHARDINGS
+        "global",
+        "global: meta-batches of all tasks; node: each node draws from a stratified part of its own",
+        SHARDINGS,
     )
     dataset_config_name: str | None = setting(None, "Configuration of a hub data set")
     stratum_column: str | None = setting(
         None,
-        "Column of the category that meta-batches are balanced by (default: stratum, category or domain, where there is one)",
+        "Column of the category that meta-batches are balanced by (default: stratum, category or domain,"
+        " where there is one)",
     )
     task_column: str | None = setting(None, "Column of the task's name (default: task, where there is one)")
     class_splits: str | None = setting(
@@ -113,24 +153,35 @@ class TaskConfig(RowConfig):
     k_shot: int = setting(5, "Support examples per class; per task for causal_lm")
     num_query: int = setting(5, "Query examples per class; per task for causal_lm")
     n_way_max: int | None = setting(None, "Episodes of n_way to this many classes, as many as chance has it")
-    k_shot_max: int | None = setting(None, "k_shot to this many support examples, for each class as chance has it")
+    k_shot_max: int | None = setting(
+        None, "k_shot to this many support examples, for each class as chance has it"
+    )
     packing: bool = setting(
-        False, "causal_lm: lay short rows behind each other into sequences of up to max_length tokens; none sees another"
+        False,
+        "causal_lm: lay short rows behind each other into sequences of up to max_length tokens; none sees"
+        " another",
     )
     example_transforms: list[str] = setting(
         [], "Callables module:name on each example of training episodes; see fmmeta/tasks/augment.py"
     )
-    episode_transforms: list[str] = setting([], "Callables module:name on whole training episodes, after the others")
-    num_workers: str = setting("auto", "Loader processes per rank; auto: none, or as many as a measurement asks for")
+    episode_transforms: list[str] = setting(
+        [], "Callables module:name on whole training episodes, after the others"
+    )
+    num_workers: str = setting(
+        "auto", "Loader processes per rank; auto: none, or as many as a measurement asks for"
+    )
     prefetch_factor: int = setting(4, "Episodes that each loader process prepares ahead")
     on_bad_task: str = setting(
         "raise",
-        "What cannot be read or drawn: raise stops the run, naming file and line; skip retries, then leaves the task out",
+        "What cannot be read or drawn: raise stops the run, naming file and line; skip retries, then leaves"
+        " the task out",
         ON_BAD_TASK,
     )
     max_bad_share: float = setting(0.05, "skip: stop when more than this share of rows or tasks is bad")
     max_file_gib: float = setting(16.0, "Most that a compressed data file may hold when it is unpacked")
-    prepare_timeout: int = setting(1800, "Seconds that ranks wait for the one of their node that downloads and tokenises")
+    prepare_timeout: int = setting(
+        1800, "Seconds that ranks wait for the one of their node that downloads and tokenises"
+    )
 
 
 @dataclass
@@ -139,84 +190,117 @@ class InnerConfig:
 
     inner_steps: int = setting(None, "Gradient steps on the support set (default: 5; 0 for protonet)")
     inner_lr: float = setting(0.1, "Step size of the inner optimizer")
-    inner_optimizer: str = setting("sgd", "Optimizer of the inner loop; its state begins anew in every task", INNER_OPTIMIZERS)
+    inner_optimizer: str = setting(
+        "sgd", "Optimizer of the inner loop; its state begins anew in every task", INNER_OPTIMIZERS
+    )
     inner_momentum: float = setting(0.9, "Momentum of inner_optimizer=momentum")
-    inner_beta1: float = setting(0.9, "Decay of the first moment of inner_optimizer=adamw (Reptile's authors use 0)")
+    inner_beta1: float = setting(
+        0.9, "Decay of the first moment of inner_optimizer=adamw (Reptile's authors use 0)"
+    )
     inner_beta2: float = setting(0.999, "Decay of the second moment of inner_optimizer=adamw")
     inner_epsilon: float = setting(1e-8, "Epsilon of inner_optimizer=adamw")
     inner_weight_decay: float = setting(0.0, "Decoupled weight decay of inner_optimizer=adamw")
-    inner_lr_schedule: str = setting("constant", "inner_lr over the inner steps: step k of K takes 1, 1 - k/K or a half "
-                                                 "cosine of it",
-                                     INNER_SCHEDULES)  # fmt: skip
+    inner_lr_schedule: str = setting(
+        "constant",
+        "inner_lr over the inner steps: step k of K takes 1, 1 - k/K or a half cosine of it",
+        INNER_SCHEDULES,
+    )
     inner_lr_groups: list[str] = setting(
         [],
-        "Factors of inner_lr by layer, PATTERN=FACTOR with the wildcards of a shell; the first that fits counts: head=10 "
-        "'*embed*=0'",
+        "Factors of inner_lr by layer, PATTERN=FACTOR with the wildcards of a shell; the first that fits"
+        " counts: head=10 '*embed*=0'",
     )
 
 
 @dataclass
 class MetaConfig:
     algorithm: str = setting(
-        "fomaml", "Meta-gradient rule, or a baseline; docs/algorithms.md says which to choose when", ALGORITHMS
+        "fomaml",
+        "Meta-gradient rule, or a baseline; docs/algorithms.md says which to choose when",
+        ALGORITHMS,
     )
     meta_batch_size: int = setting(4, "Tasks per meta-batch over all groups")
     meta_accumulation_steps: int = setting(1, "Meta-batches per outer step, reduced across groups once")
     proximal_weight: float = setting(2.0, "imaml: weight of |phi - theta|^2 / 2 in the inner loss")
     cg_steps: int = setting(5, "imaml: steps of conjugate gradients, each a Hessian-vector product")
-    cg_damping: float = setting(0.0, "imaml: added to the identity in the system that is solved; more is safer and less exact")
+    cg_damping: float = setting(
+        0.0, "imaml: added to the identity in the system that is solved; more is safer and less exact"
+    )
     inner_state: str = setting(
         "reset",
-        "Adam's moments at the start of a task: zeros, or kept from one outer step to the next as in Reptile's code (the mean "
-        "over "
-        "the tasks of a meta-batch, so that it does not matter which group ran which task)",
+        "Adam's moments at the start of a task: zeros, or kept from one outer step to the next as in"
+        " Reptile's code (the mean over the tasks of a meta-batch, so that it does not matter which group ran"
+        " which task)",
         INNER_STATES,
     )
     inner_lr_learned: str = setting(
         None,
-        "Meta-learn the inner rates, beginning at inner_lr: no, one per layer and step (LSLR), or one per element (Meta-SGD) "
-        "(default: element for meta_sgd, else no)",
+        "Meta-learn the inner rates, beginning at inner_lr: no, one per layer and step (LSLR), or one per"
+        " element (Meta-SGD) (default: element for meta_sgd, else no)",
         LEARNED_RATES,
     )
-    rates_lr: float = setting(1e-3, "Outer learning rate of learned inner rates; schedule and optimizer are the outer ones")
-    first_order_steps: int = setting(0, "Outer steps with first-order meta-gradients before exact ones (MAML++'s annealing)")
+    rates_lr: float = setting(
+        1e-3, "Outer learning rate of learned inner rates; schedule and optimizer are the outer ones"
+    )
+    first_order_steps: int = setting(
+        0, "Outer steps with first-order meta-gradients before exact ones (MAML++'s annealing)"
+    )
     multi_step_loss_steps: int = setting(
         0,
-        "Outer steps over which the query loss counts after every inner step, at first equally, at last after the last only "
-        "(MAML++)",
+        "Outer steps over which the query loss counts after every inner step, at first equally, at last after"
+        " the last only (MAML++)",
     )
-    prototype_gradient: bool = setting(False, "head_init=prototype: let the meta-gradient flow through the class means")
+    prototype_gradient: bool = setting(
+        False, "head_init=prototype: let the meta-gradient flow through the class means"
+    )
     trajectory_gib: float = setting(
         None,
-        "Device memory for the steps of an inner loop that exact meta-gradients need; the rest waits in host memory (default: "
-        "all)",
+        "Device memory for the steps of an inner loop that exact meta-gradients need; the rest waits in host"
+        " memory (default: all)",
     )
     check_meta_gradient: bool = setting(
         False, "Before training, compare the meta-gradient of a task with that of a halved difference step"
     )
     outer_lr: float = setting(
         None,
-        "Peak outer learning rate (default: SGD 1.0; AdamW 2e-3 for the built-in model, else 2e-4 with LoRA, 2e-5 without)",
+        "Peak outer learning rate (default: SGD 1.0; AdamW 2e-3 for the built-in model, else 2e-4 with LoRA,"
+        " 2e-5 without)",
     )
     outer_optimizer: str = setting("adamw", f"Optimizer of theta: {', '.join(conflicts.OUTER_OPTIMIZERS)}")
     outer_momentum: float = setting(0.9, "Momentum of outer_optimizer=nesterov")
     weight_decay: float = setting(0.01, "Weight decay of theta; never on norms and biases")
     adam_epsilon: float = setting(
-        None, "Epsilon of AdamW; it holds down rounding noise (default: 1e-3 for the built-in model, 1e-6 for a checkpoint)"
+        None,
+        "Epsilon of AdamW; it holds down rounding noise (default: 1e-3 for the built-in model, 1e-6 for a"
+        " checkpoint)",
     )
     outer_delay: int = setting(
-        0, "1: reduce across groups behind the inner loops of the next outer step, and move theta after them; see docs/delay.md"
+        0,
+        "1: reduce across groups behind the inner loops of the next outer step, and move theta after them;"
+        " see docs/delay.md",
     )
-    reduce_dtype: str = setting("fp32", "What travels across groups; bf16 halves the bytes, shards stay fp32", REDUCE_DTYPES)
+    reduce_dtype: str = setting(
+        "fp32", "What travels across groups; bf16 halves the bytes, shards stay fp32", REDUCE_DTYPES
+    )
     outer_steps: int = setting(150, "Outer steps of the run")
     warmup_steps: int = setting(0, "Outer steps of linear warm-up")
-    lr_scheduler_type: str = setting("cosine", "Schedule of the outer learning rate, as transformers names it", SCHEDULES)
-    max_grad_norm: float = setting(1.0, "Clip the meta-gradient to this norm over the whole model; 0 leaves it alone")
+    lr_scheduler_type: str = setting(
+        "cosine", "Schedule of the outer learning rate, as transformers names it", SCHEDULES
+    )
+    max_grad_norm: float = setting(
+        1.0, "Clip the meta-gradient to this norm over the whole model; 0 leaves it alone"
+    )
     max_bad_steps: int = setting(3, "Stop after this many outer steps in a row without one finite task")
-    max_task_loss: float = setting(None, "Drop a task whose support or query loss is above this, as if it were not finite")
-    max_task_norm: float = setting(None, "Drop a task whose direction has a larger norm than this, as if it were not finite")
+    max_task_loss: float = setting(
+        None, "Drop a task whose support or query loss is above this, as if it were not finite"
+    )
+    max_task_norm: float = setting(
+        None, "Drop a task whose direction has a larger norm than this, as if it were not finite"
+    )
     start_share: float = setting(
-        0.0, "Share of the weights at the start in the model that comes out, and in what is validated; 0.4 keeps much of both"
+        0.0,
+        "Share of the weights at the start in the model that comes out, and in what is validated; 0.4 keeps"
+        " much of both",
     )
     seed: int = setting(42, "Seed of the tasks, the episodes and every fresh weight")
 
@@ -224,27 +308,40 @@ class MetaConfig:
 @dataclass
 class ParallelConfig:
     deepspeed: str | None = setting(None, "DeepSpeed JSON, as HF users have it; see ds_configs/")
-    group_size: str = setting("auto", "Ranks that hold one model together; auto: the fewest that hold it by estimate")
+    group_size: str = setting(
+        "auto", "Ranks that hold one model together; auto: the fewest that hold it by estimate"
+    )
     pipeline_stages: int = setting(1, "Cut the model into this many pipeline stages inside each group")
     pipeline_balance: str = setting(
-        "parameters", "What the stages get equal parts of; time: of a pass through each layer, tried on the first rank", BALANCES
+        "parameters",
+        "What the stages get equal parts of; time: of a pass through each layer, tried on the first rank",
+        BALANCES,
     )
-    tensor_parallel_size: int = setting(1, "Cut the weight matrices of each layer over this many ranks of each group")
+    tensor_parallel_size: int = setting(
+        1, "Cut the weight matrices of each layer over this many ranks of each group"
+    )
     micro_batch_size: int = setting(32, "Most examples of one forward pass on one rank")
     max_tokens_per_micro_batch: int = setting(
         0,
-        "Most tokens of one forward pass on one rank, padding included: rows of like length share it, more of short ones; 0: any",
+        "Most tokens of one forward pass on one rank, padding included: rows of like length share it, more of"
+        " short ones; 0: any",
     )
     task_batch: str = setting(
         "1",
-        "With anil, protonet or --lora_r: tasks of a group whose rows go through the body together, each with a head and "
-        "adapters of its own; auto: as many as fit into micro_batch_size rows",
+        "With anil, protonet or --lora_r: tasks of a group whose rows go through the body together, each with"
+        " a head and adapters of its own; auto: as many as fit into micro_batch_size rows",
     )
     elastic: bool = setting(
-        False, "This launch is one group of a run whose groups come and go (`fmmeta elastic` starts them; docs/elastic.md)"
+        False,
+        "This launch is one group of a run whose groups come and go (`fmmeta elastic` starts them;"
+        " docs/elastic.md)",
     )
-    lighthouse: str | None = setting(None, "elastic: http://HOST:PORT of `fmmeta lighthouse` (default: TORCHFT_LIGHTHOUSE)")
-    group_name: str | None = setting(None, "elastic: what the others call this group (default: host and process)")
+    lighthouse: str | None = setting(
+        None, "elastic: http://HOST:PORT of `fmmeta lighthouse` (default: TORCHFT_LIGHTHOUSE)"
+    )
+    group_name: str | None = setting(
+        None, "elastic: what the others call this group (default: host and process)"
+    )
     engine: str = setting(
         "auto",
         "What runs the model inside a group; auto: DeepSpeed wherever a group "
@@ -252,11 +349,18 @@ class ParallelConfig:
         ENGINES,
     )
     compile: bool = setting(
-        False, "torch.compile of the model, where one rank holds all of it in plain PyTorch; rows of any length"
+        False,
+        "torch.compile of the model, where one rank holds all of it in plain PyTorch; rows of any length",
     )
-    bf16: bool = setting(False, "bf16 weights and activations over fp32 shards (where the DeepSpeed file says auto or nothing)")
-    offload_outer: bool = setting(False, "Keep theta, meta-gradient and outer moments in host memory during the inner loop")
-    group_layout: bool = setting(False, "Show at the start on which node each rank of each group is, and which links carry what")
+    bf16: bool = setting(
+        False, "bf16 weights and activations over fp32 shards (where the DeepSpeed file says auto or nothing)"
+    )
+    offload_outer: bool = setting(
+        False, "Keep theta, meta-gradient and outer moments in host memory during the inner loop"
+    )
+    group_layout: bool = setting(
+        False, "Show at the start on which node each rank of each group is, and which links carry what"
+    )
     local_rank: int = setting(-1, "Passed by launchers; leave it alone")
 
 
@@ -267,27 +371,39 @@ class RunConfig:
     save_total_limit: int = setting(2, "Checkpoints to keep")
     save_async: bool = setting(True, "Write checkpoints from a copy in host memory while training goes on")
     max_failed_saves: int = setting(3, "Stop after this many checkpoints in a row that could not be written")
-    resume_from_checkpoint: str = setting("latest", "A checkpoint folder, latest (of output_dir, if there is one), or never")
+    resume_from_checkpoint: str = setting(
+        "latest", "A checkpoint folder, latest (of output_dir, if there is one), or never"
+    )
     accept_changed_settings: list[str] = setting(
-        [], "Names of settings that change theta and that a continuation may have otherwise than the run it continues"
+        [],
+        "Names of settings that change theta and that a continuation may have otherwise than the run it"
+        " continues",
     )
     step_timeout: float = setting(
         None,
-        "Seconds that an outer step may take before the watchdog names who keeps it and ends the job (default: ten times the "
-        "slowest so far, 300 at least, 1800 for the first)",
+        "Seconds that an outer step may take before the watchdog names who keeps it and ends the job"
+        " (default: ten times the slowest so far, 300 at least, 1800 for the first)",
     )
     check_replicas_steps: int = setting(
         100, "Outer steps between checks that the groups hold the same theta; 0: before saves only"
     )
     eval_steps: int = setting(0, "Outer steps between evaluations on validation tasks; 0: none")
     load_best_model_at_end: bool = setting(
-        False, "Export the weights with the highest validation accuracy (of equals, the lowest loss) instead of the last ones"
+        False,
+        "Export the weights with the highest validation accuracy (of equals, the lowest loss) instead of the"
+        " last ones",
     )
     eval_episodes: int = setting(100, "Episodes of each evaluation; 0: evaluate nothing")
-    test_episodes: int = setting(None, "Episodes of the table on held-out tasks at the end (default: eval_episodes); 0: no table")
+    test_episodes: int = setting(
+        None, "Episodes of the table on held-out tasks at the end (default: eval_episodes); 0: no table"
+    )
     logging_steps: int = setting(10, "Outer steps between lines of metrics.jsonl")
-    profile: bool = setting(False, "Look at one outer step: a trace per rank in output_dir, and a table of where its time went")
-    report_to: list[str] = setting(["none"], "One or more trackers that get the lines of metrics.jsonl as well", TRACKERS)
+    profile: bool = setting(
+        False, "Look at one outer step: a trace per rank in output_dir, and a table of where its time went"
+    )
+    report_to: list[str] = setting(
+        ["none"], "One or more trackers that get the lines of metrics.jsonl as well", TRACKERS
+    )
 
 
 @dataclass
@@ -342,23 +458,64 @@ REMEMBERED = (
 
 # Settings that may differ between a run and its continuation: they do not change theta.
 FREE_ON_RESUME = {
-    "output_dir", "resume_from_checkpoint", "local_rank", "logging_steps", "save_steps", "save_total_limit", "eval_steps",
-    "eval_episodes", "test_episodes", "group_size", "pipeline_stages", "tensor_parallel_size", "micro_batch_size", "engine",
+    "output_dir",
+    "resume_from_checkpoint",
+    "local_rank",
+    "logging_steps",
+    "save_steps",
+    "save_total_limit",
+    "eval_steps",
+    "eval_episodes",
+    "test_episodes",
+    "group_size",
+    "pipeline_stages",
+    "tensor_parallel_size",
+    "micro_batch_size",
+    "engine",
     "deepspeed",
-    "pipeline_balance", "group_layout", "max_bad_steps", "attn_implementation", "report_to",
-    "num_workers", "prefetch_factor", "on_bad_task", "max_bad_share", "prepare_timeout",
-    "save_async", "max_failed_saves", "accept_changed_settings", "step_timeout", "check_replicas_steps", "max_file_gib",
-    "elastic", "lighthouse", "group_name",
-    "gradient_checkpointing", "lora_merge", "offload_outer", "packing", "trajectory_gib", "check_meta_gradient",
-    "profile", "task_batch", "max_tokens_per_micro_batch", "compile",
-}  # fmt: skip
+    "pipeline_balance",
+    "group_layout",
+    "max_bad_steps",
+    "attn_implementation",
+    "report_to",
+    "num_workers",
+    "prefetch_factor",
+    "on_bad_task",
+    "max_bad_share",
+    "prepare_timeout",
+    "save_async",
+    "max_failed_saves",
+    "accept_changed_settings",
+    "step_timeout",
+    "check_replicas_steps",
+    "max_file_gib",
+    "elastic",
+    "lighthouse",
+    "group_name",
+    "gradient_checkpointing",
+    "lora_merge",
+    "offload_outer",
+    "packing",
+    "trajectory_gib",
+    "check_meta_gradient",
+    "profile",
+    "task_batch",
+    "max_tokens_per_micro_batch",
+    "compile",
+}
 
 
-HIDDEN_ON_RESUME = {"output_dir", "resume_from_checkpoint", "local_rank", "accept_changed_settings"}  # differ, and nobody wonders
+HIDDEN_ON_RESUME = {
+    "output_dir",
+    "resume_from_checkpoint",
+    "local_rank",
+    "accept_changed_settings",
+}  # differ, and nobody wonders
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any], free: bool = False) -> dict[str, str]:
-    """Settings that would make a continuation another run, by name, as `name: before -> now`; with `free` those that do not.
+    """Settings that would make a continuation another run, by name, as `name: before -> now`; with `free`
+    those that do not.
 
     What was resolved is not compared where one side does not know it: runs of 0.1.0.
     """
@@ -366,4 +523,8 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any], free: bool = F
     unbound = FREE_ON_RESUME | {"deepspeed_layout"} | ({"bf16"} if "precision" in known else set())
     keys = unbound - HIDDEN_ON_RESUME if free else (set(before) | set(now)) - unbound
     keys -= set(validate.RESOLVED) - known
-    return {key: f"{key}: {before.get(key)} -> {now.get(key)}" for key in sorted(keys) if before.get(key) != now.get(key)}
+    return {
+        key: f"{key}: {before.get(key)} -> {now.get(key)}"
+        for key in sorted(keys)
+        if before.get(key) != now.get(key)
+    }

@@ -1,7 +1,7 @@
 """What values the settings may have: defaults of those left open, and a line for everything that cannot work.
 
-Reads a Config's values and nothing else, neither files nor other processes; `config.py` calls it and raises. Which algorithm
-goes with which settings is in conflicts.py.
+Reads a Config's values and nothing else, neither files nor other processes; `config.py` calls it and raises.
+Which algorithm goes with which settings is in conflicts.py.
 """
 
 from __future__ import annotations
@@ -15,20 +15,58 @@ from fmmeta.config import conflicts
 from fmmeta.config.values import LARGEST
 
 MINIMUM = {
-    "lora_r": 0, "n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 4, "meta_batch_size": 1, "meta_accumulation_steps": 1,
-    "inner_steps": 0, "inner_weight_decay": 0, "cg_steps": 1, "cg_damping": 0, "first_order_steps": 0, "multi_step_loss_steps": 0,
-    "outer_steps": 1, "warmup_steps": 0, "max_grad_norm": 0, "max_bad_steps": 1, "seed": 0,
+    "lora_r": 0,
+    "n_way": 2,
+    "k_shot": 1,
+    "num_query": 1,
+    "max_length": 4,
+    "meta_batch_size": 1,
+    "meta_accumulation_steps": 1,
+    "inner_steps": 0,
+    "inner_weight_decay": 0,
+    "cg_steps": 1,
+    "cg_damping": 0,
+    "first_order_steps": 0,
+    "multi_step_loss_steps": 0,
+    "outer_steps": 1,
+    "warmup_steps": 0,
+    "max_grad_norm": 0,
+    "max_bad_steps": 1,
+    "seed": 0,
     "outer_delay": 0,
-    "micro_batch_size": 1, "max_tokens_per_micro_batch": 0, "pipeline_stages": 1, "tensor_parallel_size": 1,
-    "feature_norm": 0, "save_steps": 0, "save_total_limit": 1, "max_failed_saves": 1, "check_replicas_steps": 0,
-    "eval_steps": 0, "eval_episodes": 0, "test_episodes": 0,
-    "logging_steps": 1, "weight_decay": 0, "prefetch_factor": 1, "prepare_timeout": 1,
-}  # fmt: skip
+    "micro_batch_size": 1,
+    "max_tokens_per_micro_batch": 0,
+    "pipeline_stages": 1,
+    "tensor_parallel_size": 1,
+    "feature_norm": 0,
+    "save_steps": 0,
+    "save_total_limit": 1,
+    "max_failed_saves": 1,
+    "check_replicas_steps": 0,
+    "eval_steps": 0,
+    "eval_episodes": 0,
+    "test_episodes": 0,
+    "logging_steps": 1,
+    "weight_decay": 0,
+    "prefetch_factor": 1,
+    "prepare_timeout": 1,
+}
 MOST_SEED = 2**64 - 1
 # What the settings of a run have beside the flags and the data's fingerprint (build.Plan.resolved).
-RESOLVED = ("precision", "float32_matmul_precision", "deepspeed_values", "deepspeed_layout", "transforms_fingerprint")
+RESOLVED = (
+    "precision",
+    "float32_matmul_precision",
+    "deepspeed_values",
+    "deepspeed_layout",
+    "transforms_fingerprint",
+)
 POSITIVE = ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "rates_lr", "proximal_weight")
-OPTIONAL_POSITIVE = ("max_task_loss", "max_task_norm", "step_timeout", "max_file_gib")  # positive, where they are given
+OPTIONAL_POSITIVE = (
+    "max_task_loss",
+    "max_task_norm",
+    "step_timeout",
+    "max_file_gib",
+)  # positive, where they are given
 BELOW_ONE = ("inner_momentum", "inner_beta1", "inner_beta2", "outer_momentum", "start_share")
 
 
@@ -72,7 +110,10 @@ def _of_numbers(c: Any) -> Iterator[str]:
         if getattr(c, name) < least:
             yield f"{name}={getattr(c, name)} is below {least}; use {least} or more"
         if not getattr(c, name) <= LARGEST:
-            yield f"{name}={getattr(c, name)} is no number to compute with; use {least} or more, up to {LARGEST:g}"
+            yield (
+                f"{name}={getattr(c, name)} is no number to compute with; use {least} or more, up to"
+                f" {LARGEST:g}"
+            )
     if c.seed > MOST_SEED:
         yield f"seed={c.seed} is above {MOST_SEED}, the largest that torch takes; use a smaller one"
     for name in POSITIVE:
@@ -107,7 +148,11 @@ def _of_the_task_type(c: Any) -> Iterator[str]:
     causal = c.task_type == "causal_lm"
     own = ("text_column", "label_column", "pooling", "feature_norm"), ("input_column", "output_column")
     foreign: dict[str, tuple[Any, ...]] = dict.fromkeys(own[0] if causal else own[1], (None, "auto", 0))
-    foreign |= {"n_way_max": (None,), "k_shot_max": (None,)} if causal else {"packing": (False,), "prompt_template": ("plain",)}
+    foreign |= (
+        {"n_way_max": (None,), "k_shot_max": (None,)}
+        if causal
+        else {"packing": (False,), "prompt_template": ("plain",)}
+    )
     for name, unset in foreign.items():
         if getattr(c, name) not in unset:
             yield f"{name}={getattr(c, name)} means nothing for task_type={c.task_type}; leave it out"
@@ -119,12 +164,22 @@ def _of_data(c: Any) -> Iterator[str]:
         yield f"dataset={names} names {'a data set twice' if names else 'no data set'}; name each once"
     for name in ("class_splits", "task_splits"):
         if getattr(c, name) is not None and len(c.dataset) > 1:
-            yield (f"{name}={getattr(c, name)} cannot serve {len(c.dataset)} data sets; put a {name}.json into the folder "
-                   "of each")  # fmt: skip
-    if c.mix_weights and (len(c.mix_weights) != len(c.dataset) or not all(0 < w < math.inf for w in c.mix_weights)):
-        yield f"mix_weights={' '.join(map(str, c.mix_weights))} does not fit dataset={names}; give one positive number for each"
+            yield (
+                f"{name}={getattr(c, name)} cannot serve {len(c.dataset)} data sets; put a {name}.json into"
+                " the folder of each"
+            )
+    if c.mix_weights and (
+        len(c.mix_weights) != len(c.dataset) or not all(0 < w < math.inf for w in c.mix_weights)
+    ):
+        yield (
+            f"mix_weights={' '.join(map(str, c.mix_weights))} does not fit dataset={names}; give one positive"
+            " number for each"
+        )
     if not c.mix_temperature > 0:
-        yield f"mix_temperature={c.mix_temperature} is not positive; use 1, or more to draw rare strata more often"
+        yield (
+            f"mix_temperature={c.mix_temperature} is not positive; use 1, or more to draw rare strata more"
+            " often"
+        )
     if c.mix_weights and c.mix_temperature != 1:
         yield f"mix_temperature={c.mix_temperature} and mix_weights both set the shares; leave one out"
     for name, least in (("n_way_max", c.n_way), ("k_shot_max", c.k_shot)):
@@ -139,8 +194,10 @@ def _of_the_prompt(c: Any) -> Iterator[str]:
         return
     before, output, after = template.partition("{output}")
     if "{input}" not in before or (output and ("{input}" in after or "{output}" in after)):
-        yield (f"prompt_template={template} is neither plain nor chat, and no format string with {{input}} before an only "
-               "{output}; write one such as 'Q: {input}\\nA: {output}'")  # fmt: skip
+        yield (
+            f"prompt_template={template} is neither plain nor chat, and no format string with {{input}}"
+            " before an only {output}; write one such as 'Q: {input}\\nA: {output}'"
+        )
 
 
 def _of_lora(c: Any) -> Iterator[str]:
@@ -155,6 +212,8 @@ def _of_lora(c: Any) -> Iterator[str]:
 def _of_trackers(c: Any) -> Iterator[str]:
     names = " ".join(c.report_to)
     if not c.report_to or len(set(c.report_to)) < len(c.report_to):
-        yield f"report_to={names} names {'a tracker twice' if names else 'no tracker'}; name each once, or none"
+        yield (
+            f"report_to={names} names {'a tracker twice' if names else 'no tracker'}; name each once, or none"
+        )
     if "none" in c.report_to and len(c.report_to) > 1:
         yield f"report_to={names} names none and others; leave out none"

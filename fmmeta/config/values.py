@@ -18,8 +18,8 @@ hints_of = cache(get_type_hints)
 
 
 def of_type(settings: Any, name: str, value: Any) -> Any:
-    """A value of a dataclass's field as the flag's text would have become it: one where a list is expected is a list of one, None
-    is what it may be where it is the default. Raises `UsageError`.
+    """A value of a dataclass's field as the flag's text would have become it: one where a list is expected is
+    a list of one, None is what it may be where it is the default. Raises `UsageError`.
     """
     if value is None and settings.__dataclass_fields__[name].default is None:
         return None

@@ -1,1 +1,3 @@
-"""Groups that come and go: who is there (lighthouse), what they owe each other (attendance), who starts them (supervisor)."""
+"""Groups that come and go: who is there (lighthouse), what they owe each other (attendance), who starts them
+(supervisor).
+"""

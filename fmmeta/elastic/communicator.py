@@ -1,13 +1,15 @@
-"""Groups that come and go: the verbs of `cross` and `everyone` among those who take part in the next outer step.
+"""Groups that come and go: the verbs of `cross` and `everyone` among those who take part in the next outer
+step.
 
     form        ask the lighthouse (quorum.py) for everybody who wants to take part in this step and is alive; meet them
     a verb      fails on all ranks of a group if it fails on one (`PeerLost`): the group then abandons the step and forms anew
     leave       be missed by nobody
 
-Tensors travel by gloo in host memory on every kind of device: a NCCL communicator that has lost a rank cannot be given up without
-the process. Each meeting has a communicator of its own, made at the first member's venue.
+Tensors travel by gloo in host memory on every kind of device: a NCCL communicator that has lost a rank cannot
+be given up without the process. Each meeting has a communicator of its own, made at the first member's venue.
 
-Nothing here knows theta; who has to heal from whom is told (roll.py), and elastic/healing.py does it. No pickles: notes are JSON.
+Nothing here knows theta; who has to heal from whom is told (roll.py), and elastic/healing.py does it. No
+pickles: notes are JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ import torch
 
 from fmmeta.elastic.lighthouse_client import LighthouseClient, coordination, first_line, reachable_as
 from fmmeta.elastic.membership import GroupInfo, Membership
-from fmmeta.parallel.process_groups import Communicator, RendezvousStore, connect_gloo, is_proof, is_reachable, proof
+from fmmeta.parallel.process_groups import (
+    Communicator,
+    RendezvousStore,
+    connect_gloo,
+    is_proof,
+    is_reachable,
+    proof,
+)
 
 MEET_S = 10.0  # that members of a quorum wait for each other to meet; gloo tries up to four times for so long
 KNOCK_S = 5.0  # that a member's kernel has to answer for it before they meet
@@ -33,7 +42,10 @@ class PeerLost(RuntimeError):
 
 
 class ElasticCommunicator(Communicator):
-    """`cross` of groups that come and go. `own`: the ranks of this group, gloo. Raises `UsageError` without a lighthouse."""
+    """`cross` of groups that come and go.
+
+    `own`: the ranks of this group, gloo. Raises `UsageError` without a lighthouse.
+    """
 
     def __init__(self, own: Communicator, lighthouse: str, name: str) -> None:
         super().__init__(None, 0, 1, torch.device("cpu"))
@@ -52,8 +64,10 @@ class ElasticCommunicator(Communicator):
                 self.venue = RendezvousStore(self.line.host)
 
     def form(self, step: int, patience_s: float) -> Membership:
-        """Wait for the others of this outer step and meet them. Raises `PeerLost` where one goes at this very moment, and `MachineFault`
-        where the lighthouse is silent for `patience_s`. Collective: own, and everyone else's.
+        """Wait for the others of this outer step and meet them.
+
+        Raises `PeerLost` where one goes at this very moment, and `MachineFault` where the lighthouse is
+        silent for `patience_s`. Collective: own, and everyone else's.
         """
         told = b""
         with self.own.raise_on_all("asking the lighthouse"):
@@ -68,7 +82,9 @@ class ElasticCommunicator(Communicator):
             self.met, self.backend = "", None
             self.rank, self.size = here, len(members)
             meeting = f"{number}/{created}"
-            self._attempt(lambda: self._meet(members, f"crew/{meeting}/{self.own.rank}"), "meeting the other groups")
+            self._attempt(
+                lambda: self._meet(members, f"crew/{meeting}/{self.own.rank}"), "meeting the other groups"
+            )
             self.met = meeting
             self.set_timeout(self.patience_s)
         return Membership(members, here, anew, strangers)
@@ -77,8 +93,15 @@ class ElasticCommunicator(Communicator):
         """The quorum: its number, a name used once, its members, and how many others the lighthouse lists."""
         mine = {"fresh": self.fresh, "writes": self.writes, "met": self.met, "mark": self.mark}
         mine["proof"] = proof(self.secret, self.name, self.venue.address, step, mine)
-        found = line.ask(patience_s, address="", store_address=self.venue.address, step=step, world_size=self.own.size,
-                         shrink_only=False, data=mine)  # fmt: skip
+        found = line.ask(
+            patience_s,
+            address="",
+            store_address=self.venue.address,
+            step=step,
+            world_size=self.own.size,
+            shrink_only=False,
+            data=mine,
+        )
         listed = list(filter(None, map(self._introduced, found.participants)))
         created = f"{found.created.seconds}.{found.created.nanos}"
         strangers = len(found.participants) - len(listed)
@@ -87,20 +110,31 @@ class ElasticCommunicator(Communicator):
     def _introduced(self, one: Any) -> dict[str, Any] | None:
         """A member of the quorum as it presents itself; None if it does not know the secret of the run."""
         data = dict(one.data or {})
-        known = is_proof(data.pop("proof", None), self.secret, one.replica_id, one.store_address, one.step, data)
-        return {"name": one.replica_id, "venue": one.store_address, "step": one.step, **data} if known else None
+        known = is_proof(
+            data.pop("proof", None), self.secret, one.replica_id, one.store_address, one.step, data
+        )
+        return (
+            {"name": one.replica_id, "venue": one.store_address, "step": one.step, **data} if known else None
+        )
 
     def _meet(self, members: tuple[GroupInfo, ...], name: str) -> None:
-        """Raises `RuntimeError` where one of them does not come; at once where its process has ended since it was counted."""
+        """Raises `RuntimeError` where one of them does not come; at once where its process has ended since it
+        was counted.
+        """
         if self.size == 1:
             return
         for member in members:
             if member.name != self.name and not is_reachable(member.venue, KNOCK_S):
                 raise RuntimeError(f"group {member.name.rpartition(':')[0]} has ended")
-        self.backend = connect_gloo(members[0].venue, name, self.rank, self.size, timedelta(seconds=MEET_S), self.host)
+        self.backend = connect_gloo(
+            members[0].venue, name, self.rank, self.size, timedelta(seconds=MEET_S), self.host
+        )
 
     def _attempt(self, act: Callable[[], Any], doing: str) -> None:
-        """Do something with the other groups; if it fails on one rank of this group, raise `PeerLost` on all. Collective: own."""
+        """Do something with the other groups; if it fails on one rank of this group, raise `PeerLost` on all.
+
+        Collective: own.
+        """
         failure = ""
         try:
             act()
@@ -111,7 +145,10 @@ class ElasticCommunicator(Communicator):
             raise PeerLost(f"{doing}: {failure or 'another rank of this group has failed'}")
 
     def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Iterator[slice]:
-        """As the base; it has ended when this returns. Raises `PeerLost`. Collective: this communicator, own."""
+        """As the base; it has ended when this returns.
+
+        Raises `PeerLost`. Collective: this communicator, own.
+        """
         if self.size > 1:
             self._attempt(lambda: list(Communicator.begin_sum_(self, tensor, wire)), "a sum")
         return iter([slice(0, tensor.numel())])
@@ -155,7 +192,10 @@ class AllGroups(Communicator):
         return iter([slice(0, tensor.numel())])
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """As the base: groups in the order of their names, then ranks. Raises `PeerLost`. Collective: everyone."""
+        """As the base: groups in the order of their names, then ranks.
+
+        Raises `PeerLost`. Collective: everyone.
+        """
         sent = self.crew.bytes_sent
         mine = json.dumps([part.hex() for part in self.own.gather_bytes(payload)]).encode()
         told = self.crew.gather_bytes(mine)

@@ -4,12 +4,12 @@
     end        a last roll call, so that one of those who are there writes the model
     leave      be missed by nobody
 
-A group heals from the one furthest on (healing.py). Nothing that a step computes counts before all its sums have arrived, so that
-abandoning one needs no undoing. If a sum has arrived at some groups and not at others, those that have it are a step ahead, and
-the others heal from them.
+A group heals from the one furthest on (healing.py). Nothing that a step computes counts before all its sums
+have arrived, so that abandoning one needs no undoing. If a sum has arrived at some groups and not at others,
+those that have it are a step ahead, and the others heal from them.
 
-One group writes checkpoints, metrics and the model: the one that did so before, else the first by name. It holds the folder's
-lock.
+One group writes checkpoints, metrics and the model: the one that did so before, else the first by name. It
+holds the folder's lock.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class ElasticController:
 
     @contextmanager
     def step_attempt(self, run: ElasticRun) -> Iterator[None]:
-        """An attempt at an outer step; a group that is lost meanwhile costs it, one lost at the roll call another roll call.
+        """An attempt at an outer step; a group that is lost meanwhile costs it, one lost at the roll call
+        another roll call.
 
         Collective: everyone.
         """
@@ -86,22 +87,39 @@ class ElasticController:
         """The tasks of all groups must be the meta-batch, whoever was there. Raises `MachineFault`."""
         self.tasks = tasks
         if tasks != wanted:
-            raise MachineFault(f"{tasks} tasks were learned from in an outer step of {wanted}: the groups disagree who they are")
+            raise MachineFault(
+                f"{tasks} tasks were learned from in an outer step of {wanted}: the groups disagree who"
+                " they are"
+            )
 
     def facts(self) -> dict[str, Any]:
         """Of the outer step that has ended, for metrics.jsonl."""
-        told = {"groups": self.crew.size, "tasks": self.tasks, "retries": self.retries, "lost_seconds": round(self.lost_s, 3)}
+        told = {
+            "groups": self.crew.size,
+            "tasks": self.tasks,
+            "retries": self.retries,
+            "lost_seconds": round(self.lost_s, 3),
+        }
         self.began, self.retries, self.lost_s = None, 0, 0.0
         return told
 
     def end(self, run: ElasticRun) -> None:
         """All outer steps are done: find out who writes. Collective: everyone."""
-        while run.state.outer_step == self.config.outer_steps and self.called != run.state.outer_step and not self.over:
+        while (
+            run.state.outer_step == self.config.outer_steps
+            and self.called != run.state.outer_step
+            and not self.over
+        ):
             with self.step_attempt(run):
                 pass
         if self.over:
             self.notice("the run is finished; nothing is left to do")
-        elif self.roll is not None and self.roll.writer == self.roll.here and not self.writes and not run.guard.stop:
+        elif (
+            self.roll is not None
+            and self.roll.writer == self.roll.here
+            and not self.writes
+            and not run.guard.stop
+        ):
             self._write_from_here(run, 120.0)
 
     def leave(self) -> None:
@@ -111,18 +129,25 @@ class ElasticController:
         """Who is there; then be like the others. Collective: everyone."""
         run.guard.begin_stage("waiting for the other groups")
         self.began = self.began or time.monotonic()
-        self.crew.writes, self.crew.bytes_sent = self.writes, 0  # what an attempt in vain has sent is not the step's
+        self.crew.writes, self.crew.bytes_sent = (
+            self.writes,
+            0,
+        )  # what an attempt in vain has sent is not the step's
         roll = self.crew.form(run.state.outer_step, LIGHTHOUSE_S)
         if roll.strangers > (self.roll.strangers if self.roll else 0):
-            self.notice(f"lighthouse={self.config.lighthouse} lists {roll.strangers} groups that do not know {SECRET} of this "
-                        "output_dir, and they are left out; give all groups of a run one output_dir, and each run its own "
-                        "lighthouse")  # fmt: skip
+            self.notice(
+                f"lighthouse={self.config.lighthouse} lists {roll.strangers} groups that do not know {SECRET}"
+                " of this output_dir, and they are left out; give all groups of a run one output_dir, and"
+                " each run its own lighthouse"
+            )
         names = [member.name for member in roll.members]
         root, mine = roll.members[roll.root], roll.members[roll.here]
         if mine.mark != root.mark:
-            raise UsageError(f"group_name={mine.name}: its settings, its layout (group_size, ZeRO stage) or its versions "
-                             f"of fmmeta or torch are not those of group {root.name}; start it with the same ones, or as "
-                             "another run")  # fmt: skip
+            raise UsageError(
+                f"group_name={mine.name}: its settings, its layout (group_size, ZeRO stage) or its versions "
+                f"of fmmeta or torch are not those of group {root.name}; start it with the same ones, or as "
+                "another run"
+            )
         if any(roll.heals(number) for number in range(len(names))):
             transfer_state(run, self.crew, roll, self.notice)
             if self.writes:
@@ -138,11 +163,17 @@ class ElasticController:
             self._write_from_here(run, LOCK_S)
         self.roll = roll
         if roll.anew:
-            self.notice(f"outer step {run.state.outer_step + 1}: {len(names)} {'group' if len(names) == 1 else 'groups'} "
-                        f"({', '.join(name.rpartition(':')[0] for name in names)})")  # fmt: skip
+            self.notice(
+                f"outer step {run.state.outer_step + 1}: {len(names)}"
+                f" {'group' if len(names) == 1 else 'groups'}"
+                f" ({', '.join(name.rpartition(':')[0] for name in names)})"
+            )
 
     def _write_from_here(self, run: ElasticRun, patience_s: float) -> None:
-        """Take the folder's lock and write what the run writes; at the next step, if somebody still has it. Collective: group."""
+        """Take the folder's lock and write what the run writes; at the next step, if somebody still has it.
+
+        Collective: group.
+        """
         first, refused = self.ranks.first, ""
         if first:
             try:
@@ -158,7 +189,9 @@ class ElasticController:
             if first:
                 checkpoint.undo_partial_save(run.folder)
                 self.over = bool((read_run(run.folder) or {}).get("finished"))
-        if any(self.ranks.world.gather_bytes(b"over" if self.over else b"")):  # by groups that have left before this one came
+        if any(
+            self.ranks.world.gather_bytes(b"over" if self.over else b"")
+        ):  # by groups that have left before this one came
             run.state.outer_step, self.over = self.config.outer_steps, True
             return
         with self.ranks.world.raise_on_all("beginning to write"):

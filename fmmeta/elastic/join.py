@@ -1,5 +1,5 @@
-"""How a launch becomes a group of an elastic run: its line to the lighthouse, its communicators, and the mark by which groups of
-one run know each other (--elastic).
+"""How a launch becomes a group of an elastic run: its line to the lighthouse, its communicators, and the mark
+by which groups of one run know each other (--elastic).
 """
 
 from __future__ import annotations
@@ -28,19 +28,33 @@ SECRET = ".elastic-secret"
 
 
 def join(config: Config, own: Communicator) -> ElasticCommunicator | None:
-    """A crew that nobody has been called for yet; None without --elastic. Raises `UsageError`. Collective: world."""
+    """A crew that nobody has been called for yet; None without --elastic.
+
+    Raises `UsageError`. Collective: world.
+    """
     if not config.elastic:
         return None
     lighthouse = config.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
     if not lighthouse:
-        raise UsageError("elastic=True needs a lighthouse; start `fmmeta lighthouse` and give --lighthouse with what it prints, "
-                         "or use `fmmeta elastic`, which does both")  # fmt: skip
+        raise UsageError(
+            "elastic=True needs a lighthouse; start `fmmeta lighthouse` and give --lighthouse with what it"
+            " prints, or use `fmmeta elastic`, which does both"
+        )
     return ElasticCommunicator(own, lighthouse, config.group_name or f"{platform.node()}-{os.getpid()}")
 
 
-def with_crew(ranks: ProcessGroups, crew: ElasticCommunicator | None, config: Config, settings: Mapping[str, Any], worker: Worker,
-              precision: DeepSpeedSettings) -> ProcessGroups:  # fmt: skip
-    """The communicators of a group in a crew. `settings`: those of the run (record.settings_of). Collective: world."""
+def with_crew(
+    ranks: ProcessGroups,
+    crew: ElasticCommunicator | None,
+    config: Config,
+    settings: Mapping[str, Any],
+    worker: Worker,
+    precision: DeepSpeedSettings,
+) -> ProcessGroups:
+    """The communicators of a group in a crew.
+
+    `settings`: those of the run (record.settings_of). Collective: world.
+    """
     if crew is None:
         return ranks
     with ranks.world.raise_on_all("reading the secret of the run"):
@@ -51,20 +65,30 @@ def with_crew(ranks: ProcessGroups, crew: ElasticCommunicator | None, config: Co
 
 
 def run_secret(folder: Path) -> bytes:
-    """What the groups of a run share and no other user can read: random hex digits in a file of its folder, which the first of
-    them makes. Raises `UsageError`.
+    """What the groups of a run share and no other user can read: random hex digits in a file of its folder,
+    which the first of them makes. Raises `UsageError`.
     """
     file, deadline = folder / SECRET, time.monotonic() + 10
     try:
-        with suppress(FileExistsError), os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+        with (
+            suppress(FileExistsError),
+            os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened,
+        ):
             opened.write(token_hex(PROOF // 2).encode())
-        while len(found := file.read_bytes()) < PROOF and time.monotonic() < deadline:  # another group is writing it
+        while (
+            len(found := file.read_bytes()) < PROOF and time.monotonic() < deadline
+        ):  # another group is writing it
             time.sleep(0.05)
     except OSError as error:
-        raise UsageError(f"output_dir={folder}: {SECRET} cannot be read ({error.strerror}); start all groups of a run as one "
-                         "user") from None  # fmt: skip
+        raise UsageError(
+            f"output_dir={folder}: {SECRET} cannot be read ({error.strerror}); start all groups of a run as"
+            " one user"
+        ) from None
     if len(found) < PROOF:
-        raise UsageError(f"output_dir={folder}: {SECRET} has {len(found)} bytes instead of {PROOF}; remove it, no group running")
+        raise UsageError(
+            f"output_dir={folder}: {SECRET} has {len(found)} bytes instead of {PROOF}; remove it, no group"
+            " running"
+        )
     return found
 
 

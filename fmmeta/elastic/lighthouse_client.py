@@ -1,14 +1,16 @@
-"""A group's line to torchft's lighthouse: the question who takes part in the next outer step, and the beats in between.
+"""A group's line to torchft's lighthouse: the question who takes part in the next outer step, and the beats
+in between.
 
     ask      one question until it is answered; once a second a sign of life is asked for, so that a lighthouse which waits for
              others is told from one that is gone
     beat     from the first question on: by torchft's ManagerServer, in threads that Python does not hold up
 
-A question is not given up while the lighthouse lives. It would count there as long as this group beats: an answer to it comes
-to nobody, and the others would wait at the meeting (crew.py) for a group that has not heard of it.
+A question is not given up while the lighthouse lives. It would count there as long as this group beats: an
+answer to it comes to nobody, and the others would wait at the meeting (crew.py) for a group that has not
+heard of it.
 
-torchft's lighthouse knows no passwords: whoever reaches it is listed and can keep the others waiting. Members that do not know
-the secret of the run are left out of it (crew.py).
+torchft's lighthouse knows no passwords: whoever reaches it is listed and can keep the others waiting. Members
+that do not know the secret of the run are left out of it (crew.py).
 """
 
 from __future__ import annotations
@@ -27,14 +29,15 @@ from urllib.parse import urlsplit
 from fmmeta.common.errors import MachineFault, UsageError
 
 BEAT, CONNECT = timedelta(milliseconds=250), timedelta(seconds=10)
-LOOK_S = 1.0  # of a question without an answer, before the lighthouse is asked for a sign of life; and between two of them
+# of a question without an answer, before the lighthouse is asked for a sign of life; and between two of them
+LOOK_S = 1.0
 SIGN = timedelta(seconds=5)  # that it gets for the sign
 QUESTION = timedelta(days=1)
 
 
 class LighthouseClient:
-    """One per group. `name`: of this group, used once; `ft`: torchft's low-level interface. Raises `UsageError` where nobody
-    answers.
+    """One per group. `name`: of this group, used once; `ft`: torchft's low-level interface. Raises
+    `UsageError` where nobody answers.
     """
 
     def __init__(self, address: str, name: str, ft: Any) -> None:
@@ -43,8 +46,10 @@ class LighthouseClient:
         try:
             self.client = ft.LighthouseClient(address, CONNECT)
         except Exception as error:
-            raise UsageError(f"lighthouse={address} does not answer ({first_line(error)}); start `fmmeta lighthouse` "
-                             "there, or give the address that it prints") from None  # fmt: skip
+            raise UsageError(
+                f"lighthouse={address} does not answer ({first_line(error)}); start `fmmeta lighthouse` "
+                "there, or give the address that it prints"
+            ) from None
         self.beats: Any = None
 
     def begin_beating(self, venue: str, size: int) -> None:
@@ -52,8 +57,16 @@ class LighthouseClient:
         if self.beats is None:
             bind = f"[{self.host}]:0" if ":" in self.host else f"{self.host}:0"
             self.beats = self.ft.ManagerServer(
-                replica_id=self.name, lighthouse_addr=self.address, hostname=self.host, bind=bind, store_addr=venue,
-                world_size=size, heartbeat_interval=BEAT, connect_timeout=CONNECT, quorum_retries=0)  # fmt: skip
+                replica_id=self.name,
+                lighthouse_addr=self.address,
+                hostname=self.host,
+                bind=bind,
+                store_addr=venue,
+                world_size=size,
+                heartbeat_interval=BEAT,
+                connect_timeout=CONNECT,
+                quorum_retries=0,
+            )
 
     def stop_beating(self) -> None:
         if self.beats is not None:
@@ -61,8 +74,9 @@ class LighthouseClient:
         self.beats = None
 
     def ask(self, patience_s: float, **mine: Any) -> Any:
-        """The quorum that this group takes part in. mine: what torchft's `quorum` is told. Raises `MachineFault` where the lighthouse
-        is silent for `patience_s`.
+        """The quorum that this group takes part in. mine: what torchft's `quorum` is told.
+
+        Raises `MachineFault` where the lighthouse is silent for `patience_s`.
         """
         heard, why = time.monotonic(), "no answer"
         while True:
@@ -81,19 +95,24 @@ class LighthouseClient:
                 break
             why = first_line(found)
             if time.monotonic() - heard > patience_s:
-                raise MachineFault(f"lighthouse={self.address} has been silent for {patience_s:.0f} s ({why}); look whether it runs; "
-                            "the last checkpoint is whole") from None  # fmt: skip
+                raise MachineFault(
+                    f"lighthouse={self.address} has been silent for {patience_s:.0f} s ({why}); look whether"
+                    " it runs; the last checkpoint is whole"
+                ) from None
             time.sleep(0.1)
 
     def _question(self, mine: dict[str, Any]) -> queue.SimpleQueue[Any]:
         """Ask in a thread; the answer, or the exception, is put into what is returned."""
         told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=put, args=(told, lambda: self.client.quorum(self.name, QUESTION, **mine)), daemon=True).start()
+        threading.Thread(
+            target=put, args=(told, lambda: self.client.quorum(self.name, QUESTION, **mine)), daemon=True
+        ).start()
         return told
 
     def _sign(self) -> Exception | None:
-        """Why there is no sign of life of the lighthouse; None if there is one. What is asked next goes by a new connection, if
-        there is none.
+        """Why there is no sign of life of the lighthouse; None if there is one.
+
+        What is asked next goes by a new connection, if there is none.
         """
         try:
             self.client.heartbeat(self.name, SIGN)
@@ -119,7 +138,9 @@ def coordination() -> Any:
     try:
         return importlib.import_module("torchft.coordination")
     except ImportError as error:
-        raise UsageError(f"elastic groups need torchft ({first_line(error)}); pip install 'fmmeta[elastic]'") from None
+        raise UsageError(
+            f"elastic groups need torchft ({first_line(error)}); pip install 'fmmeta[elastic]'"
+        ) from None
 
 
 def reachable_as(lighthouse: str) -> str:
@@ -134,8 +155,10 @@ def reachable_as(lighthouse: str) -> str:
             probe.connect(found[4])  # sends nothing
             return probe.getsockname()[0]
     except (OSError, ValueError) as error:
-        raise UsageError(f"lighthouse={lighthouse} is no address ({error}); give http://HOST:PORT as `fmmeta lighthouse` prints "
-                         "it") from None  # fmt: skip
+        raise UsageError(
+            f"lighthouse={lighthouse} is no address ({error}); give http://HOST:PORT as `fmmeta lighthouse`"
+            " prints it"
+        ) from None
 
 
 def first_line(error: BaseException) -> str:

@@ -1,6 +1,8 @@
-"""Who takes part in an outer step of a run whose groups come and go, and what follows from it, as arithmetic alone.
+"""Who takes part in an outer step of a run whose groups come and go, and what follows from it, as arithmetic
+alone.
 
-Every group computes the same from the same answer: who gives its state (`root`), who takes it (`heals`), who writes the files.
+Every group computes the same from the same answer: who gives its state (`root`), who takes it (`heals`), who
+writes the files.
 """
 
 from __future__ import annotations
@@ -23,11 +25,15 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class Membership:
-    """Who takes part in a step, alike for all of them; `here` is this group. Members are in the order of their names."""
+    """Who takes part in a step, alike for all of them; `here` is this group.
+
+    Members are in the order of their names.
+    """
 
     members: tuple[GroupInfo, ...]
     here: int
-    anew: bool = False  # they have met for this step: what follows a change is judged by this, since each remembers other rolls
+    # they have met for this step: what follows a change is judged by this, since each remembers other rolls
+    anew: bool = False
     strangers: int = 0  # listed by the lighthouse and left out: they do not know the secret of the run
 
     @property

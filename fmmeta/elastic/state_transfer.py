@@ -1,8 +1,9 @@
-"""How a group that is new, or has missed the end of an outer step, comes to the state of one that is furthest on (--elastic).
+"""How a group that is new, or has missed the end of an outer step, comes to the state of one that is furthest
+on (--elastic).
 
-Everything that a checkpoint holds travels, rank by rank and bit for bit: theta, outer optimizer, position, counters, the last
-line of metrics.jsonl. Nothing of it is used before all of it is there, so that a group lost meanwhile costs another roll call and
-no more. No pickles: JSON and plain tensors.
+Everything that a checkpoint holds travels, rank by rank and bit for bit: theta, outer optimizer, position,
+counters, the last line of metrics.jsonl. Nothing of it is used before all of it is there, so that a group
+lost meanwhile costs another roll call and no more. No pickles: JSON and plain tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class ElasticRun(Protocol):
     def begin_writing(self) -> None: ...
 
 
-def transfer_state(run: ElasticRun, crew: ElasticCommunicator, roll: Membership, notice: Callable[[str], None]) -> None:
+def transfer_state(
+    run: ElasticRun, crew: ElasticCommunicator, roll: Membership, notice: Callable[[str], None]
+) -> None:
     """Those behind take over the root's state. Raises `Lost`. Collective: everyone."""
     here, root = roll.here == roll.root, roll.root
     vectors, tables, state = run.state.give() if here else ({}, {}, {})
@@ -52,7 +55,9 @@ def transfer_state(run: ElasticRun, crew: ElasticCommunicator, roll: Membership,
         check_kinds(head["tables"], run.state.live.rates)
     for kind, tensors in (("vectors", vectors), ("tables", tables)):
         for name, (dtype, shape) in head[kind].items():
-            tensors[name] = crew.broadcast_(tensors[name] if here else torch.empty(shape, dtype=DTYPES[dtype]), root)
+            tensors[name] = crew.broadcast_(
+                tensors[name] if here else torch.empty(shape, dtype=DTYPES[dtype]), root
+            )
     if not roll.heals(roll.here):
         return
     before = run.state.outer_step
@@ -69,16 +74,25 @@ def kinds(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def check_kinds(sent: Mapping[str, Any], like: Tensor | None) -> None:
-    """gloo ends the process on a message of another size, so the dtype and shape are compared before. Raises `UsageError`."""
+    """gloo ends the process on a message of another size, so the dtype and shape are compared before.
+
+    Raises `UsageError`.
+    """
     wanted = None if like is None else kinds({"": like})[""]
     for name, kind in sent.items():
         if kind != wanted:
-            raise UsageError(f"elastic=True: {name} of the other groups is {kind} and has to be {wanted} here; start this group "
-                             "with the same versions of fmmeta and torch as the others")  # fmt: skip
+            raise UsageError(
+                f"elastic=True: {name} of the other groups is {kind} and has to be {wanted} here; start this"
+                " group with the same versions of fmmeta and torch as the others"
+            )
 
 
 def broadcast_bytes(comm: Communicator, payload: bytes, root: int) -> bytes:
     """The root's bytes. Collective: comm."""
     size = int(comm.broadcast_(torch.tensor([len(payload)]), root))
-    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.zeros(size, dtype=torch.uint8)
+    data = (
+        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if payload
+        else torch.zeros(size, dtype=torch.uint8)
+    )
     return comm.broadcast_(data, root).numpy().tobytes()

@@ -1,8 +1,9 @@
-"""`fmmeta elastic`: the groups of an elastic run on this node, each a launch of its own, started again when they die.
+"""`fmmeta elastic`: the groups of an elastic run on this node, each a launch of its own, started again when
+they die.
 
-A group is the processes of one launch; if one of them ends badly, all of them are ended and the group begins anew. Nothing is
-kept here. If it dies itself, groups of one go on (and need another lighthouse, if it was here), larger ones stop after a save, as
-under any launcher that is gone.
+A group is the processes of one launch; if one of them ends badly, all of them are ended and the group begins
+anew. Nothing is kept here. If it dies itself, groups of one go on (and need another lighthouse, if it was
+here), larger ones stop after a save, as under any launcher that is gone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from fmmeta.training.run_record import read_run
 
 KILL_S = 30.0  # that the other ranks of a group in which one has died get to end by themselves
 PAUSE_S = 0.2
-WRITER_S = 60.0  # without a group that holds the folder, after which no other node is expected to finish the run
+WRITER_S = (
+    60.0  # without a group that holds the folder, after which no other node is expected to finish the run
+)
 
 
 @dataclass
@@ -42,9 +45,13 @@ class ElasticConfig(Config):
     """The settings of the run, and of its groups on this node."""
 
     groups: int = setting(2, "Groups of this node")
-    ranks_per_group: int = setting(1, "Processes of each group; on GPU machines each has one of the node's GPUs")
+    ranks_per_group: int = setting(
+        1, "Processes of each group; on GPU machines each has one of the node's GPUs"
+    )
     max_restarts: int = setting(100, "Times that each group is started again")
-    heartbeat_timeout: float = setting(5.0, "Of the lighthouse that is started where no --lighthouse is given")
+    heartbeat_timeout: float = setting(
+        5.0, "Of the lighthouse that is started where no --lighthouse is given"
+    )
 
     def __post_init__(self) -> None:
         self.elastic, self.group_name = True, self.group_name or "group"
@@ -52,7 +59,9 @@ class ElasticConfig(Config):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
         if self.max_restarts < 0 or self.heartbeat_timeout <= 0:
-            raise UsageError("max_restarts or heartbeat_timeout is below what can be; use 0 or more, and a positive number")
+            raise UsageError(
+                "max_restarts or heartbeat_timeout is below what can be; use 0 or more, and a positive number"
+            )
         super().__post_init__()
 
 
@@ -96,12 +105,16 @@ class Supervisor:
         self.groups = [Group(f"{config.group_name}{number}") for number in range(config.groups)]
         self.asked = 0
         self.server: Any = None
-        self.shared = bool(config.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE"))  # with groups of other nodes
+        self.shared = bool(
+            config.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
+        )  # with groups of other nodes
         self.file = ""
 
     def run(self) -> int:
-        """Until all groups have ended for good. The exit code: 0 if the run is finished by its own record, else that of the first
-        group that failed, or 70.
+        """Until all groups have ended for good.
+
+        The exit code: 0 if the run is finished by its own record, else that of the first group that failed,
+        or 70.
         """
         self.begin()
         try:
@@ -117,18 +130,29 @@ class Supervisor:
             return 0
         codes = [group.ended for group in self.groups]
         if not self.asked:
-            self.say(f"fmmeta: error: output_dir={self.config.output_dir} holds no finished run, and all groups have ended (exit "
-                     f"codes {', '.join(map(str, codes))}); read their last lines, then run the same command again")  # fmt: skip
+            self.say(
+                f"fmmeta: error: output_dir={self.config.output_dir} holds no finished run, and all groups"
+                f" have ended (exit codes {', '.join(map(str, codes))}); read their last lines, then run the"
+                " same command again"
+            )
         return next((code for code in codes if code), EXIT_STOPPED if self.asked else EXIT_FAULT)
 
     def finished(self) -> bool:
-        """Whether run.json says so and the model is there. As long as a group of another node may be writing it, wait."""
+        """Whether run.json says so and the model is there.
+
+        As long as a group of another node may be writing it, wait.
+        """
         folder, free_since = Path(str(self.config.output_dir)), time.monotonic()
         while True:
             with suppress(UsageError):  # it cannot be read
                 if (read_run(folder) or {}).get("finished") and (folder / "model").is_dir():
                     return True
-            if not self.shared or self.asked or not folder.is_dir() or time.monotonic() - free_since > WRITER_S:
+            if (
+                not self.shared
+                or self.asked
+                or not folder.is_dir()
+                or time.monotonic() - free_since > WRITER_S
+            ):
                 return False
             try:
                 lock_folder(folder, 0, quiet=True).close()
@@ -139,10 +163,16 @@ class Supervisor:
     def begin(self) -> None:
         """Light a lighthouse if none is given, and write down the settings that the groups read."""
         if not self.shared:
-            light = LighthouseConfig(host="127.0.0.1", port=0, heartbeat_timeout=self.config.heartbeat_timeout)
+            light = LighthouseConfig(
+                host="127.0.0.1", port=0, heartbeat_timeout=self.config.heartbeat_timeout
+            )
             self.server, self.config.lighthouse = open_lighthouse(light)
         known = {item.name for item in fields(Config)}
-        settings = {name: value for name, value in asdict(self.config).items() if name in known and value not in (None, [])}
+        settings = {
+            name: value
+            for name, value in asdict(self.config).items()
+            if name in known and value not in (None, [])
+        }
         settings.pop("group_name")
         with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="fmmeta-elastic-", delete=False) as file:
             json.dump(settings, file)
@@ -164,7 +194,10 @@ class Supervisor:
             if code in (2, EXIT_STOPPED) or self.asked:
                 group.ended = code
             elif group.starts > self.config.max_restarts:
-                self.say(f"fmmeta: {group.name} has ended {group.starts} times, the last with {code}; it is not started again")
+                self.say(
+                    f"fmmeta: {group.name} has ended {group.starts} times, the last with {code}; it is not"
+                    " started again"
+                )
                 group.ended = code
             else:
                 self.say(f"fmmeta: {group.name} has ended with {code}; it is started again ({group.starts})")
@@ -185,15 +218,38 @@ class Supervisor:
         group.starts += 1
         group.processes = []
         for rank in range(size):
-            env = {**os.environ, **self.devices(number), "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
-                   "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-            command = [sys.executable, "-m", "fmmeta", "train", "--config", self.file, "--group_name", group.name]
+            env = {
+                **os.environ,
+                **self.devices(number),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            command = [
+                sys.executable,
+                "-m",
+                "fmmeta",
+                "train",
+                "--config",
+                self.file,
+                "--group_name",
+                group.name,
+            ]
             group.processes.append(self.spawn(group.name, command, env))
 
     def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Process:
         """A rank whose output is passed on."""
-        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                   start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         assert process.stdout is not None
         threading.Thread(target=self.pass_on, args=(name, process.stdout), daemon=True).start()
         return process
@@ -223,8 +279,10 @@ def run(config: ElasticConfig) -> None:
     coordination()
     found, wanted = torch.cuda.device_count(), config.groups * config.ranks_per_group
     if 0 < found < wanted:
-        raise UsageError(f"groups={config.groups} x ranks_per_group={config.ranks_per_group} needs {wanted} GPUs, and this node "
-                         f"has {found}; start fewer here")  # fmt: skip
+        raise UsageError(
+            f"groups={config.groups} x ranks_per_group={config.ranks_per_group} needs {wanted} GPUs, and this"
+            f" node has {found}; start fewer here"
+        )
     supervisor = Supervisor(config)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: supervisor.stop(number))

@@ -1,5 +1,5 @@
-"""Which episodes an evaluation looks at: fixed by the data, the settings and the seed; of models only the splits that they were
-trained with count.
+"""Which episodes an evaluation looks at: fixed by the data, the settings and the seed; of models only the
+splits that they were trained with count.
 """
 
 from __future__ import annotations
@@ -50,11 +50,16 @@ class Episodes:
         return found
 
     def without(self, missing: Mapping[str, str]) -> Episodes:
-        return replace(self, tasks=[task for place, task in enumerate(self.tasks) if str(place) not in missing])
+        return replace(
+            self, tasks=[task for place, task in enumerate(self.tasks) if str(place) not in missing]
+        )
 
 
-def skipped(k_shot: int, episodes: Episodes, config: Config, world: World, notice: Callable[[str], None]) -> Episodes:
-    """Those episodes that every rank can have; says how many are left out. Raises `UsageError` where they are too many.
+def skipped(
+    k_shot: int, episodes: Episodes, config: Config, world: World, notice: Callable[[str], None]
+) -> Episodes:
+    """Those episodes that every rank can have; says how many are left out. Raises `UsageError` where they are
+    too many.
 
     Collective: world.
     """
@@ -65,7 +70,9 @@ def skipped(k_shot: int, episodes: Episodes, config: Config, world: World, notic
     if not missing:
         return episodes
     bad, total = len(missing), len(episodes.tasks)
-    said = f"{bad} of {total} {k_shot}-shot episodes cannot be had; the first: {missing[min(missing, key=int)]}"
+    said = (
+        f"{bad} of {total} {k_shot}-shot episodes cannot be had; the first: {missing[min(missing, key=int)]}"
+    )
     if bad == total or bad > config.max_bad_share * max(total, LEAST_SEEN):
         raise UsageError(f"max_bad_share={config.max_bad_share}: {said}")
     notice(f"{said}; left out")
@@ -80,11 +87,16 @@ def texts(draw: Draw) -> list[list[str]]:
 def part_of(sources: Sources, part: str, config: Config) -> TaskSource:
     source = {"train": sources.train, "valid": sources.valid, "test": sources.test}[part]
     if source is None:
-        raise UsageError(f"part={part} of dataset={' '.join(config.dataset)} is empty; give another --part, or a file of splits")
+        raise UsageError(
+            f"part={part} of dataset={' '.join(config.dataset)} is empty; give another --part, or a file of"
+            " splits"
+        )
     return source
 
 
-def episodes_of(settings: EvaluateConfig, k_shot: int, tokenizer: Any, models: Sequence[str] = ()) -> Episodes:
+def episodes_of(
+    settings: EvaluateConfig, k_shot: int, tokenizer: Any, models: Sequence[str] = ()
+) -> Episodes:
     """Read (from the prepared store) and choose. `models`: see `build.plan`. Raises `UsageError`."""
     config = run_config(settings, k_shot)
     trained = trained_with(models or [settings.model_name_or_path])
@@ -92,12 +104,16 @@ def episodes_of(settings: EvaluateConfig, k_shot: int, tokenizer: Any, models: S
     most = config.most_classes
     if settings.n_way == "all" and config.task_type == "classification":
         most = all_ways(source)
-    schedule = Schedule(source.items, settings.episodes, config.seed, STREAM, shuffle=False, sizes=source.size)
+    schedule = Schedule(
+        source.items, settings.episodes, config.seed, STREAM, shuffle=False, sizes=source.size
+    )
     return Episodes(source, schedule.meta_batch(0), most)
 
 
 def run_config(settings: EvaluateConfig, k_shot: int, **values: Any) -> Config:
-    """Settings of a run over the episodes of one k_shot; n_way=all counts as the least there can be until data are read."""
+    """Settings of a run over the episodes of one k_shot; n_way=all counts as the least there can be until
+    data are read.
+    """
     n_way = 2 if settings.n_way == "all" else int(settings.n_way)
     return settings.run_config(n_way=n_way, k_shot=k_shot, **values)
 
@@ -107,6 +123,8 @@ def all_ways(source: TaskSource) -> int:
     if isinstance(source, Mixture):
         return max(all_ways(one) for one in source.sources)
     if not isinstance(source, ClassSource):
-        raise UsageError("n_way=all needs to know every class, which a folder of task files does not tell; give a number")
+        raise UsageError(
+            "n_way=all needs to know every class, which a folder of task files does not tell; give a number"
+        )
     source.shape = replace(source.shape, every=True)
     return max(len(pool) for pool, _ in source.draws)

@@ -35,7 +35,9 @@ def linear(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tens
 
     with labels_are_classes():
         model = LogisticRegression(max_iter=1000).fit(F.normalize(support).numpy(), labels.numpy())
-    return spread(model, torch.from_numpy(model.predict_log_proba(F.normalize(query).numpy())).float(), classes)
+    return spread(
+        model, torch.from_numpy(model.predict_log_proba(F.normalize(query).numpy())).float(), classes
+    )
 
 
 def knn(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
@@ -51,7 +53,9 @@ def knn(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
 
 @contextmanager
 def labels_are_classes() -> Iterator[None]:
-    """Where most rows have a class of their own scikit-learn asks whether a regression is meant; it has no setting to say no."""
+    """Where most rows have a class of their own scikit-learn asks whether a regression is meant; it has no
+    setting to say no.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The number of unique classes is greater than 50%", UserWarning)
         yield

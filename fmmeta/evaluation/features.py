@@ -1,4 +1,5 @@
-"""What a frozen model sees in the rows of many episodes: each row goes through it once, whatever episodes it is in.
+"""What a frozen model sees in the rows of many episodes: each row goes through it once, whatever episodes it
+is in.
 
     draws of all episodes --> distinct rows, by length --> fixed batches --(dealt over the groups)--> table [R, D]
 
@@ -41,14 +42,24 @@ class Features:
         return sets[0], sets[1], sets[2], sets[3]
 
 
-def embed(worker: Worker, draws: Sequence[Draw], dealer: Batcher, ranks: ProcessGroups,
-          progress: Callable[[int, int], None] = lambda done, total: None) -> Features:  # fmt: skip
+def embed(
+    worker: Worker,
+    draws: Sequence[Draw],
+    dealer: Batcher,
+    ranks: ProcessGroups,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Features:
     """Features of every row of `draws` from the weights that the worker holds. Collective: world."""
     stores: dict[Path, TokenStore] = {draw.store.path: draw.store for draw in draws}
-    keys = sorted({(draw.store.path, row) for draw in draws for rows in (draw.support, draw.query) for row, _ in rows})
+    keys = sorted(
+        {(draw.store.path, row) for draw in draws for rows in (draw.support, draw.query) for row, _ in rows}
+    )
     for store in stores.values():
         store.check()
-    examples = [Example(TokenStore.cell(stores[path].ids, row).tolist(), place) for place, (path, row) in enumerate(keys)]
+    examples = [
+        Example(TokenStore.cell(stores[path].ids, row).tolist(), place)
+        for place, (path, row) in enumerate(keys)
+    ]
     examples.sort(key=lambda example: (len(example.input_ids), example.labels))
     size = dealer.micro_batch_size * dealer.group_size
     batches = [examples[begin : begin + size] for begin in range(0, len(examples), size)]
@@ -60,8 +71,12 @@ def embed(worker: Worker, draws: Sequence[Draw], dealer: Batcher, ranks: Process
         for part, rows in zip(dealt, worker.features(dealt), strict=True):
             if table is None:
                 table = torch.zeros(len(keys), rows.shape[1])
-            counted = part.weights > 0 if worker.counts_rows else torch.zeros_like(part.weights, dtype=torch.bool)
+            counted = (
+                part.weights > 0 if worker.counts_rows else torch.zeros_like(part.weights, dtype=torch.bool)
+            )
             table[part.labels[counted]] = rows.cpu()[counted]
-    width = int(max(map(float, ranks.world.gather_bytes(str(0 if table is None else table.shape[1]).encode()))))
+    width = int(
+        max(map(float, ranks.world.gather_bytes(str(0 if table is None else table.shape[1]).encode())))
+    )
     found = ranks.world.sum_(torch.zeros(len(keys), width) if table is None else table)
     return Features(found, {key: place for place, key in enumerate(keys)})

@@ -1,6 +1,8 @@
-"""Ways to learn a task, each giving the score of an episode: inner loop, prompt, or a classifier on frozen features.
+"""Ways to learn a task, each giving the score of an episode: inner loop, prompt, or a classifier on frozen
+features.
 
-The worker holds theta before and after. Every method is a pure function of weights and episode, whoever computes it.
+The worker holds theta before and after. Every method is a pure function of weights and episode, whoever
+computes it.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class InContextMethod:
         return query_score(self.worker, slot, task, episode.prompted, False)
 
 
-def query_score(worker: Worker, slot: int, task: Task, query: Sequence[MicroBatch], classes: bool) -> EpisodeScore:
+def query_score(
+    worker: Worker, slot: int, task: Task, query: Sequence[MicroBatch], classes: bool
+) -> EpisodeScore:
     """Loss, accuracy and, where each rank has logits of classes, confidences. Collective: group."""
     if not (classes and isinstance(worker, FullModelWorker)):
         result = worker.forward(query)
@@ -73,4 +77,9 @@ def query_score(worker: Worker, slot: int, task: Task, query: Sequence[MicroBatc
 def frozen_score(method: str, slot: int, task: Task, draw: Draw, features: Features) -> EpisodeScore:
     """A classifier on features. Local."""
     support, labels, query, truth = features.of(draw)
-    return score_of(slot, task.name, task.stratum, counted(FROZEN[method](support, labels, query, len(draw.classes)), truth))
+    return score_of(
+        slot,
+        task.name,
+        task.stratum,
+        counted(FROZEN[method](support, labels, query, len(draw.classes)), truth),
+    )

@@ -28,8 +28,13 @@ class EvalCell:
     scores: list[EpisodeScore]
 
     def as_dict(self) -> dict[str, Any]:
-        return {"method": self.method, "k_shot": self.k_shot, **summary(self.scores), "episodes_fingerprint": self.episodes,
-                "scores": [asdict(score) for score in self.scores]}  # fmt: skip
+        return {
+            "method": self.method,
+            "k_shot": self.k_shot,
+            **summary(self.scores),
+            "episodes_fingerprint": self.episodes,
+            "scores": [asdict(score) for score in self.scores],
+        }
 
 
 class EvaluationResults(dict[str, Any]):
@@ -40,53 +45,98 @@ class EvaluationResults(dict[str, Any]):
             f"{cell['method']} {cell['k_shot']}-shot accuracy {percent(cell['accuracy'], cell['ci95'])} %"
             for cell in self["cells"]
         )
-        return (f"{type(self).__name__}({self['model']!r}, {self['episodes']} episodes of the {self['part']} part: "
-                f"{', '.join(cells)})")  # fmt: skip
+        return (
+            f"{type(self).__name__}({self['model']!r}, {self['episodes']} episodes of the {self['part']}"
+            f" part: {', '.join(cells)})"
+        )
 
 
 def results_of(settings: EvaluateConfig, cells: Sequence[EvalCell], task_type: str) -> EvaluationResults:
-    """The first cell's numbers on top, all cells below. `task_type`: of the run, be it asked for or remembered."""
+    """The first cell's numbers on top, all cells below.
+
+    `task_type`: of the run, be it asked for or remembered.
+    """
     listed = [cell.as_dict() for cell in cells]
     ways = None if task_type == "causal_lm" else settings.n_way
     top = {name: value for name, value in listed[0].items() if name not in ("scores", "episodes_fingerprint")}
-    return EvaluationResults({
-        "model": settings.model_name_or_path, "dataset": settings.dataset, "part": settings.part, "n_way": ways,
-        "n_way_max": settings.n_way_max, "k_shot_max": settings.k_shot_max, "seed": settings.seed, **top, "cells": listed,
-    })  # fmt: skip
+    return EvaluationResults(
+        {
+            "model": settings.model_name_or_path,
+            "dataset": settings.dataset,
+            "part": settings.part,
+            "n_way": ways,
+            "n_way_max": settings.n_way_max,
+            "k_shot_max": settings.k_shot_max,
+            "seed": settings.seed,
+            **top,
+            "cells": listed,
+        }
+    )
 
 
 def read_cells(path: str) -> list[EvalCell]:
     """The cells of an earlier results.json."""
     try:
         cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
-        return [EvalCell(cell["method"], cell["k_shot"], cell["episodes_fingerprint"],
-                     [EpisodeScore(**{**score, "loss": math.nan if score["loss"] is None else score["loss"]})
-                      for score in cell["scores"]]) for cell in cells]  # fmt: skip
+        return [
+            EvalCell(
+                cell["method"],
+                cell["k_shot"],
+                cell["episodes_fingerprint"],
+                [
+                    EpisodeScore(**{**score, "loss": math.nan if score["loss"] is None else score["loss"]})
+                    for score in cell["scores"]
+                ],
+            )
+            for cell in cells
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"compare={path} holds no results of fmmeta evaluate ({error}); give such a file, or a model") from None
+        raise UsageError(
+            f"compare={path} holds no results of fmmeta evaluate ({error}); give such a file, or a model"
+        ) from None
 
 
-def check_comparable(settings: EvaluateConfig, prints: dict[int, str], others: Sequence[EvalCell] | None) -> None:
-    """Raise `UsageError` where the other cells have nothing in common with what is asked for, or met other episodes."""
+def check_comparable(
+    settings: EvaluateConfig, prints: dict[int, str], others: Sequence[EvalCell] | None
+) -> None:
+    """Raise `UsageError` where the other cells have nothing in common with what is asked for, or met other
+    episodes.
+    """
     if others is None:
         return
     common = [cell for cell in others if cell.method in settings.method and cell.k_shot in prints]
     if not common:
-        raise UsageError(f"compare={settings.compare}: the other results have none of these methods and k_shot; evaluate the "
-                         "same ones")  # fmt: skip
+        raise UsageError(
+            f"compare={settings.compare}: the other results have none of these methods and k_shot; evaluate"
+            " the same ones"
+        )
     for cell in common:
         if cell.episodes != prints[cell.k_shot]:
-            raise UsageError(f"compare={settings.compare}: the other results are of other {cell.k_shot}-shot episodes; use the "
-                             "same data, --seed, --episodes, --n_way and --num_query")  # fmt: skip
+            raise UsageError(
+                f"compare={settings.compare}: the other results are of other {cell.k_shot}-shot episodes; use"
+                " the same data, --seed, --episodes, --n_way and --num_query"
+            )
 
 
 def differences(cells: Sequence[EvalCell], others: Sequence[EvalCell]) -> list[dict[str, Any]]:
-    """Paired differences of the cells that both have, a verdict on the accuracy, and the other model's own scores."""
+    """Paired differences of the cells that both have, a verdict on the accuracy, and the other model's own
+    scores.
+    """
     by_name = {(other.method, other.k_shot): other for other in others}
-    pairs = [(cell, by_name[cell.method, cell.k_shot]) for cell in cells if (cell.method, cell.k_shot) in by_name]
+    pairs = [
+        (cell, by_name[cell.method, cell.k_shot]) for cell in cells if (cell.method, cell.k_shot) in by_name
+    ]
     found = [(cell, other, paired(cell.scores, other.scores)) for cell, other in pairs]
-    return [{"method": cell.method, "k_shot": cell.k_shot, **gain, "verdict": verdict(gain["accuracy_gain"], gain["ci95"]),
-             "other": other.as_dict()} for cell, other, gain in found]  # fmt: skip
+    return [
+        {
+            "method": cell.method,
+            "k_shot": cell.k_shot,
+            **gain,
+            "verdict": verdict(gain["accuracy_gain"], gain["ci95"]),
+            "other": other.as_dict(),
+        }
+        for cell, other, gain in found
+    ]
 
 
 def verdict(gain: float, half: float) -> str | None:
@@ -110,13 +160,18 @@ def check_output(path: Path) -> None:
             path.resolve().unlink()
         remove_empty(made)  # what is refused later leaves nothing
     except FileExistsError:
-        raise UsageError(f"output={path} cannot be written ({path.parent} is no folder); give another file") from None
+        raise UsageError(
+            f"output={path} cannot be written ({path.parent} is no folder); give another file"
+        ) from None
     except OSError as error:
         raise UsageError(f"output={path} cannot be written ({error.strerror}); give another file") from None
 
 
 def write(path: Path, results: Mapping[str, Any]) -> None:
-    """Write results or settings as JSON. A file appears under its name when it is whole. Raises `UsageError`."""
+    """Write results or settings as JSON.
+
+    A file appears under its name when it is whole. Raises `UsageError`.
+    """
     text = to_json(results, indent=1) + "\n"
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -139,26 +194,62 @@ def show(results: dict[str, Any], progress: Progress) -> None:
     extra = [name for name in ("rouge_l", "options") if name in results]
     header = ["method", "shots", "accuracy %", "loss", "ECE", *extra]
     most = f" to {results['k_shot_max']}" if results["k_shot_max"] else ""  # goes with one k_shot
-    rows = [[cell["method"], f"{cell['k_shot']}{most}", percent(cell["accuracy"], cell["ci95"]), f"{cell['loss']:.4f}",
-             "-" if cell["ece"] is None else f"{100 * cell['ece']:.1f}", *(f"{100 * cell[name]['mean']:.1f}" for name in extra)]
-            for cell in results["cells"]]  # fmt: skip
+    rows = [
+        [
+            cell["method"],
+            f"{cell['k_shot']}{most}",
+            percent(cell["accuracy"], cell["ci95"]),
+            f"{cell['loss']:.4f}",
+            "-" if cell["ece"] is None else f"{100 * cell['ece']:.1f}",
+            *(f"{100 * cell[name]['mean']:.1f}" for name in extra),
+        ]
+        for cell in results["cells"]
+    ]
     what = f"{results['n_way']}-way episodes" if results["n_way"] else "episodes"
     if results["n_way_max"]:
         what = f"episodes of {results['n_way']} to {results['n_way_max']} classes"
-    progress.table(f"{results['model']}: {results['episodes']} {what} of the {results['part']} part", header, rows)
+    progress.table(
+        f"{results['model']}: {results['episodes']} {what} of the {results['part']} part", header, rows
+    )
     strata = results["per_stratum"]
     if len(strata) > 1:
-        progress.table(f"accuracy % by stratum ({results['method']}, {results['k_shot']}{most} shots)", ["", "accuracy %"],
-                       [[name, f"{100 * value:.1f}"] for name, value in strata.items()])  # fmt: skip
+        progress.table(
+            f"accuracy % by stratum ({results['method']}, {results['k_shot']}{most} shots)",
+            ["", "accuracy %"],
+            [[name, f"{100 * value:.1f}"] for name, value in strata.items()],
+        )
     if "compare" in results:
         own = {(cell["method"], cell["k_shot"]): cell for cell in results["cells"]}
-        rows = [[name, f"{k}{most}", *(percent(one["accuracy"], one["ci95"]) for one in (own[name, k], cell["other"])),
-                 percent(cell["accuracy_gain"], cell["ci95"], "+"), f"{own[name, k]['loss']:.4f}",
-                 f"{cell['other']['loss']:.4f}", shown((cell["loss_gain"], cell["loss_ci95"]), "+.4f"), cell["verdict"] or "-"]
-                for cell in results["compare"]["cells"] for name, k in [(cell["method"], cell["k_shot"])]]  # fmt: skip
-        progress.table(f"{results['model']} (A) against {results['compare']['with']} (B): differences are paired by episode",
-                       ["method", "shots", "A: accuracy %", "B: accuracy %", "A - B", "A: loss", "B: loss", "B - A",
-                        "by accuracy A is"], rows)  # fmt: skip
+        rows = [
+            [
+                name,
+                f"{k}{most}",
+                *(percent(one["accuracy"], one["ci95"]) for one in (own[name, k], cell["other"])),
+                percent(cell["accuracy_gain"], cell["ci95"], "+"),
+                f"{own[name, k]['loss']:.4f}",
+                f"{cell['other']['loss']:.4f}",
+                shown((cell["loss_gain"], cell["loss_ci95"]), "+.4f"),
+                cell["verdict"] or "-",
+            ]
+            for cell in results["compare"]["cells"]
+            for name, k in [(cell["method"], cell["k_shot"])]
+        ]
+        progress.table(
+            f"{results['model']} (A) against {results['compare']['with']} (B): differences are paired by"
+            " episode",
+            [
+                "method",
+                "shots",
+                "A: accuracy %",
+                "B: accuracy %",
+                "A - B",
+                "A: loss",
+                "B: loss",
+                "B - A",
+                "by accuracy A is",
+            ],
+            rows,
+        )
 
 
 def percent(mean: float, half: float, sign: str = "") -> str:

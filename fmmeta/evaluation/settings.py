@@ -1,7 +1,8 @@
-"""The settings of `evaluate`, `adapt`, `predict` and `tune`: those of a run that matter without meta-training, and their own.
+"""The settings of `evaluate`, `adapt`, `predict` and `tune`: those of a run that matter without
+meta-training, and their own.
 
-What is left open comes from the model's fmmeta.json, so that a model is adapted as it was meta-trained to be; what that does not
-say is as in a run.
+What is left open comes from the model's fmmeta.json, so that a model is adapted as it was meta-trained to be;
+what that does not say is as in a run.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class FewShotConfig(ModelConfig, RowConfig, InnerConfig):
 
     model_name_or_path: str = setting("tiny", "HF folder or hub id")
     task_type: str = setting(None, "classification or causal_lm" + OPEN)
-    head_init: str = setting(None, "Classifier head at the start of a task: zero, learned or prototype" + OPEN)
+    head_init: str = setting(
+        None, "Classifier head at the start of a task: zero, learned or prototype" + OPEN
+    )
     feature_norm: float = setting(None, "Length that sentence vectors are scaled to; 0: as they are" + OPEN)
     max_length: int = setting(None, "Longest text in tokens; the rest is cut off" + OPEN)
     prompt_template: str = setting(None, "causal_lm: plain, chat or a format string" + OPEN)
@@ -79,13 +82,19 @@ class FewShotConfig(ModelConfig, RowConfig, InnerConfig):
         return config if config.builtin_model else fitted(config, describe(config).hf_config)
 
     def lost_head(self, config: Config) -> str | None:
-        """What to say where the model's learned head has outputs for other tasks, and a task's begins with zeros instead."""
+        """What to say where the model's learned head has outputs for other tasks, and a task's begins with
+        zeros instead.
+        """
         memory = self.remembered()
         classes = memory.get("classes", memory.get("n_way"))
         if config.task_type != "classification" or self.head_init or memory.get("head_init") != "learned":
             return None
         asked = config.most_classes
-        return None if classes == asked else f"the model's head is for {classes} classes; those of {asked} begin with zeros"
+        return (
+            None
+            if classes == asked
+            else f"the model's head is for {classes} classes; those of {asked} begin with zeros"
+        )
 
     def own_rates(self) -> bool:
         """Whether the user sets the inner rates, and the model's learned ones are left alone."""
@@ -101,10 +110,15 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     k_shot: list[int] = setting([5], "Support examples per class; per task for causal_lm; one or more")
     episodes: int = setting(600, "Episodes; the same ones for every model, by --seed")
     part: str = setting("test", "Which part of the splits", PARTS)
-    metrics: list[str] = setting([], "causal_lm: also rouge_l (of greedy answers) and options (is the right one of the episode's "
-                                     "answers the likeliest?)")  # fmt: skip
+    metrics: list[str] = setting(
+        [],
+        "causal_lm: also rouge_l (of greedy answers) and options (is the right one of the episode's "
+        "answers the likeliest?)",
+    )
     max_new_tokens: int = setting(64, "rouge_l: longest generated answer")
-    compare: str | None = setting(None, "Another model, or the results.json of an earlier evaluation: the paired difference")
+    compare: str | None = setting(
+        None, "Another model, or the results.json of an earlier evaluation: the paired difference"
+    )
     output: str | None = setting(None, "JSON file for the results")
 
     def __post_init__(self) -> None:
@@ -125,7 +139,10 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
         if self.n_way == "all" and self.n_way_max is not None:
             raise UsageError(f"n_way_max={self.n_way_max} means nothing for n_way=all; leave it out")
         if self.k_shot_max is not None and len(self.k_shot) > 1:
-            raise UsageError(f"k_shot_max={self.k_shot_max} goes with one k_shot, and here are {len(self.k_shot)}; give one")
+            raise UsageError(
+                f"k_shot_max={self.k_shot_max} goes with one k_shot, and here are {len(self.k_shot)};"
+                " give one"
+            )
 
 
 @dataclass
@@ -134,21 +151,37 @@ class TuneConfig(EvaluateConfig):
 
     part: str = setting("valid", "Which part of the splits the choice is made on", PARTS)
     episodes: int = setting(40, "Episodes; the same ones for every choice")
-    inner_lrs: list[float] = setting([0.01, 0.03, 0.1, 0.3, 1.0], "Rates to try; for optuna the least and the greatest")
+    inner_lrs: list[float] = setting(
+        [0.01, 0.03, 0.1, 0.3, 1.0], "Rates to try; for optuna the least and the greatest"
+    )
     max_steps: int = setting(10, "Most inner steps")
-    head_inits: list[str] = setting([], "Heads to try (default: zero, and prototype where the model can use it)")
-    tuner: str = setting("grid", "grid: every head with every rate; optuna: as many --trials as asked", ("grid", "optuna"))
+    head_inits: list[str] = setting(
+        [], "Heads to try (default: zero, and prototype where the model can use it)"
+    )
+    tuner: str = setting(
+        "grid", "grid: every head with every rate; optuna: as many --trials as asked", ("grid", "optuna")
+    )
     trials: int = setting(20, "optuna: trials")
     output: str | None = setting(None, "JSON file for the choice (default: the model's own fmmeta.json)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("method", "compare", "metrics", "inner_lr", "inner_steps", "head_init", "inner_lr_groups"):
+        for name in (
+            "method",
+            "compare",
+            "metrics",
+            "inner_lr",
+            "inner_steps",
+            "head_init",
+            "inner_lr_groups",
+        ):
             value = getattr(self, name)
             if value not in (None, [], ["finetune"]):
                 raise UsageError(f"{name}={value} means nothing for tune; leave it out")
         if len(self.k_shot) != 1:
-            raise UsageError(f"k_shot={' '.join(map(str, self.k_shot))}: tune chooses for one number of shots; give one")
+            raise UsageError(
+                f"k_shot={' '.join(map(str, self.k_shot))}: tune chooses for one number of shots; give one"
+            )
         for rate in self.inner_lrs:
             if not 0 < rate < math.inf:
                 raise UsageError(f"inner_lrs={rate} is no positive number; use some such as 0.01 0.1 1")
@@ -171,8 +204,11 @@ class AdaptConfig(FewShotConfig):
     support: str = setting("", "File of the examples to learn from: .jsonl, .csv or .parquet (.gz too)")
     query: str | None = setting(None, "File of labelled examples to be tested on")
     output_dir: str = setting("", "Folder of the adapted model")
-    early_stopping: bool = setting(True, "Choose the inner steps (up to twice inner_steps) by leaving out an example of each "
-                                         "class in turn, where each class has two or more")  # fmt: skip
+    early_stopping: bool = setting(
+        True,
+        "Choose the inner steps (up to twice inner_steps) by leaving out an example of each "
+        "class in turn, where each class has two or more",
+    )
     micro_batch_size: int = setting(32, "Most examples of one forward pass")
     bf16: bool = setting(False, "bf16 weights and activations over fp32 master weights")
     max_new_tokens: int = setting(64, "causal_lm: longest generated answer to a query")
@@ -183,7 +219,9 @@ class AdaptConfig(FewShotConfig):
             if path and not Path(path).is_file():
                 raise UsageError(f"{name}={path} is not a file; give a .jsonl, .csv or .parquet file")
             if path and not ending(Path(path)):
-                raise UsageError(f"{name}={path} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them")
+                raise UsageError(
+                    f"{name}={path} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them"
+                )
         for name in ("micro_batch_size", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
@@ -193,19 +231,30 @@ class AdaptConfig(FewShotConfig):
 class PredictConfig:
     """`fmmeta predict`."""
 
-    model_name_or_path: str = setting("", "Folder that `fmmeta adapt` wrote, or any classifier or language model")
+    model_name_or_path: str = setting(
+        "", "Folder that `fmmeta adapt` wrote, or any classifier or language model"
+    )
     task_type: str = setting(None, "classification or causal_lm" + OPEN)
-    pooling: str = setting("auto", "Sentence vector of an encoder; auto: as the folder says, else the model's own", POOLINGS)
+    pooling: str = setting(
+        "auto", "Sentence vector of an encoder; auto: as the folder says, else the model's own", POOLINGS
+    )
     feature_norm: float = setting(None, "Length that sentence vectors are scaled to; 0: as they are" + OPEN)
-    input: str = setting("-", "File of inputs, or - for standard input: a text or a JSON object with text (input) on every "
-                              "line, or a .csv or .parquet file (.gz too) with such a column")  # fmt: skip
+    input: str = setting(
+        "-",
+        "File of inputs, or - for standard input: a text or a JSON object with text (input) on every "
+        "line, or a .csv or .parquet file (.gz too) with such a column",
+    )
     output: str = setting("-", "File for the answers, or - for standard output: one JSON object per line")
-    text_column: str | None = setting(None, "Key or column of the text (default: text, sentence, utterance or input)")
+    text_column: str | None = setting(
+        None, "Key or column of the text (default: text, sentence, utterance or input)"
+    )
     max_length: int = setting(None, "Longest text in tokens; the rest is cut off" + OPEN)
     prompt_template: str = setting(None, "causal_lm: plain, chat or a format string" + OPEN)
     micro_batch_size: int = setting(32, "Most inputs of one forward pass, when they come from a file")
     max_new_tokens: int = setting(64, "causal_lm: longest answer")
-    attn_implementation: str | None = setting(None, "Passed to transformers: eager, sdpa, flash_attention_2, ...")
+    attn_implementation: str | None = setting(
+        None, "Passed to transformers: eager, sdpa, flash_attention_2, ..."
+    )
     trust_remote_code: bool = setting(False, "Let transformers run code that comes with the checkpoint")
 
     def __post_init__(self) -> None:

@@ -16,8 +16,10 @@ from fmmeta.parallel.workers.base import Worker
 
 
 def stored_rates(config: Config, rates: Rates, worker: Worker) -> Rates:
-    """The rates in the model's folder; `rates` where it has none. Raises `UsageError` for those of other layers, and for a head
-    that begins with zeros and stays there. Collective: group.
+    """The rates in the model's folder; `rates` where it has none.
+
+    Raises `UsageError` for those of other layers, and for a head that begins with zeros and stays there.
+    Collective: group.
     """
     with worker.group.raise_on_all("reading the inner rates"):
         return _stored(config, rates, worker)
@@ -32,12 +34,20 @@ def _stored(config: Config, rates: Rates, worker: Worker) -> Rates:
         return rates
     columns = [column_of(stored, name, rates.table.shape[0]) for name in rates.layers.names]
     if any(column is None for column in columns):
-        raise UsageError(f"model_name_or_path={config.model_name_or_path}: the inner rates in fmmeta.json are of other layers "
-                         f"than lora_r={config.lora_r} trains; leave --lora_r out, or give --inner_lr")  # fmt: skip
-    if config.head_init == "zero" and HEAD in rates.layers.names and not any(columns[rates.layers.names.index(HEAD)] or ()):
-        raise UsageError(f"model_name_or_path={config.model_name_or_path} keeps its head as it learned it, for "
-                         f"{memory.get('classes', memory.get('n_way'))} classes, and nothing moves under a head of zeros; give "
-                         "tasks of as many classes, --head_init prototype, or --inner_lr")  # fmt: skip
+        raise UsageError(
+            f"model_name_or_path={config.model_name_or_path}: the inner rates in fmmeta.json are of other"
+            f" layers than lora_r={config.lora_r} trains; leave --lora_r out, or give --inner_lr"
+        )
+    if (
+        config.head_init == "zero"
+        and HEAD in rates.layers.names
+        and not any(columns[rates.layers.names.index(HEAD)] or ())
+    ):
+        raise UsageError(
+            f"model_name_or_path={config.model_name_or_path} keeps its head as it learned it, for"
+            f" {memory.get('classes', memory.get('n_way'))} classes, and nothing moves under a head of zeros;"
+            " give tasks of as many classes, --head_init prototype, or --inner_lr"
+        )
     return replace(rates, table=torch.tensor(columns, dtype=torch.float64).T.contiguous())
 
 
@@ -57,8 +67,12 @@ def element_rates(config: Config, rates: Rates, worker: Worker, scale: float) ->
         vector = torch.zeros(worker.params.numel, device=worker.home)
         with safe_open(path, "pt") as file:
             for fragment in worker.params.fragments:
-                vector[fragment.here] = fragment.take(file.get_tensor(fragment.name.removeprefix("hf."))).to(vector)
+                vector[fragment.here] = fragment.take(file.get_tensor(fragment.name.removeprefix("hf."))).to(
+                    vector
+                )
     except (OSError, TypeError, RuntimeError, SafetensorError) as error:
-        raise UsageError(f"model_name_or_path={config.model_name_or_path}: {RATES_FILE} does not fit ({error}); give --inner_lr "
-                         "to go without it") from None  # fmt: skip
+        raise UsageError(
+            f"model_name_or_path={config.model_name_or_path}: {RATES_FILE} does not fit ({error}); give"
+            " --inner_lr to go without it"
+        ) from None
     return Rates(rates.layers, torch.full_like(rates.table, scale), vector, "no")

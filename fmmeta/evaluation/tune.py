@@ -1,9 +1,11 @@
-"""`fmmeta tune`: the inner loop that serves a model best, chosen on validation tasks and stored with the model.
+"""`fmmeta tune`: the inner loop that serves a model best, chosen on validation tasks and stored with the
+model.
 
     head_init x inner_lr (a grid, or what Optuna asks for) --> query loss after 1, 2, ... max_steps steps --> the lowest mean
 
-One inner loop of max_steps steps gives the scores of all its prefixes, so that choosing the number of steps costs nothing. A
-model with rates of its own (by layer, or of the head alone) keeps their proportions: `inner_lr` scales them.
+One inner loop of max_steps steps gives the scores of all its prefixes, so that choosing the number of steps
+costs nothing. A model with rates of its own (by layer, or of the head alone) keeps their proportions:
+`inner_lr` scales them.
 """
 
 from __future__ import annotations
@@ -38,12 +40,15 @@ from fmmeta.training import build
 from fmmeta.training.episodes import EpisodeReader
 
 DECIMALS = 4  # of a loss that is shown; losses that agree in them tie
-DIVERGED = 1e3  # nats: a mean query loss above this counts as infinite, since no step size that is of use comes near it
+# nats: a mean query loss above this counts as infinite, since no step size that is of use comes near it
+DIVERGED = 1e3
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A head, a rate, and after how many steps the mean query loss was lowest (nats, inf if it diverged); accuracy there."""
+    """A head, a rate, and after how many steps the mean query loss was lowest (nats, inf if it diverged);
+    accuracy there.
+    """
 
     head_init: str
     inner_lr: float
@@ -56,14 +61,16 @@ def run(settings: TuneConfig, signals: Signals | None = None) -> None:
     """`fmmeta tune`: choose, tell, store. Raises `Stopped` after a signal. Collective: world."""
     progress = Progress(speaks=Launch.from_env(os.environ).global_rank == 0)
     best = tune(settings, progress, signals)[0]
-    progress.notice(f"best: head_init {best.head_init}, inner_lr {best.inner_lr:.4g}, {best.inner_steps} inner steps")
+    progress.notice(
+        f"best: head_init {best.head_init}, inner_lr {best.inner_lr:.4g}, {best.inner_steps} inner steps"
+    )
 
 
 def tune(settings: TuneConfig, progress: Progress, signals: Signals | None = None) -> list[Choice]:
     """Every choice that was tried, the best first; it is stored in the model's fmmeta.json, or in `output`.
 
-    Where a signal or a failure ends it early, the best so far is stored and shown first. Raises `UsageError`, and `Stopped` on
-    all ranks after a signal. Collective: world.
+    Where a signal or a failure ends it early, the best so far is stored and shown first. Raises `UsageError`,
+    and `Stopped` on all ranks after a signal. Collective: world.
     """
     target = place_of(settings)
     launch = Launch.from_env(os.environ)
@@ -84,8 +91,10 @@ def tune(settings: TuneConfig, progress: Progress, signals: Signals | None = Non
             raise
         tried = bench.ranked()
         if not math.isfinite(tried[0].loss):
-            raise UsageError(f"inner_lrs={' '.join(f'{rate:g}' for rate in settings.inner_lrs)}: the loss diverges with every "
-                             "one of them, and nothing is stored; try lower ones")  # fmt: skip
+            raise UsageError(
+                f"inner_lrs={' '.join(f'{rate:g}' for rate in settings.inner_lrs)}: the loss diverges with"
+                " every one of them, and nothing is stored; try lower ones"
+            )
         bench.show(tried)
         with world.comm.raise_on_all("storing the choice"):
             if launch.global_rank == 0:
@@ -98,11 +107,17 @@ def tune(settings: TuneConfig, progress: Progress, signals: Signals | None = Non
 class TuneRun:
     """A model, its validation episodes, and the choices that were tried on them."""
 
-    def __init__(self, settings: TuneConfig, world: World, progress: Progress, signals: Signals | None = None) -> None:
+    def __init__(
+        self, settings: TuneConfig, world: World, progress: Progress, signals: Signals | None = None
+    ) -> None:
         self.settings, self.progress, self.signals = settings, progress, signals
         self.tried: list[Choice] = []
         asked = EvaluateConfig(
-            **{name: value for name, value in vars(settings).items() if name in EvaluateConfig.__dataclass_fields__}
+            **{
+                name: value
+                for name, value in vars(settings).items()
+                if name in EvaluateConfig.__dataclass_fields__
+            }
         )
         with world.comm.raise_on_all("reading settings"):
             self.base = run_config(asked, settings.k_shot[0], inner_steps=settings.max_steps)
@@ -110,7 +125,9 @@ class TuneRun:
         with world.comm.raise_on_all("choosing episodes"):
             episodes = episodes_of(asked, settings.k_shot[0], plan.tokenizer)
         if episodes.most_classes > self.base.most_classes:
-            self.base = run_config(asked, settings.k_shot[0], inner_steps=settings.max_steps, n_way_max=episodes.most_classes)
+            self.base = run_config(
+                asked, settings.k_shot[0], inner_steps=settings.max_steps, n_way_max=episodes.most_classes
+            )
         if lost := settings.lost_head(self.base):
             progress.notice(lost)
         with world.comm.raise_on_all("choosing heads"):
@@ -124,22 +141,41 @@ class TuneRun:
         self.episodes: list[Episode] = [batches for _, batches in found]
         inner = self.parts.setup.inner
         self.rates = stored_rates(self.base, inner.rates, self.parts.worker)
-        self.total = settings.trials if settings.tuner == "optuna" else len(self.heads) * len(settings.inner_lrs)
+        self.total = (
+            settings.trials if settings.tuner == "optuna" else len(self.heads) * len(settings.inner_lrs)
+        )
 
     def ranked(self) -> list[Choice]:
-        """The choices, lowest loss first. Of losses that agree in the four decimals of the table the model's own rate comes
-        first, then the smallest, then the head that was tried first.
+        """The choices, lowest loss first.
+
+        Of losses that agree in the four decimals of the table the model's own rate comes first, then the
+        smallest, then the head that was tried first.
         """
         own = self.base.inner_lr
-        return sorted(self.tried, key=lambda one: (round(one.loss, DECIMALS), one.inner_lr != own, one.inner_lr))
+        return sorted(
+            self.tried, key=lambda one: (round(one.loss, DECIMALS), one.inner_lr != own, one.inner_lr)
+        )
 
     def show(self, tried: Sequence[Choice]) -> None:
-        rows = [[one.head_init, f"{one.inner_lr:.4g}",
-                 *([str(one.inner_steps), f"{one.loss:.{DECIMALS}f}", f"{100 * one.accuracy:.1f}"] if math.isfinite(one.loss)
-                   else ["-", "diverged", "-"])] for one in tried]  # fmt: skip
+        rows = [
+            [
+                one.head_init,
+                f"{one.inner_lr:.4g}",
+                *(
+                    [str(one.inner_steps), f"{one.loss:.{DECIMALS}f}", f"{100 * one.accuracy:.1f}"]
+                    if math.isfinite(one.loss)
+                    else ["-", "diverged", "-"]
+                ),
+            ]
+            for one in tried
+        ]
         settings = self.settings
-        self.progress.table(f"{settings.episodes} episodes of the {settings.part} part: the best number of steps for each rate",
-                            ["head", "inner_lr", "steps", "loss", "accuracy %"], rows)  # fmt: skip
+        self.progress.table(
+            f"{settings.episodes} episodes of the {settings.part} part: the best number of steps for each"
+            " rate",
+            ["head", "inner_lr", "steps", "loss", "accuracy %"],
+            rows,
+        )
 
     def keep(self, target: Path) -> str:
         """Show and store what was found before an early end; says what was kept. Collective: none."""
@@ -168,21 +204,31 @@ class TuneRun:
     def _by_optuna(self, heads: list[str]) -> Iterator[Choice]:
         optuna = import_optuna()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.settings.seed))  # alike on every rank
+        study = optuna.create_study(
+            sampler=optuna.samplers.TPESampler(seed=self.settings.seed)
+        )  # alike on every rank
         low, high = min(self.settings.inner_lrs), max(self.settings.inner_lrs)
         for _ in range(self.settings.trials):
             trial = study.ask()
-            head, rate = trial.suggest_categorical("head_init", heads), trial.suggest_float("inner_lr", low, high, log=True)
+            head, rate = (
+                trial.suggest_categorical("head_init", heads),
+                trial.suggest_float("inner_lr", low, high, log=True),
+            )
             choice = self.score(head, rate)
             study.tell(trial, min(choice.loss, 1e9))
             yield choice
 
     def score(self, head: str, rate: float) -> Choice:
-        """Mean loss after each number of steps. Raises `Stopped` on all ranks if one was asked to stop. Collective: world."""
+        """Mean loss after each number of steps.
+
+        Raises `Stopped` on all ranks if one was asked to stop. Collective: world.
+        """
         worker, theta = self.parts.worker, self.parts.theta
         inner, count = self._inner(head, rate), len(self.episodes)
         best = f"lowest loss so far {min(one.loss for one in self.tried):.{DECIMALS}f}" if self.tried else ""
-        sums = torch.zeros(4, self.settings.max_steps + 1, dtype=torch.float64)  # loss, accuracy, episodes, groups that stopped
+        sums = torch.zeros(
+            4, self.settings.max_steps + 1, dtype=torch.float64
+        )  # loss, accuracy, episodes, groups that stopped
         for done, episode in enumerate(self.episodes):
             self.progress.line("episodes", len(self.tried) * count + done, self.total * count, best)
             asked = torch.tensor([float(bool(self.signals and self.signals.asked))])
@@ -205,11 +251,16 @@ class TuneRun:
     def _inner(self, head: str, rate: float) -> InnerLoop:
         inner = self.parts.setup.inner
         table: Tensor = self.rates.table * (rate / self.base.inner_lr)
-        return replace(inner, rates=replace(self.rates, table=table), head=replace(inner.head, kind=head, anew=head == "zero"))
+        return replace(
+            inner,
+            rates=replace(self.rates, table=table),
+            head=replace(inner.head, kind=head, anew=head == "zero"),
+        )
 
 
 def heads_of(settings: TuneConfig, base: Config, description: Description) -> list[str]:
-    """The heads that are tried: those given, or the model's learned one, and those of zero and prototype that it can use.
+    """The heads that are tried: those given, or the model's learned one, and those of zero and prototype that
+    it can use.
 
     Raises `UsageError` as `evaluate` does for a given one that it cannot use, or for zeros.
     """
@@ -233,7 +284,8 @@ def place_of(settings: TuneConfig) -> Path:
     folder = Path(settings.model_name_or_path)
     if not folder.is_dir():
         raise UsageError(
-            f"model_name_or_path={settings.model_name_or_path} is no folder to store the choice in; give --output FILE"
+            f"model_name_or_path={settings.model_name_or_path} is no folder to store the choice in; give"
+            " --output FILE"
         )
     if not os.access(folder, os.W_OK):
         raise UsageError(f"model_name_or_path={folder} cannot be written to; give --output FILE")
@@ -241,16 +293,26 @@ def place_of(settings: TuneConfig) -> Path:
 
 
 def store(settings: TuneConfig, target: Path, tried: Sequence[Choice], bench: TuneRun) -> None:
-    """The model's memory with the best choice in it, the settings that it was made with, and what it was measured on; everything
-    else in it stays. Raises `UsageError`.
+    """The model's memory with the best choice in it, the settings that it was made with, and what it was
+    measured on; everything else in it stays. Raises `UsageError`.
     """
     best, base = tried[0], bench.base
     memory, scale = remembered(settings.model_name_or_path), best.inner_lr / base.inner_lr
     facts = {**memory, **{name: getattr(base, name) for name in REMEMBERED}}
     facts |= {"head_init": best.head_init, "inner_lr": best.inner_lr, "inner_steps": best.inner_steps}
-    facts["tuned"] = {"dataset": settings.dataset, "part": settings.part, "n_way": settings.n_way, "k_shot": settings.k_shot[0],
-                      "num_query": settings.num_query, "episodes": settings.episodes, "seed": settings.seed, "loss": best.loss,
-                      "accuracy": best.accuracy, "trials": len(tried), "of": bench.total}  # fmt: skip
+    facts["tuned"] = {
+        "dataset": settings.dataset,
+        "part": settings.part,
+        "n_way": settings.n_way,
+        "k_shot": settings.k_shot[0],
+        "num_query": settings.num_query,
+        "episodes": settings.episodes,
+        "seed": settings.seed,
+        "loss": best.loss,
+        "accuracy": best.accuracy,
+        "trials": len(tried),
+        "of": bench.total,
+    }
     rates = memory.get("inner_rates")
     if isinstance(rates, dict):
         facts["inner_rates"] = {layer: [rate * scale for rate in column] for layer, column in rates.items()}
@@ -263,4 +325,6 @@ def import_optuna() -> Any:
     try:
         return importlib.import_module("optuna")
     except ImportError as error:
-        raise UsageError(f"tuner=optuna needs optuna ({error}); pip install 'fmmeta[tune]', or use grid") from None
+        raise UsageError(
+            f"tuner=optuna needs optuna ({error}); pip install 'fmmeta[tune]', or use grid"
+        ) from None

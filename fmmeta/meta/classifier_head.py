@@ -4,8 +4,9 @@
     anew            theta's head is that of other classes (joint training): zeros
     prototype       w_c = 2 mu_c, b_c = -|mu_c|^2, mu_c the mean feature of class c over the support set
 
-The prototype head's logits are -|f - mu_c|^2 + |f|^2: a nearest-mean classifier (Snell et al. 2017, equation 8), as
-initialisation Triantafillou et al. 2020 (arXiv 1903.03096, section 3). With `through`, gradients flow back through the means:
+The prototype head's logits are -|f - mu_c|^2 + |f|^2: a nearest-mean classifier (Snell et al. 2017, equation
+8), as initialisation Triantafillou et al. 2020 (arXiv 1903.03096, section 3). With `through`, gradients flow
+back through the means:
 
     dL/df_i = (2 dL/dw_c - 2 mu_c dL/db_c) / n_c    for a support row i of class c; pulled back to theta in one more pass
 """
@@ -32,7 +33,10 @@ class ClassMeans:
 
 @dataclass(frozen=True)
 class HeadInit:
-    """`names`, `classes`: of the classifier head; neither for a language model. `anew`: zeros in place of theta's head."""
+    """`names`, `classes`: of the classifier head; neither for a language model.
+
+    `anew`: zeros in place of theta's head.
+    """
 
     kind: str
     names: tuple[str, ...] = ()
@@ -46,13 +50,21 @@ class HeadInit:
         return self.kind == "prototype" and bool(self.names)
 
     def start(
-        self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], features: Sequence[Tensor] | None = None
+        self,
+        worker: Worker,
+        theta: Tensor,
+        support: Sequence[MicroBatch],
+        features: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ClassMeans | None]:
-        """Take the worker from theta to phi_0; return it (theta itself where nothing changes). `features`: of `support`, where
-        they are known. Collective: group."""
+        """Take the worker from theta to phi_0; return it (theta itself where nothing changes).
+
+        `features`: of `support`, where they are known. Collective: group.
+        """
         if not self.uses_support_features:
             return (self._without(worker, theta) if self.anew else theta), None
-        means = class_means(worker, support, worker.features(support) if features is None else features, self.classes)
+        means = class_means(
+            worker, support, worker.features(support) if features is None else features, self.classes
+        )
         phi = theta.clone()
         for name, value in zip(self.names, (2 * means.means, -(means.means**2).sum(1)), strict=False):
             worker.params.put(phi, name, value)
@@ -67,10 +79,16 @@ class HeadInit:
         return phi
 
     def back(
-        self, worker: Worker, v: Tensor, theta: Tensor, support: Sequence[MicroBatch], means: ClassMeans | None
+        self,
+        worker: Worker,
+        v: Tensor,
+        theta: Tensor,
+        support: Sequence[MicroBatch],
+        means: ClassMeans | None,
     ) -> tuple[Tensor, list[PassStats]]:
-        """dL/dtheta from v = dL/dphi_0, and the passes it took; the worker may hold anything, and holds theta afterwards
-        if there were any. Collective: group."""
+        """dL/dtheta from v = dL/dphi_0, and the passes it took; the worker may hold anything, and holds theta
+        afterwards if there were any. Collective: group.
+        """
         if means is None or not self.through:
             return v, []
         shape = tuple(means.means.shape)
@@ -88,8 +106,13 @@ def counted(batch: MicroBatch, like: Tensor) -> Tensor:
     return (batch.weights > 0).to(like.device, like.dtype)[:, None]
 
 
-def class_means(worker: Worker, support: Sequence[MicroBatch], features: Sequence[Tensor], classes: int) -> ClassMeans:
-    """Means over the rows of the whole group; [B, D] features of each of this rank's micro-batches. Collective: group."""
+def class_means(
+    worker: Worker, support: Sequence[MicroBatch], features: Sequence[Tensor], classes: int
+) -> ClassMeans:
+    """Means over the rows of the whole group; [B, D] features of each of this rank's micro-batches.
+
+    Collective: group.
+    """
     sums = torch.zeros(classes, features[0].shape[1] + 1, device=worker.device)
     for batch, rows in zip(support, features, strict=True):
         with_ones = torch.cat([rows, torch.ones_like(rows[:, :1])], 1) * counted(batch, rows)

@@ -1,4 +1,5 @@
-"""What an algorithm costs per task, counted and not measured: passes over its sets, and shards that it keeps meanwhile.
+"""What an algorithm costs per task, counted and not measured: passes over its sets, and shards that it keeps
+meanwhile.
 
 The table of docs/algorithms.md as functions of a Config. Tests count the passes of the real rules.
 """
@@ -10,7 +11,16 @@ from typing import NamedTuple
 from fmmeta.config.conflicts import FROZEN_BODY
 from fmmeta.config.settings import Config
 
-MOMENTS = {"adamw": 2, "sgd": 0, "nesterov": 1, "adagrad": 1, "adamax": 2, "nadam": 2, "radam": 2, "rmsprop": 1}
+MOMENTS = {
+    "adamw": 2,
+    "sgd": 0,
+    "nesterov": 1,
+    "adagrad": 1,
+    "adamax": 2,
+    "nadam": 2,
+    "radam": 2,
+    "rmsprop": 1,
+}
 """Vectors that each outer optimizer keeps."""
 WORK = 5  # vectors that a Hessian-vector product and the way back need beside the direction
 UNROLLED = ("maml", "boil", "proto_maml", "meta_sgd")
@@ -37,13 +47,15 @@ def rows_of(config: Config) -> tuple[int, int]:
 
 
 def keeps_means(config: Config, data: int) -> bool:
-    """Whether the first inner step goes on from the features of the class means: the support set is one micro-batch."""
+    """Whether the first inner step goes on from the features of the class means: the support set is one
+    micro-batch.
+    """
     return config.inner_steps > 0 and -(-rows_of(config)[0] // data) <= config.micro_batch_size
 
 
 def keeps_support(config: Config, data: int) -> bool:
-    """Whether one of `data` ranks that share a set's rows may keep the activations of the support set while the query set goes
-    through the model (PULLED): a micro-batch may have as many rows.
+    """Whether one of `data` ranks that share a set's rows may keep the activations of the support set while
+    the query set goes through the model (PULLED): a micro-batch may have as many rows.
     """
     return sum(-(-rows // data) for rows in rows_of(config)) <= config.micro_batch_size
 
@@ -51,11 +63,14 @@ def keeps_support(config: Config, data: int) -> bool:
 def passes(config: Config, data: int = 1, keeps: bool = True) -> Passes:
     """At their most: after any steps of first order (`--first_order_steps`), during those of multi-step loss.
 
-    data: ranks that share the rows of a set. keeps: whether the worker can leave a forward pass without its backward pass.
+    data: ranks that share the rows of a set. keeps: whether the worker can leave a forward pass without its
+    backward pass.
     """
     k, through = config.inner_steps, int(config.prototype_gradient)
     every = k if config.multi_step_loss_steps else 1  # the query loss counts after every step
-    means = int(config.head_init == "prototype" and not (keeps and keeps_means(config, data)))  # a forward of the support set
+    means = int(
+        config.head_init == "prototype" and not (keeps and keeps_means(config, data))
+    )  # a forward of the support set
     match config.algorithm:
         case "fomaml":
             return Passes(k + through, every, means)
@@ -73,18 +88,26 @@ def passes(config: Config, data: int = 1, keeps: bool = True) -> Passes:
 
 
 class ShardCounts(NamedTuple):
-    """Vectors as long as theta that a rank keeps beside theta, the sum of directions, and one direction where it is apart."""
+    """Vectors as long as theta that a rank keeps beside theta, the sum of directions, and one direction where
+    it is apart.
+    """
 
     work: int
     trajectory: int  # steps of the inner loop, which --trajectory_gib may send to host memory
 
 
 def adds_directly(config: Config) -> bool:
-    """Whether a task's direction needs no vector of its own (Rule.direction; tensor ranks do not agree on what is finite)."""
-    plain = config.inner_lr_learned == "no" and not config.multi_step_loss_steps and not config.prototype_gradient
+    """Whether a task's direction needs no vector of its own (Rule.direction; tensor ranks do not agree on
+    what is finite).
+    """
+    plain = (
+        config.inner_lr_learned == "no" and not config.multi_step_loss_steps and not config.prototype_gradient
+    )
     unbounded = config.max_task_loss is None and config.max_task_norm is None
     fomaml = config.algorithm == "fomaml" and plain and config.tensor_parallel_size == 1
-    pulled = config.algorithm in FROZEN_BODY and config.pipeline_stages == 1 and config.tensor_parallel_size == 1
+    pulled = (
+        config.algorithm in FROZEN_BODY and config.pipeline_stages == 1 and config.tensor_parallel_size == 1
+    )
     return unbounded and (fomaml or pulled or config.algorithm in ("reptile", "none"))
 
 

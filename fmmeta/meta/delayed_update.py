@@ -1,14 +1,17 @@
-"""When a meta-gradient moves theta: at once, or (--outer_delay 1) after the inner loops of the next outer step.
+"""When a meta-gradient moves theta: at once, or (--outer_delay 1) after the inner loops of the next outer
+step.
 
     at once    theta_{t+1} = U(theta_t, G_t(theta_t); lr_t)
     delayed    theta_1 = theta_0;   theta_{t+1} = U(theta_t, G_{t-1}(theta_{t-1}); lr_{t-1});   at the end the last one as well
 
-G_t: the mean meta-gradient of meta-batch t; U: clipping, optimizer, weight decay. Delayed, the reduction of G_t across the groups
-has the inner loops of step t + 1 to hide behind; the price is a gradient that is one update old, as in pipelined and asynchronous
-SGD (Langford, Smola, Zinkevich 2009, arXiv 0911.0491). There is one reduction on its way at any time, every rank begins it at
-the same place between two steps, and nothing else uses the cross communicator meanwhile.
+G_t: the mean meta-gradient of meta-batch t; U: clipping, optimizer, weight decay. Delayed, the reduction of
+G_t across the groups has the inner loops of step t + 1 to hide behind; the price is a gradient that is one
+update old, as in pipelined and asynchronous SGD (Langford, Smola, Zinkevich 2009, arXiv 0911.0491). There is
+one reduction on its way at any time, every rank begins it at the same place between two steps, and nothing
+else uses the cross communicator meanwhile.
 
-What is on its way belongs to the state of a run: a checkpoint holds it, summed. A save never changes what follows.
+What is on its way belongs to the state of a run: a checkpoint holds it, summed. A save never changes what
+follows.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class PendingUpdate:
-    """The meta-gradient of an outer step, on its way: `means` as MetaGradient.begin gave it, None if no task was finite.
-    `unread`: no task of its step could be had.
+    """The meta-gradient of an outer step, on its way: `means` as MetaGradient.begin gave it, None if no task
+    was finite. `unread`: no task of its step could be had.
     """
 
     meta: MetaGradient
@@ -51,10 +54,12 @@ class DelayedUpdate:
         self.pending: PendingUpdate | None = None
 
     def move(self, weight: float, outer_step: int, unread: bool, last: bool) -> OuterStep | None:
-        """End the outer step with what is in `meta`, which is empty afterwards. Returns what moved theta, None if nothing did.
+        """End the outer step with what is in `meta`, which is empty afterwards. Returns what moved theta,
+        None if nothing did.
 
-        weight: of all groups' finite tasks; unread: none of its tasks could be had; last: of the run, so that nothing may stay
-        pending. If `last` moves theta twice, the second is returned. Collective: cross, group.
+        weight: of all groups' finite tasks; unread: none of its tasks could be had; last: of the run, so that
+        nothing may stay pending. If `last` moves theta twice, the second is returned. Collective: cross,
+        group.
         """
         moved = self.drain()
         begun = PendingUpdate(self.meta, self.meta.begin(self.cross, weight, self.wire), outer_step, unread)
@@ -70,12 +75,17 @@ class DelayedUpdate:
         return self._finish(waited) if waited else None
 
     def _finish(self, due: PendingUpdate) -> OuterStep:
-        moved = self.outer.step(None if due.means is None else due.meta.sum, due.outer_step, due.meta.extra, due.means)
+        moved = self.outer.step(
+            None if due.means is None else due.meta.sum, due.outer_step, due.meta.extra, due.means
+        )
         due.meta.clear()
         return replace(moved, unread=due.unread)
 
     def state(self) -> tuple[OuterState, dict[str, Any] | None]:
-        """What is pending as vectors and tables, and what else there is to know of it (None: nothing is). Collective: cross."""
+        """What is pending as vectors and tables, and what else there is to know of it (None: nothing is).
+
+        Collective: cross.
+        """
         kept = OuterState({}, {}, {})
         if self.pending is None:
             return kept, None
@@ -89,13 +99,22 @@ class DelayedUpdate:
 
     def shape(self) -> dict[str, Tensor]:
         """Vectors of the size of those that `state` may give, to make room for."""
-        return {f"{MARK}{name}": value for name, value in {"theta": self.meta.sum, **self.meta.extra}.items()
-                if self.delay and value.shape == self.meta.sum.shape}  # fmt: skip
+        return {
+            f"{MARK}{name}": value
+            for name, value in {"theta": self.meta.sum, **self.meta.extra}.items()
+            if self.delay and value.shape == self.meta.sum.shape
+        }
 
-    def load_state(self, vectors: dict[str, Tensor], tables: dict[str, Tensor], known: dict[str, Any] | None) -> None:
+    def load_state(
+        self, vectors: dict[str, Tensor], tables: dict[str, Tensor], known: dict[str, Any] | None
+    ) -> None:
         """Take what a checkpoint kept out of its vectors and tables."""
-        kept = {name.removeprefix(MARK): source.pop(name) for source in (vectors, tables) for name in list(source)
-                if name.startswith(MARK)}  # fmt: skip
+        kept = {
+            name.removeprefix(MARK): source.pop(name)
+            for source in (vectors, tables)
+            for name in list(source)
+            if name.startswith(MARK)
+        }
         if known is None:
             return
         meta = self.spare or MetaGradient(self.outer.theta, self.outer.extras)

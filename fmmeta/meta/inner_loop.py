@@ -22,7 +22,8 @@ class Learning(Protocol):
     """A way to learn a task, as evaluation sees it."""
 
     def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
-        """The query set before and after the support set was learned; the worker holds theta before, anything afterwards.
+        """The query set before and after the support set was learned; the worker holds theta before, anything
+        afterwards.
 
         Collective: group.
         """
@@ -31,7 +32,9 @@ class Learning(Protocol):
 
 @dataclass(frozen=True)
 class InnerResult:
-    """What an inner loop leaves besides the worker at phi_K: where it began, the optimizer's state, a pass per step."""
+    """What an inner loop leaves besides the worker at phi_K: where it began, the optimizer's state, a pass
+    per step.
+    """
 
     phi0: Tensor
     means: ClassMeans | None
@@ -54,10 +57,12 @@ class InnerStart:
 
 @dataclass(frozen=True)
 class InnerLoop:
-    """`steps` steps of `rule` at `rates` from the head that `head` starts; `proximal`: weight of |phi - phi_0|^2 / 2.
+    """`steps` steps of `rule` at `rates` from the head that `head` starts; `proximal`: weight of |phi -
+    phi_0|^2 / 2.
 
-    Where the head alone moves, the support set goes through the body once, however many steps follow. Where class means start
-    the head and the support set is one micro-batch, the first step goes on from the pass that they were made of.
+    Where the head alone moves, the support set goes through the body once, however many steps follow. Where
+    class means start the head and the support set is one micro-batch, the first step goes on from the pass
+    that they were made of.
     """
 
     steps: int
@@ -66,24 +71,35 @@ class InnerLoop:
     head: HeadInit
     proximal: float = 0.0
 
-    def adapt(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], path: Trajectory | None = None) -> InnerResult:
-        """Take the worker from theta, which it holds, to phi_K; `path` receives phi_0 to phi_{K-1}. Collective: group."""
+    def adapt(
+        self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], path: Trajectory | None = None
+    ) -> InnerResult:
+        """Take the worker from theta, which it holds, to phi_K; `path` receives phi_0 to phi_{K-1}.
+
+        Collective: group.
+        """
         begun = self.begin(worker, theta, support, path is not None)
         return self.run(worker, begun, support, path)
 
     def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
-        """See Learning. Before: theta with the head as the task starts it; leaves the worker at phi_K. Collective: group."""
+        """See Learning. Before: theta with the head as the task starts it; leaves the worker at phi_K.
+        Collective: group.
+        """
         begun = self.begin(worker, theta, episode.support)
         before = worker.forward(episode.query)
         self.run(worker, begun, episode.support)
         return before, worker.forward(episode.query) if self.steps else before
 
-    def variant(self, learned: Tensor | None = None, scale: float = 1.0, steps: int | None = None) -> InnerLoop:
+    def variant(
+        self, learned: Tensor | None = None, scale: float = 1.0, steps: int | None = None
+    ) -> InnerLoop:
         """The same loop at other rates (see Rates.variant), and of another number of steps."""
         steps = self.steps if steps is None else steps
         return replace(self, steps=steps, rates=self.rates.variant(learned, scale, steps))
 
-    def begin(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], tracked: bool = False) -> InnerStart:
+    def begin(
+        self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], tracked: bool = False
+    ) -> InnerStart:
         """Take the worker from theta to phi_0. tracked: every phi_k is asked for. Collective: group."""
         on_features = not tracked and self._only_head()
         ahead = None
@@ -94,11 +110,18 @@ class InnerLoop:
         phi0, means = self.head.start(worker, theta, support, None if ahead is None else ahead.features)
         return InnerStart(phi0, means, ahead, on_features)
 
-    def run(self, worker: Worker, begun: InnerStart, support: Sequence[MicroBatch], path: Trajectory | None = None,
-            after: Callable[[Head], None] = lambda head: None) -> InnerResult:  # fmt: skip
+    def run(
+        self,
+        worker: Worker,
+        begun: InnerStart,
+        support: Sequence[MicroBatch],
+        path: Trajectory | None = None,
+        after: Callable[[Head], None] = lambda head: None,
+    ) -> InnerResult:
         """The steps on the support set, from phi_0, which the worker holds. Collective: group.
 
-        after: called after each, with the head where the body stays and the worker waits for the last, else with nothing.
+        after: called after each, with the head where the body stays and the worker waits for the last, else
+        with nothing.
         """
         phi0, ahead = begun.phi0, begun.ahead
         if begun.on_features and ahead is not None:
@@ -117,15 +140,25 @@ class InnerLoop:
         return InnerResult(phi0, begun.means, state, passes)
 
     def _only_head(self) -> bool:
-        """Whether the steps are a small problem on features, without anything that is kept by element of theta."""
+        """Whether the steps are a small problem on features, without anything that is kept by element of
+        theta.
+        """
         return self.steps > 0 and self.rates.only_head and not self.proximal and self.rule.kept is None
 
-    def _run_head(self, worker: Worker, begun: InnerStart, rows: FeatureRows, after: Callable[[Head], None]) -> InnerResult:
+    def _run_head(
+        self, worker: Worker, begun: InnerStart, rows: FeatureRows, after: Callable[[Head], None]
+    ) -> InnerResult:
         """The same steps on the head alone; one write at the end. Collective: group."""
         head = self._head(worker, begun, rows)
         flat = torch.cat([part.reshape(-1) for part in head])
-        parts = [part.view_as(like) for part, like in zip(flat.split([p.numel() for p in head]), head, strict=True)]
-        rates, state, passes = self.rates.of_head(flat.numel()), self.rule.fresh(flat.numel(), flat.device), []
+        parts = [
+            part.view_as(like) for part, like in zip(flat.split([p.numel() for p in head]), head, strict=True)
+        ]
+        rates, state, passes = (
+            self.rates.of_head(flat.numel()),
+            self.rule.fresh(flat.numel(), flat.device),
+            [],
+        )
         for k in range(self.steps):
             leaves = [part.detach().requires_grad_() for part in parts]
             loss, told = rows.losses(leaves)
@@ -139,8 +172,13 @@ class InnerLoop:
         worker.write(phi)
         return InnerResult(begun.phi0, begun.means, InnerState({}), passes)
 
-    def path(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], query: Sequence[MicroBatch]) -> list[PassStats]:
-        """The query set after 0, 1, ... K steps; the worker holds theta before and phi_K afterwards. Collective: group."""
+    def path(
+        self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], query: Sequence[MicroBatch]
+    ) -> list[PassStats]:
+        """The query set after 0, 1, ...
+
+        K steps; the worker holds theta before and phi_K afterwards. Collective: group.
+        """
         begun = self.begin(worker, theta, support)
         if not begun.on_features:
             passes = [worker.forward(query)]

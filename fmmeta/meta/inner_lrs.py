@@ -2,10 +2,10 @@
 
     alpha_k[i] = table[k, layer of i] * element[i]          k inner step, i element of this rank's vector
 
-`table` has K rows (inner steps) and L columns (layers, the same on every rank); `element` is a vector [S] or absent. Fixed rates,
-inner schedules and rates per layer are values of the table. Learned: the table (LSLR: Antoniou, Edwards, Storkey, "How to train
-your MAML", 2019, arXiv 1810.09502, section 4) or the vector (Meta-SGD: Li, Zhou, Chen, Li 2017, arXiv 1707.09835). Both
-are changed in place by the outer step alone.
+`table` has K rows (inner steps) and L columns (layers, the same on every rank); `element` is a vector [S] or
+absent. Fixed rates, inner schedules and rates per layer are values of the table. Learned: the table (LSLR:
+Antoniou, Edwards, Storkey, "How to train your MAML", 2019, arXiv 1810.09502, section 4) or the vector
+(Meta-SGD: Li, Zhou, Chen, Li 2017, arXiv 1707.09835). Both are changed in place by the outer step alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ RATES_FILE = "inner_lr.safetensors"  # rates element by element, in an exported 
 
 
 def layer_of(name: str, head_names: Sequence[str]) -> str:
-    """`hf.encoder.layer.3.attention.weight` -> `hf.encoder.layer.3`; outside numbered layers the module; the head is `head`."""
+    """`hf.encoder.layer.3.attention.weight` -> `hf.encoder.layer.3`; outside numbered layers the module; the
+    head is `head`.
+    """
     if name in head_names:
         return HEAD
     numbered = re.match(r"(.*?\.\d+)\.", name)
@@ -35,7 +37,9 @@ def layer_of(name: str, head_names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Layers:
-    """Names of all layers of the model, the same on every rank, and which stretch of this rank's vector belongs to which."""
+    """Names of all layers of the model, the same on every rank, and which stretch of this rank's vector
+    belongs to which.
+    """
 
     names: tuple[str, ...]
     segments: tuple[tuple[int, int, int], ...]  # begin, end, index of the layer; ascending, no overlaps
@@ -56,7 +60,9 @@ class Layers:
         return cls(tuple(names), tuple(merged))
 
     def inside(self, where: slice) -> Iterator[tuple[slice, slice, int]]:
-        """Pieces of `where` that lie in a layer: place in the vector, place within `where`, index of the layer."""
+        """Pieces of `where` that lie in a layer: place in the vector, place within `where`, index of the
+        layer.
+        """
         first = bisect_right(self.segments, where.start, key=lambda segment: segment[1])
         for begin, end, index in self.segments[first:]:
             if begin >= where.stop:
@@ -83,7 +89,12 @@ class Rates:
     def only_head(self) -> bool:
         """Whether nothing but a classifier head moves."""
         away = [column for column, name in enumerate(self.layers.names) if name != HEAD]
-        return self.element is None and self.learned == "no" and HEAD in self.layers.names and not self.table[:, away].any()
+        return (
+            self.element is None
+            and self.learned == "no"
+            and HEAD in self.layers.names
+            and not self.table[:, away].any()
+        )
 
     def of_head(self, numel: int) -> Rates:
         """Those of a head alone, as a vector of its own."""
@@ -95,7 +106,9 @@ class Rates:
         return {"no": None, "layer": self.table, "element": self.element}[self.learned]
 
     def variant(self, learned: Tensor | None = None, scale: float = 1.0, steps: int | None = None) -> Rates:
-        """A copy with other `learned` values (where rates are learned), times `scale`; more `steps` repeat the last row."""
+        """A copy with other `learned` values (where rates are learned), times `scale`; more `steps` repeat
+        the last row.
+        """
         table = learned if learned is not None and self.learned == "layer" else self.table
         more = max(0, (steps or 0) - len(table))
         element = self.element
@@ -119,7 +132,10 @@ class Rates:
         return float(row[0]) if self.element is None and bool((row == row[0]).all()) else None
 
     def add_gradient_(self, into: Tensor, worker: Worker, k: int, v: Tensor, u: Tensor) -> None:
-        """Add dL/dalpha of phi_{k+1} = phi_k - alpha_k u to `into`, v = dL/dphi_{k+1}. Collective: group (table only)."""
+        """Add dL/dalpha of phi_{k+1} = phi_k - alpha_k u to `into`, v = dL/dphi_{k+1}.
+
+        Collective: group (table only).
+        """
         if self.learned == "element":
             into.sub_(self.scale_layers(k, v * u))
         else:

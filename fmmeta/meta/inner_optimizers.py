@@ -1,4 +1,5 @@
-"""Inner optimizers: the direction u in phi <- phi - alpha * u, element by element, with state that lives for one task.
+"""Inner optimizers: the direction u in phi <- phi - alpha * u, element by element, with state that lives for
+one task.
 
     sgd       u = g
     momentum  m <- mu m + g;  u = m                                            (Sutskever et al. 2013, torch's SGD)
@@ -31,9 +32,11 @@ class InnerState:
 
 @dataclass(frozen=True)
 class InnerRule:
-    """One of the optimizers above: which vectors it remembers, and u from (g, phi, state vectors, step number from 1).
+    """One of the optimizers above: which vectors it remembers, and u from (g, phi, state vectors, step number
+    from 1).
 
-    `kept`: the state that every task starts with, changed by the outer step alone; None: zeros (state ends with its task).
+    `kept`: the state that every task starts with, changed by the outer step alone; None: zeros (state ends
+    with its task).
     """
 
     name: str
@@ -45,10 +48,14 @@ class InnerRule:
     def fresh(self, numel: int, device: torch.device) -> InnerState:
         """The state a task starts with."""
         if self.kept is not None and self.kept.vectors:
-            return InnerState({name: vector.clone() for name, vector in self.kept.vectors.items()}, self.kept.count)
+            return InnerState(
+                {name: vector.clone() for name, vector in self.kept.vectors.items()}, self.kept.count
+            )
         return InnerState({name: torch.zeros(numel, device=device) for name in self.remembers})
 
-    def update(self, k: int, state: InnerState, rates: Rates, record: Tensor | None = None, pull: Pull | None = None) -> Update:
+    def update(
+        self, k: int, state: InnerState, rates: Rates, record: Tensor | None = None, pull: Pull | None = None
+    ) -> Update:
         """Inner step number k, counted from 0; `record` [S] receives u, `pull` changes the gradient first."""
         state.count += 1
         alpha = rates.uniform(k)
@@ -56,7 +63,9 @@ class InnerRule:
         def apply(shard: Tensor, grad: Tensor, where: slice) -> None:
             if pull is not None:
                 grad = pull(shard, grad, where)
-            u = self.direction(grad, shard, {name: vector[where] for name, vector in state.vectors.items()}, state.count)
+            u = self.direction(
+                grad, shard, {name: vector[where] for name, vector in state.vectors.items()}, state.count
+            )
             if record is not None:
                 record[where] = u
             if alpha is not None:
@@ -86,8 +95,15 @@ def inner_rule(config: Config) -> InnerRule:
         return InnerRule("sgd", (), sgd_direction)
     if config.inner_optimizer == "momentum":
         mu = config.inner_momentum
-        return InnerRule("momentum", ("momentum",), lambda g, _, s, __: s["momentum"].mul_(mu).add_(g), momentum=mu)
-    b1, b2, eps, decay = config.inner_beta1, config.inner_beta2, config.inner_epsilon, config.inner_weight_decay
+        return InnerRule(
+            "momentum", ("momentum",), lambda g, _, s, __: s["momentum"].mul_(mu).add_(g), momentum=mu
+        )
+    b1, b2, eps, decay = (
+        config.inner_beta1,
+        config.inner_beta2,
+        config.inner_epsilon,
+        config.inner_weight_decay,
+    )
 
     def adamw(grad: Tensor, shard: Tensor, state: dict[str, Tensor], count: int) -> Tensor:
         first = state["exp_avg"].mul_(b1).add_(grad, alpha=1 - b1)

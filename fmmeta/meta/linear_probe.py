@@ -1,9 +1,10 @@
-"""A linear head on features of a body that stands still: each row goes through the body once, however many steps follow.
+"""A linear head on features of a body that stands still: each row goes through the body once, however many
+steps follow.
 
     logits = W f + b        f: features of a support or query row, over the whole group; W, b: what a task moves
 
-Small enough for every rank of a group to do all of it for itself, in fp64 and with autograd. Nothing here communicates but
-`gather` and `settle`.
+Small enough for every rank of a group to do all of it for itself, in fp64 and with autograd. Nothing here
+communicates but `gather` and `settle`.
 
 Shapes: N rows of a set, D features, C classes of the head.
 """
@@ -26,7 +27,9 @@ Head = list[Tensor]
 
 @dataclass(frozen=True)
 class FeatureRows:
-    """Features [N, D] and labels [N] of a set's rows over the whole group, fp64; `mine`: the numbers of this rank's rows."""
+    """Features [N, D] and labels [N] of a set's rows over the whole group, fp64; `mine`: the numbers of this
+    rank's rows.
+    """
 
     features: Tensor
     labels: Tensor
@@ -38,7 +41,12 @@ class FeatureRows:
         logits = F.linear(self.features, *head)[:, : self.classes or None]
         loss = F.cross_entropy(logits, self.labels)
         right = (logits.argmax(1) == self.labels).sum()
-        told = [loss.detach(), right.double(), loss.new_tensor(len(self.labels)), (~torch.isfinite(loss.detach())).double()]
+        told = [
+            loss.detach(),
+            right.double(),
+            loss.new_tensor(len(self.labels)),
+            (~torch.isfinite(loss.detach())).double(),
+        ]
         return loss, torch.stack(told)
 
     def means(self, classes: int) -> Tensor:
@@ -47,20 +55,31 @@ class FeatureRows:
         return belongs.T @ self.features / belongs.sum(0).clamp(min=1)[:, None]
 
 
-def all_gather_features(worker: Worker, batches: Sequence[MicroBatch], features: Sequence[Tensor]) -> FeatureRows:
-    """Every rank's rows on every rank: N x D numbers travel, once. `features`: of this rank's micro-batches, of no meaning on a
-    rank without voice. Collective: group."""
-    counts = [(batch.weights > 0).to(found.device) & worker.counts_rows for batch, found in zip(batches, features, strict=True)]
+def all_gather_features(
+    worker: Worker, batches: Sequence[MicroBatch], features: Sequence[Tensor]
+) -> FeatureRows:
+    """Every rank's rows on every rank: N x D numbers travel, once.
+
+    `features`: of this rank's micro-batches, of no meaning on a rank without voice. Collective: group.
+    """
+    counts = [
+        (batch.weights > 0).to(found.device) & worker.counts_rows
+        for batch, found in zip(batches, features, strict=True)
+    ]
     group = worker.group
     lengths = torch.zeros(group.size, dtype=torch.float64)
     lengths[group.rank] = sum(int(count.sum()) for count in counts)
     group.sum_(lengths)
     at = int(lengths[: group.rank].sum())
-    table = torch.zeros(int(lengths.sum()), features[0].shape[1] + 1, dtype=torch.float64, device=worker.device)
+    table = torch.zeros(
+        int(lengths.sum()), features[0].shape[1] + 1, dtype=torch.float64, device=worker.device
+    )
     mine = []
     for batch, found, counted in zip(batches, features, counts, strict=True):
         numbers = torch.where(counted, at + torch.cumsum(counted, 0) - 1, -1)
-        table[numbers[counted]] = torch.cat([found, batch.labels.to(found.device)[:, None]], 1).double()[counted]
+        table[numbers[counted]] = torch.cat([found, batch.labels.to(found.device)[:, None]], 1).double()[
+            counted
+        ]
         mine.append(numbers)
         at += int(counted.sum())
     group.sum_(table)
@@ -70,12 +89,16 @@ def all_gather_features(worker: Worker, batches: Sequence[MicroBatch], features:
 def head_of(worker: Worker, vector: Tensor, names: Sequence[str], classes: int, width: int) -> Head:
     """The head that the group's vectors hold. Collective: group."""
     shapes = [(classes, width), (classes,)]
-    return [worker.whole(vector, name, shape).double().to(worker.device) for name, shape in zip(names, shapes, strict=False)]
+    return [
+        worker.whole(vector, name, shape).double().to(worker.device)
+        for name, shape in zip(names, shapes, strict=False)
+    ]
 
 
 class QueryLoss:
-    """The loss of a set at a head, taken micro-batch by micro-batch as its features come: an `Answer` that also learns what the
-    head would hear. A loss that is not finite, here or before (`slope`), leaves no finite cotangent.
+    """The loss of a set at a head, taken micro-batch by micro-batch as its features come: an `Answer` that
+    also learns what the head would hear. A loss that is not finite, here or before (`slope`), leaves no
+    finite cotangent.
     """
 
     def __init__(self, worker: Worker, batches: Sequence[MicroBatch], head: Head, slope: Tensor) -> None:
@@ -95,7 +118,9 @@ class QueryLoss:
         right = ((logits.argmax(1) == batch.labels) & counted).sum()
         finite = torch.isfinite(loss.detach())
         if self.worker.counts_rows:
-            self.stats += torch.stack([loss.detach(), right.double(), counted.sum().double(), (~finite).double()])
+            self.stats += torch.stack(
+                [loss.detach(), right.double(), counted.sum().double(), (~finite).double()]
+            )
             self.gradient = [total + part for total, part in zip(self.gradient, of_head, strict=True)]
         return cotangent * torch.where(finite, self.slope, torch.nan)
 

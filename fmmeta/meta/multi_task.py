@@ -2,8 +2,8 @@
 
     phi_t <- phi_t - alpha u(grad L_t(phi_t)),  t = 1 .. N in one pass        then grad L_query,t(phi_t), or theta - phi_t
 
-The same numbers as task by task, up to rounding: a task's rows see its own adapters only. The inner optimizer acts element by
-element, so that N tasks are one long vector to it.
+The same numbers as task by task, up to rounding: a task's rows see its own adapters only. The inner optimizer
+acts element by element, so that N tasks are one long vector to it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ class AdapterMultiTaskRule:
         asked = batch.forward(query) if self.reptile else batch.gradient(query)
         found = []
         for task in range(len(episodes)):
-            shards = theta.to(worker.home) - batch.vector(batch.phi, task) if self.reptile else batch.vector(batch.grad, task)
+            shards = (
+                theta.to(worker.home) - batch.vector(batch.phi, task)
+                if self.reptile
+                else batch.vector(batch.grad, task)
+            )
             own = [each[task] for each in passes]
             finite = all(step.finite for step in [*own, asked[task]])
             found.append(TaskGradient(shards, 1.0, finite, own[0], asked[task]))
@@ -69,16 +73,27 @@ class AdapterMultiTaskRule:
 
 
 def tasks_per_pass(config: Config) -> int:
-    """Tasks of a group whose rows share a pass, as --task_batch asks; auto: as many as fit into micro_batch_size rows."""
+    """Tasks of a group whose rows share a pass, as --task_batch asks; auto: as many as fit into
+    micro_batch_size rows.
+    """
     if config.task_batch != "auto":
         return int(config.task_batch)
     support, query = (min(config.micro_batch_size, each) for each in rows_of(config))
-    return max(1, config.micro_batch_size // (support + query if config.algorithm in FROZEN_BODY else support))
+    return max(
+        1, config.micro_batch_size // (support + query if config.algorithm in FROZEN_BODY else support)
+    )
 
 
 def adapter_multi_task_rule(config: Config, worker: Worker, inner: InnerLoop) -> AdapterMultiTaskRule | None:
-    """The rules over adapters; None for one task at a time, and where the rule itself takes several. Raises `UsageError`."""
-    if tasks_per_pass(config) == 1 or config.algorithm in FROZEN_BODY or not isinstance(worker, FullModelWorker):
+    """The rules over adapters; None for one task at a time, and where the rule itself takes several.
+
+    Raises `UsageError`.
+    """
+    if (
+        tasks_per_pass(config) == 1
+        or config.algorithm in FROZEN_BODY
+        or not isinstance(worker, FullModelWorker)
+    ):
         return None
     assert isinstance(worker.learner, Learner)
     return AdapterMultiTaskRule(inner, TaskAxis(worker.learner), config.algorithm == "reptile")

@@ -1,11 +1,13 @@
-"""The outer step: directions of tasks summed, reduced across groups once, clipped, and given to a torch optimizer.
+"""The outer step: directions of tasks summed, reduced across groups once, clipped, and given to a torch
+optimizer.
 
     add (per task) -> reduce over cross (once per outer step) -> mean -> norm over the whole model -> optimizer on the shard
 
-Everything lives on the rank's own shard: theta, the sum, the optimizer's moments. Nothing is gathered, so the optimizer has to
-act element by element. What is not theta goes the same way: learned inner rates are meta-parameters of their own (clipped by
-nobody, decayed by nobody, at `rates_lr`), kept inner moments are replaced by their mean over the tasks. With --offload_outer
-all of it but the rates lies in host memory (parallel/home.py) and comes to the device in pieces, once per outer step.
+Everything lives on the rank's own shard: theta, the sum, the optimizer's moments. Nothing is gathered, so the
+optimizer has to act element by element. What is not theta goes the same way: learned inner rates are
+meta-parameters of their own (clipped by nobody, decayed by nobody, at `rates_lr`), kept inner moments are
+replaced by their mean over the tasks. With --offload_outer all of it but the rates lies in host memory
+(parallel/home.py) and comes to the device in pieces, once per outer step.
 """
 
 from __future__ import annotations
@@ -28,15 +30,20 @@ from fmmeta.parallel.workers.base import Worker
 
 
 class MetaGradient:
-    """Weighted sums of the directions of this group's tasks, then of all groups': of theta, and of the extras by name."""
+    """Weighted sums of the directions of this group's tasks, then of all groups': of theta, and of the extras
+    by name.
+    """
 
     def __init__(self, theta: Tensor, extra: Mapping[str, Tensor] | None = None) -> None:
-        self.sum, self.weight = torch.zeros_like(theta, pin_memory=theta.is_pinned()), 0.0  # at home, where theta is
+        self.sum, self.weight = (
+            torch.zeros_like(theta, pin_memory=theta.is_pinned()),
+            0.0,
+        )  # at home, where theta is
         self.extra = {name: torch.zeros_like(like) for name, like in (extra or {}).items()}
 
     def add(self, direction: TaskGradient) -> None:
-        """Count a task, and add what it has not added itself, unless it is not finite: then neither its direction nor its
-        weight counts.
+        """Count a task, and add what it has not added itself, unless it is not finite: then neither its
+        direction nor its weight counts.
         """
         if direction.finite:
             if direction.vector is not None:
@@ -46,17 +53,20 @@ class MetaGradient:
             self.weight += direction.weight
 
     def reduce(self, cross: Communicator, weight: float, wire: torch.dtype | None = None) -> Tensor | None:
-        """Mean over the tasks of all groups, or None if none was finite; `extra` then holds means as well. `weight`: summed
-        over all groups; `wire`: dtype of what travels.
+        """Mean over the tasks of all groups, or None if none was finite; `extra` then holds means as well.
+
+        `weight`: summed over all groups; `wire`: dtype of what travels.
 
         One reduction of the rank's shard, whatever the number of tasks and inner steps. Collective: cross.
         """
         means = self.begin(cross, weight, wire)
         return None if means is None else self.end(means)
 
-    def begin(self, cross: Communicator, weight: float, wire: torch.dtype | None = None) -> Iterator[slice] | None:
-        """Begin `reduce`. What is returned has to be run through, once: places of `sum`, each a mean when it comes, all of
-        `extra` before them. Until then nothing may be added. Collective: cross.
+    def begin(
+        self, cross: Communicator, weight: float, wire: torch.dtype | None = None
+    ) -> Iterator[slice] | None:
+        """Begin `reduce`. What is returned has to be run through, once: places of `sum`, each a mean when it
+        comes, all of `extra` before them. Until then nothing may be added. Collective: cross.
         """
         if weight == 0:
             return None
@@ -85,8 +95,9 @@ class MetaGradient:
 
 @dataclass(frozen=True)
 class OuterStep:
-    """What an outer step did: norm of the meta-gradient before clipping, learning rate, whether theta moved. `unread`: that
-    no task could be had is why it did not.
+    """What an outer step did: norm of the meta-gradient before clipping, learning rate, whether theta moved.
+
+    `unread`: that no task could be had is why it did not.
     """
 
     grad_norm: float
@@ -96,13 +107,12 @@ class OuterStep:
 
 
 class Outer:
-    """An element-by-element optimizer on this rank's slice of theta and on learned inner rates, clipping over the whole model,
-    and
-    an HF schedule.
+    """An element-by-element optimizer on this rank's slice of theta and on learned inner rates, clipping over
+    the whole model, and an HF schedule.
 
-    theta and rates are updated in place. The learning rate is a function of the step's number alone, so a resumed run needs no
-    scheduler state. Weight decay is decoupled (Loshchilov, Hutter 2019) whatever the optimizer. A head that starts anew in every
-    task is no meta-parameter: its slice stays as it is.
+    theta and rates are updated in place. The learning rate is a function of the step's number alone, so a
+    resumed run needs no scheduler state. Weight decay is decoupled (Loshchilov, Hutter 2019) whatever the
+    optimizer. A head that starts anew in every task is no meta-parameter: its slice stays as it is.
     """
 
     def __init__(self, theta: Tensor, worker: Worker, config: Config, inner: InnerLoop | None = None) -> None:
@@ -114,15 +124,22 @@ class Outer:
         self.inner_steps = 0 if inner is None else inner.steps
         self.home = OuterMemory(worker.device, config.offload_outer)
         self.head = worker.params.groups.get("head")
-        self.parts = [(place, config.weight_decay if name == "decay" else 0.0)
-                      for name, whole in worker.params.groups.items() if name != "head"
-                      for place in self.home.pieces(whole)]  # fmt: skip
+        self.parts = [
+            (place, config.weight_decay if name == "decay" else 0.0)
+            for name, whole in worker.params.groups.items()
+            if name != "head"
+            for place in self.home.pieces(whole)
+        ]
         self.moments: dict[str, Tensor] = {}  # by torch's names, [S] at home
         self.rate_moments: dict[str, Tensor] = {}
         self.numbers: dict[str, float] = {}  # steps and the like, equal for every piece
         peak = config.outer_lr
-        schedule = get_scheduler(config.lr_scheduler_type, torch.optim.SGD([torch.zeros(1)], lr=peak),
-                                 config.warmup_steps, config.outer_steps)  # fmt: skip
+        schedule = get_scheduler(
+            config.lr_scheduler_type,
+            torch.optim.SGD([torch.zeros(1)], lr=peak),
+            config.warmup_steps,
+            config.outer_steps,
+        )
         self.factor, self.peak = schedule.lr_lambdas[0], peak  # type: ignore[attr-defined]
 
     @property
@@ -135,10 +152,17 @@ class Outer:
         """Learning rate of the outer step with this number, counted from 0."""
         return self.peak * self.factor(outer_step)
 
-    def step(self, meta_grad: Tensor | None, outer_step: int, extra: Mapping[str, Tensor] | None = None,
-             places: Iterator[slice] | None = None) -> OuterStep:  # fmt: skip
-        """Move theta against `meta_grad` [S], and the rest as `extra` says, unless one is None or not finite. `places`: where
-        they come bucket by bucket (MetaGradient.begin); the norm of one is taken while later ones travel. Collective: group.
+    def step(
+        self,
+        meta_grad: Tensor | None,
+        outer_step: int,
+        extra: Mapping[str, Tensor] | None = None,
+        places: Iterator[slice] | None = None,
+    ) -> OuterStep:
+        """Move theta against `meta_grad` [S], and the rest as `extra` says, unless one is None or not finite.
+
+        `places`: where they come bucket by bucket (MetaGradient.begin); the norm of one is taken while later
+        ones travel. Collective: group.
         """
         extra = extra or {}
         lr = self.lr(outer_step)
@@ -211,17 +235,24 @@ class Outer:
 
     def load_state(self, state: OuterState) -> None:
         """Continue from what `state` returned, on this layout or another, wherever its tensors lie."""
-        moments = {name: vector for name, vector in state.vectors.items() if not name.startswith(("rates", "kept."))}
+        moments = {
+            name: vector for name, vector in state.vectors.items() if not name.startswith(("rates", "kept."))
+        }
         self.moments = {name: self.home.keep(vector.clone()) for name, vector in moments.items()}
         self.numbers = {name: value for name, value in state.numbers.items() if name != "kept.count"}
         if self.rates is not None:
             saved = self._of_rates(state)
             self.rates.copy_(saved["rates"])
-            self.rate_moments = {name.removeprefix("rates."): v.to(self.rates.device, copy=True)
-                                 for name, v in saved.items() if name.startswith("rates.")}  # fmt: skip
+            self.rate_moments = {
+                name.removeprefix("rates."): v.to(self.rates.device, copy=True)
+                for name, v in saved.items()
+                if name.startswith("rates.")
+            }
         if self.kept is not None:
             kept = {name: v for name, v in state.vectors.items() if name.startswith("kept.")}
-            self.kept.vectors = {name.removeprefix("kept."): v.to(self.theta.device, copy=True) for name, v in kept.items()}
+            self.kept.vectors = {
+                name.removeprefix("kept."): v.to(self.theta.device, copy=True) for name, v in kept.items()
+            }
             self.kept.count = int(state.numbers.get("kept.count", 0))
 
     def _of_rates(self, state: OuterState) -> dict[str, Tensor]:
@@ -240,7 +271,9 @@ def is_vector(item: Tensor | float) -> bool:
 
 @dataclass
 class OuterState:
-    """vectors: [S], by name; tables: the same on every rank; numbers: steps and the like, equal for every parameter."""
+    """vectors: [S], by name; tables: the same on every rank; numbers: steps and the like, equal for every
+    parameter.
+    """
 
     vectors: dict[str, Tensor]
     tables: dict[str, Tensor]
@@ -248,11 +281,15 @@ class OuterState:
 
 
 def _with_epsilon(kind: Any, **more: Any) -> Callable[[list[dict[str, Any]], Config], torch.optim.Optimizer]:
-    return lambda groups, config: kind(groups, lr=config.outer_lr, eps=config.adam_epsilon, weight_decay=0.0, **more)
+    return lambda groups, config: kind(
+        groups, lr=config.outer_lr, eps=config.adam_epsilon, weight_decay=0.0, **more
+    )
 
 
 def _adamw(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
-    """On CPUs one pass over memory in place of nine; on GPUs its numbers would have to lie there, and foreach is the default."""
+    """On CPUs one pass over memory in place of nine; on GPUs its numbers would have to lie there, and foreach
+    is the default.
+    """
     on_cpu = groups[0]["params"][0].device.type == "cpu"
     return _with_epsilon(torch.optim.AdamW, fused=True if on_cpu else None)(groups, config)
 
@@ -260,7 +297,9 @@ def _adamw(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimize
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], Config], torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "sgd": lambda groups, config: torch.optim.SGD(groups, lr=config.outer_lr),
-    "nesterov": lambda groups, config: torch.optim.SGD(groups, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=True),
+    "nesterov": lambda groups, config: torch.optim.SGD(
+        groups, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=True
+    ),
     "adagrad": _with_epsilon(torch.optim.Adagrad),
     "adamax": _with_epsilon(torch.optim.Adamax),
     "nadam": _with_epsilon(torch.optim.NAdam),

@@ -1,8 +1,8 @@
 """The meta-parameters: what training changes, and what evaluation and export are given.
 
-The live ones are changed in place by the outer step alone. Whoever needs other weights (the initial ones, the best validated, an
-interpolation) gets a copy and passes it on; nothing puts other values into the live tensors for a while, so that a checkpoint
-taken at any moment holds what was learned.
+The live ones are changed in place by the outer step alone. Whoever needs other weights (the initial ones, the
+best validated, an interpolation) gets a copy and passes it on; nothing puts other values into the live
+tensors for a while, so that a checkpoint taken at any moment holds what was learned.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MetaParameters:
-    """theta: fp32 [S], this rank's part of the model. rates: learned inner rates, float64 [K, L] by layer or fp32 [S] by element;
-    None where they are fixed.
+    """theta: fp32 [S], this rank's part of the model. rates: learned inner rates, float64 [K, L] by layer or
+    fp32 [S] by element; None where they are fixed.
     """
 
     theta: Tensor

@@ -1,8 +1,9 @@
 """The oracle: the same mathematics in one process of plain PyTorch, written for reading and not for speed.
 
-Autograd differentiates the inner loop as it stands, twice where the algorithm is of second order. No flat buffers, no
-micro-batches, no padding (each row goes through the model by itself), no finite differences, no shared code with the
-workers, rules or outer step that are tested against it. bf16: a bf16 copy computes, fp32 masters are updated.
+Autograd differentiates the inner loop as it stands, twice where the algorithm is of second order. No flat
+buffers, no micro-batches, no padding (each row goes through the model by itself), no finite differences, no
+shared code with the workers, rules or outer step that are tested against it. bf16: a bf16 copy computes, fp32
+masters are updated.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ FIRST_ORDER = ("fomaml", "reptile", "joint", "protonet")
 
 @dataclass
 class Reference:
-    """theta after every outer step (by parameter name), the unclipped meta-gradient of each, and learned rates at the end."""
+    """theta after every outer step (by parameter name), the unclipped meta-gradient of each, and learned
+    rates at the end.
+    """
 
     thetas: list[Weights]
     meta_grads: list[Weights]
@@ -44,7 +47,9 @@ class Memory:
     count: int = 0
 
 
-def reference_run(learner: Any, steps: Sequence[Sequence[EpisodeRows]], config: Config, bf16: bool = False) -> Reference:
+def reference_run(
+    learner: Any, steps: Sequence[Sequence[EpisodeRows]], config: Config, bf16: bool = False
+) -> Reference:
     """Meta-train a copy of `learner` on the given episodes, a list per outer step."""
     from transformers import get_scheduler
 
@@ -61,11 +66,23 @@ def reference_run(learner: Any, steps: Sequence[Sequence[EpisodeRows]], config: 
     due: list[tuple[Weights, Weights]] = []  # mean meta-gradients that have not moved theta yet
     for outer_step, episodes in enumerate(steps):
         start = {name: theta[name.replace(".", "/")].detach() for name in names}
-        told = [direction(learner, start, episode, config, bf16, rates, outer_step, memory) for episode in episodes]
+        told = [
+            direction(learner, start, episode, config, bf16, rates, outer_step, memory)
+            for episode in episodes
+        ]
         if told:
             mean = {name: torch.stack([d[name] for d, *_ in told]).mean(0) for name in meta_params}
             result.meta_grads.append({name: g.clone() for name, g in mean.items()})
-            due.append((mean, {n: torch.stack([r[n] for _, r, _ in told]).mean(0) for n in rates if rates[n].requires_grad}))
+            due.append(
+                (
+                    mean,
+                    {
+                        n: torch.stack([r[n] for _, r, _ in told]).mean(0)
+                        for n in rates
+                        if rates[n].requires_grad
+                    },
+                )
+            )
             if config.inner_state == "kept":
                 memory = mean_memory([m for *_, m in told])
         else:
@@ -93,14 +110,20 @@ def clip(gradient: Weights, most: float) -> None:
             g.mul_(most / norm)
 
 
-def outer_optimizer(meta_params: dict[str, nn.Parameter], rates: Weights, config: Config) -> torch.optim.Optimizer:
+def outer_optimizer(
+    meta_params: dict[str, nn.Parameter], rates: Weights, config: Config
+) -> torch.optim.Optimizer:
     decayed = [p for p in meta_params.values() if p.ndim > 1]
     rest = [p for p in meta_params.values() if p.ndim <= 1]
     lr = config.outer_lr
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     if any(rate.requires_grad for rate in rates.values()):
         groups.append(
-            {"params": list({id(rate): rate for rate in rates.values()}.values()), "weight_decay": 0.0, "lr": config.rates_lr}
+            {
+                "params": list({id(rate): rate for rate in rates.values()}.values()),
+                "weight_decay": 0.0,
+                "lr": config.rates_lr,
+            }
         )
     if config.outer_optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=lr, eps=config.adam_epsilon)
@@ -111,15 +134,22 @@ def outer_optimizer(meta_params: dict[str, nn.Parameter], rates: Weights, config
 
 
 def starting_rates(learner: Any, names: Sequence[str], config: Config) -> Weights:
-    """By parameter: one rate per inner step [K, 1, ...], or per element (Meta-SGD). Shared by the parameters of a layer
-    (LSLR)."""
+    """By parameter: one rate per inner step [K, 1, ...], or per element (Meta-SGD).
+
+    Shared by the parameters of a layer (LSLR).
+    """
     rates: Weights = {}
     learned, layers = config.inner_lr_learned, {}
     for name in names:
         param, head = learner.get_parameter(name), name in learner.head_names
         layer = "head" if head else layer_name(name)
         factor = next(
-            (float(f) for p, f in (item.rsplit("=", 1) for item in config.inner_lr_groups) if fnmatchcase(layer, p)), 1.0
+            (
+                float(f)
+                for p, f in (item.rsplit("=", 1) for item in config.inner_lr_groups)
+                if fnmatchcase(layer, p)
+            ),
+            1.0,
         )
         if config.algorithm in ("anil", "boil"):
             factor = float(head == (config.algorithm == "anil"))
@@ -127,9 +157,15 @@ def starting_rates(learner: Any, names: Sequence[str], config: Config) -> Weight
             rates[name] = torch.full_like(param, config.inner_lr * factor).detach().requires_grad_()
             continue
         if layer not in layers:
-            shape = {"constant": lambda d: 1.0, "linear": lambda d: 1 - d, "cosine": lambda d: (1 + math.cos(math.pi * d)) / 2}
-            steps = [config.inner_lr * factor * shape[config.inner_lr_schedule](k / config.inner_steps)
-                     for k in range(config.inner_steps)]  # fmt: skip
+            shape = {
+                "constant": lambda d: 1.0,
+                "linear": lambda d: 1 - d,
+                "cosine": lambda d: (1 + math.cos(math.pi * d)) / 2,
+            }
+            steps = [
+                config.inner_lr * factor * shape[config.inner_lr_schedule](k / config.inner_steps)
+                for k in range(config.inner_steps)
+            ]
             layers[layer] = torch.tensor(steps, dtype=param.dtype).requires_grad_(learned == "layer")
         rates[name] = layers[layer]
     return rates
@@ -141,15 +177,26 @@ def layer_name(name: str) -> str:
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1])
 
 
-def direction(learner: Any, theta: Weights, episode: EpisodeRows, config: Config, bf16: bool, rates: Weights | None = None,
-              outer_step: int = 0, memory: Memory | None = None) -> tuple[Weights, Weights, Memory]:  # fmt: skip
+def direction(
+    learner: Any,
+    theta: Weights,
+    episode: EpisodeRows,
+    config: Config,
+    bf16: bool,
+    rates: Weights | None = None,
+    outer_step: int = 0,
+    memory: Memory | None = None,
+) -> tuple[Weights, Weights, Memory]:
     """The meta-gradient of one task, that of the rates, and the inner optimizer's moments afterwards."""
     rates = starting_rates(learner, list(theta), config) if rates is None else rates
     if config.algorithm == "imaml":
         return implicit(learner, theta, episode, config, bf16, rates)
     if config.algorithm == "joint":
         all_classes = len(episode.classes)
-        sums = [set_gradient(learner, theta, rows, bf16, classes=all_classes) for rows in (episode.support, episode.query)]
+        sums = [
+            set_gradient(learner, theta, rows, bf16, classes=all_classes)
+            for rows in (episode.support, episode.query)
+        ]
         return {name: (sums[0][name] + sums[1][name]) / 2 for name in theta}, {}, Memory({}, {})
     order = 1 if config.algorithm in FIRST_ORDER or outer_step < config.first_order_steps else 2
     leaf = {name: value.detach().clone().requires_grad_() for name, value in theta.items()}
@@ -161,8 +208,18 @@ def direction(learner: Any, theta: Weights, episode: EpisodeRows, config: Config
     for k in range(steps):
         gradient = set_gradient(learner, phi, episode.support, bf16, create_graph=order == 2)
         u = inner_direction(gradient, phi, memory, config)
-        phi = {name: phi[name] - (rates[name] if rates[name].shape == phi[name].shape and config.inner_lr_learned == "element"
-                                  else rates[name][k]) * u[name] for name in phi}  # fmt: skip
+        phi = {
+            name: (
+                phi[name]
+                - (
+                    rates[name]
+                    if rates[name].shape == phi[name].shape and config.inner_lr_learned == "element"
+                    else rates[name][k]
+                )
+                * u[name]
+            )
+            for name in phi
+        }
         if counts[k] and config.algorithm != "reptile":
             told = told + counts[k] * set_loss(learner, phi, episode.query, bf16)
     if steps == 0:
@@ -172,7 +229,8 @@ def direction(learner: Any, theta: Weights, episode: EpisodeRows, config: Config
     asked = [(name, rate) for name, rate in rates.items() if rate.requires_grad]
     found = torch.autograd.grad(told, [*leaf.values(), *(rate for _, rate in asked)], allow_unused=True)
     told_of = [
-        torch.zeros_like(x) if g is None else g for g, x in zip(found, [*leaf.values(), *(r for _, r in asked)], strict=True)
+        torch.zeros_like(x) if g is None else g
+        for g, x in zip(found, [*leaf.values(), *(r for _, r in asked)], strict=True)
     ]
     of_rates = dict(zip([name for name, _ in asked], told_of[len(leaf) :], strict=True))
     return dict(zip(leaf, told_of[: len(leaf)], strict=True)), of_rates, memory
@@ -192,10 +250,21 @@ def inner_direction(gradient: Weights, phi: Weights, memory: Memory, config: Con
         return memory.first
     if config.inner_optimizer == "adamw":
         b1, b2, t = config.inner_beta1, config.inner_beta2, memory.count
-        memory.first = {name: (b1 * memory.first[name] + (1 - b1) * g).detach() for name, g in gradient.items()}
-        memory.second = {name: (b2 * memory.second[name] + (1 - b2) * g * g).detach() for name, g in gradient.items()}
-        return {name: memory.first[name] / (1 - b1**t) / ((memory.second[name] / (1 - b2**t)).sqrt() + config.inner_epsilon)
-                + config.inner_weight_decay * phi[name].detach() for name in phi}  # fmt: skip
+        memory.first = {
+            name: (b1 * memory.first[name] + (1 - b1) * g).detach() for name, g in gradient.items()
+        }
+        memory.second = {
+            name: (b2 * memory.second[name] + (1 - b2) * g * g).detach() for name, g in gradient.items()
+        }
+        return {
+            name: (
+                memory.first[name]
+                / (1 - b1**t)
+                / ((memory.second[name] / (1 - b2**t)).sqrt() + config.inner_epsilon)
+                + config.inner_weight_decay * phi[name].detach()
+            )
+            for name in phi
+        }
     return gradient
 
 
@@ -206,8 +275,12 @@ def mean_memory(memories: Sequence[Memory]) -> Memory:
 
 
 def head_start(learner: Any, theta: Weights, episode: EpisodeRows, config: Config, bf16: bool) -> Weights:
-    """phi_0: theta, with a head of class means if asked; the means keep their graph if gradients shall flow through them."""
-    phi = {name: value.clone() for name, value in theta.items()}  # nodes of their own: a head of means is no path to the body
+    """phi_0: theta, with a head of class means if asked; the means keep their graph if gradients shall flow
+    through them.
+    """
+    phi = {
+        name: value.clone() for name, value in theta.items()
+    }  # nodes of their own: a head of means is no path to the body
     if config.head_init == "prototype" and learner.head_names:
         means = class_means(learner, theta, episode, config.most_classes, bf16)
         if not (config.prototype_gradient or config.algorithm == "protonet"):
@@ -221,19 +294,31 @@ def zeros(weights: Weights) -> Weights:
     return {name: torch.zeros_like(value) for name, value in weights.items()}
 
 
-def set_gradient(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool, create_graph: bool = False,
-                 classes: int = 0) -> Weights:  # fmt: skip
+def set_gradient(
+    learner: Any,
+    weights: Weights,
+    rows: Sequence[Example],
+    bf16: bool,
+    create_graph: bool = False,
+    classes: int = 0,
+) -> Weights:
     """Gradient of the mean loss over a set."""
     if not create_graph:
         weights = {name: value.detach().requires_grad_() for name, value in weights.items()}
     loss = set_loss(learner, weights, rows, bf16, classes)
     found = torch.autograd.grad(loss, list(weights.values()), create_graph=create_graph, allow_unused=True)
-    return {name: torch.zeros_like(w) if g is None else g for (name, w), g in zip(weights.items(), found, strict=True)}
+    return {
+        name: torch.zeros_like(w) if g is None else g
+        for (name, w), g in zip(weights.items(), found, strict=True)
+    }
 
 
 def set_loss(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool, classes: int = 0) -> Tensor:
-    """Mean over rows, or over label tokens. Row by row, so that bf16 gradients are added in fp32. `classes`: that a row may have;
-    0: those of the set, since each of an episode's classes has a row in each of its sets."""
+    """Mean over rows, or over label tokens.
+
+    Row by row, so that bf16 gradients are added in fp32. `classes`: that a row may have; 0: those of the set,
+    since each of an episode's classes has a row in each of its sets.
+    """
     total = sum(1 if isinstance(row.labels, int) else sum(x != IGNORE for x in row.labels) for row in rows)
     losses = []
     for row in rows:
@@ -243,7 +328,11 @@ def set_loss(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool
             known = classes or 1 + max(r.labels for r in rows if isinstance(r.labels, int))
             losses.append(F.cross_entropy(logits[:, :known], torch.tensor([row.labels])))
         else:
-            losses.append(F.cross_entropy(logits[0, :-1], torch.tensor(row.labels)[1:], ignore_index=IGNORE, reduction="sum"))
+            losses.append(
+                F.cross_entropy(
+                    logits[0, :-1], torch.tensor(row.labels)[1:], ignore_index=IGNORE, reduction="sum"
+                )
+            )
     return torch.stack(losses).sum() / total
 
 
@@ -253,7 +342,9 @@ def class_means(learner: Any, weights: Weights, episode: EpisodeRows, classes: i
     features = features.float() if bf16 else features
     labels = torch.tensor([row.labels for row in episode.support])
     means = [features[labels == c].mean(0) for c in range(classes)]
-    return torch.stack([torch.zeros_like(mean) if mean.isnan().any() else mean for mean in means])  # classes of other episodes
+    return torch.stack(
+        [torch.zeros_like(mean) if mean.isnan().any() else mean for mean in means]
+    )  # classes of other episodes
 
 
 def forward(learner: Any, weights: Weights, row: Example, bf16: bool, want: str = "logits") -> Tensor:
@@ -266,22 +357,31 @@ def forward(learner: Any, weights: Weights, row: Example, bf16: bool, want: str 
         return torch.func.functional_call(learner, weights, (ids, torch.ones_like(ids)), {"want": want})
 
 
-def implicit(learner: Any, theta: Weights, episode: EpisodeRows, config: Config, bf16: bool, rates: Weights) -> Any:
-    """iMAML: ((1 + damping) I + H / weight)^-1 grad L_query at the end of a proximal inner loop, by conjugate gradients in which
-    autograd multiplies by the Hessian."""
+def implicit(
+    learner: Any, theta: Weights, episode: EpisodeRows, config: Config, bf16: bool, rates: Weights
+) -> Any:
+    """iMAML: ((1 + damping) I + H / weight)^-1 grad L_query at the end of a proximal inner loop, by conjugate
+    gradients in which autograd multiplies by the Hessian.
+    """
     leaf = {name: value.detach().clone().requires_grad_() for name, value in theta.items()}
     began = head_start(learner, leaf, episode, config, bf16)
     phi = phi0 = {name: value.detach() for name, value in began.items()}
     for k in range(config.inner_steps):
         gradient = set_gradient(learner, phi, episode.support, bf16)
-        phi = {n: phi[n] - rates[n][k] * (gradient[n] + config.proximal_weight * (phi[n] - phi0[n])) for n in phi}
+        phi = {
+            n: phi[n] - rates[n][k] * (gradient[n] + config.proximal_weight * (phi[n] - phi0[n])) for n in phi
+        }
     phi = {name: value.detach().requires_grad_() for name, value in phi.items()}
     loss = set_loss(learner, phi, episode.support, bf16)
     gradient = torch.autograd.grad(loss, list(phi.values()), create_graph=True, materialize_grads=True)
 
     def matrix(v: list[Tensor]) -> list[Tensor]:
-        product = torch.autograd.grad(gradient, list(phi.values()), v, retain_graph=True, materialize_grads=True)
-        return [(1 + config.cg_damping) * x + h / config.proximal_weight for x, h in zip(v, product, strict=True)]
+        product = torch.autograd.grad(
+            gradient, list(phi.values()), v, retain_graph=True, materialize_grads=True
+        )
+        return [
+            (1 + config.cg_damping) * x + h / config.proximal_weight for x, h in zip(v, product, strict=True)
+        ]
 
     residual = list(set_gradient(learner, phi, episode.query, bf16).values())
     solution, search = [torch.zeros_like(r) for r in residual], residual
@@ -291,7 +391,9 @@ def implicit(learner: Any, theta: Weights, episode: EpisodeRows, config: Config,
         step = size / inner_product(search, image)
         solution = [x + step * s for x, s in zip(solution, search, strict=True)]
         residual = [r - step * a for r, a in zip(residual, image, strict=True)]
-        search = [r + inner_product(residual, residual) / size * s for r, s in zip(residual, search, strict=True)]
+        search = [
+            r + inner_product(residual, residual) / size * s for r, s in zip(residual, search, strict=True)
+        ]
     back = torch.autograd.grad(list(began.values()), list(leaf.values()), solution, materialize_grads=True)
     return dict(zip(leaf, back, strict=True)), {}, Memory(zeros(theta), zeros(theta))
 

@@ -15,11 +15,13 @@ from fmmeta.tasks.batching import Episode
 
 @dataclass(frozen=True)
 class TaskGradient:
-    """What one task says of theta: a descent direction's negative (a gradient), fp32 [S], and how much it counts.
+    """What one task says of theta: a descent direction's negative (a gradient), fp32 [S], and how much it
+    counts.
 
-    vector: None where it was added to the sum that the rule was given, as far as it is finite; else `shards` is it.
-    finite: every pass was, on every rank of the group; a direction that is not must not be used.
-    extra: the same for what is not theta (learned rates, kept moments), by name; numbers: for metrics.jsonl, means over tasks.
+    vector: None where it was added to the sum that the rule was given, as far as it is finite; else `shards`
+    is it. finite: every pass was, on every rank of the group; a direction that is not must not be used.
+    extra: the same for what is not theta (learned rates, kept moments), by name; numbers: for metrics.jsonl,
+    means over tasks.
     """
 
     vector: Tensor | None
@@ -37,15 +39,22 @@ class TaskGradient:
 
 
 class Rule(Protocol):
-    """A meta-gradient rule: it finds theta in the worker, leaves theta in the worker, and talks to nobody outside its group."""
+    """A meta-gradient rule: it finds theta in the worker, leaves theta in the worker, and talks to nobody
+    outside its group.
+    """
 
     @property
     def inner(self) -> InnerLoop:
         """How a task is learned: in evaluation as in training."""
         ...
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None) -> TaskGradient:
-        """Meta-gradient of one task; a rule that needs no vector for it may add it to `total` itself. Collective: group."""
+    def direction(
+        self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None
+    ) -> TaskGradient:
+        """Meta-gradient of one task; a rule that needs no vector for it may add it to `total` itself.
+
+        Collective: group.
+        """
         ...
 
 

@@ -3,8 +3,8 @@
     episode: loss (mean negative log-likelihood), accuracy, and how sure the model was, in bins of confidence
     over episodes: mean and its 95 % interval (Student's t); by stratum; expected calibration error; paired differences
 
-Expected calibration error: sum over bins of (rows in it / all rows) |accuracy - mean confidence| (Guo et al. 2017, arXiv
-1706.04599, equation 3), BINS bins of equal width, rows of all episodes together.
+Expected calibration error: sum over bins of (rows in it / all rows) |accuracy - mean confidence| (Guo et al.
+2017, arXiv 1706.04599, equation 3), BINS bins of equal width, rows of all episodes together.
 
 Q query rows, C classes.
 """
@@ -41,7 +41,9 @@ S = TypeVar("S", bound=Slotted)
 
 @dataclass(frozen=True)
 class EpisodeScore:
-    """One episode. bins [3][BINS]: sum of confidences, right rows, rows; empty where no probabilities were had."""
+    """One episode. bins [3][BINS]: sum of confidences, right rows, rows; empty where no probabilities were
+    had.
+    """
 
     slot: int
     task: str
@@ -53,7 +55,8 @@ class EpisodeScore:
 
 
 def counted(log_probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Of [Q, C] and [Q]: float64 [2 + 3 BINS], the summed loss, the rows, then the bins; adds up over parts of a query set.
+    """Of [Q, C] and [Q]: float64 [2 + 3 BINS], the summed loss, the rows, then the bins; adds up over parts
+    of a query set.
 
     A row that is not a number counts as wrong, with confidence 0 and an infinite loss.
     """
@@ -62,10 +65,14 @@ def counted(log_probabilities: Tensor, labels: Tensor) -> Tensor:
     confidence, guess = confidence.where(sound, 0.0), guess.where(sound, -1)
     place = (confidence * BINS).long().clamp(max=BINS - 1)
     bins = torch.zeros(3, BINS, dtype=torch.float64)
-    bins.index_add_(1, place, torch.stack([confidence, (guess == labels).double(), torch.ones_like(confidence)]))
+    bins.index_add_(
+        1, place, torch.stack([confidence, (guess == labels).double(), torch.ones_like(confidence)])
+    )
     losses = -log_probabilities.double().gather(1, labels[:, None])[:, 0]
     loss = losses.where(sound, math.inf).sum()
-    return torch.cat([torch.stack([loss, torch.tensor(float(len(labels)), dtype=torch.float64)]), bins.flatten()])
+    return torch.cat(
+        [torch.stack([loss, torch.tensor(float(len(labels)), dtype=torch.float64)]), bins.flatten()]
+    )
 
 
 def score_of(slot: int, task: str, stratum: str, numbers: Tensor) -> EpisodeScore:
@@ -77,8 +84,9 @@ def score_of(slot: int, task: str, stratum: str, numbers: Tensor) -> EpisodeScor
 def mean_ci95(values: Sequence[float]) -> Interval:
     """Mean of n values, and half the width of its 95 % interval, t_{n-1, 0.975} s / sqrt(n), NaN for n = 1.
 
-    s: standard deviation with n - 1 in the denominator; t: quantile of Student's distribution (Student 1908, "The probable error
-    of a mean"), 12.7 for n = 2, 2.78 for 5, 1.96 for 600. Mean and half are infinite if a value is.
+    s: standard deviation with n - 1 in the denominator; t: quantile of Student's distribution (Student 1908,
+    "The probable error of a mean"), 12.7 for n = 2, 2.78 for 5, 1.96 for 600. Mean and half are infinite if a
+    value is.
     """
     n = len(values)
     mean = sum(values) / n
@@ -91,17 +99,23 @@ def mean_ci95(values: Sequence[float]) -> Interval:
 
 
 def shown(interval: tuple[float, float | None], form: str = ".4f", scale: float = 1.0) -> str:
-    """`mean ± half`; - for numbers that are None or not finite: the interval of one value, a mean that diverged."""
+    """`mean ± half`; - for numbers that are None or not finite: the interval of one value, a mean that
+    diverged.
+    """
     forms = form, form.lstrip("+")
-    return " ± ".join("-" if value is None or not math.isfinite(value) else format(scale * value, each)
-                      for value, each in zip(interval, forms, strict=True))  # fmt: skip
+    return " ± ".join(
+        "-" if value is None or not math.isfinite(value) else format(scale * value, each)
+        for value, each in zip(interval, forms, strict=True)
+    )
 
 
 def gather(ranks: ProcessGroups, scores: Sequence[S], kind: type[S]) -> list[S]:
     """The scores of all groups, by slot; `kind` is their dataclass. Collective: world."""
     spoken = scores if ranks.layout.group_rank == 0 else ()
     parts = ranks.world.gather_bytes(json.dumps([asdict(cast(Any, score)) for score in spoken]).encode())
-    return sorted((kind(**score) for part in parts for score in json.loads(part)), key=lambda score: score.slot)
+    return sorted(
+        (kind(**score) for part in parts for score in json.loads(part)), key=lambda score: score.slot
+    )
 
 
 def calibration_error(scores: Sequence[EpisodeScore]) -> float | None:
@@ -119,10 +133,15 @@ def summary(scores: Sequence[EpisodeScore]) -> dict[str, Any]:
         strata[score.stratum].append(score.accuracy)
     metrics = {name: mean_ci95([s.metrics[name] for s in scores]) for name in scores[0].metrics}
     return {
-        "accuracy": accuracy[0], "ci95": accuracy[1], "episodes": len(scores), "loss": loss[0], "loss_ci95": loss[1],
-        "ece": calibration_error(scores), **{name: {"mean": mean, "ci95": half} for name, (mean, half) in metrics.items()},
+        "accuracy": accuracy[0],
+        "ci95": accuracy[1],
+        "episodes": len(scores),
+        "loss": loss[0],
+        "loss_ci95": loss[1],
+        "ece": calibration_error(scores),
+        **{name: {"mean": mean, "ci95": half} for name, (mean, half) in metrics.items()},
         "per_stratum": {name: mean_ci95(values)[0] for name, values in sorted(strata.items())},
-    }  # fmt: skip
+    }
 
 
 def paired(scores: Sequence[EpisodeScore], others: Sequence[EpisodeScore]) -> dict[str, Any]:
@@ -130,5 +149,13 @@ def paired(scores: Sequence[EpisodeScore], others: Sequence[EpisodeScore]) -> di
     by_slot = {other.slot: other for other in others}
     pairs = [(score, by_slot[score.slot]) for score in scores if score.slot in by_slot]
     gain = mean_ci95([a.accuracy - b.accuracy for a, b in pairs])
-    fall = mean_ci95([b.loss - a.loss if a.loss != b.loss else 0.0 for a, b in pairs])  # infinite ones may be equal too
-    return {"accuracy_gain": gain[0], "ci95": gain[1], "loss_gain": fall[0], "loss_ci95": fall[1], "episodes": len(pairs)}
+    fall = mean_ci95(
+        [b.loss - a.loss if a.loss != b.loss else 0.0 for a, b in pairs]
+    )  # infinite ones may be equal too
+    return {
+        "accuracy_gain": gain[0],
+        "ci95": gain[1],
+        "loss_gain": fall[0],
+        "loss_ci95": fall[1],
+        "episodes": len(pairs),
+    }

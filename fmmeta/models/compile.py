@@ -1,7 +1,8 @@
 """--compile: torch.compile of the transformer, once for rows of any number and length.
 
-The model's names, weights and numbers stay (up to rounding): only how a pass is computed changes. Ansel et al., "PyTorch 2", 2024
-(ASPLOS). The first passes compile, seconds to minutes; what they found is kept in torch's cache for the next run.
+The model's names, weights and numbers stay (up to rounding): only how a pass is computed changes. Ansel et
+al., "PyTorch 2", 2024 (ASPLOS). The first passes compile, seconds to minutes; what they found is kept in
+torch's cache for the next run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def check_compiler(device: str) -> None:
 def compile_model(learner: Learner, device: torch.device) -> None:
     """Compile the HF model of `learner`, which a worker holds, in place.
 
-    With padding, since how many tokens are real would be one more size that changes; and with dense gradients of embeddings.
+    With padding, since how many tokens are real would be one more size that changes; and with dense gradients
+    of embeddings.
     """
     check_compiler(device.type)
     learner.unpadded.works = False

@@ -23,9 +23,14 @@ def cached_file(model_name_or_path: str, name: str) -> str | None:
     from transformers.utils import cached_file as find
 
     try:
-        return find(model_name_or_path, name, local_files_only=not reachable(model_name_or_path),
-                    _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
-                    _raise_exceptions_for_gated_repo=False)  # fmt: skip
+        return find(
+            model_name_or_path,
+            name,
+            local_files_only=not reachable(model_name_or_path),
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
     except (OSError, ValueError):
         return None
 
@@ -42,7 +47,9 @@ def is_path(model_name_or_path: str) -> bool:
 
 @cache
 def hub_answers() -> bool:
-    """Asked once per process: the hub's own client asks six times for every file, which takes minutes without a network."""
+    """Asked once per process: the hub's own client asks six times for every file, which takes minutes without
+    a network.
+    """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -58,7 +65,10 @@ def hub_answers() -> bool:
 
 
 def base_of(model_name_or_path: str) -> str:
-    """The model that an adapter folder was made for; any other name as it is. Raises `UsageError` for a broken folder."""
+    """The model that an adapter folder was made for; any other name as it is.
+
+    Raises `UsageError` for a broken folder.
+    """
     path = cached_file(model_name_or_path, "adapter_config.json")
     if path is None:
         return model_name_or_path
@@ -72,18 +82,24 @@ def base_of(model_name_or_path: str) -> str:
             f"model_name_or_path={model_name_or_path}: adapter_config.json cannot be read ({error}); mend it"
         ) from None
     if not isinstance(base, str):
-        raise UsageError(f"model_name_or_path={model_name_or_path}: adapter_config.json names no base model; mend it")
+        raise UsageError(
+            f"model_name_or_path={model_name_or_path}: adapter_config.json names no base model; mend it"
+        )
     return base
 
 
 def adapter_folder(model_name_or_path: str) -> Path:
-    """Where the files of an adapter folder lie on this machine: peft itself would ask the hub for them, and take a pickle too.
-    Raises `UsageError`.
+    """Where the files of an adapter folder lie on this machine: peft itself would ask the hub for them, and
+    take a pickle too. Raises `UsageError`.
     """
-    settings, weights = (cached_file(model_name_or_path, f"adapter_{name}") for name in ("config.json", "model.safetensors"))
+    settings, weights = (
+        cached_file(model_name_or_path, f"adapter_{name}") for name in ("config.json", "model.safetensors")
+    )
     if settings is None or weights is None:
-        raise UsageError(f"model_name_or_path={model_name_or_path} holds no adapter_model.safetensors; convert its adapters to "
-                         "safetensors")  # fmt: skip
+        raise UsageError(
+            f"model_name_or_path={model_name_or_path} holds no adapter_model.safetensors; convert its"
+            " adapters to safetensors"
+        )
     return Path(settings).parent
 
 

@@ -17,9 +17,11 @@ from fmmeta.models.learner import Learner
 
 
 def check_attention(config: Config, bf16: bool, device: str) -> None:
-    """Refuse an attention that this precision or device cannot train with. Whether the model has it, `unsupported` says.
+    """Refuse an attention that this precision or device cannot train with. Whether the model has it,
+    `unsupported` says.
 
-    Flash attention computes in bf16 on GPUs, torch's flex attention has no backward pass on CPUs, paged ones serve generation.
+    Flash attention computes in bf16 on GPUs, torch's flex attention has no backward pass on CPUs, paged ones
+    serve generation.
     """
     name = config.attn_implementation or ""
     wrong = None
@@ -40,20 +42,29 @@ def unsupported(config: Config, error: BaseException) -> UsageError:
     """What to say when transformers does not build a model with the settings given."""
     why = one_line(error).split(". ")[0]
     if config.attn_implementation:
-        return UsageError(f"attn_implementation={config.attn_implementation} does not work with "
-                          f"model_name_or_path={config.model_name_or_path} here ({why}); use eager, or leave it out")  # fmt: skip
-    return UsageError(f"model_name_or_path={config.model_name_or_path} cannot be built ({why}); use another model")
+        return UsageError(
+            f"attn_implementation={config.attn_implementation} does not work with "
+            f"model_name_or_path={config.model_name_or_path} here ({why}); use eager, or leave it out"
+        )
+    return UsageError(
+        f"model_name_or_path={config.model_name_or_path} cannot be built ({why}); use another model"
+    )
 
 
 def checkpoint_layers(hf: Any) -> None:
-    """Keep only the input of each layer for the backward pass, and compute the rest again there: equal numbers, less memory.
+    """Keep only the input of each layer for the backward pass, and compute the rest again there: equal
+    numbers, less memory.
 
     Chen et al. 2016 (arXiv 1604.06174). Not reentrant, so that frozen layers need no inputs with gradients.
     """
     if not hf.supports_gradient_checkpointing:
-        raise UsageError(f"gradient_checkpointing=True: {type(hf).__name__} has none in transformers; leave it out, or lower "
-                         "--micro_batch_size")  # fmt: skip
-    enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable  # its name before 5.23
+        raise UsageError(
+            f"gradient_checkpointing=True: {type(hf).__name__} has none in transformers; leave it out, or"
+            " lower --micro_batch_size"
+        )
+    enable = (
+        getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable
+    )  # its name before 5.23
     enable({"use_reentrant": False})
     hf.disable_input_require_grads()  # transformers turns it on for the reentrant kind
 
@@ -61,15 +72,19 @@ def checkpoint_layers(hf: Any) -> None:
 def check_positions(hf: Any) -> None:
     """Packed rows are kept apart by position_ids; refuse a model that takes none."""
     if "position_ids" not in inspect.signature(hf.forward).parameters:
-        raise UsageError(f"packing=True: {type(hf).__name__} takes no position_ids, which keep packed rows apart; leave it out")
+        raise UsageError(
+            f"packing=True: {type(hf).__name__} takes no position_ids, which keep packed rows apart; leave"
+            " it out"
+        )
 
 
 @torch.no_grad()
 def check_packing(learner: Learner) -> None:
-    """Refuse a model whose logits change when rows share a sequence: recurrent and convolutional layers look past positions.
+    """Refuse a model whose logits change when rows share a sequence: recurrent and convolutional layers look
+    past positions.
 
-    Two short rows go through the model by themselves and packed, in both orders. Runs on the whole model in fp32, with eager
-    attention: flash attention needs a GPU and bf16.
+    Two short rows go through the model by themselves and packed, in both orders. Runs on the whole model in
+    fp32, with eager attention: flash attention needs a GPU and bf16.
     """
     chosen = learner.hf.config._attn_implementation
     learner.hf.config._attn_implementation = "eager"
@@ -83,6 +98,8 @@ def check_packing(learner: Learner) -> None:
         together = learner(torch.cat([rows[first], rows[second]], 1), numbers)
         off = float((together - torch.cat([alone[first], alone[second]], 1)).abs().max()) / scale
         if not off < 1e-3:
-            raise UsageError(f"packing=True: rows that share a sequence see each other in {type(learner.hf).__name__} (logits "
-                             f"move by {off:.1e} of their spread); leave it out")  # fmt: skip
+            raise UsageError(
+                f"packing=True: rows that share a sequence see each other in {type(learner.hf).__name__}"
+                f" (logits move by {off:.1e} of their spread); leave it out"
+            )
     learner.hf.config._attn_implementation = chosen

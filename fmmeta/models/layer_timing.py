@@ -1,8 +1,9 @@
 """How long each layer of a model takes, by trying one of each kind on this machine.
 
-A stage of one layer runs forward and backward with random weights, through the code that will train it; what a stage without
-layers takes (masks, rotary tables) is subtracted, since every stage pays it alike. The first layer is tried with the embeddings,
-the last one with norm, head and loss. Never holds more than that: the model itself stays without storage.
+A stage of one layer runs forward and backward with random weights, through the code that will train it; what
+a stage without layers takes (masks, rotary tables) is subtracted, since every stage pays it alike. The first
+layer is tried with the embeddings, the last one with norm, head and loss. Never holds more than that: the
+model itself stays without storage.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ REPEATS = 5
 
 
 def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device, bf16: bool) -> list[float]:
-    """Median seconds of a forward and backward pass of `rows` x `tokens` through each layer and what lies beside it.
+    """Median seconds of a forward and backward pass of `rows` x `tokens` through each layer and what lies
+    beside it.
 
     learner: parameters without storage, real buffers, as a Stream has them; it stays as it is.
     """
     layers = list(base_of(learner).get_submodule(family_of(learner.hf.config).layers))
     last = len(layers) - 1
-    ids = torch.randint(learner.hf.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        learner.hf.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0)
+    )
     labels = ids if not learner.head_names else torch.zeros(rows, dtype=torch.long)
     batch = MicroBatch(ids, torch.ones_like(ids), labels, torch.full((rows,), 1 / rows)).to(device)
 
@@ -51,9 +55,14 @@ def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device
 
 
 def kind_of(learner: Learner, layer: torch.nn.Module, number: int) -> str:
-    """What decides how long a layer takes: its modules and their sizes, what of it is trained, how far its attention looks."""
+    """What decides how long a layer takes: its modules and their sizes, what of it is trained, how far its
+    attention looks.
+    """
     reaches = getattr(learner.hf.config, "layer_types", None)
-    return f"{layer} {[param.requires_grad for param in layer.parameters()]} {reaches[number] if reaches else ''}"
+    return (
+        f"{layer} {[param.requires_grad for param in layer.parameters()]}"
+        f" {reaches[number] if reaches else ''}"
+    )
 
 
 def fill(stage: Stage, device: torch.device, bf16: bool) -> Stage:
@@ -70,9 +79,15 @@ def time_stage(stage: Stage, batch: MicroBatch, width: int) -> float:
     dtype = next(stage.parameters()).dtype if any(True for _ in stage.parameters()) else torch.float32
     times = []
     for _ in range(REPEATS + 1):
-        hidden = torch.randn(*batch.input_ids.shape, width, device=batch.input_ids.device).to(dtype).requires_grad_()
+        hidden = (
+            torch.randn(*batch.input_ids.shape, width, device=batch.input_ids.device)
+            .to(dtype)
+            .requires_grad_()
+        )
         began = now(hidden)
-        output = stage((*([hidden] if stage.inlet is not None else []), batch.input_ids, batch.attention_mask))
+        output = stage(
+            (*([hidden] if stage.inlet is not None else []), batch.input_ids, batch.attention_mask)
+        )
         if stage.last:
             objective(output, batch)[0].backward()
         elif output[0].requires_grad:

@@ -1,8 +1,9 @@
-"""Weights one tensor at a time: a learner whose parameters have no storage yet, and a checkpoint that fills them by name.
+"""Weights one tensor at a time: a learner whose parameters have no storage yet, and a checkpoint that fills
+them by name.
 
-Pipeline stages and ZeRO 3 begin here, so that no rank ever holds a whole model. What the checkpoint lacks (a new
-classifier, adapters) is made whole on every rank as transformers and peft would make it, from the same random stream. Never
-reads pickles.
+Pipeline stages and ZeRO 3 begin here, so that no rank ever holds a whole model. What the checkpoint lacks (a
+new classifier, adapters) is made whole on every rank as transformers and peft would make it, from the same
+random stream. Never reads pickles.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ Entry = tuple[str, str]  # file, key in it
 
 @dataclass
 class LazyModel:
-    """`learner`: parameters on the meta device, except fresh ones; buffers are real. `where`: what the checkpoint holds."""
+    """`learner`: parameters on the meta device, except fresh ones; buffers are real.
+
+    `where`: what the checkpoint holds.
+    """
 
     learner: Learner
     where: dict[str, Entry] = field(default_factory=dict)
-    fresh: dict[str, Tensor] = field(default_factory=dict)  # exact initial values of what the checkpoint lacks
+    fresh: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # exact initial values of what the checkpoint lacks
 
     def read(self, name: str) -> Tensor:
         """One whole parameter in fp32, in memory of its own."""
@@ -40,8 +46,12 @@ class LazyModel:
             return self.fresh[name].clone()
         from safetensors import safe_open
 
-        path, key = self.where[name.replace(".base_layer.", ".")]  # peft's name for what an adapter stands beside
-        with safe_open(path, "pt") as file:  # opened anew each time: an open file keeps the pages that it has read
+        path, key = self.where[
+            name.replace(".base_layer.", ".")
+        ]  # peft's name for what an adapter stands beside
+        with safe_open(
+            path, "pt"
+        ) as file:  # opened anew each time: an open file keeps the pages that it has read
             return file.get_tensor(key).to(torch.float32, copy=True)
 
     def fill(self, names: Sequence[str], then: Callable[[nn.Parameter], None] = lambda param: None) -> None:
@@ -65,7 +75,9 @@ def open_lazy_model(config: Config, description: Description) -> LazyModel:
     """
     if config.builtin_model:
         learner = load_learner(config, description)
-        return LazyModel(learner, fresh={name: param.detach().clone() for name, param in learner.named_parameters()})
+        return LazyModel(
+            learner, fresh={name: param.detach().clone() for name, param in learner.named_parameters()}
+        )
     auto, kwargs = auto_class(config, description)
     name = f"model_name_or_path={config.model_name_or_path}"
     try:
@@ -75,11 +87,15 @@ def open_lazy_model(config: Config, description: Description) -> LazyModel:
         raise UsageError(f"{name} cannot be loaded: {one_line(error)}") from None
     hf.config.name_or_path = config.model_name_or_path
     found, shapes = find_tensors(hf, config)
-    wrong = {key for key, param in hf.named_parameters() if key in found and shapes[key] != tuple(param.shape)}
+    wrong = {
+        key for key, param in hf.named_parameters() if key in found and shapes[key] != tuple(param.shape)
+    }
     if wrong and config.task_type != "classification":
         key = min(wrong)
-        raise UsageError(f"{name} holds {key} of shape {list(shapes[key])}, and its configuration says "
-                         f"{list(hf.get_parameter(key).shape)}; mend the checkpoint")  # fmt: skip
+        raise UsageError(
+            f"{name} holds {key} of shape {list(shapes[key])}, and its configuration says "
+            f"{list(hf.get_parameter(key).shape)}; mend the checkpoint"
+        )
     missing = [key for key, _ in hf.named_parameters() if key not in found or key in wrong]
     torch.manual_seed(config.seed)
     initialise(hf, missing, {key: found[key] for key, _ in hf.named_buffers() if key in found})
@@ -98,11 +114,15 @@ def open_lazy_model(config: Config, description: Description) -> LazyModel:
 
 
 def wrap_without_storage(hf: Any, config: Config, description: Description) -> Learner:
-    """`wrap`, with real adapters: peft makes them on the device of the weights that they stand beside, so that those seem to lie
-    on the CPU while it does, each of them one number seen in all its places.
+    """`wrap`, with real adapters: peft makes them on the device of the weights that they stand beside, so
+    that those seem to lie on the CPU while it does, each of them one number seen in all its places.
     """
     places = places_of(hf)
-    seeming = {id(param): nn.Parameter(torch.zeros(1).expand(param.shape)) for param in hf.parameters() if param.is_meta}
+    seeming = {
+        id(param): nn.Parameter(torch.zeros(1).expand(param.shape))
+        for param in hf.parameters()
+        if param.is_meta
+    }
     for key, param in seeming.items():
         put(places[key], param)
     learner = wrap(hf, config, description)
@@ -113,7 +133,9 @@ def wrap_without_storage(hf: Any, config: Config, description: Description) -> L
 
 
 def initialise(hf: Any, missing: list[str], saved_buffers: dict[str, Entry]) -> None:
-    """Make `missing` parameters and all buffers as transformers does when it loads a checkpoint; the rest stays empty."""
+    """Make `missing` parameters and all buffers as transformers does when it loads a checkpoint; the rest
+    stays empty.
+    """
     from safetensors import safe_open
 
     places = places_of(hf)
@@ -133,7 +155,9 @@ def initialise(hf: Any, missing: list[str], saved_buffers: dict[str, Entry]) -> 
 
 
 def find_tensors(hf: Any, config: Config) -> tuple[dict[str, Entry], dict[str, tuple[int, ...]]]:
-    """Where the tensors of `hf` lie, under their names in it, and their shapes; old names are translated by transformers."""
+    """Where the tensors of `hf` lie, under their names in it, and their shapes; old names are translated by
+    transformers.
+    """
     from safetensors import SafetensorError, safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -141,8 +165,10 @@ def find_tensors(hf: Any, config: Config) -> tuple[dict[str, Entry], dict[str, t
     rules = get_model_conversion_mapping(hf)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     if len(renamings) < len(rules):
-        raise UsageError(f"model_name_or_path={config.model_name_or_path} ({type(hf).__name__}) stores its tensors in another "
-                         "form than it computes with, so that they cannot be read one by one; use ZeRO 0 to 2")  # fmt: skip
+        raise UsageError(
+            f"model_name_or_path={config.model_name_or_path} ({type(hf).__name__}) stores its tensors in"
+            " another form than it computes with, so that they cannot be read one by one; use ZeRO 0 to 2"
+        )
     wanted = hf.state_dict()
     found: dict[str, Entry] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -154,8 +180,10 @@ def find_tensors(hf: Any, config: Config) -> tuple[dict[str, Entry], dict[str, t
                     if key in wanted:
                         found[key], shapes[key] = (path, stored), tuple(file.get_slice(stored).get_shape())
         except (OSError, SafetensorError) as error:
-            raise UsageError(f"model_name_or_path={config.model_name_or_path}: {path} cannot be read ({one_line(error)}); "
-                             "fetch it again") from None  # fmt: skip
+            raise UsageError(
+                f"model_name_or_path={config.model_name_or_path}: {path} cannot be read ({one_line(error)}); "
+                "fetch it again"
+            ) from None
     return found, shapes
 
 
@@ -163,23 +191,31 @@ def checkpoint_files(config: Config) -> list[str]:
     """The safetensors files of the checkpoint; those of a hub id are downloaded."""
     name = config.model_name_or_path
     if base_of(name) != name:
-        raise UsageError(f"model_name_or_path={name} holds adapters, which are read together with a whole model; give a merged/ "
-                         "folder that --lora_merge wrote, or use ZeRO 0 to 2")  # fmt: skip
+        raise UsageError(
+            f"model_name_or_path={name} holds adapters, which are read together with a whole model; give a"
+            " merged/ folder that --lora_merge wrote, or use ZeRO 0 to 2"
+        )
     single = cached_file(config.model_name_or_path, "model.safetensors")
     if single:
         return [single]
     index = cached_file(config.model_name_or_path, "model.safetensors.index.json")
     if index is None:
-        raise UsageError(f"model_name_or_path={name} has no model.safetensors; convert its weights to safetensors")
+        raise UsageError(
+            f"model_name_or_path={name} has no model.safetensors; convert its weights to safetensors"
+        )
     try:
         with open(index, encoding="utf-8") as file:
             files = sorted(set(json.load(file)["weight_map"].values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(f"model_name_or_path={name}: {index} cannot be read ({one_line(error)}); fetch it again") from None
+        raise UsageError(
+            f"model_name_or_path={name}: {index} cannot be read ({one_line(error)}); fetch it again"
+        ) from None
     paths = {file: cached_file(config.model_name_or_path, file) for file in files}
     absent = [file for file, path in paths.items() if path is None or not os.path.isfile(path)]
     if absent:
-        raise UsageError(f"model_name_or_path={name} lacks {absent[0]}, which its index names; fetch it again")
+        raise UsageError(
+            f"model_name_or_path={name} lacks {absent[0]}, which its index names; fetch it again"
+        )
     return [path for path in paths.values() if path is not None]
 
 

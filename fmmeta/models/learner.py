@@ -4,8 +4,8 @@
     learner(..., want="features")                    -> [B, D], what the classifier head sees
     learner(..., want="both")                        -> features and logits
 
-Three kinds: a sequence classifier as transformers ships it (pooling: model), an encoder with fmmeta's pooling and a
-linear head, and a causal language model. `hf` is the part that export saves.
+Three kinds: a sequence classifier as transformers ships it (pooling: model), an encoder with fmmeta's pooling
+and a linear head, and a causal language model. `hf` is the part that export saves.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Learner(nn.Module):
 class CausalLearner(Learner):
     """A causal language model; it has no head of its own to reset.
 
-    packed: `attention_mask` numbers the rows of each sequence. transformers keeps rows apart by their positions, which begin
-    anew with each (masking_utils.find_packed_sequence_indices), if it gets no mask beside them.
+    packed: `attention_mask` numbers the rows of each sequence. transformers keeps rows apart by their
+    positions, which begin anew with each (masking_utils.find_packed_sequence_indices), if it gets no mask
+    beside them.
     """
 
     def __init__(self, hf: Any, packed: bool = False) -> None:
@@ -48,15 +49,18 @@ class CausalLearner(Learner):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, want: str = "logits") -> Tensor:
         assert want == "logits", "a language model has no class features"
         if self.packed:
-            return self.hf(input_ids=input_ids, position_ids=positions(attention_mask), use_cache=False).logits
+            return self.hf(
+                input_ids=input_ids, position_ids=positions(attention_mask), use_cache=False
+            ).logits
         return self.hf(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
 class PooledClassifier(Learner):
     """An encoder, mean or cls pooling over its last hidden states, and a linear head.
 
-    norm: length that every feature vector is scaled to; 0 leaves them as they are. With a prototype head the logits are then
-    2 norm^2 cos(f, mu_c) and a constant, where each class has one example: cosines at the temperature 1 / (2 norm^2).
+    norm: length that every feature vector is scaled to; 0 leaves them as they are. With a prototype head the
+    logits are then 2 norm^2 cos(f, mu_c) and a constant, where each class has one example: cosines at the
+    temperature 1 / (2 norm^2).
     """
 
     head_names = ("head.weight", "head.bias")
@@ -89,11 +93,16 @@ class NativeClassifier(Learner):
     def __init__(self, hf: Any, classes: int) -> None:
         super().__init__(hf)
         base = hf.base_model_prefix
-        found = [(name, module) for name, module in hf.named_modules() if isinstance(module, nn.Linear)
-                 and module.out_features == classes and name.split(".")[0] != base]  # fmt: skip
+        found = [
+            (name, module)
+            for name, module in hf.named_modules()
+            if isinstance(module, nn.Linear) and module.out_features == classes and name.split(".")[0] != base
+        ]
         if not found:
-            raise UsageError(f"model_name_or_path={hf.config.name_or_path} ({type(hf).__name__}) has no linear classifier "
-                             "on top; use --pooling mean")  # fmt: skip
+            raise UsageError(
+                f"model_name_or_path={hf.config.name_or_path} ({type(hf).__name__}) has no linear classifier "
+                "on top; use --pooling mean"
+            )
         name, self_head = found[-1]
         self.head_path = f"hf.{name}"
         self.head_names = tuple(f"hf.{name}.{part}" for part, _ in self_head.named_parameters())

@@ -1,4 +1,5 @@
-"""How long a text a model can take: the positions that its configuration names, less those it keeps for itself.
+"""How long a text a model can take: the positions that its configuration names, less those it keeps for
+itself.
 
 A length that the user gave is refused where the model has fewer positions; the default becomes what it has.
 """
@@ -12,8 +13,21 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 
 DEFAULT = Config.max_length
-AFTER_PADDING = {"roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "longformer", "mpnet", "esm",
-                 "data2vec-text", "ibert", "xmod", "luke", "layoutlmv3"}  # fmt: skip
+AFTER_PADDING = {
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "roberta-prelayernorm",
+    "camembert",
+    "longformer",
+    "mpnet",
+    "esm",
+    "data2vec-text",
+    "ibert",
+    "xmod",
+    "luke",
+    "layoutlmv3",
+}
 """Model types that count positions from pad_token_id + 1."""
 
 
@@ -26,11 +40,16 @@ def positions(hf_config: Any) -> int | None:
 
 
 def fitted(config: Config, hf_config: Any) -> Config:
-    """The settings with a max_length that the model has positions for. Raises `UsageError` for a larger one than the default."""
+    """The settings with a max_length that the model has positions for.
+
+    Raises `UsageError` for a larger one than the default.
+    """
     most = positions(hf_config)
     if most is None or config.max_length <= most:
         return config
     if config.max_length != DEFAULT:
-        raise UsageError(f"max_length={config.max_length} is above the {most} positions of model_name_or_path="
-                         f"{config.model_name_or_path}; use {most} or less")  # fmt: skip
+        raise UsageError(
+            f"max_length={config.max_length} is above the {most} positions of model_name_or_path="
+            f"{config.model_name_or_path}; use {most} or less"
+        )
     return replace(config, max_length=most)

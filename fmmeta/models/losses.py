@@ -14,9 +14,9 @@ from fmmeta.tasks.batching import IGNORE, MicroBatch
 def objective(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Return this micro-batch's part of the set's mean loss, the rows it gets right, and its rows.
 
-    Summed over all micro-batches of all ranks the loss is the mean over the set: over rows for [B, C] logits, over
-    label tokens for [B, T, V] ones. A causal_lm row is right when each of its label tokens is the most likely one. Logits that
-    are not numbers are wrong.
+    Summed over all micro-batches of all ranks the loss is the mean over the set: over rows for [B, C] logits,
+    over label tokens for [B, T, V] ones. A causal_lm row is right when each of its label tokens is the most
+    likely one. Logits that are not numbers are wrong.
     """
     losses, right, rows = per_row(logits, batch)
     return losses.sum(), right.sum(), rows.sum()
@@ -34,7 +34,9 @@ def per_row(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
         wrong = ((logits.argmax(-1) != labels) & (labels != IGNORE)) | losses.isnan()
         numbers = batch.attention_mask  # rows of a sequence; one, unless they are packed
-        failed = numbers.new_zeros(len(numbers), numbers.shape[1] + 1).scatter_reduce(1, numbers[:, 1:], wrong.long(), "amax")
+        failed = numbers.new_zeros(len(numbers), numbers.shape[1] + 1).scatter_reduce(
+            1, numbers[:, 1:], wrong.long(), "amax"
+        )
         losses, rows = losses.sum(1), numbers.amax(1)
         right = rows - failed[:, 1:].sum(1)
     return losses * batch.weights, right * counted, rows * counted

@@ -1,12 +1,14 @@
-"""Adapters and heads with a task axis: rows of several tasks go through the frozen base together, each with its task's weights.
+"""Adapters and heads with a task axis: rows of several tasks go through the frozen base together, each with
+its task's weights.
 
     y = W x + (alpha / r) B_t A_t x        LoRA, rows of task t
     y = W_t x + b_t                        a head, or what else is trained whole
 
-The rows of a task lie together, as many as every other task's: x [N B, ...] for N tasks; without padding (models/unpadded.py)
-its tokens do, x [1, tokens, ...]. Values come from outside, by the names
-of the parameters that they stand in for; the modules' own parameters are neither read nor changed. The base is called once per
-pass for all tasks, through the modules that an engine watches, so that ZeRO 3 gathers it once.
+The rows of a task lie together, as many as every other task's: x [N B, ...] for N tasks; without padding
+(models/unpadded.py) its tokens do, x [1, tokens, ...]. Values come from outside, by the names of the
+parameters that they stand in for; the modules' own parameters are neither read nor changed. The base is
+called once per pass for all tasks, through the modules that an engine watches, so that ZeRO 3 gathers it
+once.
 """
 
 from __future__ import annotations
@@ -72,7 +74,10 @@ def per_task(x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int] |
 
 
 class TaskAxis:
-    """Where a learner's trained parameters are used. Raises `UsageError` for those of other layers than linear ones."""
+    """Where a learner's trained parameters are used.
+
+    Raises `UsageError` for those of other layers than linear ones.
+    """
 
     def __init__(self, learner: Learner) -> None:
         self.sites: list[Adapter | Whole] = []
@@ -88,12 +93,17 @@ class TaskAxis:
         self.names = [name for site in self.sites for name in site.names]
         missing = [name for name in trained if name not in self.names]
         if missing:
-            raise UsageError(f"task_batch: {missing[0]} is trained, and belongs to no linear layer nor to an adapter of one; use "
-                             "--task_batch 1")  # fmt: skip
+            raise UsageError(
+                f"task_batch: {missing[0]} is trained, and belongs to no linear layer nor to an adapter of"
+                " one; use --task_batch 1"
+            )
 
     @contextmanager
     def of(self, values: Values) -> Iterator[None]:
-        """Inside, the learner computes with `values`. Backward passes with recomputation belong inside, too."""
+        """Inside, the learner computes with `values`.
+
+        Backward passes with recomputation belong inside, too.
+        """
         tasks = len(next(iter(values.values())))
         for site in self.sites:
             site.layer.forward = bound(site, values, lambda x: self.unpadded.counts(x, tasks))

@@ -4,8 +4,9 @@
     in between       hidden states -> layers -> hidden states
     last stage       hidden states -> layers -> norm, pooling, head -> logits
 
-The model's own forward runs on every stage, so masks, positions and pooling are transformers' own: where an embedding was,
-the last stage's hidden states come in; a layer that lives elsewhere hands its input on. Nothing here communicates.
+The model's own forward runs on every stage, so masks, positions and pooling are transformers' own: where an
+embedding was, the last stage's hidden states come in; a layer that lives elsewhere hands its input on.
+Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ from fmmeta.models.learner import Learner
 
 @dataclass(frozen=True)
 class Family:
-    """Where the base model of a family keeps its parts. first: embeddings, the first of which starts the hidden states."""
+    """Where the base model of a family keeps its parts. first: embeddings, the first of which starts the
+    hidden states.
+    """
 
     layers: str
     first: tuple[str, ...]
     last: tuple[str, ...]
 
 
-LLAMA, BERT = Family("layers", ("embed_tokens",), ("norm",)), Family("encoder.layer", ("embeddings",), ("pooler",))
+LLAMA, BERT = (
+    Family("layers", ("embed_tokens",), ("norm",)),
+    Family("encoder.layer", ("embeddings",), ("pooler",)),
+)
 FAMILIES = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -71,8 +77,8 @@ class ZeroEmbedding(nn.Module):
 class Stage(nn.Module):
     """One stage. Between stages travel (hidden [B, T, H], input_ids [B, T], attention_mask [B, T]).
 
-    The hidden states are the only floating tensor, and come first: DeepSpeed wants a gradient for each floating one, and
-    keeps a receive buffer per place whatever its type.
+    The hidden states are the only floating tensor, and come first: DeepSpeed wants a gradient for each
+    floating one, and keeps a receive buffer per place whatever its type.
     """
 
     def __init__(self, learner: Learner, inlet: HiddenStateInput | None, last: bool) -> None:
@@ -80,7 +86,8 @@ class Stage(nn.Module):
         self.body: nn.Module = learner if last else base_of(learner)
         self.inlet, self.last = inlet, last
         self.want = "logits"
-        # a stage without adapters of its own: DeepSpeed wants something to train, and a gradient for what is sent back
+        # a stage without adapters of its own: DeepSpeed wants something to train, and a gradient for what is
+        # sent back
         trains = any(param.requires_grad for param in self.body.parameters())
         self.idle = None if trains else nn.Parameter(torch.zeros(1))
 
@@ -90,7 +97,9 @@ class Stage(nn.Module):
             self.inlet.hidden = received[0]
         if self.last:
             return self._busy(self.body(input_ids, attention_mask, want=self.want))
-        hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        hidden = self.body(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
         return self._busy(hidden), input_ids, attention_mask
 
     def _busy(self, output: Tensor) -> Tensor:
@@ -104,8 +113,10 @@ def base_of(learner: Learner) -> Any:
 
 def family_of(hf_config: Any) -> Family:
     if hf_config.model_type not in FAMILIES:
-        raise UsageError(f"pipeline_stages: model_type={hf_config.model_type} is not cut into stages; use one of "
-                         f"{', '.join(FAMILIES)}, or --group_size with ZeRO 3 for this one")  # fmt: skip
+        raise UsageError(
+            f"pipeline_stages: model_type={hf_config.model_type} is not cut into stages; use one of "
+            f"{', '.join(FAMILIES)}, or --group_size with ZeRO 3 for this one"
+        )
     return FAMILIES[hf_config.model_type]
 
 
@@ -114,7 +125,9 @@ class StagePartition:
     """Which stage holds what: `bounds[s]` to `bounds[s + 1]` are the layers of stage s."""
 
     bounds: tuple[int, ...]
-    owner: dict[str, int]  # stage of every parameter and saved buffer, by name; a tied one belongs to the first stage
+    owner: dict[
+        str, int
+    ]  # stage of every parameter and saved buffer, by name; a tied one belongs to the first stage
     sizes: tuple[int, ...]  # parameters held by each stage, copies of tied ones too
     trained: tuple[int, ...]  # those of them that are trained
     tied: str | None  # the parameter that the first and the last stage both train
@@ -122,18 +135,23 @@ class StagePartition:
 
 
 def plan_stages(learner: Learner, stages: int, costs: Sequence[float] | None = None) -> StagePartition:
-    """Share out the layers so that the largest stage has as few parameters as possible, or as small a sum of `costs` (one number
-    for each layer and what lies beside it). Raises `UsageError`.
+    """Share out the layers so that the largest stage has as few parameters as possible, or as small a sum of
+    `costs` (one number for each layer and what lies beside it). Raises `UsageError`.
     """
     family = family_of(learner.hf.config)
     base = base_of(learner)
     layers = base.get_submodule(family.layers)
     count = len(layers)
     if stages > count:
-        raise UsageError(f"pipeline_stages={stages} is above the {count} layers of the model; use {count} or fewer")
+        raise UsageError(
+            f"pipeline_stages={stages} is above the {count} layers of the model; use {count} or fewer"
+        )
     prefix = "hf." if base is learner.hf else f"hf.{learner.hf.base_model_prefix}."
     named = dict(learner.named_parameters(remove_duplicate=False))
-    home = {name: layer_of(name.removeprefix(prefix), name.startswith(prefix), family, count) for name in learner.state_dict()}
+    home = {
+        name: layer_of(name.removeprefix(prefix), name.startswith(prefix), family, count)
+        for name in learner.state_dict()
+    }
     weights = [0] * count
     for name, param in named.items():
         weights[home[name]] += param.numel()
@@ -142,10 +160,16 @@ def plan_stages(learner: Learner, stages: int, costs: Sequence[float] | None = N
     canonical = {id(param): name for name, param in reversed(named.items())}
     doubles = {name for name, param in named.items() if canonical[id(param)] != name}
     tied = sorted({canonical[id(named[name])] for name in doubles})
-    strange = [name for name in doubles if {stage_of[home[name]], stage_of[home[canonical[id(named[name])]]]} != {0, stages - 1}]
+    strange = [
+        name
+        for name in doubles
+        if {stage_of[home[name]], stage_of[home[canonical[id(named[name])]]]} != {0, stages - 1}
+    ]
     if strange or len(tied) > 1:
-        raise UsageError(f"pipeline_stages={stages}: the model ties {', '.join([*tied, *sorted(strange)])}, and only the first "
-                         "and the last layer may share one parameter; use --group_size with ZeRO 3")  # fmt: skip
+        raise UsageError(
+            f"pipeline_stages={stages}: the model ties {', '.join([*tied, *sorted(strange)])}, and only the"
+            " first and the last layer may share one parameter; use --group_size with ZeRO 3"
+        )
     owner = {name: stage_of[layer] for name, layer in home.items() if name not in doubles}
     sizes, trained = [0] * stages, [0] * stages
     for name, param in named.items():
@@ -153,18 +177,24 @@ def plan_stages(learner: Learner, stages: int, costs: Sequence[float] | None = N
         trained[stage_of[home[name]]] += param.numel() if param.requires_grad else 0
     trains = bool(tied) and named[tied[0]].requires_grad
     double = tied[0] if tied else None
-    return StagePartition(tuple(bounds), owner, tuple(sizes), tuple(trained), *((double, None) if trains else (None, double)))
+    return StagePartition(
+        tuple(bounds), owner, tuple(sizes), tuple(trained), *((double, None) if trains else (None, double))
+    )
 
 
 def layer_of(path: str, in_base: bool, family: Family, count: int) -> int:
-    """The layer beside which a tensor lives: embeddings beside the first one, norms and heads beside the last."""
+    """The layer beside which a tensor lives: embeddings beside the first one, norms and heads beside the
+    last.
+    """
     if in_base and path.startswith(f"{family.layers}."):
         return int(path[len(family.layers) + 1 :].split(".")[0])
     return 0 if in_base and path.split(".")[0] in family.first else count - 1
 
 
 def balance(weights: Sequence[float], parts: int) -> list[int]:
-    """Bounds of `parts` runs, none empty, whose heaviest is as light as can be; of equal cuts, the one with early bounds."""
+    """Bounds of `parts` runs, none empty, whose heaviest is as light as can be; of equal cuts, the one with
+    early bounds.
+    """
     n = len(weights)
     total = [0.0]
     for weight in weights:

@@ -35,13 +35,19 @@ def remembered(model_name_or_path: str) -> dict[str, Any]:
         used_splits.read(facts)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"model_name_or_path={model_name_or_path}: fmmeta.json cannot be read ({error}); mend or remove it"
+            f"model_name_or_path={model_name_or_path}: fmmeta.json cannot be read ({error}); mend or"
+            " remove it"
         ) from None
-    return {name: value for name, value in facts.items() if value is not None and value == value}  # NaN is not
+    return {
+        name: value for name, value in facts.items() if value is not None and value == value
+    }  # NaN is not
 
 
 def misfit(name: str, value: Any) -> str | None:
-    """What the value of a setting in fmmeta.json should be, if it is not. Other facts are read where they count."""
+    """What the value of a setting in fmmeta.json should be, if it is not.
+
+    Other facts are read where they count.
+    """
     types = {**get_type_hints(Config), "labels": list[str], "classes": int}
     if name not in (*REMEMBERED, "n_way", "classes", "labels"):
         return None
@@ -49,5 +55,8 @@ def misfit(name: str, value: Any) -> str | None:
     kind = get_args(types[name])[0] if listed else types[name]
     values = value if listed and isinstance(value, list) else [value]
     allowed = (int, float) if kind is float else kind
-    right = all(isinstance(one, allowed) and not isinstance(one, bool) for one in values) and isinstance(value, list) == listed
+    right = (
+        all(isinstance(one, allowed) and not isinstance(one, bool) for one in values)
+        and isinstance(value, list) == listed
+    )
     return None if right else f"{'a list of ' if listed else ''}{kind.__name__}"

@@ -12,7 +12,9 @@ HIDDEN, LAYERS, HEADS = 64, 2, 4
 
 
 def byte_tokenizer(max_length: int = 512) -> Any:
-    """A tokenizer of UTF-8 bytes with <pad>, <bos> and <eos>; an ordinary fast tokenizer that saves and loads as such."""
+    """A tokenizer of UTF-8 bytes with <pad>, <bos> and <eos>; an ordinary fast tokenizer that saves and loads
+    as such.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -26,16 +28,30 @@ def byte_tokenizer(max_length: int = 512) -> Any:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", vocabulary["<bos>"])]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
-                                   model_max_length=max_length, clean_up_tokenization_spaces=False)  # fmt: skip
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def tiny_config(task_type: str, max_length: int) -> Any:
     """Configuration of the built-in model."""
     from transformers import BertConfig, LlamaConfig
 
-    shared: dict[str, Any] = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "pad_token_id": 0,
-              "vocab_size": BYTES + 3, "max_position_embeddings": max_length}  # fmt: skip
+    shared: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "pad_token_id": 0,
+        "vocab_size": BYTES + 3,
+        "max_position_embeddings": max_length,
+    }
     if task_type == "classification":
         return BertConfig(intermediate_size=4 * HIDDEN, type_vocab_size=1, **shared)
-    return LlamaConfig(intermediate_size=3 * HIDDEN, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True, **shared)
+    return LlamaConfig(
+        intermediate_size=3 * HIDDEN, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True, **shared
+    )

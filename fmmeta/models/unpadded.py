@@ -2,9 +2,9 @@
 
     embeddings [B, T, H] --> [1, N, H] --> layers --> [B, T, H], zeros on padding            N: real tokens of the micro-batch
 
-All of a layer but its attention works token by token. Attention gets its rows back, padded as they were, and gives up padding
-again. The numbers are the same up to the rounding of products of other sizes. On CPUs, where arithmetic is what a pass costs; on
-a GPU the host would have to wait for N.
+All of a layer but its attention works token by token. Attention gets its rows back, padded as they were, and
+gives up padding again. The numbers are the same up to the rounding of products of other sizes. On CPUs, where
+arithmetic is what a pass costs; on a GPU the host would have to wait for N.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MODELS = ("bert", "roberta", "xlm-roberta", "camembert", "electra")  # `encoder(hidden, ...)` hands what it is given to attention
+MODELS = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "camembert",
+    "electra",
+)  # `encoder(hidden, ...)` hands what it is given to attention
 ATTENTION = "fmmeta_unpadded"  # what transformers calls it, in place of sdpa
 
 
@@ -41,17 +47,22 @@ class UnpaddedRows:
 
 
 class Unpadded:
-    """Around the encoder of `hf`, if it is one of MODELS with torch's attention; else nothing is changed, and `of` does nothing.
+    """Around the encoder of `hf`, if it is one of MODELS with torch's attention; else nothing is changed, and
+    `of` does nothing.
 
     Inside a pipeline the last stage alone leaves padding out.
     """
 
     def __init__(self, hf: Any) -> None:
         self.rows: UnpaddedRows | None = None  # of the pass under way
-        self.seen: UnpaddedRows | None = None  # of the last one: layers may be computed again for the backward pass
+        self.seen: UnpaddedRows | None = (
+            None  # of the last one: layers may be computed again for the backward pass
+        )
         base = getattr(hf, hf.base_model_prefix, hf)
         config = hf.config
-        self.works = config.model_type in MODELS and config._attn_implementation == "sdpa" and not config.is_decoder
+        self.works = (
+            config.model_type in MODELS and config._attn_implementation == "sdpa" and not config.is_decoder
+        )
         if self.works:
             own = copy.copy(config)  # masks are made, and the model is saved, by the one that it has
             own._attn_implementation = register()
@@ -68,21 +79,27 @@ class Unpadded:
         if self.works and attention_mask.device.type == "cpu" and not torch.compiler.is_compiling():
             places = attention_mask.flatten().nonzero()[:, 0]
             if len(places) < attention_mask.numel():
-                self.rows = self.seen = UnpaddedRows(places, (attention_mask.shape[0], attention_mask.shape[1]))
+                self.rows = self.seen = UnpaddedRows(
+                    places, (attention_mask.shape[0], attention_mask.shape[1])
+                )
         try:
             yield
         finally:
             self.rows = None
 
     def counts(self, x: Tensor, tasks: int) -> list[int] | None:
-        """Tokens of each of `tasks` equal runs of rows, if `x` [1, N, ...] is inside the encoder in the last pass, else None."""
+        """Tokens of each of `tasks` equal runs of rows, if `x` [1, N, ...] is inside the encoder in the last
+        pass, else None.
+        """
         if self.seen is None or x.shape[:2] != (1, len(self.seen.places)):
             return None
         rows, length = self.seen.shape
         return torch.bincount(self.seen.places // (rows // tasks * length), minlength=tasks).tolist()
 
     def _before(self, encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Layers that are computed again for the backward pass get the same `rows`: they are kept with the other arguments."""
+        """Layers that are computed again for the backward pass get the same `rows`: they are kept with the
+        other arguments.
+        """
         if self.rows is None:
             return None
         hidden, *others = args
@@ -94,8 +111,15 @@ class Unpadded:
         return output
 
 
-def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-              rows: UnpaddedRows | None = None, **named: Any) -> tuple[Tensor, None]:  # fmt: skip
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    rows: UnpaddedRows | None = None,
+    **named: Any,
+) -> tuple[Tensor, None]:
     """transformers' sdpa on [B, heads, T, D]; with `rows` on [1, heads, N, D], as if it were padded."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

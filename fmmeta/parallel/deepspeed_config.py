@@ -49,12 +49,31 @@ REFUSED = {
 
 # Blocks that change theta by rounding at most: how shards, buffers and logs are laid out.
 LAYOUT = {
-    "zero_optimization", "activation_checkpointing", "wall_clock_breakdown", "dump_state", "memory_breakdown", "flops_profiler",
-    "comms_logger", "monitor_config", "tensorboard", "wandb", "comet", "csv_monitor", "aio", "nebula", "checkpoint",
-}  # fmt: skip
+    "zero_optimization",
+    "activation_checkpointing",
+    "wall_clock_breakdown",
+    "dump_state",
+    "memory_breakdown",
+    "flops_profiler",
+    "comms_logger",
+    "monitor_config",
+    "tensorboard",
+    "wandb",
+    "comet",
+    "csv_monitor",
+    "aio",
+    "nebula",
+    "checkpoint",
+}
 # Set by `complete`, whatever the file says.
-REPLACED = {"bf16", "data_types", "communication_data_type", "steps_per_print", "zero_allow_untested_optimizer",
-            "zero_force_ds_cpu_optimizer"}  # fmt: skip
+REPLACED = {
+    "bf16",
+    "data_types",
+    "communication_data_type",
+    "steps_per_print",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+}
 
 
 @dataclass(frozen=True)
@@ -65,12 +84,16 @@ class DeepSpeedSettings:
     bf16: bool
     offload: bool
     live: int = 10**9  # parameters that ZeRO 3 may hold whole at a time
-    bucket: int = 5 * 10**8  # gradients that are reduced at a time; 0: as many as the square of the hidden size
+    bucket: int = (
+        5 * 10**8
+    )  # gradients that are reduced at a time; 0: as many as the square of the hidden size
     sub_group: int = 10**9  # parameters of a shard that ZeRO 3 updates at a time
     offload_param: bool = False  # the shards of the weights too
 
 
-def read(path: str | None, bf16: bool, notice: Callable[[str], None]) -> tuple[dict[str, Any], DeepSpeedSettings]:
+def read(
+    path: str | None, bf16: bool, notice: Callable[[str], None]
+) -> tuple[dict[str, Any], DeepSpeedSettings]:
     """Read and check a DeepSpeed file; no file means ZeRO 0.
 
     Raises `UsageError` naming the key, its value and what to use. `notice` gets a line per dropped block.
@@ -88,7 +111,10 @@ def check(
         if key in config:
             value = config.pop(key)
             if not all_auto(value):
-                raise UsageError(f"deepspeed={name} sets {key}={short(value)}, which fmmeta owns; remove it and use {instead}")
+                raise UsageError(
+                    f"deepspeed={name} sets {key}={short(value)}, which fmmeta owns; remove it and use"
+                    f" {instead}"
+                )
             notice(f"{name}: {key} is auto and left to fmmeta ({instead})")
     zero = config.setdefault("zero_optimization", {"stage": 0})
     if not isinstance(zero, dict):
@@ -96,7 +122,9 @@ def check(
     for block in (config, zero):
         for key in [k for k in block if k in REFUSED]:
             if is_on(block[key]):
-                raise UsageError(f"deepspeed={name} sets {key}={short(block[key])}: {REFUSED[key]}; remove it")
+                raise UsageError(
+                    f"deepspeed={name} sets {key}={short(block[key])}: {REFUSED[key]}; remove it"
+                )
             del block[key]
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
@@ -104,7 +132,11 @@ def check(
     offload = check_offload(zero, stage, name)
     asked = block_of(config, "bf16", '{"enabled": true}', name).get("enabled", "auto")
     bf16 = bf16 if asked == "auto" else bool(asked)
-    sizes = {"live": "stage3_max_live_parameters", "bucket": "reduce_bucket_size", "sub_group": "sub_group_size"}
+    sizes = {
+        "live": "stage3_max_live_parameters",
+        "bucket": "reduce_bucket_size",
+        "sub_group": "sub_group_size",
+    }
     given = {field: int(zero[key]) for field, key in sizes.items() if zero.get(key, "auto") != "auto"}
     if zero.get("reduce_bucket_size") == "auto":
         given["bucket"] = 0
@@ -112,11 +144,15 @@ def check(
 
 
 def recorded(config: dict[str, Any], precision: DeepSpeedSettings) -> dict[str, Any]:
-    """What a run's settings keep of a checked file: `precision` and what else changes theta, and the layout, which does not."""
+    """What a run's settings keep of a checked file: `precision` and what else changes theta, and the layout,
+    which does not.
+    """
     kept = {key: value for key, value in config.items() if key not in REPLACED and value != "auto"}
-    return {"precision": "bf16" if precision.bf16 else "fp32",
-            "deepspeed_values": {key: value for key, value in kept.items() if key not in LAYOUT},
-            "deepspeed_layout": {key: value for key, value in kept.items() if key in LAYOUT}}  # fmt: skip
+    return {
+        "precision": "bf16" if precision.bf16 else "fp32",
+        "deepspeed_values": {key: value for key, value in kept.items() if key not in LAYOUT},
+        "deepspeed_layout": {key: value for key, value in kept.items() if key in LAYOUT},
+    }
 
 
 def for_pipeline(
@@ -124,16 +160,21 @@ def for_pipeline(
 ) -> tuple[dict[str, Any], DeepSpeedSettings]:
     """The same file for a pipeline. Raises `UsageError` for what DeepSpeed's pipeline engine cannot do.
 
-    ZeRO 0 in bf16 becomes ZeRO 1: DeepSpeed uses one wrapper (BF16_Optimizer) for both, and adds gradients up in fp32 in
-    ZeRO 1 only. In fp32, ZeRO 1 computes no gradient norm: it would do so with one reduction over the stages per parameter
-    group, and stages have different groups (only the last one has a head), so they would wait for each other for ever.
+    ZeRO 0 in bf16 becomes ZeRO 1: DeepSpeed uses one wrapper (BF16_Optimizer) for both, and adds gradients up
+    in fp32 in ZeRO 1 only. In fp32, ZeRO 1 computes no gradient norm: it would do so with one reduction over
+    the stages per parameter group, and stages have different groups (only the last one has a head), so they
+    would wait for each other for ever.
     """
     if precision.zero_stage > 1:
-        raise UsageError(f"pipeline_stages does not go with ZeRO {precision.zero_stage}, which cuts what a stage computes with; "
-                         "use a DeepSpeed file with zero_optimization.stage 0 or 1")  # fmt: skip
+        raise UsageError(
+            f"pipeline_stages does not go with ZeRO {precision.zero_stage}, which cuts what a stage computes"
+            " with; use a DeepSpeed file with zero_optimization.stage 0 or 1"
+        )
     if precision.offload:
-        raise UsageError("pipeline_stages does not go with offload_optimizer, which DeepSpeed's pipeline engine was not tested "
-                         "with; remove it, or use ZeRO 3 without stages")  # fmt: skip
+        raise UsageError(
+            "pipeline_stages does not go with offload_optimizer, which DeepSpeed's pipeline engine was not"
+            " tested with; remove it, or use ZeRO 3 without stages"
+        )
     if precision.bf16 and precision.zero_stage == 0:
         notice("ZeRO 0 in bf16 runs as ZeRO 1 in a pipeline, which adds gradients up in fp32")
         config = {**config, "zero_optimization": {**config["zero_optimization"], "stage": 1}}
@@ -147,12 +188,17 @@ def for_tensor(precision: DeepSpeedSettings) -> None:
     """Raises `UsageError` for what was not tested around tensor parallelism."""
     if precision.zero_stage > 1 or precision.offload:
         what = "offload_optimizer" if precision.offload else f"ZeRO {precision.zero_stage}"
-        raise UsageError(f"tensor_parallel_size does not go with {what}, which was not tested around it; use a DeepSpeed "
-                         "file with zero_optimization.stage 0 or 1 and no offload")  # fmt: skip
+        raise UsageError(
+            f"tensor_parallel_size does not go with {what}, which was not tested around it; use a DeepSpeed "
+            "file with zero_optimization.stage 0 or 1 and no offload"
+        )
 
 
 def complete(config: dict[str, Any], precision: DeepSpeedSettings, hidden_size: int) -> dict[str, Any]:
-    """Fill "auto" values and set what meta-training relies on. `hidden_size` sizes the ZeRO-3 buckets as HF does."""
+    """Fill "auto" values and set what meta-training relies on.
+
+    `hidden_size` sizes the ZeRO-3 buckets as HF does.
+    """
     config = json.loads(json.dumps(config))
     zero = config["zero_optimization"]
     sizes = {
@@ -201,12 +247,19 @@ def check_offload(zero: dict[str, Any], stage: int, name: str) -> bool:
             zero.pop(key, None)
             continue
         if device != "cpu":
-            raise UsageError(f"deepspeed={name} sets {key}.device={device}; shards must stay in memory: use cpu or none")
+            raise UsageError(
+                f"deepspeed={name} sets {key}.device={device}; shards must stay in memory: use cpu or none"
+            )
         if block.get("ratio", 1.0) != 1.0:
-            raise UsageError(f"deepspeed={name} sets {key}.ratio={block['ratio']}, which needs DeepSpeed's own Adam; use 1.0")
+            raise UsageError(
+                f"deepspeed={name} sets {key}.ratio={block['ratio']}, which needs DeepSpeed's own Adam;"
+                " use 1.0"
+            )
         least = 3 if key == "offload_param" else 1
         if stage < least:
-            raise UsageError(f"deepspeed={name} sets {key} at zero_optimization.stage={stage}; use stage {least} or more")
+            raise UsageError(
+                f"deepspeed={name} sets {key} at zero_optimization.stage={stage}; use stage {least} or more"
+            )
         on = True
     return on
 
@@ -220,7 +273,9 @@ def block_of(parent: dict[str, Any], key: str, example: str, name: str) -> dict[
 
 def all_auto(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(key == "type" or all_auto(item) for key, item in value.items()) and "auto" in json.dumps(value)
+        return all(key == "type" or all_auto(item) for key, item in value.items()) and "auto" in json.dumps(
+            value
+        )
     return value == "auto"
 
 

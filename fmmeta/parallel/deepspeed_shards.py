@@ -5,9 +5,9 @@ A rank's part of the model is seen as one flat fp32 vector of S elements, laid o
     [ shard 0 | shard 1 | ... ]        one shard per tensor that DeepSpeed's optimizer wrapper steps
       `decay` ... | `no_decay` ... | `head` ...      parameter groups, in this order, each contiguous
 
-Everything above this file (snapshots, meta-gradients, outer moments, reductions) is arithmetic on such vectors.
-A `ParamMap` says which slice of which parameter each element is. Padding that ZeRO adds belongs to no parameter, nor does what
-has no name.
+Everything above this file (snapshots, meta-gradients, outer moments, reductions) is arithmetic on such
+vectors. A `ParamMap` says which slice of which parameter each element is. Padding that ZeRO adds belongs to
+no parameter, nor does what has no name.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ GROUPS = ("decay", "no_decay", "head")
 
 @dataclass(frozen=True)
 class Fragment:
-    """`length` elements of parameter `name`, from `offset` of the flattened parameter, lying at `begin` of the vector.
+    """`length` elements of parameter `name`, from `offset` of the flattened parameter, lying at `begin` of
+    the vector.
 
-    With a `cut` (dimension, first index, length: tensor parallelism) the offset counts in that part of the parameter.
+    With a `cut` (dimension, first index, length: tensor parallelism) the offset counts in that part of the
+    parameter.
     """
 
     name: str
@@ -71,8 +73,8 @@ def overlap(a: slice, b: slice) -> slice:
 class ParamMap:
     """Names for the elements of a rank's flat vector.
 
-    `replicated`: every rank of the group holds all of it (ZeRO 0), so sums over the model need no communication.
-    Where ranks hold parts, each element of the model is owned by exactly one of them.
+    `replicated`: every rank of the group holds all of it (ZeRO 0), so sums over the model need no
+    communication. Where ranks hold parts, each element of the model is owned by exactly one of them.
     """
 
     fragments: tuple[Fragment, ...]
@@ -85,7 +87,9 @@ class ParamMap:
         return [fragment for fragment in self.fragments if fragment.name in wanted]
 
     def counted(self) -> list[slice]:
-        """The parts of the vector that count in sums over the model: all of it but copies of what another rank owns."""
+        """The parts of the vector that count in sums over the model: all of it but copies of what another
+        rank owns.
+        """
         runs, begin = [], 0
         for fragment in sorted(self.fragments, key=lambda fragment: fragment.begin):
             if not fragment.owned:
@@ -103,7 +107,9 @@ class ParamMap:
         for fragment in self.named([name]):
             vector[fragment.here] += fragment.take(value).to(vector)
 
-    def whole(self, vector: Tensor, name: str, shape: tuple[int, ...], sum_over_group: Callable[[Tensor], Tensor]) -> Tensor:
+    def whole(
+        self, vector: Tensor, name: str, shape: tuple[int, ...], sum_over_group: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Assemble one parameter from the vectors of the group. Collective: group (none if replicated)."""
         flat = vector.new_zeros(torch.Size(shape).numel())
         for fragment in self.named([name]):
@@ -113,7 +119,8 @@ class ParamMap:
 
 
 def param_groups(model: nn.Module, head: Iterable[str], weight_decay: bool) -> list[dict[str, Any]]:
-    """Sort trainable parameters into GROUPS: no weight decay on vectors (norms, biases); `head` apart when it is per task.
+    """Sort trainable parameters into GROUPS: no weight decay on vectors (norms, biases); `head` apart when it
+    is per task.
 
     Without `weight_decay` all but the head are one group.
     """
@@ -122,20 +129,27 @@ def param_groups(model: nn.Module, head: Iterable[str], weight_decay: bool) -> l
     for name, param in model.named_parameters():
         if param.requires_grad:
             matrix = len(getattr(param, "ds_shape", param.shape)) > 1  # ZeRO 3 from birth empties the shape
-            sorted_into["head" if name in head else "decay" if weight_decay and matrix else "no_decay"].append(param)
+            sorted_into[
+                "head" if name in head else "decay" if weight_decay and matrix else "no_decay"
+            ].append(param)
     return [{"params": params, "name": name} for name, params in sorted_into.items() if params]
 
 
 Agreement = Literal["engine", "tap", "none"]
-"""Who sees to it that a step is taken by every rank of a group or, as soon as one gradient is not finite, by none: the engine;
-the tap, which is called once for the whole model; nobody."""
+"""Who sees to it that a step is taken by every rank of a group or, as soon as one gradient is not finite, by
+none: the engine; the tap, which is called once for the whole model; nobody.
+"""
 
-Piece = tuple[nn.Parameter, int, int, int]  # parameter, offset in its shard, offset in the parameter, elements
+Piece = tuple[
+    nn.Parameter, int, int, int
+]  # parameter, offset in its shard, offset in the parameter, elements
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The fp32 tensors that a DeepSpeed optimizer wrapper owns, what lies in them, and how the model learns of a change."""
+    """The fp32 tensors that a DeepSpeed optimizer wrapper owns, what lies in them, and how the model learns
+    of a change.
+    """
 
     tensors: list[Tensor]
     pieces: list[list[Piece]]
@@ -155,11 +169,15 @@ class Shards:
             found.append([run for run in [*runs, slice(begin, tensor.numel())] if run.start < run.stop])
         return found
 
-    def param_map(self, names: Mapping[int, tuple[str, tuple[int, ...]]], copies: Collection[str] = (),
-                  replicated: bool | None = None,
-                  cuts: Mapping[str, tuple[int, int, int]] | None = None) -> ParamMap:  # fmt: skip
-        """`names`: id of a parameter -> its name and whole shape; `copies`: names of those that another rank owns; `cuts`: the
-        part of a parameter that this rank holds, where it does not hold all of it.
+    def param_map(
+        self,
+        names: Mapping[int, tuple[str, tuple[int, ...]]],
+        copies: Collection[str] = (),
+        replicated: bool | None = None,
+        cuts: Mapping[str, tuple[int, int, int]] | None = None,
+    ) -> ParamMap:
+        """`names`: id of a parameter -> its name and whole shape; `copies`: names of those that another rank
+        owns; `cuts`: the part of a parameter that this rank holds, where it does not hold all of it.
         """
         fragments, groups, begin = [], {}, 0
         for tensor, pieces, group in zip(self.tensors, self.pieces, self.group_names, strict=True):
@@ -174,7 +192,9 @@ class Shards:
             first = groups[group].start if group in groups else begin
             begin += tensor.numel()
             groups[group] = slice(first, begin)
-        return ParamMap(tuple(fragments), begin, groups, self.replicated if replicated is None else replicated)
+        return ParamMap(
+            tuple(fragments), begin, groups, self.replicated if replicated is None else replicated
+        )
 
 
 def of_engine(engine: Any, group_rank: int) -> Shards:
@@ -184,29 +204,47 @@ def of_engine(engine: Any, group_rank: int) -> Shards:
     """
     wrapper = type(engine.optimizer).__name__
     if wrapper not in ADAPTERS:
-        raise TypeError(f"DeepSpeed optimizer wrapper {wrapper} is not one of {', '.join(ADAPTERS)}; "
-                        "use a tested DeepSpeed version (setup.py)")  # fmt: skip
+        raise TypeError(
+            f"DeepSpeed optimizer wrapper {wrapper} is not one of {', '.join(ADAPTERS)}; "
+            "use a tested DeepSpeed version (setup.py)"
+        )
     return ADAPTERS[wrapper](engine.optimizer, group_rank)
 
 
 def _unsharded(tap: Any, group_rank: int) -> Shards:
     """ZeRO 0, fp32: the parameters are the shards."""
     params = [(p, group["name"]) for group in tap.param_groups for p in group["params"]]
-    return Shards([p.data.view(-1) for p, _ in params], [[(p, 0, 0, p.numel())] for p, _ in params],
-                  [name for _, name in params], lambda: None, replicated=True, agreement="tap")  # fmt: skip
+    return Shards(
+        [p.data.view(-1) for p, _ in params],
+        [[(p, 0, 0, p.numel())] for p, _ in params],
+        [name for _, name in params],
+        lambda: None,
+        replicated=True,
+        agreement="tap",
+    )
 
 
 def _unfused(wrapper: Any, group_rank: int) -> Shards:
     """ZeRO 0, bf16: FP16_UnfusedOptimizer keeps one fp32 copy per parameter."""
-    pairs = [(master, param, group["name"]) for masters, params, group in
-             zip(wrapper.fp32_groups, wrapper.fp16_groups, wrapper.param_groups, strict=True)
-             for master, param in zip(masters, params, strict=True)]  # fmt: skip
+    pairs = [
+        (master, param, group["name"])
+        for masters, params, group in zip(
+            wrapper.fp32_groups, wrapper.fp16_groups, wrapper.param_groups, strict=True
+        )
+        for master, param in zip(masters, params, strict=True)
+    ]
 
     def refresh() -> None:
         torch._foreach_copy_([param.data for _, param, _ in pairs], [master.data for master, _, _ in pairs])
 
-    return Shards([m.data.view(-1) for m, _, _ in pairs], [[(p, 0, 0, p.numel())] for _, p, _ in pairs],
-                  [name for _, _, name in pairs], refresh, replicated=True, agreement="tap")  # fmt: skip
+    return Shards(
+        [m.data.view(-1) for m, _, _ in pairs],
+        [[(p, 0, 0, p.numel())] for _, p, _ in pairs],
+        [name for _, _, name in pairs],
+        refresh,
+        replicated=True,
+        agreement="tap",
+    )
 
 
 def _linked(params: Iterable[nn.Parameter]) -> list[Piece]:
@@ -222,19 +260,31 @@ def _linked(params: Iterable[nn.Parameter]) -> list[Piece]:
 
 def _zero_1_2(wrapper: Any, group_rank: int) -> Shards:
     names = [group["name"] for group in wrapper.optimizer.param_groups]
-    return Shards([t.data for t in wrapper.single_partition_of_fp32_groups], [_linked(g) for g in wrapper.bit16_groups],
-                  names, wrapper.update_lp_params, replicated=False,
-                  agreement="engine" if wrapper.compute_grad_norm else "none")  # fmt: skip
+    return Shards(
+        [t.data for t in wrapper.single_partition_of_fp32_groups],
+        [_linked(g) for g in wrapper.bit16_groups],
+        names,
+        wrapper.update_lp_params,
+        replicated=False,
+        agreement="engine" if wrapper.compute_grad_norm else "none",
+    )
 
 
 def _zero_1_bf16(wrapper: Any, group_rank: int) -> Shards:
     names = [group["name"] for group in wrapper.optimizer.param_groups]
-    return Shards([t.data for t in wrapper.fp32_groups_flat_partition], [_linked(g) for g in wrapper.bf16_groups],
-                  names, wrapper.update_lp_params, replicated=False)  # fmt: skip
+    return Shards(
+        [t.data for t in wrapper.fp32_groups_flat_partition],
+        [_linked(g) for g in wrapper.bf16_groups],
+        names,
+        wrapper.update_lp_params,
+        replicated=False,
+    )
 
 
 def _zero_3(wrapper: Any, group_rank: int) -> Shards:
-    """ZeRO 3: every parameter is cut into equal parts over the ranks; parts lie one after another in sub-groups."""
+    """ZeRO 3: every parameter is cut into equal parts over the ranks; parts lie one after another in
+    sub-groups.
+    """
     pieces = []
     for sub_group in wrapper.fp16_groups:
         at, found = 0, []
@@ -246,7 +296,9 @@ def _zero_3(wrapper: Any, group_rank: int) -> Shards:
                 found.append((param, at, offset, length))
             at += part
         pieces.append(found)
-    names = [wrapper.optimizer.param_groups[wrapper.sub_group_to_group_id[i]]["name"] for i in range(len(pieces))]
+    names = [
+        wrapper.optimizer.param_groups[wrapper.sub_group_to_group_id[i]]["name"] for i in range(len(pieces))
+    ]
 
     def refresh() -> None:
         wrapper._partition_all_parameters()

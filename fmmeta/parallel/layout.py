@@ -27,20 +27,33 @@ class Launch:
         if "RANK" in env and "WORLD_SIZE" in env:
             world_size = number(env, "WORLD_SIZE")
             local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or str(world_size)
-            launch = cls(number(env, "RANK"), world_size, number(env, "LOCAL_RANK", 0), int(local),
-                         env.get("MASTER_ADDR", "127.0.0.1"), number(env, "MASTER_PORT", 29500),
-                         env.get("GROUP_RANK") or env.get("CROSS_RANK") or "")  # torchrun's, deepspeed's  # fmt: skip
-        elif "SLURM_PROCID" in env and number(env, "SLURM_STEP_NUM_TASKS", number(env, "SLURM_NTASKS", 1)) > 1:
+            launch = cls(
+                number(env, "RANK"),
+                world_size,
+                number(env, "LOCAL_RANK", 0),
+                int(local),
+                env.get("MASTER_ADDR", "127.0.0.1"),
+                number(env, "MASTER_PORT", 29500),
+                env.get("GROUP_RANK") or env.get("CROSS_RANK") or "",
+            )  # torchrun's, deepspeed's
+        elif (
+            "SLURM_PROCID" in env and number(env, "SLURM_STEP_NUM_TASKS", number(env, "SLURM_NTASKS", 1)) > 1
+        ):
             launch = cls.from_slurm(env)
         else:
             launch = cls()
         if not 0 <= launch.global_rank < launch.world_size:
-            raise UsageError(f"RANK={launch.global_rank} is not below WORLD_SIZE={launch.world_size}; check the launcher")
+            raise UsageError(
+                f"RANK={launch.global_rank} is not below WORLD_SIZE={launch.world_size}; check the launcher"
+            )
         return launch
 
     @classmethod
     def from_slurm(cls, env: Mapping[str, str]) -> Launch:
-        """One process per task of `srun`. Without MASTER_ADDR the first node of the step is the meeting point."""
+        """One process per task of `srun`.
+
+        Without MASTER_ADDR the first node of the step is the meeting point.
+        """
         world_size = number(env, "SLURM_STEP_NUM_TASKS", number(env, "SLURM_NTASKS", 1))
         per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world_size)
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
@@ -48,7 +61,9 @@ class Launch:
             global_rank=number(env, "SLURM_PROCID"),
             world_size=world_size,
             local_rank=number(env, "SLURM_LOCALID", 0),
-            local_world_size=int(re.match(r"\d+", per_node).group()) if re.match(r"\d+", per_node) else world_size,  # type: ignore[union-attr]
+            local_world_size=(
+                int(re.match(r"\d+", per_node).group()) if re.match(r"\d+", per_node) else world_size
+            ),  # type: ignore[union-attr]
             master_addr=env.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1"),
             master_port=number(env, "MASTER_PORT", 20000 + number(env, "SLURM_JOB_ID", 0) % 20000),
             node=env.get("SLURM_NODEID", ""),
@@ -86,7 +101,9 @@ class Layout:
         world_size = self.launch.world_size
         if self.group_size < 1 or world_size % self.group_size:
             sizes = [str(d) for d in divisors(world_size)]
-            raise UsageError(f"group_size={self.group_size} does not divide world_size={world_size}; use {any_of(sizes)}")
+            raise UsageError(
+                f"group_size={self.group_size} does not divide world_size={world_size}; use {any_of(sizes)}"
+            )
 
     @property
     def num_groups(self) -> int:
@@ -110,7 +127,8 @@ class Layout:
 class GroupCoordinates:
     """Where a rank stands inside its group: group_size = pipeline stages x tensor ranks x data ranks.
 
-    Ranks follow each other as DeepSpeed counts them: tensor ranks are neighbours, then data ranks, then stages.
+    Ranks follow each other as DeepSpeed counts them: tensor ranks are neighbours, then data ranks, then
+    stages.
     """
 
     group_rank: int
@@ -121,7 +139,10 @@ class GroupCoordinates:
     def __post_init__(self) -> None:
         for name, size in (("pipeline_stages", self.stages), ("tensor_parallel_size", self.tensor)):
             if self.group_size % size:
-                raise UsageError(f"group_size={self.group_size} is not a multiple of {name}={size}; use {size} or {2 * size}")
+                raise UsageError(
+                    f"group_size={self.group_size} is not a multiple of {name}={size}; use {size} or"
+                    f" {2 * size}"
+                )
 
     @property
     def data(self) -> int:

@@ -1,10 +1,11 @@
-"""Where a rank's outer state lives: theta, the sum of directions, the outer moments. None of it is used inside the inner loop.
+"""Where a rank's outer state lives: theta, the sum of directions, the outer moments. None of it is used
+inside the inner loop.
 
     device (default)    beside the shards: work happens in place
     host (--offload_outer)    in the host's memory, pinned where there is a GPU; work happens on copies
 
-Work goes in pieces (`chunk`). Offloading what is idle: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840). On CPUs both
-are the same memory; the copies are made all the same, so that one path is tested everywhere.
+Work goes in pieces (`chunk`). Offloading what is idle: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840). On
+CPUs both are the same memory; the copies are made all the same, so that one path is tested everywhere.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor
 
 
 def chunk(device: torch.device) -> int:
-    """Elements that are worked on at a time: 4 MiB of a vector, which is new memory to a CPU only once (malloc gives blocks of 32
-    MiB, such as fp64 copies of larger pieces, back to the system every time); 16 MiB on GPUs, for fewer kernels.
+    """Elements that are worked on at a time: 4 MiB of a vector, which is new memory to a CPU only once
+    (malloc gives blocks of 32 MiB, such as fp64 copies of larger pieces, back to the system every time); 16
+    MiB on GPUs, for fewer kernels.
     """
     return 2**20 if device.type == "cpu" else 2**22
 
@@ -46,7 +48,9 @@ class OuterMemory:
         return torch.zeros(like.shape, dtype=like.dtype, pin_memory=self.device.type == "cuda")
 
     def pieces(self, place: slice) -> Iterator[slice]:
-        """`place` cut into what is worked on at a time: torch's AdamW needs as much again for its intermediate results."""
+        """`place` cut into what is worked on at a time: torch's AdamW needs as much again for its
+        intermediate results.
+        """
         size = chunk(self.device)
         for begin in range(place.start, place.stop, size):
             yield slice(begin, min(begin + size, place.stop))

@@ -7,8 +7,8 @@ they shard (docs/design.md). Three communicators exist beside each other:
     group   the ranks that hold one model; the default process group of each of them
     cross   equal group_rank in every group; carries the meta-gradient shards and nothing else
 
-With --elastic a launch is one group, `world` is its own, and `cross` is a crew of groups that come and go (crew.py); `everyone`
-is all processes of all groups either way.
+With --elastic a launch is one group, `world` is its own, and `cross` is a crew of groups that come and go
+(crew.py); `everyone` is all processes of all groups either way.
 
 A communicator has few verbs: sum, broadcast, gather bytes, barrier. No pickles travel.
 """
@@ -64,17 +64,21 @@ class Communicator:
         self.bytes_sent = 0  # payload handed to the reductions since it was last set to 0
 
     def sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> torch.Tensor:
-        """Replace `tensor` by its sum over the ranks. `wire`: what travels and is added (default: the tensor's own dtype).
-        Collective: this communicator.
+        """Replace `tensor` by its sum over the ranks.
+
+        `wire`: what travels and is added (default: the tensor's own dtype). Collective: this communicator.
         """
         for _ in self.begin_sum_(tensor, wire):
             pass
         return tensor
 
     def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Iterator[slice]:
-        """Begin `sum_`, bucket by bucket. What is returned has to be run through, once: places of the flat tensor, each of which
-        may be looked at as soon as it comes. Until then other communicators may be used. From another device than the
-        communicator's two buckets travel at a time, and nothing is left to wait for. Collective: this communicator.
+        """Begin `sum_`, bucket by bucket.
+
+        What is returned has to be run through, once: places of the flat tensor, each of which may be looked
+        at as soon as it comes. Until then other communicators may be used. From another device than the
+        communicator's two buckets travel at a time, and nothing is left to wait for. Collective: this
+        communicator.
         """
         flat = tensor.view(-1)
         if self.size == 1:
@@ -91,7 +95,9 @@ class Communicator:
         return self._arrivals(under_way, [part.numel() for part in parts])
 
     @staticmethod
-    def _arrivals(under_way: list[tuple[torch.Tensor, torch.Tensor, Any]], lengths: list[int]) -> Iterator[slice]:
+    def _arrivals(
+        under_way: list[tuple[torch.Tensor, torch.Tensor, Any]], lengths: list[int]
+    ) -> Iterator[slice]:
         begin = 0
         for length in lengths:
             if under_way:
@@ -118,12 +124,17 @@ class Communicator:
         lengths[self.rank] = len(payload)
         self.sum_(lengths)
         table = torch.zeros(self.size, max(1, int(lengths.max())), dtype=torch.uint8)
-        table[self.rank, : len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
+        table[self.rank, : len(payload)] = (
+            torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
+        )
         self.sum_(table)
         return [bytes(row[:length].tolist()) for row, length in zip(table, lengths.tolist(), strict=True)]
 
     def subset(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of some ranks of this one, which must be the default group; None on the others. Collective: this one."""
+        """A communicator of some ranks of this one, which must be the default group; None on the others.
+
+        Collective: this one.
+        """
         backend = dist.new_group(list(ranks))
         if self.rank not in ranks:
             return None
@@ -144,7 +155,8 @@ class Communicator:
         """Run a block without collectives on every rank; if one raises, all raise.
 
         A `UsageError` anywhere becomes the same `UsageError` everywhere (the lowest rank's). Any other
-        exception is raised where it happened and becomes a `PeerError` elsewhere. Collective: this communicator.
+        exception is raised where it happened and becomes a `PeerError` elsewhere. Collective: this
+        communicator.
         """
         failure: BaseException | None = None
         try:
@@ -166,11 +178,12 @@ class Communicator:
 
 
 class SharedStore:
-    """Notes by name, kept by one process (rank 0's, or torchrun's agent) and read without waiting for whoever writes them. Each
-    carries a code that needs the secret of this launch: whoever reaches the store can remove notes, and write none that count.
+    """Notes by name, kept by one process (rank 0's, or torchrun's agent) and read without waiting for whoever
+    writes them. Each carries a code that needs the secret of this launch: whoever reaches the store can
+    remove notes, and write none that count.
 
-    Nothing else works while a rank is stopped. If the keeper is the one that is stopped, every call waits: call from a thread
-    that may. One thread per board.
+    Nothing else works while a rank is stopped. If the keeper is the one that is stopped, every call waits:
+    call from a thread that may. One thread per board.
     """
 
     def __init__(self, store: dist.Store, secret: bytes) -> None:
@@ -182,8 +195,10 @@ class SharedStore:
     def read(self, names: Sequence[str]) -> list[str]:
         """Notes that are known to be there, at once; empty where another process than a rank has written one."""
         found = [note.decode(errors="replace") for note in self.store.multi_get(list(names))]
-        return [note[PROOF:] if is_proof(note[:PROOF], self.secret, name, note[PROOF:]) else ""
-                for name, note in zip(names, found, strict=True)]  # fmt: skip
+        return [
+            note[PROOF:] if is_proof(note[:PROOF], self.secret, name, note[PROOF:]) else ""
+            for name, note in zip(names, found, strict=True)
+        ]
 
     def look(self, name: str) -> str:
         """A note; empty if there is none."""
@@ -199,7 +214,9 @@ class ProcessGroups:
     group: Communicator
     cross: Communicator
     device: torch.device
-    background: Communicator | None = None  # the first group once more, for the threads that write checkpoints; None elsewhere
+    background: Communicator | None = (
+        None  # the first group once more, for the threads that write checkpoints; None elsewhere
+    )
     crew: Communicator | None = None  # with --elastic everyone who takes part, of all groups
 
     @property
@@ -224,19 +241,29 @@ class World:
         self.said: list[str] = []  # of the network, for rank 0 to say
         self.store: dist.Store | None = dist.HashStore()
         if launch.world_size > 1:
-            os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port),
-                              RANK=str(launch.global_rank), WORLD_SIZE=str(launch.world_size))  # fmt: skip
+            os.environ.update(
+                MASTER_ADDR=launch.master_addr,
+                MASTER_PORT=str(launch.master_port),
+                RANK=str(launch.global_rank),
+                WORLD_SIZE=str(launch.world_size),
+            )
             try:
                 self.store = loopback_store(launch) or next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
             except dist.DistNetworkError as error:
                 if "EADDRINUSE" not in str(error):
                     raise
-                raise UsageError(f"master_port={launch.master_port} is in use on {platform.node()}; give the launcher another, "
-                                 f"such as --master_port {launch.master_port + 1}") from None  # fmt: skip
+                raise UsageError(
+                    f"master_port={launch.master_port} is in use on {platform.node()}; give the launcher"
+                    f" another, such as --master_port {launch.master_port + 1}"
+                ) from None
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                met = agree_on_generation(cast(Any, self.store), launch.global_rank, launch.world_size, TIMEOUT.total_seconds())
+                met = agree_on_generation(
+                    cast(Any, self.store), launch.global_rank, launch.world_size, TIMEOUT.total_seconds()
+                )
                 self.store = dist.PrefixStore(met, self.store)
-            self.said = network.check_and_choose_interface(cast(Any, self.store), launch, device.type == "cuda")
+            self.said = network.check_and_choose_interface(
+                cast(Any, self.store), launch, device.type == "cuda"
+            )
             store = dist.PrefixStore("world", self.store)
             backend = dist.ProcessGroupGloo(store, launch.global_rank, launch.world_size, TIMEOUT)
         self.comm = Communicator(backend, launch.global_rank, launch.world_size, torch.device("cpu"))
@@ -247,10 +274,12 @@ class World:
     def run_on_first_rank_of_node(
         self, doing: str, work: Callable[[], T], timeout_s: float, say: Callable[[str], None] | None = None
     ) -> T:
-        """Run `work` on the first rank of every node, and when it is done there on the others, which find it prepared.
+        """Run `work` on the first rank of every node, and when it is done there on the others, which find it
+        prepared.
 
-        The second rank of a node says whom it waits for. What one rank raises all raise; but after `timeout_s` of waiting
-        for a rank that does not answer, those that wait raise `UsageError` without it. Collective: world.
+        The second rank of a node says whom it waits for. What one rank raises all raise; but after
+        `timeout_s` of waiting for a rank that does not answer, those that wait raise `UsageError` without it.
+        Collective: world.
         """
         assert self.store is not None, "before close"
         board = SharedStore(self.store, self.secret)
@@ -269,14 +298,25 @@ class World:
                     board.set(key, done)
         return cast("T", result)
 
-    def _wait(self, board: SharedStore, key: str, doing: str, first: int, timeout_s: float, say: Callable[[str], None]) -> bool:
+    def _wait(
+        self,
+        board: SharedStore,
+        key: str,
+        doing: str,
+        first: int,
+        timeout_s: float,
+        say: Callable[[str], None],
+    ) -> bool:
         """Whether the rank `first` has done it."""
         began, told, mine = time.monotonic(), 0.0, self.launch.global_rank
         speaks, whom = self.nodes.second(mine), f"rank {first} on {platform.node()} ({doing})"
         while not (found := board.look(key)):
             waited = time.monotonic() - began
             if waited > timeout_s:
-                text = f"prepare_timeout={timeout_s:g}: rank {mine} has waited {waited:.0f} s for {whom}; raise it, or look there"
+                text = (
+                    f"prepare_timeout={timeout_s:g}: rank {mine} has waited {waited:.0f} s for {whom}; raise"
+                    " it, or look there"
+                )
                 if speaks:
                     say(f"error: {text}")
                 raise UsageError(text)
@@ -289,17 +329,25 @@ class World:
     def split(self, group_size: int, default_group: bool = True) -> ProcessGroups:
         """Make groups of `group_size`; with `default_group` each becomes the default world of its processes.
 
-        Sets RANK and WORLD_SIZE to the group's values, which DeepSpeed and transformers read. Collective: world.
+        Sets RANK and WORLD_SIZE to the group's values, which DeepSpeed and transformers read. Collective:
+        world.
         """
         layout = Layout(self.launch, group_size)
         assert self.store is not None, "split before close"
-        os.environ.update(RANK=str(layout.group_rank), WORLD_SIZE=str(group_size), LOCAL_RANK=str(self.launch.local_rank))
+        os.environ.update(
+            RANK=str(layout.group_rank), WORLD_SIZE=str(group_size), LOCAL_RANK=str(self.launch.local_rank)
+        )
         on_gpu = self.device.type == "cuda"
         group_backend = None
         if default_group or group_size > 1:
             store = dist.PrefixStore(f"group{layout.group_index}", self.store)
-            dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=layout.group_rank,
-                                    world_size=group_size, timeout=TIMEOUT)  # fmt: skip
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=store,
+                rank=layout.group_rank,
+                world_size=group_size,
+                timeout=TIMEOUT,
+            )
             group_backend = dist.group.WORLD
         cross_backend = None
         if layout.num_groups > 1:
@@ -311,7 +359,11 @@ class World:
         background = None
         if layout.group_index == 0:
             store = dist.PrefixStore("background", self.store)
-            backend = dist.ProcessGroupGloo(store, layout.group_rank, group_size, TIMEOUT) if group_size > 1 else None
+            backend = (
+                dist.ProcessGroupGloo(store, layout.group_rank, group_size, TIMEOUT)
+                if group_size > 1
+                else None
+            )
             background = Communicator(backend, layout.group_rank, group_size, torch.device("cpu"))
         self.made += [group, cross, *([background] if background else [])]
         return ProcessGroups(layout, self.comm, group, cross, self.device, background)
@@ -325,7 +377,8 @@ class World:
     def close(self) -> None:
         """Close the process groups of this process. Not collective, so that it also serves after a failure.
 
-        Their threads end here: left to the interpreter's last moments they can abort the process (exit code 134).
+        Their threads end here: left to the interpreter's last moments they can abort the process (exit code
+        134).
         """
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -335,8 +388,8 @@ class World:
 
 
 def loopback_store(launch: Launch) -> dist.Store | None:
-    """The store of a launch whose ranks meet at a loopback address, on rank 0 where no launcher keeps it: torch's own listens on
-    all interfaces. None otherwise, also where the port is in use (torch then says so).
+    """The store of a launch whose ranks meet at a loopback address, on rank 0 where no launcher keeps it:
+    torch's own listens on all interfaces. None otherwise, also where the port is in use (torch then says so).
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if launch.global_rank or agent or not network.is_loopback(launch.master_addr):
@@ -350,12 +403,21 @@ def loopback_store(launch: Launch) -> dist.Store | None:
 def listening_store(host: str, port: int) -> dist.TCPStore:
     """A store of this process that listens on the address `host` alone; port 0: any. Raises `OSError`."""
     listener = network.listen(host, port)
-    return dist.TCPStore(host, listener.getsockname()[1], is_master=True, wait_for_workers=False, timeout=TIMEOUT,
-                         multi_tenant=port > 0, master_listen_fd=listener.detach())  # fmt: skip
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=TIMEOUT,
+        multi_tenant=port > 0,
+        master_listen_fd=listener.detach(),
+    )
 
 
 class RendezvousStore:
-    """Where processes of different launches meet: notes kept by the process that opens it, at `address` (host:port)."""
+    """Where processes of different launches meet: notes kept by the process that opens it, at `address`
+    (host:port).
+    """
 
     def __init__(self, host: str) -> None:
         self.store = listening_store(host, 0)
@@ -363,7 +425,9 @@ class RendezvousStore:
 
 
 def is_reachable(address: str, timeout_s: float) -> bool:
-    """Whether the process that has opened a `RendezvousStore` is there: the kernel refuses for one that has ended."""
+    """Whether the process that has opened a `RendezvousStore` is there: the kernel refuses for one that has
+    ended.
+    """
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout_s).close()
@@ -373,8 +437,9 @@ def is_reachable(address: str, timeout_s: float) -> bool:
 
 
 def connect_gloo(address: str, name: str, rank: int, size: int, timeout: timedelta, here: str) -> Any:
-    """A gloo backend of `size` ranks that meet at a `RendezvousStore` under a name that is used once. here: the own address, which gloo
-    listens on unless the user names an interface. Raises `RuntimeError` where one of them does not come. Collective: these ranks.
+    """A gloo backend of `size` ranks that meet at a `RendezvousStore` under a name that is used once. here:
+    the own address, which gloo listens on unless the user names an interface. Raises `RuntimeError` where one
+    of them does not come. Collective: these ranks.
     """
     host, _, port = address.rpartition(":")
     notes = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)

@@ -1,7 +1,9 @@
-"""A name that the processes of one launch agree on, in a store that may still hold the notes of an earlier one.
+"""A name that the processes of one launch agree on, in a store that may still hold the notes of an earlier
+one.
 
-torchrun's agent keeps its store over `--max-restarts` when the rendezvous is static (torch's comment says otherwise), and ranks
-that read each other's old addresses wait for ever. So every process brings a number of its own:
+torchrun's agent keeps its store over `--max-restarts` when the rendezvous is static (torch's comment says
+otherwise), and ranks that read each other's old addresses wait for ever. So every process brings a number of
+its own:
 
     all     join/<rank> = own number
     first   roster = a new name and the numbers it has read; again, whenever one of them has changed
@@ -30,8 +32,13 @@ class StoreProtocol(Protocol):
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
 
-def agree_on_generation(notes: StoreProtocol, rank: int, size: int, timeout_s: float, number: str | None = None) -> str:
-    """Return a name that is new and the same for all. Raises `TimeoutError`. Collective: everybody, by way of `notes`."""
+def agree_on_generation(
+    notes: StoreProtocol, rank: int, size: int, timeout_s: float, number: str | None = None
+) -> str:
+    """Return a name that is new and the same for all.
+
+    Raises `TimeoutError`. Collective: everybody, by way of `notes`.
+    """
     number = number or uuid.uuid4().hex
     deadline = time.monotonic() + timeout_s
     notes.set(f"join/{rank}", number)

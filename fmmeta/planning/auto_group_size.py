@@ -18,14 +18,19 @@ HEADROOM = 0.9  # allocators, buckets and the runtime need the rest
 
 
 def free_bytes(device: torch.device, local_world_size: int) -> int:
-    """Memory that one rank may use: its GPU's, or its share of what the host has free, or what limits leave it."""
+    """Memory that one rank may use: its GPU's, or its share of what the host has free, or what limits leave
+    it.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return host_bytes(local_world_size)
 
 
-def check_group_size(world: World, sizes: Sizes, precision: DeepSpeedSettings, group_size: int, model_ranks: int = 1) -> None:
-    """Refuse a group size that was asked for and cannot hold the model. `model_ranks`: stages x tensor ranks. Collective: world.
+def check_group_size(
+    world: World, sizes: Sizes, precision: DeepSpeedSettings, group_size: int, model_ranks: int = 1
+) -> None:
+    """Refuse a group size that was asked for and cannot hold the model. `model_ranks`: stages x tensor ranks.
+    Collective: world.
 
     With offload part of it lies elsewhere: nothing is refused.
     """
@@ -33,11 +38,21 @@ def check_group_size(world: World, sizes: Sizes, precision: DeepSpeedSettings, g
     needed = estimate(sizes, at_size(precision, group_size), group_size // model_ranks)
     if needed.total > free and not precision.offload:
         sizes_tried = [size for size in divisors(world.launch.world_size) if size % model_ranks == 0]
-        enough = [s for s in sizes_tried if estimate(sizes, at_size(precision, s), s // model_ranks).total <= HEADROOM * free]
-        instead = f"group_size {any_of([str(size) for size in enough])}" if enough else "ZeRO 3, --pipeline_stages or more ranks"
+        enough = [
+            s
+            for s in sizes_tried
+            if estimate(sizes, at_size(precision, s), s // model_ranks).total <= HEADROOM * free
+        ]
+        instead = (
+            f"group_size {any_of([str(size) for size in enough])}"
+            if enough
+            else "ZeRO 3, --pipeline_stages or more ranks"
+        )
         stage = at_size(precision, group_size).zero_stage
-        raise UsageError(f"group_size={group_size} needs {needed} per rank at ZeRO {stage}, and {free / GIB:.3g} GiB are free; "
-                         f"use {instead}")  # fmt: skip
+        raise UsageError(
+            f"group_size={group_size} needs {needed} per rank at ZeRO {stage}, and {free / GIB:.3g} GiB are"
+            f" free; use {instead}"
+        )
 
 
 def at_size(precision: DeepSpeedSettings, group_size: int) -> DeepSpeedSettings:
@@ -54,9 +69,11 @@ def least_free(world: World) -> tuple[int, int]:
     return free, host
 
 
-def choose_group_size(world: World, sizes: Sizes, precision: DeepSpeedSettings, model_ranks: int = 1) -> tuple[int, str]:
-    """Smallest number of ranks whose groups stay inside a node, and multiple of `model_ranks` (stages x tensor ranks), at which
-    the estimate fits, and the arithmetic. Collective: world.
+def choose_group_size(
+    world: World, sizes: Sizes, precision: DeepSpeedSettings, model_ranks: int = 1
+) -> tuple[int, str]:
+    """Smallest number of ranks whose groups stay inside a node, and multiple of `model_ranks` (stages x
+    tensor ranks), at which the estimate fits, and the arithmetic. Collective: world.
 
     Raises `UsageError` on every rank if none does.
     """
@@ -67,6 +84,8 @@ def choose_group_size(world: World, sizes: Sizes, precision: DeepSpeedSettings, 
             if needed.total <= HEADROOM * free and needed.host <= HEADROOM * host:
                 return size, f"group_size {size} (auto): {needed}, of {free / GIB:.3g} GiB free per rank"
     in_host = f" (and {host / GIB:.3g} in host memory)" if needed.host else ""
-    raise UsageError(f"group_size=auto finds no room: {local} ranks of a group need {needed} each at ZeRO "
-                     f"{precision.zero_stage}, and {free / GIB:.3g} GiB are free{in_host}; use a higher ZeRO stage, offload, "
-                     "more GPUs or a smaller --micro_batch_size")  # fmt: skip
+    raise UsageError(
+        f"group_size=auto finds no room: {local} ranks of a group need {needed} each at ZeRO"
+        f" {precision.zero_stage}, and {free / GIB:.3g} GiB are free{in_host}; use a higher ZeRO stage,"
+        " offload, more GPUs or a smaller --micro_batch_size"
+    )

@@ -1,4 +1,5 @@
-"""Measure a machine for the plan: `--calibrate` starts as many ranks as there are GPUs (two on a machine without) and tries
+"""Measure a machine for the plan: `--calibrate` starts as many ranks as there are GPUs (two on a machine
+without) and tries
 
     products      a forward and backward pass through each kind of layer of the model (models/timing.py), all ranks at the same
                   time; its flops by seconds, in the precision that is planned
@@ -7,8 +8,8 @@
     link          an all-reduce of 32 MB between the ranks, and a tiny one for the latency
     host          the vectors once more in host memory, and copies of pinned memory to the device, where that is another
 
-What an engine adds to a pass is not measured and counts as nothing. One machine cannot measure a network: between nodes the
-link is taken to be that of the node.
+What an engine adds to a pass is not measured and counts as nothing. One machine cannot measure a network:
+between nodes the link is taken to be that of the node.
 """
 
 from __future__ import annotations
@@ -49,10 +50,19 @@ def measure(plan: PlanConfig) -> Profile:
             port = str(probe.getsockname()[1])
         ranks = []
         for rank in range(count):
-            env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_PORT": port,
-                   "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}  # fmt: skip
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "MASTER_PORT": port,
+                "LOCAL_WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1",
+            }
             words = [sys.executable, "-m", "fmmeta.planning.calibrate", str(asked), str(out)]
-            ranks.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            ranks.append(
+                subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            )
         try:
             said = wait(ranks)
         finally:
@@ -111,9 +121,22 @@ def of_ranks(plan: PlanConfig, ranks: Any) -> Profile:
     told = [json.loads(text) for text in ranks.world.gather_bytes(json.dumps(found).encode())]
     mean = {name: statistics.mean(one[name] for one in told) for name in found}
     precision = "bf16" if bf16 else "fp32"
-    return Profile("measured", device.type, mean["products"], mean["products"], mean["memory"], mean["link"], mean["link"],
-                   mean["host_link"], mean["host"], mean["latency"], 0.0, 0.0, mean["page_in"],
-                   f"measured on {size} ranks ({device.type}, {precision}); between nodes as inside")  # fmt: skip
+    return Profile(
+        "measured",
+        device.type,
+        mean["products"],
+        mean["products"],
+        mean["memory"],
+        mean["link"],
+        mean["link"],
+        mean["host_link"],
+        mean["host"],
+        mean["latency"],
+        0.0,
+        0.0,
+        mean["page_in"],
+        f"measured on {size} ranks ({device.type}, {precision}); between nodes as inside",
+    )
 
 
 def product_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float:
@@ -146,7 +169,9 @@ def product_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float
 
 
 def plain_rate(text: Any, tokens: int, device: Any, bf16: bool) -> float:
-    """Flop/s of products [tokens, H] x [H, 4 H] and their two gradients, for a family whose layers are not tried."""
+    """Flop/s of products [tokens, H] x [H, 4 H] and their two gradients, for a family whose layers are not
+    tried.
+    """
     import torch
 
     hidden = getattr(text, "hidden_size", 768)

@@ -1,4 +1,6 @@
-"""`fmmeta plan`: from a config.json and a number of GPUs to the layouts that fit, and the command that runs the best one."""
+"""`fmmeta plan`: from a config.json and a number of GPUs to the layouts that fit, and the command that runs
+the best one.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,13 @@ def run(plan: PlanConfig) -> None:
     elif fits:
         print(show.text(planner, layouts))
     if plan.picture is not None and layouts:
-        shown = [one for lora in (False, True) for one in show.best(layouts, lora, plan.top)] or layouts[: plan.top]
-        picture.write(plan.picture, picture.svg(shown, plan.gpu_memory_gib, f"Memory of {plan.model_name_or_path} by layout"))
+        shown = [one for lora in (False, True) for one in show.best(layouts, lora, plan.top)] or layouts[
+            : plan.top
+        ]
+        picture.write(
+            plan.picture,
+            picture.svg(shown, plan.gpu_memory_gib, f"Memory of {plan.model_name_or_path} by layout"),
+        )
     if not fits:
         raise UsageError(show.lacking(planner, layouts))
 

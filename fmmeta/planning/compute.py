@@ -1,7 +1,8 @@
-"""What one task asks of a rank: flops, bytes on the wire, bytes of vector arithmetic. Counted from the layout, not timed.
+"""What one task asks of a rank: flops, bytes on the wire, bytes of vector arithmetic. Counted from the
+layout, not timed.
 
-Passes are those of meta/costs.py, micro-batches those of tasks/batch.py. On the wire counts the payload that a rank hands to a
-collective or sends, as `comm_bytes` in metrics.jsonl does:
+Passes are those of meta/costs.py, micro-batches those of tasks/batch.py. On the wire counts the payload that
+a rank hands to a collective or sends, as `comm_bytes` in metrics.jsonl does:
 
     gather     ZeRO 3: parameters, for each forward pass and each backward pass that finds them gone; ZeRO 1 and 2: updated ones
     reduce     gradients, fp32: once a pass (ZeRO 0, 1), once a micro-batch (ZeRO 2, 3)
@@ -31,12 +32,16 @@ from fmmeta.parallel.workers.tensor_parallel import cut_patterns
 from fmmeta.planning.memory import Sizes
 from fmmeta.planning.sizes import micro_batches, stage_rows
 
-COLUMNS = 5  # products cut by columns in a layer of parallel/tensor.py's plan: queries, keys, values, gate and up
+COLUMNS = (
+    5  # products cut by columns in a layer of parallel/tensor.py's plan: queries, keys, values, gate and up
+)
 
 
 @dataclass(frozen=True)
 class MatmulCounts:
-    """Matrix products of a model: weights that each token meets, in all, of its fullest stage, and per tensor rank."""
+    """Matrix products of a model: weights that each token meets, in all, of its fullest stage, and per tensor
+    rank.
+    """
 
     whole: int
     trained: int  # of them, those whose gradients are taken
@@ -58,10 +63,16 @@ def products(learner: Learner, config: Config) -> MatmulCounts:
     """Of a learner without storage. A tied output layer is a product too; embeddings are looked up."""
     text = learner.hf.config.get_text_config()
     heads = getattr(text, "num_attention_heads", 12)
-    width = getattr(text, "num_hidden_layers", 12) * heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    width = (
+        getattr(text, "num_hidden_layers", 12)
+        * heads
+        * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    )
     found = ((name, weight_of(module)) for name, module in learner.named_modules())
     weights = [(name, weight) for name, weight in found if weight is not None]
-    whole, trained = (sum(w.numel() for _, w in weights if w.requires_grad or every) for every in (True, False))
+    whole, trained = (
+        sum(w.numel() for _, w in weights if w.requires_grad or every) for every in (True, False)
+    )
     inside = sum(w.numel() for name, w in weights if re.search(r"\.\d+\.", name))
     if config.tensor_parallel_size > 1:
         ranks, is_cut = config.tensor_parallel_size, cut_patterns(learner.hf.config)
@@ -78,7 +89,11 @@ def products(learner: Learner, config: Config) -> MatmulCounts:
 
 def weight_of(module: nn.Module) -> torch.Tensor | None:
     """The matrix of a linear layer (GPT-2's are transposed)."""
-    return getattr(module, "weight", None) if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" else None
+    return (
+        getattr(module, "weight", None)
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        else None
+    )
 
 
 @dataclass(frozen=True)
@@ -109,7 +124,9 @@ class Wire:
 
 @dataclass(frozen=True)
 class PassCost:
-    """A pass over one set on the rank that has most to do: flops, micro-batches that follow each other, bytes on the wire."""
+    """A pass over one set on the rank that has most to do: flops, micro-batches that follow each other, bytes
+    on the wire.
+    """
 
     flops: float
     wire: Wire
@@ -119,8 +136,8 @@ class PassCost:
 
 @dataclass(frozen=True)
 class TaskCost:
-    """All passes of one task, by kind and how often; `writes`: whole vectors put into the worker besides, each with the wire of
-    `refresh`.
+    """All passes of one task, by kind and how often; `writes`: whole vectors put into the worker besides,
+    each with the wire of `refresh`.
     """
 
     passes: Sequence[tuple[int, PassCost]]
@@ -138,21 +155,37 @@ class TaskCost:
 
 
 def task_work(
-    config: Config, precision: DeepSpeedSettings, sizes: Sizes, asked: MatmulCounts, data: int, row_tokens: int
+    config: Config,
+    precision: DeepSpeedSettings,
+    sizes: Sizes,
+    asked: MatmulCounts,
+    data: int,
+    row_tokens: int,
 ) -> TaskCost:
     """One task of a run. data: data-parallel ranks of the group."""
     many = passes(config, data, leaves_open(config, precision, data))
     support, query = rows_of(config)
-    kinds = [(many.support, support, True), (many.query, query, True), (many.support_forwards, support, False),
-             (many.query_forwards, query, False)]  # fmt: skip
-    found = [(times, one_pass(config, precision, sizes, asked, data, rows, row_tokens, back))
-             for times, rows, back in kinds if times]  # fmt: skip
+    kinds = [
+        (many.support, support, True),
+        (many.query, query, True),
+        (many.support_forwards, support, False),
+        (many.query_forwards, query, False),
+    ]
+    found = [
+        (times, one_pass(config, precision, sizes, asked, data, rows, row_tokens, back))
+        for times, rows, back in kinds
+        if times
+    ]
     return TaskCost(found, many.training, many.writes, refresh(precision, sizes, data))
 
 
 def leaves_open(config: Config, precision: DeepSpeedSettings, data: int) -> bool:
-    """Whether workers of this layout keep a forward pass until its backward pass is asked for (WholeWorker.keeps)."""
-    return config.pipeline_stages * config.tensor_parallel_size == 1 and (precision.zero_stage < 3 or data == 1)
+    """Whether workers of this layout keep a forward pass until its backward pass is asked for
+    (WholeWorker.keeps).
+    """
+    return config.pipeline_stages * config.tensor_parallel_size == 1 and (
+        precision.zero_stage < 3 or data == 1
+    )
 
 
 def needed_flops(config: Config, asked: MatmulCounts, tokens: int) -> float:
@@ -161,11 +194,21 @@ def needed_flops(config: Config, asked: MatmulCounts, tokens: int) -> float:
     support, query = rows_of(config)
     trained = many.support * support + many.query * query
     looked_at = many.support_forwards * support + many.query_forwards * query
-    return tokens * (asked.flops(tokens, True, False) * trained + asked.flops(tokens, False, False) * looked_at)
+    return tokens * (
+        asked.flops(tokens, True, False) * trained + asked.flops(tokens, False, False) * looked_at
+    )
 
 
-def one_pass(config: Config, precision: DeepSpeedSettings, sizes: Sizes, asked: MatmulCounts, data: int, rows: int, tokens: int,
-             backward: bool) -> PassCost:  # fmt: skip
+def one_pass(
+    config: Config,
+    precision: DeepSpeedSettings,
+    sizes: Sizes,
+    asked: MatmulCounts,
+    data: int,
+    rows: int,
+    tokens: int,
+    backward: bool,
+) -> PassCost:
     stages, width = config.pipeline_stages, 2 if precision.bf16 else 4
     most = stage_rows(config, data) if stages > 1 else config.micro_batch_size
     rounds, each = micro_batches(rows, data, most)
@@ -176,7 +219,10 @@ def one_pass(config: Config, precision: DeepSpeedSettings, sizes: Sizes, asked: 
     wire = Wire()
     if stages > 1:
         ids = each * tokens * 16
-        wire += Wire(send=rounds * (hidden + ids + (hidden if backward else 0)), collectives=rounds * (2 if backward else 1))
+        wire += Wire(
+            send=rounds * (hidden + ids + (hidden if backward else 0)),
+            collectives=rounds * (2 if backward else 1),
+        )
     if config.tensor_parallel_size > 1:
         forward = 2 * (2 if config.gradient_checkpointing and backward else 1)
         sums = sizes.layers * (forward + (COLUMNS if backward else 0))
@@ -189,7 +235,9 @@ def one_pass(config: Config, precision: DeepSpeedSettings, sizes: Sizes, asked: 
     if backward and data > 1:
         each_time = rounds if stage > 1 else 1
         buckets = max(1, -(-sizes.params // (precision.bucket or sizes.hidden**2)))
-        wire += Wire(reduce=each_time * 4 * sizes.params, collectives=each_time * buckets) + refresh(precision, sizes, data)
+        wire += Wire(reduce=each_time * 4 * sizes.params, collectives=each_time * buckets) + refresh(
+            precision, sizes, data
+        )
     return PassCost(flops, wire, backward, gathers * held * width // data if precision.offload_param else 0)
 
 

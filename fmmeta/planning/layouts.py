@@ -1,4 +1,6 @@
-"""What each way to spread a model needs, and how long its outer step takes: memory, work and machine brought together."""
+"""What each way to spread a model needs, and how long its outer step takes: memory, work and machine brought
+together.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class Planner:
     def layouts(self) -> list[PlannedLayout]:
         """All of them: those that fit first, the fastest first; then those that lack least."""
         found = [layout for way in strategies(self.plan) if (layout := self._largest(way))]
-        return sorted(found, key=lambda one: (one.lacking, one.step_seconds if not one.lacking else 0, one.memory.total))
+        return sorted(
+            found, key=lambda one: (one.lacking, one.step_seconds if not one.lacking else 0, one.memory.total)
+        )
 
     def _largest(self, way: Strategy) -> PlannedLayout | None:
         """With the most rows of a micro-batch that fit; None where the settings do not go together."""
@@ -76,7 +80,9 @@ class Planner:
         for rows in ROWS if plan.micro_batch_size is None else (plan.micro_batch_size,):
             config = copy(config)
             config.micro_batch_size = rows
-            sizes = part_sizes(config, self.description.hf_config, counted, self.profile.device == "cpu", way.data)
+            sizes = part_sizes(
+                config, self.description.hf_config, counted, self.profile.device == "cpu", way.data
+            )
             needed = estimate(sizes, precision, way.data)
             lacking = max(0.0, needed.total - self.room, needed.host * ranks - self.host_room)
             if not lacking:
@@ -84,32 +90,72 @@ class Planner:
         return self._layout(replace(way, micro_batch_size=rows), config, precision, sizes, needed, lacking)
 
     def _layout(
-        self, way: Strategy, config: Config, precision: DeepSpeedSettings, sizes: Sizes, needed: Estimate, lacking: float
+        self,
+        way: Strategy,
+        config: Config,
+        precision: DeepSpeedSettings,
+        sizes: Sizes,
+        needed: Estimate,
+        lacking: float,
     ) -> PlannedLayout:
         """What a way comes to."""
         plan, ranks = self.plan, min(self.plan.gpus, self.plan.gpus_per_node)
-        room = Topology(way.data, way.group_size, plan.gpus // way.group_size, way.group_size <= ranks, plan.gpus <= ranks)
+        room = Topology(
+            way.data, way.group_size, plan.gpus // way.group_size, way.group_size <= ranks, plan.gpus <= ranks
+        )
         asked, tokens = self.products(way.lora_r, way.stages, way.tensor), plan.row_tokens or plan.max_length
         task = task_work(config, precision, sizes, asked, way.data, tokens)
         one = task_seconds(task, sizes, precision, room, self.profile)
         most = -(-plan.tasks // room.groups)
         step = step_seconds(one, most, sizes, precision, room, self.profile)
-        outcome = simulate(self._world(room, one, step.total - most * one.total), plan.simulate_steps, plan.seed)
+        outcome = simulate(
+            self._world(room, one, step.total - most * one.total), plan.simulate_steps, plan.seed
+        )
         seconds = outcome.step * one.total / (1 - outcome.failing)
-        useful = plan.tasks * needed_flops(config, self.products(way.lora_r, 1, 1), tokens) / self.profile.matmul(precision.bf16)
+        useful = (
+            plan.tasks
+            * needed_flops(config, self.products(way.lora_r, 1, 1), tokens)
+            / self.profile.matmul(precision.bf16)
+        )
         wire = task.wire * most + refresh(precision, sizes, way.data)  # the last: of the outer step
-        cross = sizes.crossing * (sizes.params // (way.data if precision.zero_stage else 1)) if room.groups > 1 else 0
-        return PlannedLayout(way, room.groups, sizes.rows, needed, lacking, needed.host * ranks, wire, cross, one, step,
-                      seconds, useful / (plan.gpus * seconds))  # fmt: skip
+        cross = (
+            sizes.crossing * (sizes.params // (way.data if precision.zero_stage else 1))
+            if room.groups > 1
+            else 0
+        )
+        return PlannedLayout(
+            way,
+            room.groups,
+            sizes.rows,
+            needed,
+            lacking,
+            needed.host * ranks,
+            wire,
+            cross,
+            one,
+            step,
+            seconds,
+            useful / (plan.gpus * seconds),
+        )
 
     def _world(self, room: Topology, one: Seconds, fixed_s: float) -> SimulatedCluster:
         """What is simulated; its unit of time is a mean task's."""
         plan = self.plan
         rate = plan.failures_per_gpu_year * room.size * one.total / YEAR_S
         away = 60 * plan.restart_minutes / one.total
-        return SimulatedCluster(room.groups, plan.tasks, plan.task_spread, plan.task_noise, plan.slow_share, plan.slow_by,
-                     fixed_s / one.total, rate,
-                     plan.on_failure == "elastic", away, INTERVAL_S / one.total)  # fmt: skip
+        return SimulatedCluster(
+            room.groups,
+            plan.tasks,
+            plan.task_spread,
+            plan.task_noise,
+            plan.slow_share,
+            plan.slow_by,
+            fixed_s / one.total,
+            rate,
+            plan.on_failure == "elastic",
+            away,
+            INTERVAL_S / one.total,
+        )
 
     @property
     def room(self) -> float:
@@ -117,7 +163,9 @@ class Planner:
 
     @property
     def host_room(self) -> float:
-        return float("inf") if self.plan.host_memory_gib is None else HEADROOM * self.plan.host_memory_gib * GIB
+        return (
+            float("inf") if self.plan.host_memory_gib is None else HEADROOM * self.plan.host_memory_gib * GIB
+        )
 
     def config_of(self, way: Strategy) -> Config:
         """The run's settings; its own checks refuse what does not go together."""
@@ -133,7 +181,9 @@ class Planner:
         settings, name = deepspeed_of(way), "the plan's file"
         if self.plan.deepspeed is not None:
             settings, name = deepspeed_config.load(self.plan.deepspeed), self.plan.deepspeed
-        settings, precision = deepspeed_config.check(settings, name, self.plan.bf16_planned, lambda text: None)
+        settings, precision = deepspeed_config.check(
+            settings, name, self.plan.bf16_planned, lambda text: None
+        )
         if way.stages > 1:
             _, precision = deepspeed_config.for_pipeline(settings, precision, lambda text: None)
         if way.tensor > 1:

@@ -1,7 +1,8 @@
-"""How many bytes a rank needs, by kind, from numbers alone: the formula behind `--group_size auto` and `fmmeta plan`.
+"""How many bytes a rank needs, by kind, from numbers alone: the formula behind `--group_size auto` and
+`fmmeta plan`.
 
-P trained and F frozen parameters of the rank's part of the model, shared by M data ranks; w bytes per working weight. A kind is
-divided by M from the stage in brackets on (docs/memory.md has the table with the reasons):
+P trained and F frozen parameters of the rank's part of the model, shared by M data ranks; w bytes per working
+weight. A kind is divided by M from the stage in brackets on (docs/memory.md has the table with the reasons):
 
     weights (P + F) w  [3]     master 4 P  [1]      gradients 4 P [3]   theta, meta-gradient 4 P each [1]
     direction 4 P [1], where the rule or the engine cannot add it to the meta-gradient right away (meta/costs.py)
@@ -9,10 +10,10 @@ divided by M from the stage in brackets on (docs/memory.md has the table with th
 
     gathered: whole parameters that ZeRO 3 holds at once
 
-Beside these, at the fuller of two moments: in the backward pass activations, logits and buffers; in the reduction after it, what
-DeepSpeed copies to reduce and to step (`reduced`). Activations: Korthikanti et al. 2022 (arXiv
-2205.05198), equation 2 and, with checkpointed layers, section 5. Whatever is added here needs a measurement in
-benchmarks/plan.py.
+Beside these, at the fuller of two moments: in the backward pass activations, logits and buffers; in the
+reduction after it, what DeepSpeed copies to reduce and to step (`reduced`). Activations: Korthikanti et al.
+2022 (arXiv 2205.05198), equation 2 and, with checkpointed layers, section 5. Whatever is added here needs a
+measurement in benchmarks/plan.py.
 """
 
 from __future__ import annotations
@@ -52,18 +53,40 @@ class Sizes:
     lazy: bool = True  # a buffer costs what is written to it (CPUs), not what it may hold
 
     @classmethod
-    def of(cls, hf_config: Any, params: int, frozen: int, rows: int, tokens: int, causal: bool, checkpointing: bool,
-           offload_outer: bool) -> Sizes:  # fmt: skip
+    def of(
+        cls,
+        hf_config: Any,
+        params: int,
+        frozen: int,
+        rows: int,
+        tokens: int,
+        causal: bool,
+        checkpointing: bool,
+        offload_outer: bool,
+    ) -> Sizes:
         text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
         layers, hidden = getattr(text, "num_hidden_layers", 12), getattr(text, "hidden_size", 768)
         heads, vocab = getattr(text, "num_attention_heads", 12), getattr(text, "vocab_size", 0)
-        return cls(params, layers, hidden, heads, vocab if causal else 0, rows, tokens, frozen, checkpointing,
-                   offload_outer)  # fmt: skip
+        return cls(
+            params,
+            layers,
+            hidden,
+            heads,
+            vocab if causal else 0,
+            rows,
+            tokens,
+            frozen,
+            checkpointing,
+            offload_outer,
+        )
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on one rank's device by kind, and in host memory. Not all of them are there at the same time: see `peak`."""
+    """Bytes on one rank's device by kind, and in host memory.
+
+    Not all of them are there at the same time: see `peak`.
+    """
 
     weights: int
     gathered: int
@@ -104,7 +127,9 @@ class Estimate:
     def __str__(self) -> str:
         kinds = {kind: size for kind, size in self.peak.items() if kind not in META}
         front = {kind: kinds.pop(kind) for kind in ("weights", "gathered", "gradients", "master")}
-        summed = " + ".join(f"{kind} {size / GIB:.3g}" for kind, size in {**front, "meta": self.meta, **kinds}.items() if size)
+        summed = " + ".join(
+            f"{kind} {size / GIB:.3g}" for kind, size in {**front, "meta": self.meta, **kinds}.items() if size
+        )
         beside = f" (and {self.host / GIB:.3g} in host memory)" if self.host else ""
         return f"{summed} = {self.total / GIB:.3g} GiB{beside}"
 
@@ -118,10 +143,11 @@ class Reduced(NamedTuple):
 
 
 def reduced(sizes: Sizes, precision: DeepSpeedSettings, sharers: int) -> Reduced:
-    """What gradients cost in each of DeepSpeed 0.19.8's optimizer wrappers, and in a plain worker (stage 0, one sharer).
+    """What gradients cost in each of DeepSpeed 0.19.8's optimizer wrappers, and in a plain worker (stage 0,
+    one sharer).
 
-    A bucket of ZeRO is filled with gradients, flattened once more, and reduced; one that holds all gradients is reduced after
-    the backward pass only. On GPUs it is there whole from the first gradient on.
+    A bucket of ZeRO is filled with gradients, flattened once more, and reduced; one that holds all gradients
+    is reduced after the backward pass only. On GPUs it is there whole from the first gradient on.
     """
     params, stage, bf16 = sizes.params, precision.zero_stage, precision.bf16
     part, grad = params // sharers, 2 if bf16 else 4  # bytes of a gradient as autograd makes it
@@ -130,21 +156,27 @@ def reduced(sizes: Sizes, precision: DeepSpeedSettings, sharers: int) -> Reduced
     made = used if sizes.lazy else most
     flat = min(params, FLATTENED)
     if stage == 0 and sharers == 1:
-        return Reduced(4 * params, 2 * params if bf16 else 0, 6 * params if bf16 else 0)  # bf16 ones are added up in fp32
+        return Reduced(
+            4 * params, 2 * params if bf16 else 0, 6 * params if bf16 else 0
+        )  # bf16 ones are added up in fp32
     if stage == 0:
         return Reduced(grad * params, 0, max(6 * flat, 4 * params) if bf16 else 4 * flat)
     if stage == 1 and bf16:  # BF16_Optimizer keeps all fp32 gradients on every rank
         return Reduced(6 * params, 0, 4 * flat)
     if stage == 1:
         return Reduced(4 * params, 0 if sizes.lazy else 4 * made, 4 * made + 4 * part)
-    copied = (4 if stage == 3 or not bf16 else 6) * used  # flattened, and for ZeRO 2 in bf16 once more in fp32
+    copied = (
+        4 if stage == 3 or not bf16 else 6
+    ) * used  # flattened, and for ZeRO 2 in bf16 once more in fp32
     bucket = (4 if stage == 3 else grad) * made
     step = 4 * (min(part, precision.sub_group) if stage == 3 else part)
     return Reduced(4 * part, bucket + (copied if early else 0), max(bucket + copied, step))
 
 
 def estimate(sizes: Sizes, precision: DeepSpeedSettings, sharers: int) -> Estimate:
-    """Peak bytes of one rank. `sharers`: the ranks that ZeRO cuts over (of a stage or tensor rank, the data ranks)."""
+    """Peak bytes of one rank. `sharers`: the ranks that ZeRO cuts over (of a stage or tensor rank, the data
+    ranks).
+    """
     stage, width = precision.zero_stage, 2 if precision.bf16 else 4
     share = [1 if stage < least else sharers for least in (3, 1)]
     held, shard = sizes.params + sizes.frozen, 4 * sizes.params // share[1]
@@ -152,13 +184,20 @@ def estimate(sizes: Sizes, precision: DeepSpeedSettings, sharers: int) -> Estima
     per_token = 2 * sizes.layers * sizes.hidden + layer if sizes.checkpointing else sizes.layers * layer
     grads = reduced(sizes, precision, sharers)
     near = sizes.trajectory if sizes.budget is None else min(sizes.trajectory, sizes.budget // max(1, shard))
-    away = 0 if sizes.lazy or not precision.offload else 1  # the shards lie in host memory, and so does all work on them
+    away = (
+        0 if sizes.lazy or not precision.offload else 1
+    )  # the shards lie in host memory, and so does all work on them
     outer = away or int(sizes.offload_outer)
-    agreeing = not (sizes.in_flight > 1 and stage == 1 and not precision.bf16)  # parallel/shards.py: Agreement
+    agreeing = not (
+        sizes.in_flight > 1 and stage == 1 and not precision.bf16
+    )  # parallel/shards.py: Agreement
     directions = sizes.directions if agreeing else 1
     kinds = {
         "weights": (held * width // share[0], away and precision.offload_param),
-        "gathered": (min(held, precision.live) * width if share[0] > 1 or precision.offload_param else 0, False),
+        "gathered": (
+            min(held, precision.live) * width if share[0] > 1 or precision.offload_param else 0,
+            False,
+        ),
         "gradients": (grads.gradients, away),
         "master": (0 if stage == 0 and not precision.bf16 else shard, away),
         "theta": (shard, outer),

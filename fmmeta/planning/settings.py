@@ -1,4 +1,7 @@
-"""The flags of `fmmeta plan`: those of the run, and what the machines are. What is left open is planned in every way."""
+"""The flags of `fmmeta plan`: those of the run, and what the machines are.
+
+What is left open is planned in every way.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,15 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.conflicts import BASELINES, DIFFERENCES
-from fmmeta.config.settings import Config, InnerConfig, MetaConfig, ModelConfig, ParallelConfig, TaskConfig, setting
+from fmmeta.config.settings import (
+    Config,
+    InnerConfig,
+    MetaConfig,
+    ModelConfig,
+    ParallelConfig,
+    TaskConfig,
+    setting,
+)
 
 EVERY = " (default: every one is planned)"
 LORA_R = 8  # the rank of adapters that is planned beside training all weights
@@ -29,26 +40,39 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
     zero_stage: list[int] = setting([], "ZeRO stages, one or more of 0 1 2 3" + EVERY)
     pipeline_stages: int = setting(None, "Pipeline stages of a group" + EVERY)
     tensor_parallel_size: int = setting(None, "Tensor ranks of a group" + EVERY)
-    micro_batch_size: int = setting(None, f"Most rows of a forward pass (default: the largest of {ROWS} that fits)")
-    lora_r: int = setting(None, f"Rank of LoRA adapters, 0 for all weights (default: 0 and {LORA_R} are planned)")
+    micro_batch_size: int = setting(
+        None, f"Most rows of a forward pass (default: the largest of {ROWS} that fits)"
+    )
+    lora_r: int = setting(
+        None, f"Rank of LoRA adapters, 0 for all weights (default: 0 and {LORA_R} are planned)"
+    )
     gradient_checkpointing: bool = setting(None, "Layer inputs only" + EVERY)
     offload_outer: bool = setting(None, "Outer state in host memory" + EVERY)
     offload: bool = setting(None, "DeepSpeed's shards and weights in host memory, ZeRO 3" + EVERY)
     bf16: bool = setting(
-        None, "bf16 weights over fp32 shards (default: yes, but for algorithms that take differences of gradients)"
+        None,
+        "bf16 weights over fp32 shards (default: yes, but for algorithms that take differences of gradients)",
     )
     profile: str = setting(None, "What the GPUs can do: a100, h100, h200 or FILE.json (default: h100)")
-    calibrate: bool = setting(False, "Measure this machine instead, in as many ranks as it has GPUs (two on a machine without)")
+    calibrate: bool = setting(
+        False, "Measure this machine instead, in as many ranks as it has GPUs (two on a machine without)"
+    )
     save_profile: str = setting(None, "FILE.json for what --calibrate measured")
-    row_tokens: int = setting(None, "Tokens of a mean row, for the time; memory goes by --max_length (default: the same)")
+    row_tokens: int = setting(
+        None, "Tokens of a mean row, for the time; memory goes by --max_length (default: the same)"
+    )
     task_spread: float = setting(0.0, "Standard deviation of the logarithm of the tasks' sizes")
     task_noise: float = setting(0.0, "The same of what a task takes beyond its expected size")
     slow_share: float = setting(0.0, "How often a group is slow in an outer step")
     slow_by: float = setting(1.5, "How many times slower it is then")
     failures_per_gpu_year: float = setting(0.0, "How often a GPU, or what it needs, fails")
-    restart_minutes: float = setting(10.0, "From a failure to the next outer step, checkpoints 30 minutes apart")
+    restart_minutes: float = setting(
+        10.0, "From a failure to the next outer step, checkpoints 30 minutes apart"
+    )
     on_failure: str = setting(
-        "restart", "restart: all groups begin anew from a checkpoint; elastic: the others go on (fmmeta elastic)", ON_FAILURE
+        "restart",
+        "restart: all groups begin anew from a checkpoint; elastic: the others go on (fmmeta elastic)",
+        ON_FAILURE,
     )
     simulate_steps: int = setting(50, "Outer steps to simulate for the efficiency")
     top: int = setting(10, "Layouts to show")
@@ -61,7 +85,9 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
             self.dataset = [self.dataset]
         for name in ("gpus", "gpu_memory_gib"):
             if getattr(self, name) is None:
-                raise UsageError(f"{name} is not given; say what there is, such as --gpus 8 --gpu_memory_gib 80")
+                raise UsageError(
+                    f"{name} is not given; say what there is, such as --gpus 8 --gpu_memory_gib 80"
+                )
         for name, least in LEAST.items():
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise UsageError(f"{name}={getattr(self, name)} is below {least}; use {least} or more")
@@ -80,21 +106,34 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
 
     def _contradictions(self) -> None:
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
-            raise UsageError(f"gpus={self.gpus} is not a multiple of gpus_per_node={self.gpus_per_node}; give whole nodes")
+            raise UsageError(
+                f"gpus={self.gpus} is not a multiple of gpus_per_node={self.gpus_per_node}; give whole nodes"
+            )
         if self.calibrate and self.profile is not None:
-            raise UsageError(f"profile={self.profile} and calibrate=True both say what the machine can do; leave one out")
+            raise UsageError(
+                f"profile={self.profile} and calibrate=True both say what the machine can do; leave one out"
+            )
         if self.save_profile is not None and not self.calibrate:
-            raise UsageError(f"save_profile={self.save_profile} keeps what --calibrate measures; add it, or leave this out")
+            raise UsageError(
+                f"save_profile={self.save_profile} keeps what --calibrate measures; add it, or leave this out"
+            )
         if self.deepspeed is not None and (self.zero_stage or self.offload is not None):
-            raise UsageError(f"deepspeed={self.deepspeed} sets the ZeRO stage and the offload; leave out zero_stage and offload")
+            raise UsageError(
+                f"deepspeed={self.deepspeed} sets the ZeRO stage and the offload; leave out zero_stage and"
+                " offload"
+            )
         if self.elastic:
             raise UsageError(
-                "elastic=True is a setting of a launch; use --on_failure elastic to plan for groups that come and go"
+                "elastic=True is a setting of a launch; use --on_failure elastic to plan for groups that come"
+                " and go"
             )
         if self.on_failure not in ON_FAILURE:
             raise UsageError(f"on_failure={self.on_failure} is unknown; use {' or '.join(ON_FAILURE)}")
         if self.algorithm in BASELINES:
-            raise UsageError(f"algorithm={self.algorithm} trains nothing, so that there is no outer step to plan; use fomaml")
+            raise UsageError(
+                f"algorithm={self.algorithm} trains nothing, so that there is no outer step to plan; use"
+                " fomaml"
+            )
 
     @property
     def bf16_planned(self) -> bool:

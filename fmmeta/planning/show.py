@@ -45,35 +45,81 @@ def bar_of(memory: Estimate) -> dict[str, int]:
 def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     plan = planner.plan
     trained, _ = planner.counted(0, 1, 1)
-    rows = f"{planner.base.most_shots * (planner.base.most_classes or 1)} + {plan.num_query * (planner.base.most_classes or 1)}"
+    rows = (
+        f"{planner.base.most_shots * (planner.base.most_classes or 1)} +"
+        f" {plan.num_query * (planner.base.most_classes or 1)}"
+    )
     fitting = sum(not one.lacking for one in layouts)
     nodes = f" ({plan.gpus_per_node} a node)" if plan.gpus > plan.gpus_per_node else ""
-    lines = [f"{plan.model_name_or_path}: {trained:,} parameters; {plan.gpus} GPUs of {plan.gpu_memory_gib:g} GiB{nodes}",
-             f"{plan.algorithm}, {plan.tasks} tasks an outer step, {rows} rows of up to {plan.max_length} tokens, "
-             f"{'bf16' if plan.bf16_planned else 'fp32'}",
-             f"profile {planner.profile}",
-             f"{fitting} of {len(layouts)} layouts fit into 90 % of the memory; the fastest of each spread:"]  # fmt: skip
+    lines = [
+        (
+            f"{plan.model_name_or_path}: {trained:,} parameters; {plan.gpus} GPUs of {plan.gpu_memory_gib:g}"
+            f" GiB{nodes}"
+        ),
+        (
+            f"{plan.algorithm}, {plan.tasks} tasks an outer step, {rows} rows of up to {plan.max_length}"
+            f" tokens, {'bf16' if plan.bf16_planned else 'fp32'}"
+        ),
+        f"profile {planner.profile}",
+        f"{fitting} of {len(layouts)} layouts fit into 90 % of the memory; the fastest of each spread:",
+    ]
     for lora in (False, True):
         shown = best(layouts, lora, plan.top)
         if shown:
             lines += ["", "adapters (LoRA)" if lora else "all weights", *table(shown)]
     winners = [one for lora in (False, True) for one in best(layouts, lora, 1)]
     if winners:
-        lines += ["", "memory of a rank, GiB: " + ", ".join(f"{letter} {name}" for name, letter in LETTERS.items())]
+        lines += [
+            "",
+            "memory of a rank, GiB: " + ", ".join(f"{letter} {name}" for name, letter in LETTERS.items()),
+        ]
         lines += [bar(one, plan.gpu_memory_gib) for lora in (False, True) for one in best(layouts, lora, 5)]
-        lines += ["", *(f"# {'adapters' if one.way.lora_r else 'all weights'}\n{command(planner, one.way)}" for one in winners)]
+        lines += [
+            "",
+            *(
+                f"# {'adapters' if one.way.lora_r else 'all weights'}\n{command(planner, one.way)}"
+                for one in winners
+            ),
+        ]
     return "\n".join(lines)
 
 
 def table(shown: Sequence[PlannedLayout]) -> list[str]:
-    head = ["group", "groups", "layout", "rows", "GiB", "host GiB", "step s", "efficiency", "GB in group", "GB across"]
-    cells = [[str(one.way.group_size), str(one.groups), str(one.way), str(one.rows),
-              f"{one.memory.total / GIB:.1f}", f"{one.host_bytes / GIB:.0f}", number(one.step_seconds),
-              f"{100 * one.efficiency:.0f} %", number(one.wire.total / 1e9), number(one.cross_bytes / 1e9)]
-             for one in shown]  # fmt: skip
+    head = [
+        "group",
+        "groups",
+        "layout",
+        "rows",
+        "GiB",
+        "host GiB",
+        "step s",
+        "efficiency",
+        "GB in group",
+        "GB across",
+    ]
+    cells = [
+        [
+            str(one.way.group_size),
+            str(one.groups),
+            str(one.way),
+            str(one.rows),
+            f"{one.memory.total / GIB:.1f}",
+            f"{one.host_bytes / GIB:.0f}",
+            number(one.step_seconds),
+            f"{100 * one.efficiency:.0f} %",
+            number(one.wire.total / 1e9),
+            number(one.cross_bytes / 1e9),
+        ]
+        for one in shown
+    ]
     widths = [max(len(row[i]) for row in [head, *cells]) for i in range(len(head))]
-    return ["  ".join(cell.ljust(width) if i == 2 else cell.rjust(width) for i, (cell, width) in
-                      enumerate(zip(row, widths, strict=True))) for row in [head, *cells]]  # fmt: skip
+    return [
+        "  ".join(
+            cell.ljust(width) if i == 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in [head, *cells]
+    ]
 
 
 def number(value: float) -> str:
@@ -96,12 +142,17 @@ def command(planner: Planner, way: Strategy) -> str:
     nodes = max(1, plan.gpus // plan.gpus_per_node)
     start = f"deepspeed --num_gpus {plan.gpus}"
     if nodes > 1:
-        start = f"torchrun --nnodes {nodes} --nproc_per_node {plan.gpus_per_node} --rdzv_backend c10d --rdzv_endpoint $HEAD:29500"
+        start = (
+            f"torchrun --nnodes {nodes} --nproc_per_node {plan.gpus_per_node} --rdzv_backend c10d"
+            " --rdzv_endpoint $HEAD:29500"
+        )
     return f"{start} launch/train.py {shlex.join(flags(planner, way))}"
 
 
 def flags(planner: Planner, way: Strategy) -> list[str]:
-    """Flags of the run: those that were given to the plan, and those of the layout, where they are not the defaults."""
+    """Flags of the run: those that were given to the plan, and those of the layout, where they are not the
+    defaults.
+    """
     values = {**planner.plan.run_settings(), **way.settings(planner.plan.bf16_planned)}
     plain = way.group_size == 1 and not way.offload
     values["deepspeed"] = planner.plan.deepspeed or (None if plain else file_of(way))
@@ -120,21 +171,38 @@ def flags(planner: Planner, way: Strategy) -> list[str]:
 def as_json(planner: Planner, layouts: Sequence[PlannedLayout]) -> dict[str, Any]:
     plan = planner.plan
     trained, frozen = planner.counted(0, 1, 1)
-    return {"model": plan.model_name_or_path, "parameters": trained + frozen, "gpus": plan.gpus,
-            "gpu_memory_gib": plan.gpu_memory_gib, "tasks": plan.tasks, "profile": asdict(planner.profile),
-            "left_out": planner.refused, "layouts": [facts(planner, one) for one in layouts]}  # fmt: skip
+    return {
+        "model": plan.model_name_or_path,
+        "parameters": trained + frozen,
+        "gpus": plan.gpus,
+        "gpu_memory_gib": plan.gpu_memory_gib,
+        "tasks": plan.tasks,
+        "profile": asdict(planner.profile),
+        "left_out": planner.refused,
+        "layouts": [facts(planner, one) for one in layouts],
+    }
 
 
 def facts(planner: Planner, one: PlannedLayout) -> dict[str, Any]:
     way = one.way
     named = {**way.settings(planner.plan.bf16_planned), "group_size": way.group_size}
     wire = {kind: size for kind, size in asdict(one.wire).items() if kind != "collectives"}
-    return {"fits": not one.lacking, **named, "num_groups": one.groups, "rows": one.rows, "zero_stage": way.zero_stage,
-            "offload": way.offload,
-            "bytes_per_rank": {**asdict(one.memory), "total": one.memory.total}, "lacking_bytes": round(one.lacking),
-            "host_bytes_per_node": one.host_bytes, "bytes_per_outer_step": {**wire, "cross": one.cross_bytes},
-            "step_seconds": one.step_seconds, "seconds": asdict(one.step), "efficiency": one.efficiency,
-            "command": command(planner, way)}  # fmt: skip
+    return {
+        "fits": not one.lacking,
+        **named,
+        "num_groups": one.groups,
+        "rows": one.rows,
+        "zero_stage": way.zero_stage,
+        "offload": way.offload,
+        "bytes_per_rank": {**asdict(one.memory), "total": one.memory.total},
+        "lacking_bytes": round(one.lacking),
+        "host_bytes_per_node": one.host_bytes,
+        "bytes_per_outer_step": {**wire, "cross": one.cross_bytes},
+        "step_seconds": one.step_seconds,
+        "seconds": asdict(one.step),
+        "efficiency": one.efficiency,
+        "command": command(planner, way),
+    }
 
 
 def lacking(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
@@ -148,6 +216,8 @@ def lacking(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     where, has = ("host", plan.host_memory_gib or 0.0) if host else ("gpu", plan.gpu_memory_gib)
     needs = f"{one.host_bytes / GIB:.3g} GiB of a node's host" if host else f"{one.memory} per rank"
     nearest = f"group_size {way.group_size}, {way}, micro_batch_size {way.micro_batch_size}"
-    return (f"{where}_memory_gib={has:g} holds no layout of {plan.model_name_or_path} on {plan.gpus} GPUs; the nearest "
-            f"({nearest}) needs {needs}, {one.lacking / GIB:.3g} GiB more than 90 % of it; use more GPUs or memory, a shorter "
-            "--max_length, or --lora_r")  # fmt: skip
+    return (
+        f"{where}_memory_gib={has:g} holds no layout of {plan.model_name_or_path} on {plan.gpus} GPUs; the"
+        f" nearest ({nearest}) needs {needs}, {one.lacking / GIB:.3g} GiB more than 90 % of it; use more GPUs"
+        " or memory, a shorter --max_length, or --lora_r"
+    )

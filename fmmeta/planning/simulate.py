@@ -1,12 +1,14 @@
-"""Outer steps of many groups, simulated: what differing tasks, stragglers and failures leave of the machines' time.
+"""Outer steps of many groups, simulated: what differing tasks, stragglers and failures leave of the machines'
+time.
 
 A step ends when its slowest group does: the time of a step is
 
     max over groups g of  slow_g x sum of the times of g's tasks  +  fixed  (+ what failures cost)
 
-and efficiency is useful time over all time, useful being what the tasks would take spread evenly over groups that never wait.
-Tasks are dealt by expected size, as in a run (tasks/schedule.py: deal); they take what they take. docs/scaling.md derives it.
-Steps are arrays: S steps, G groups, N tasks per step. Nothing here is random but by `seed`, and nothing communicates.
+and efficiency is useful time over all time, useful being what the tasks would take spread evenly over groups
+that never wait. Tasks are dealt by expected size, as in a run (tasks/schedule.py: deal); they take what they
+take. docs/scaling.md derives it. Steps are arrays: S steps, G groups, N tasks per step. Nothing here is
+random but by `seed`, and nothing communicates.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ DRAWN = 100_000  # steps over which failures, which are rare, are drawn: the sam
 class SimulatedCluster:
     """What is simulated. Times are in units of a mean task's, unless they say otherwise.
 
-    spread: standard deviation of the logarithm of the tasks' sizes, which the dealer knows; noise: the same of what it does not
-    know. slow_share, slow_by: how often a group is slower in a step, and how many times. fixed: of a step, beside its tasks.
-    failure_rate: of one group, per unit of time. elastic: a failure costs the step in which it happens and `away` with fewer
-    groups; else all groups begin anew after `away`, from the last of the checkpoints that are `interval` apart.
+    spread: standard deviation of the logarithm of the tasks' sizes, which the dealer knows; noise: the same
+    of what it does not know. slow_share, slow_by: how often a group is slower in a step, and how many times.
+    fixed: of a step, beside its tasks. failure_rate: of one group, per unit of time. elastic: a failure costs
+    the step in which it happens and `away` with fewer groups; else all groups begin anew after `away`, from
+    the last of the checkpoints that are `interval` apart.
     """
 
     groups: int
@@ -62,8 +65,12 @@ def simulate(world: SimulatedCluster, steps: int = 200, seed: int = 0) -> Outcom
 
 
 @lru_cache(maxsize=16)
-def dealt(groups: int, tasks: int, spread: float, noise: float, steps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Times of groups [S, G] and of tasks [S, N]; kept, since layouts of as many groups differ in the rest only."""
+def dealt(
+    groups: int, tasks: int, spread: float, noise: float, steps: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Times of groups [S, G] and of tasks [S, N]; kept, since layouts of as many groups differ in the rest
+    only.
+    """
     rng = np.random.default_rng((seed, 0))
     sizes = lognormal(rng, spread, (steps, tasks))
     taken = sizes * lognormal(rng, noise, sizes.shape)
@@ -80,7 +87,9 @@ def group_times(sizes: np.ndarray, taken: np.ndarray, groups: int) -> np.ndarray
 
 
 def deal_steps(tokens: np.ndarray, groups: int) -> np.ndarray:
-    """The group of every task [S, N] of every step: what `deal` says to each row of `tokens` [S, N], all steps at once."""
+    """The group of every task [S, N] of every step: what `deal` says to each row of `tokens` [S, N], all
+    steps at once.
+    """
     if len(tokens) * groups > CHUNK and len(tokens) > 1:
         return np.concatenate([deal_steps(part, groups) for part in np.array_split(tokens, 2)])
     steps, rows = len(tokens), np.arange(len(tokens))
@@ -98,28 +107,43 @@ def deal_steps(tokens: np.ndarray, groups: int) -> np.ndarray:
     return owner
 
 
-def outcome(world: SimulatedCluster, times: np.ndarray, taken: np.ndarray, rng: np.random.Generator) -> Outcome:
-    """What steps with these times of groups [S, G] and tasks [S, N] come to; slowness and failures are drawn here."""
+def outcome(
+    world: SimulatedCluster, times: np.ndarray, taken: np.ndarray, rng: np.random.Generator
+) -> Outcome:
+    """What steps with these times of groups [S, G] and tasks [S, N] come to; slowness and failures are drawn
+    here.
+    """
     useful = taken.sum(1) / world.groups
     slow = np.where(rng.random(times.shape) < world.slow_share, world.slow_by, 1.0)
     length = (times * slow).max(1) + world.fixed
     lost = 0.0
     if world.failure_rate:
         again = max(50, DRAWN // len(length))
-        lost = (elastic_losses if world.elastic else static_losses)(world, np.tile(length, again), rng) / again
+        lost = (elastic_losses if world.elastic else static_losses)(
+            world, np.tile(length, again), rng
+        ) / again
     total = float(length.sum() + lost)
-    return Outcome(float(useful.sum()) / total, float((length - world.fixed - useful).sum()) / total, lost / total,
-                   world.fixed * len(length) / total, float(length.mean()))  # fmt: skip
+    return Outcome(
+        float(useful.sum()) / total,
+        float((length - world.fixed - useful).sum()) / total,
+        lost / total,
+        world.fixed * len(length) / total,
+        float(length.mean()),
+    )
 
 
 def static_losses(world: SimulatedCluster, length: np.ndarray, rng: np.random.Generator) -> float:
-    """Every failure of a group stops all of them: away, and what was done since the last checkpoint once more."""
+    """Every failure of a group stops all of them: away, and what was done since the last checkpoint once
+    more.
+    """
     failures = rng.poisson(world.failure_rate * world.groups * length).sum()
     return float(failures * world.away + world.interval * rng.random(failures).sum())
 
 
 def elastic_losses(world: SimulatedCluster, length: np.ndarray, rng: np.random.Generator) -> float:
-    """A step in which groups fail is done once more by the others; until they are back there are fewer groups."""
+    """A step in which groups fail is done once more by the others; until they are back there are fewer
+    groups.
+    """
     failed = rng.binomial(world.groups, -np.expm1(-world.failure_rate * length))
     failed = np.minimum(failed, world.groups - 1)
     steps_away = 1 + int(np.ceil(world.away / length.mean()))

@@ -1,4 +1,6 @@
-"""From settings and a learner without storage to what the formula of parallel/footprint.py needs: the fullest rank's part."""
+"""From settings and a learner without storage to what the formula of parallel/footprint.py needs: the fullest
+rank's part.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from fmmeta.parallel.workers.tensor_parallel import cut_patterns
 from fmmeta.planning.memory import GIB, Sizes
 
 
-def held(config: Config, learner: Learner, hf_config: Any, costs: Sequence[float] | None = None) -> tuple[int, int]:
+def held(
+    config: Config, learner: Learner, hf_config: Any, costs: Sequence[float] | None = None
+) -> tuple[int, int]:
     """Trained and frozen parameters of the largest rank's part. Raises `UsageError` for what cannot be cut.
 
     costs: of each layer, where stages are balanced by time.
@@ -37,15 +41,31 @@ def part_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
     """
     params, frozen = counted
     depth = config.pipeline_stages
-    sizes = Sizes.of(hf_config, params, frozen, most_rows(config, data), config.max_length, config.task_type == "causal_lm",
-                     config.gradient_checkpointing, config.offload_outer and not lazy)  # fmt: skip
+    sizes = Sizes.of(
+        hf_config,
+        params,
+        frozen,
+        most_rows(config, data),
+        config.max_length,
+        config.task_type == "causal_lm",
+        config.gradient_checkpointing,
+        config.offload_outer and not lazy,
+    )
     kept = of_rules.shards(config)
     budget = None if config.trajectory_gib is None or lazy else int(config.trajectory_gib * GIB)
-    return replace(sizes, layers=-(-sizes.layers // depth), in_flight=depth, lazy=lazy, kept=kept.work,
-                   sums=1 + config.outer_delay, crossing=2 if config.reduce_dtype == "bf16" else 4,
-                   directions=int(not of_rules.adds_directly(config)),
-                   trajectory=kept.trajectory, budget=budget,
-                   moments=of_rules.MOMENTS[config.outer_optimizer])  # fmt: skip
+    return replace(
+        sizes,
+        layers=-(-sizes.layers // depth),
+        in_flight=depth,
+        lazy=lazy,
+        kept=kept.work,
+        sums=1 + config.outer_delay,
+        crossing=2 if config.reduce_dtype == "bf16" else 4,
+        directions=int(not of_rules.adds_directly(config)),
+        trajectory=kept.trajectory,
+        budget=budget,
+        moments=of_rules.MOMENTS[config.outer_optimizer],
+    )
 
 
 def uncut(learner: Learner, hf_config: Any, ranks: int) -> int:
@@ -62,7 +82,9 @@ def counts(learner: Learner) -> tuple[int, int]:
 
 def stage_rows(config: Config, data: int = 1) -> int:
     """Most rows of a micro-batch in a pipeline, so small that every stage can work on one."""
-    return min(config.micro_batch_size, max(1, -(-of_rules.rows_of(config)[0] // (data * config.pipeline_stages))))
+    return min(
+        config.micro_batch_size, max(1, -(-of_rules.rows_of(config)[0] // (data * config.pipeline_stages)))
+    )
 
 
 def most_rows(config: Config, data: int = 1) -> int:
@@ -76,6 +98,8 @@ def most_rows(config: Config, data: int = 1) -> int:
 
 
 def micro_batches(rows: int, data: int, most: int) -> tuple[int, int]:
-    """How many a rank gets of a set that `data` ranks share, and the rows of the largest (tasks/batch.py: Dealer.deal)."""
+    """How many a rank gets of a set that `data` ranks share, and the rows of the largest (tasks/batch.py:
+    Dealer.deal).
+    """
     rounds = -(-rows // (data * most))
     return rounds, max(1, -(-rows // (data * rounds)))

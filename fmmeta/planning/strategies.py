@@ -31,15 +31,28 @@ class Strategy:
         return self.group_size // (self.stages * self.tensor)
 
     def settings(self, bf16: bool) -> dict[str, Any]:
-        return {"group_size": str(self.group_size), "pipeline_stages": self.stages, "tensor_parallel_size": self.tensor,
-                "lora_r": self.lora_r, "offload_outer": self.offload_outer, "gradient_checkpointing": self.checkpointing,
-                "micro_batch_size": self.micro_batch_size, "bf16": bf16}  # fmt: skip
+        return {
+            "group_size": str(self.group_size),
+            "pipeline_stages": self.stages,
+            "tensor_parallel_size": self.tensor,
+            "lora_r": self.lora_r,
+            "offload_outer": self.offload_outer,
+            "gradient_checkpointing": self.checkpointing,
+            "micro_batch_size": self.micro_batch_size,
+            "bf16": bf16,
+        }
 
     def __str__(self) -> str:
         parts = [f"ZeRO {self.zero_stage}" if self.data > 1 or self.offload else ""]
-        parts += [f"{self.stages} stages" if self.stages > 1 else "", f"{self.tensor} tensor" if self.tensor > 1 else ""]
+        parts += [
+            f"{self.stages} stages" if self.stages > 1 else "",
+            f"{self.tensor} tensor" if self.tensor > 1 else "",
+        ]
         parts += [f"LoRA {self.lora_r}" if self.lora_r else "", "offload" if self.offload else ""]
-        parts += ["offload_outer" if self.offload_outer else "", "checkpointing" if self.checkpointing else ""]
+        parts += [
+            "offload_outer" if self.offload_outer else "",
+            "checkpointing" if self.checkpointing else "",
+        ]
         return ", ".join(filter(None, parts)) or "whole"
 
 
@@ -85,7 +98,11 @@ def model_splits(plan: PlanConfig, size: int, per_node: int) -> Iterator[tuple[i
             yield 1, 1
         if count > 1 and plan.pipeline_stages in (None, count) and plan.tensor_parallel_size in (None, 1):
             yield count, 1
-        if 1 < count <= per_node and plan.tensor_parallel_size in (None, count) and plan.pipeline_stages in (None, 1):
+        if (
+            1 < count <= per_node
+            and plan.tensor_parallel_size in (None, count)
+            and plan.pipeline_stages in (None, 1)
+        ):
             yield 1, count
 
 

@@ -3,9 +3,9 @@
     step = tasks of the fullest group x task + outer step + cross
     task = sum over passes (flops / matmul + wire / link + offloaded weights / PCIe + shard arithmetic / memory + anew * page_in)
 
-A ring all-reduce of n bytes over M ranks sends 2 (M - 1) / M n per rank, gather and scatter half of it. In-group communication of
-ZeRO 3 is hidden behind computing as far as the profile says; nothing else is. What is left out: Python, kernels of few flops,
-loading (it goes on beside), evaluation and saving.
+A ring all-reduce of n bytes over M ranks sends 2 (M - 1) / M n per rank, gather and scatter half of it.
+In-group communication of ZeRO 3 is hidden behind computing as far as the profile says; nothing else is. What
+is left out: Python, kernels of few flops, loading (it goes on beside), evaluation and saving.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ PLACED = {0: 0, 1: 16, 2: 16, 3: 24}  # of the shard: into the partition, flatte
 WRITTEN = 8
 OUTER = 140  # mean, norm in fp64, AdamW's dozen reads and writes, write, zeros
 OUTER_ANEW = 8  # of it, what AdamW makes anew
-# Times that the payload of a collective is made anew (counted as page faults, docs/scaling.md): what is gathered, by gloo for
-# itself and by ZeRO 3 as the parameters; what is reduced, as the flattened copy and, but at ZeRO 0, as the bucket.
+# Times that the payload of a collective is made anew (counted as page faults, docs/scaling.md): what is
+# gathered, by gloo for itself and by ZeRO 3 as the parameters; what is reduced, as the flattened copy and,
+# but at ZeRO 0, as the bucket.
 GATHERED_ANEW = {0: 0, 1: 1, 2: 1, 3: 2}
 REDUCED_ANEW = {0: 1, 1: 2, 2: 2, 3: 2}
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where a group lies: its data ranks, all ranks, whether all of it and all of the groups are inside one node."""
+    """Where a group lies: its data ranks, all ranks, whether all of it and all of the groups are inside one
+    node.
+    """
 
     data: int
     size: int
@@ -44,7 +47,9 @@ class Topology:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one outer step of the fullest group: computing, in-group communication, shard arithmetic, cross reduction."""
+    """Of one outer step of the fullest group: computing, in-group communication, shard arithmetic, cross
+    reduction.
+    """
 
     compute: float
     group: float
@@ -56,7 +61,9 @@ class Seconds:
         return self.compute + self.group + self.shards + self.cross
 
 
-def task_seconds(task: TaskCost, sizes: Sizes, precision: DeepSpeedSettings, room: Topology, profile: Profile) -> Seconds:
+def task_seconds(
+    task: TaskCost, sizes: Sizes, precision: DeepSpeedSettings, room: Topology, profile: Profile
+) -> Seconds:
     """Of one task."""
     compute = group = 0.0
     for times, one in task.passes:
@@ -77,7 +84,10 @@ def task_seconds(task: TaskCost, sizes: Sizes, precision: DeepSpeedSettings, roo
         moved += task.updates * ((REDUCED * sizes.params if room.data > 1 else 0) + PLACED[stage] * shard)
     rate = profile.host_memory if precision.offload and not sizes.lazy else profile.memory
     away = offloaded(task, sizes, precision, shard) / profile.host_link
-    anew = GATHERED_ANEW[precision.zero_stage] * task.wire.gather + REDUCED_ANEW[precision.zero_stage] * task.wire.reduce
+    anew = (
+        GATHERED_ANEW[precision.zero_stage] * task.wire.gather
+        + REDUCED_ANEW[precision.zero_stage] * task.wire.reduce
+    )
     return Seconds(compute, group, moved / rate + away + anew * profile.page_in, 0.0)
 
 
@@ -87,7 +97,9 @@ def step_seconds(
     """Of an outer step in which the fullest group runs `tasks` tasks."""
     shard = shard_of(sizes, precision, room)
     link = profile.group_link if room.all_in_node else profile.cross_link
-    cross = 2 * ring(room.groups) * sizes.crossing * shard / link + (profile.latency if room.groups > 1 else 0.0)
+    cross = 2 * ring(room.groups) * sizes.crossing * shard / link + (
+        profile.latency if room.groups > 1 else 0.0
+    )
     if (precision.offload or sizes.offload_outer) and not sizes.lazy:
         cross += 8 * shard / profile.host_link if room.groups > 1 else 0.0
     outer = OUTER * shard / (profile.host_memory if precision.offload and not sizes.lazy else profile.memory)
@@ -102,8 +114,10 @@ def step_seconds(
 
 
 def wire_seconds(wire: Wire, stage: int, room: Topology, profile: Profile) -> float:
-    """Of a rank, one collective after the other. DeepSpeed reduces by all-reduce, but at ZeRO 3 it scatters (gloo makes that out
-    of an all-reduce); tensor ranks are neighbours inside a node.
+    """Of a rank, one collective after the other.
+
+    DeepSpeed reduces by all-reduce, but at ZeRO 3 it scatters (gloo makes that out of an all-reduce); tensor
+    ranks are neighbours inside a node.
     """
     link = profile.group_link if room.group_in_node else profile.cross_link
     sums = 1 if stage == 3 and profile.device != "cpu" else 2
@@ -121,8 +135,9 @@ def shard_of(sizes: Sizes, precision: DeepSpeedSettings, room: Topology) -> int:
 
 
 def offloaded(task: TaskCost, sizes: Sizes, precision: DeepSpeedSettings, shard: int) -> float:
-    """Bytes of a task between device and host: with DeepSpeed's offload gradients and weights of each update, with
-    --offload_outer the restore of theta and the direction."""
+    """Bytes of a task between device and host: with DeepSpeed's offload gradients and weights of each update,
+    with --offload_outer the restore of theta and the direction.
+    """
     if sizes.lazy:
         return 0.0
     if precision.offload:

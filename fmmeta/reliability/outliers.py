@@ -6,9 +6,14 @@ import math
 
 
 class Spikes:
-    """Marks losses far above the recent ones: more than `far` deviations over a running mean. A function of the losses alone."""
+    """Marks losses far above the recent ones: more than `far` deviations over a running mean.
 
-    def __init__(self, state: list[float] | None = None, far: float = 6.0, decay: float = 0.95, least: int = 20) -> None:
+    A function of the losses alone.
+    """
+
+    def __init__(
+        self, state: list[float] | None = None, far: float = 6.0, decay: float = 0.95, least: int = 20
+    ) -> None:
         self.mean, self.square, self.count = state or (0.0, 0.0, 0)
         self.far, self.decay, self.least = far, decay, least
 

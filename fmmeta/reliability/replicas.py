@@ -23,4 +23,6 @@ def equal_replicas(ranks: ProcessGroups, theta: Tensor) -> None:
     hashes = ranks.world.gather_bytes(str(hash_vector(theta)).encode())
     size = ranks.layout.group_size
     if any(hashes[rank] != hashes[rank % size] for rank in range(len(hashes))):
-        raise RuntimeError("theta differs between groups although it was broadcast; check the hardware and the network")
+        raise RuntimeError(
+            "theta differs between groups although it was broadcast; check the hardware and the network"
+        )

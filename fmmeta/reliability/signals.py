@@ -4,9 +4,9 @@
     running    a signal is remembered; the run stops at its next safe point, saves, and ends with 75 on every rank
     ending     the last checkpoint is whole: signals are ignored
 
-Launchers repeat signals (Ctrl-C reaches rank 0 twice within milliseconds), so what comes within 5 s is the same signal; a
-later one leaves at once. The C level writes a byte for every signal and a thread reads it: a Python handler would not be
-called while the process waits for other ranks.
+Launchers repeat signals (Ctrl-C reaches rank 0 twice within milliseconds), so what comes within 5 s is the
+same signal; a later one leaves at once. The C level writes a byte for every signal and a thread reads it: a
+Python handler would not be called while the process waits for other ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,25 @@ from typing import Any
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_S = 5.0
-EXIT_STOPPED, EXIT_FAULT = 75, 70  # exit codes: stopped by a signal after a save; ended because a rank or a machine misbehaves
-SHELLS = {"bash", "sh", "zsh", "fish", "dash", "ash", "ksh", "csh", "tcsh", "screen", "tmux: server", "systemd", "init"}
+EXIT_STOPPED, EXIT_FAULT = (
+    75,
+    70,
+)  # exit codes: stopped by a signal after a save; ended because a rank or a machine misbehaves
+SHELLS = {
+    "bash",
+    "sh",
+    "zsh",
+    "fish",
+    "dash",
+    "ash",
+    "ksh",
+    "csh",
+    "tcsh",
+    "screen",
+    "tmux: server",
+    "systemd",
+    "init",
+}
 
 
 class Signals:
@@ -50,7 +67,9 @@ class Signals:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.before and not self.whole_life:  # in the last moments of a process a late signal must not become its exit code
+        if (
+            self.before and not self.whole_life
+        ):  # in the last moments of a process a late signal must not become its exit code
             for number, handler in self.before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self.wakeup)
@@ -73,7 +92,11 @@ class Signals:
         elif self.state == "running" and not self.asked:
             self.asked, self.at = name, now
         elif self.state == "running" and now - self.at > SAME_S:
-            print(f"fmmeta: {name} again: leaving at once, the last checkpoint is whole", file=sys.stderr, flush=True)
+            print(
+                f"fmmeta: {name} again: leaving at once, the last checkpoint is whole",
+                file=sys.stderr,
+                flush=True,
+            )
             self.leave(code)
 
     def _listen(self) -> None:
@@ -86,9 +109,11 @@ class Signals:
 
 @contextmanager
 def interrupting() -> Iterator[None]:
-    """While the block runs, SIGTERM and SIGUSR1 raise `KeyboardInterrupt` with their name, as SIGINT does without one.
+    """While the block runs, SIGTERM and SIGUSR1 raise `KeyboardInterrupt` with their name, as SIGINT does
+    without one.
 
-    For commands of one process, which remove their unfinished outputs on the way out. What comes after the first is ignored.
+    For commands of one process, which remove their unfinished outputs on the way out. What comes after the
+    first is ignored.
     """
 
     def stop(number: int, _: object) -> None:
@@ -107,8 +132,8 @@ def interrupting() -> Iterator[None]:
 class Launcher:
     """Whether the process that started this one is still there.
 
-    The `deepspeed` command starts a launcher, which starts the ranks; ended by SIGTERM it leaves both behind. A process that
-    was started from a shell has no launcher: shells may go.
+    The `deepspeed` command starts a launcher, which starts the ranks; ended by SIGTERM it leaves both behind.
+    A process that was started from a shell has no launcher: shells may go.
     """
 
     def __init__(self, launched: bool) -> None:
@@ -135,7 +160,10 @@ def about(pid: int) -> tuple[str, str, int]:
 
 
 def born(pid: int) -> str:
-    """State and start time of a process, `T 12345`; empty if there is none. A number that comes again has another time."""
+    """State and start time of a process, `T 12345`; empty if there is none.
+
+    A number that comes again has another time.
+    """
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return f"{words[0]} {words[19]}"

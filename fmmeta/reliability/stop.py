@@ -1,4 +1,5 @@
-"""What stands beside the training loop: stopping at a safe point, the watchdog, equal replicas, explosions and spikes.
+"""What stands beside the training loop: stopping at a safe point, the watchdog, equal replicas, explosions
+and spikes.
 
     leaves()    between two tasks: does this group leave the rest of the outer step?      group
     fit()       is a task's direction small enough to be believed?                        group
@@ -6,8 +7,9 @@
     settled()   after the step: measured, replicas compared now and then                  world
     stops()     has any rank been asked to stop?                                          world
 
-A stop costs at most one task of each group, the agreement and the save: tasks are left out, never cut in two. A step that some
-group has left is abandoned by all, since theta is a function of whole meta-batches; if none has, it is finished.
+A stop costs at most one task of each group, the agreement and the save: tasks are left out, never cut in two.
+A step that some group has left is abandoned by all, since theta is a function of whole meta-batches; if none
+has, it is finished.
 """
 
 from __future__ import annotations
@@ -37,8 +39,14 @@ from fmmeta.reliability.watchdog import MARGIN_S, Watchdog, WatchdogStage, mysel
 class Guard:
     """One for a run. board: None where no rank is to be watched from outside."""
 
-    def __init__(self, config: Config, ranks: ProcessGroups, worker: Worker, signals: Signals | None = None,
-                 board: SharedStore | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        config: Config,
+        ranks: ProcessGroups,
+        worker: Worker,
+        signals: Signals | None = None,
+        board: SharedStore | None = None,
+    ) -> None:
         self.config, self.ranks, self.worker = config, ranks, worker
         self.signals, self.board = signals or Signals(), board
         self.watch = WatchdogStage(config.step_timeout)
@@ -56,7 +64,9 @@ class Guard:
         try:
             yield
         except Exception:
-            if watchdog.asked.is_set():  # others have left before this rank has said its words: it leaves with the same code
+            if (
+                watchdog.asked.is_set()
+            ):  # others have left before this rank has said its words: it leaves with the same code
                 time.sleep(MARGIN_S)
             raise
         finally:
@@ -88,13 +98,26 @@ class Guard:
         return self.left
 
     def agree(self, saver: Saver) -> bool:
-        """Whether all abandon this outer step; judges a save that is done. Raises `UsageError`. Collective: world."""
+        """Whether all abandon this outer step; judges a save that is done.
+
+        Raises `UsageError`. Collective: world.
+        """
         self.watch.enter("agreeing with the other groups")
         exploded = self.exploded if self.ranks.layout.group_rank == 0 else 0
-        mine = [self.left, bool(self.signals.asked), saver.folder is not None and saver.done, bool(saver.failure), exploded]
-        left, asked, done, failed, exploded = self.ranks.world.sum_(torch.tensor(mine, dtype=torch.float64)).tolist()
+        mine = [
+            self.left,
+            bool(self.signals.asked),
+            saver.folder is not None and saver.done,
+            bool(saver.failure),
+            exploded,
+        ]
+        left, asked, done, failed, exploded = self.ranks.world.sum_(
+            torch.tensor(mine, dtype=torch.float64)
+        ).tolist()
         self.stop, self.exploded = asked > 0 or left > 0, int(exploded)
-        if self.ranks.crew is not None and (self.config.max_task_loss is not None or self.config.max_task_norm is not None):
+        if self.ranks.crew is not None and (
+            self.config.max_task_loss is not None or self.config.max_task_norm is not None
+        ):
             self.exploded = int(self.ranks.cross.sum_(torch.tensor([exploded], dtype=torch.float64)))
         if done == self.ranks.world.size:
             saver.judge(failed > 0)
@@ -113,7 +136,10 @@ class Guard:
         return self.config.max_task_loss is None and self.config.max_task_norm is None
 
     def fit(self, direction: TaskGradient) -> TaskGradient:
-        """The direction, not finite if the task's loss or the direction's norm is beyond its bound. Collective: group."""
+        """The direction, not finite if the task's loss or the direction's norm is beyond its bound.
+
+        Collective: group.
+        """
         most_loss, most_norm = self.config.max_task_loss, self.config.max_task_norm
         if not direction.finite or self.trusts:
             return direction
@@ -125,14 +151,20 @@ class Guard:
         return replace(direction, finite=False) if exploded else direction
 
     def settled(self, outer_step: int, theta: Tensor) -> None:
-        """After an outer step: note how long it took, compare the replicas now and then. Raises `MachineFault`. Collective: world."""
+        """After an outer step: note how long it took, compare the replicas now and then.
+
+        Raises `MachineFault`. Collective: world.
+        """
         self.watch.measured(time.monotonic() - self.watch.began)
         every = self.config.check_replicas_steps
         if every and outer_step % every == 0 and self.ranks.crew is None:  # a crew compares when it meets
             self.check_replicas(outer_step, theta)
 
     def check_replicas(self, outer_step: int, theta: Tensor) -> None:
-        """Ranks with the same shard must hold the same bits. Raises `MachineFault` on all, naming the odd ones. Collective: everyone."""
+        """Ranks with the same shard must hold the same bits.
+
+        Raises `MachineFault` on all, naming the odd ones. Collective: everyone.
+        """
         size = self.ranks.layout.group_size
         if self.ranks.cross.size == 1:
             return
@@ -145,4 +177,6 @@ class Guard:
         if odd:
             named = ", ".join(map(str, sorted(odd)))
             text = f"theta is not the same in all groups after outer step {outer_step} (ranks {named} differ)"
-            raise MachineFault(f"{text}; nothing of it is saved; check their machines, then run the same command again")
+            raise MachineFault(
+                f"{text}; nothing of it is saved; check their machines, then run the same command again"
+            )

@@ -1,7 +1,8 @@
 """A watchdog: names who keeps an outer step from ending, and ends the job instead of waiting for ever.
 
-Each rank has two threads. The herald pins a beat on the board every few seconds (where the rank is, in words) and looks
-whether somebody was asked to stop. The watchdog looks at the clock of its own rank, and when a step is over its bound:
+Each rank has two threads. The herald pins a beat on the board every few seconds (where the rank is, in words)
+and looks whether somebody was asked to stop. The watchdog looks at the clock of its own rank, and when a step
+is over its bound:
 
     ask for last words -> compare the beats of all ranks -> the lowest rank that still speaks names the silent ones and where
     the others are -> frozen processes of the node are killed -> every rank leaves with exit code 70
@@ -26,7 +27,11 @@ from fmmeta.parallel.nodes import link_of
 from fmmeta.parallel.process_groups import ProcessGroups, SharedStore
 from fmmeta.reliability.signals import EXIT_FAULT, Launcher, Signals, born
 
-FIRST_S, FLOOR_S, TIMES = 1800.0, 300.0, 10.0  # bound before a step is measured; least bound; times the slowest step
+FIRST_S, FLOOR_S, TIMES = (
+    1800.0,
+    300.0,
+    10.0,
+)  # bound before a step is measured; least bound; times the slowest step
 BEAT_S, TICK_S, GRACE_S = 5.0, 0.5, 3.0
 MARGIN_S = 60.0  # that communicators wait longer than the watchdog
 SHOWN = 8  # ranks that are named one by one
@@ -41,7 +46,9 @@ class WatchdogStage:
         self.stage, self.at = "starting", ""
 
     def begin(self, stage: str) -> None:
-        """Something that has to end within the bound begins: an outer step, a save, an episode of an evaluation."""
+        """Something that has to end within the bound begins: an outer step, a save, an episode of an
+        evaluation.
+        """
         self.began, self.stage, self.at = time.monotonic(), stage, ""
 
     def enter(self, phase: str) -> None:
@@ -67,10 +74,21 @@ class WatchdogStage:
 
 
 class Watchdog:
-    """The two threads of a rank. `peers`: process, start time and node of every rank. board: None for a process alone."""
+    """The two threads of a rank.
 
-    def __init__(self, watch: WatchdogStage, board: SharedStore | None, peers: Sequence[dict[str, Any]], ranks: ProcessGroups, signals: Signals,
-                 launcher: Launcher, leave: Callable[[int], Any] = os._exit) -> None:  # fmt: skip
+    `peers`: process, start time and node of every rank. board: None for a process alone.
+    """
+
+    def __init__(
+        self,
+        watch: WatchdogStage,
+        board: SharedStore | None,
+        peers: Sequence[dict[str, Any]],
+        ranks: ProcessGroups,
+        signals: Signals,
+        launcher: Launcher,
+        leave: Callable[[int], Any] = os._exit,
+    ) -> None:
         self.watch, self.board, self.peers, self.ranks = watch, board, peers, ranks
         self.signals, self.launcher, self.leave = signals, launcher, leave
         self.rank = ranks.layout.launch.global_rank
@@ -124,7 +142,10 @@ class Watchdog:
             beats = self.board.read([f"beat/{rank}" for rank in range(self.ranks.world.size)])
             self.heard = self.heard or [now] * len(beats)
             before = self.beats or beats
-            self.heard = [now if beat != old else then for beat, old, then in zip(beats, before, self.heard, strict=True)]
+            self.heard = [
+                now if beat != old else then
+                for beat, old, then in zip(beats, before, self.heard, strict=True)
+            ]
             self.beats = beats
 
     def _clock(self) -> None:
@@ -162,19 +183,26 @@ class Watchdog:
         self.leave(EXIT_FAULT)
 
     def silent(self) -> list[int]:
-        """Ranks whose beat has not changed while this one asked; the keeper of the board if nothing could be read."""
+        """Ranks whose beat has not changed while this one asked; the keeper of the board if nothing could be
+        read.
+        """
         if self.board is None:
             return []
         if not self.beats:
             return [0]
         patience = self.every_s + GRACE_S
-        return [rank for rank, then in enumerate(self.heard) if rank != self.rank and time.monotonic() - then > patience]
+        return [
+            rank
+            for rank, then in enumerate(self.heard)
+            if rank != self.rank and time.monotonic() - then > patience
+        ]
 
     def report(self, silent: Sequence[int], took: float) -> None:
         watch = self.watch
         bound = f"and its bound is {watch.bound_s:.0f} s (--step_timeout)"
         lines = [
-            f"{watch.stage} has taken {took:.0f} s, {bound}; the job ends, the same command goes on from the last checkpoint"
+            f"{watch.stage} has taken {took:.0f} s, {bound}; the job ends, the same command goes on from the"
+            " last checkpoint"
         ]
         for rank in silent:
             known = json.loads(self.beats[rank] or "{}") if self.beats else {}
@@ -184,12 +212,18 @@ class Watchdog:
         for rank, beat in enumerate(self.beats):
             if rank not in silent:
                 told = json.loads(beat or "{}")
-                others.setdefault(f"{told.get('words', 'unknown')}; stack: {told.get('stack', 'unknown')}", []).append(rank)
+                others.setdefault(
+                    f"{told.get('words', 'unknown')}; stack: {told.get('stack', 'unknown')}", []
+                ).append(rank)
         if not self.beats:
             others[f"{watch.words}; stack: {stack_of(self.main)}"] = [self.rank]
         for where, named in others.items():
-            who = self.name(named[0]) if len(named) == 1 else f"ranks {', '.join(map(str, named[:SHOWN]))}" + (
-                f" and {len(named) - SHOWN} more" if len(named) > SHOWN else "")  # fmt: skip
+            who = (
+                self.name(named[0])
+                if len(named) == 1
+                else f"ranks {', '.join(map(str, named[:SHOWN]))}"
+                + (f" and {len(named) - SHOWN} more" if len(named) > SHOWN else "")
+            )
             lines.append(f"{who}: in {where}")
         print("\n".join(f"fmmeta: watchdog: {line}" for line in lines), file=sys.stderr, flush=True)
 

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from fmmeta.report.data import Facts, Line, number, points, spikes
-from fmmeta.report.markup import Markup, cell, column_head, join, quiet, row, row_head, scrolling, section, table, tag
+from fmmeta.report.markup import (
+    Markup,
+    cell,
+    column_head,
+    join,
+    quiet,
+    row,
+    row_head,
+    scrolling,
+    section,
+    table,
+    tag,
+)
 from fmmeta.report.svg import Chart, Points, Series, smooth, thin
 
 Marks = list[tuple[int, float]]
@@ -26,20 +38,32 @@ def curves(facts: Facts) -> Markup:
 def charts_of(facts: Facts, jumps: Marks, skipped: list[int], bad: list[int]) -> list[Chart]:
     steps, valid, last = facts.steps, facts.valid, max(facts.outer_step, 1)
     ticks = (("d", skipped), ("a", bad))
-    loss = [*series("support", SUPPORT, points(steps, "support_loss")), *series("query", QUERY, points(steps, "query_loss")),
-            *series("validation", VALIDATION, points(valid, "valid_loss"))]  # fmt: skip
-    right = [*series("query", QUERY, hundred(points(steps, "accuracy"))),
-             *series("validation", VALIDATION, hundred(points(valid, "valid_accuracy")))]  # fmt: skip
+    loss = [
+        *series("support", SUPPORT, points(steps, "support_loss")),
+        *series("query", QUERY, points(steps, "query_loss")),
+        *series("validation", VALIDATION, points(valid, "valid_loss")),
+    ]
+    right = [
+        *series("query", QUERY, hundred(points(steps, "accuracy"))),
+        *series("validation", VALIDATION, hundred(points(valid, "valid_accuracy"))),
+    ]
     norms = points(steps, "grad_norm")
     known = [value for _, value in norms if value]
     wide = bool(known) and max(known) > 30 * min(known)
     return [
         Chart("loss", "Loss", loss, last, short, spikes=jumps, ticks=ticks),
         Chart("accuracy", "Accuracy %", right, last, short, ticks=ticks),
-        Chart("norm", "Norm of the meta-gradient" + (" (logarithmic)" if wide else ""), series("norm", QUERY, norms), last, short,
-              wide, ticks=ticks),
+        Chart(
+            "norm",
+            "Norm of the meta-gradient" + (" (logarithmic)" if wide else ""),
+            series("norm", QUERY, norms),
+            last,
+            short,
+            wide,
+            ticks=ticks,
+        ),
         Chart("rate", "Outer learning rate", [Series("lr", "a", points(steps, "lr"))], last, short),
-    ]  # fmt: skip
+    ]
 
 
 def series(name: str, look: str, values: Points) -> list[Series]:
@@ -65,7 +89,11 @@ def short(value: float) -> str:
 
 def figure(facts: Facts, chart: Chart) -> Markup:
     named = [one for one in chart.series if one.name]
-    keys = [tag("span", sample(one.look.split()[0]), one.name, cls="key") for one in named] if len(named) > 1 else []
+    keys = (
+        [tag("span", sample(one.look.split()[0]), one.name, cls="key") for one in named]
+        if len(named) > 1
+        else []
+    )
     return tag("figure", tag("figcaption", tag("h3", chart.title), *keys), chart.svg(summary(chart)))
 
 
@@ -79,8 +107,10 @@ def summary(chart: Chart) -> str:
         known = [(step, value) for step, value in one.points if value is not None]
         if one.name and known:
             low, high = min(value for _, value in known), max(value for _, value in known)
-            told.append(f"{one.name}: {known[0][1]:.4g} at step {known[0][0]}, {known[-1][1]:.4g} at step {known[-1][0]}, "
-                        f"between {low:.4g} and {high:.4g}")  # fmt: skip
+            told.append(
+                f"{one.name}: {known[0][1]:.4g} at step {known[0][0]}, {known[-1][1]:.4g} at step"
+                f" {known[-1][0]}, between {low:.4g} and {high:.4g}"
+            )
     told += [f"{len(chart.spikes)} spikes"] if chart.spikes else []
     return f"{chart.title} over the outer steps. " + ("; ".join(told) or "No values") + "."
 
@@ -92,7 +122,10 @@ def notes(facts: Facts, jumps: Marks, skipped: list[int], bad: list[int]) -> Mar
         parts.append("; the strong line is a running mean over a twentieth of them")
     parts.append(". ")
     if jumps:
-        told = f" {len(jumps)} {'spike' if len(jumps) == 1 else 'spikes'} of the query loss, far above its running mean; "
+        told = (
+            f" {len(jumps)} {'spike' if len(jumps) == 1 else 'spikes'} of the query loss, far above its"
+            " running mean; "
+        )
         parts += [tag("span", "▲", cls="word-spike"), told, "the drawing is cut off there. "]
     elif facts.steps:
         parts.append("No spikes. ")
@@ -111,14 +144,29 @@ def numbers(facts: Facts) -> Markup:
     valid = {line["step"]: line for line in facts.valid}
     lines = {line["step"]: line for line in facts.steps}
     shown = thin(sorted(lines.keys() | valid.keys()), MOST_ROWS)
-    names = {"support_loss": "support loss", "query_loss": "query loss", "accuracy": "accuracy %", "valid_loss": "valid. loss",
-             "valid_accuracy": "valid. %", "grad_norm": "norm", "lr": "rate", "skipped_tasks": "left out"}  # fmt: skip
+    names = {
+        "support_loss": "support loss",
+        "query_loss": "query loss",
+        "accuracy": "accuracy %",
+        "valid_loss": "valid. loss",
+        "valid_accuracy": "valid. %",
+        "grad_norm": "norm",
+        "lr": "rate",
+        "skipped_tasks": "left out",
+    }
     used = [key for key in names if any(key in line for line in (*facts.steps, *facts.valid))]
     head = [column_head("step"), *(column_head(names[key], "n") for key in used)]
-    rows = [row(row_head(f"{step:,}"), *(value_of(key, {**lines.get(step, {}), **valid.get(step, {})}) for key in used))
-            for step in shown]  # fmt: skip
+    rows = [
+        row(
+            row_head(f"{step:,}"),
+            *(value_of(key, {**lines.get(step, {}), **valid.get(step, {})}) for key in used),
+        )
+        for step in shown
+    ]
     total = len(lines.keys() | valid.keys())
-    what = "Numbers of the curves" + (f" ({len(shown)} of {total} steps; all are in metrics.jsonl)" if len(shown) < total else "")
+    what = "Numbers of the curves" + (
+        f" ({len(shown)} of {total} steps; all are in metrics.jsonl)" if len(shown) < total else ""
+    )
     return tag("details", tag("summary", what), scrolling(table(head, rows), what))
 
 

@@ -60,7 +60,12 @@ def read(folder: Path) -> Facts:
     except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(f"{file} cannot be read; mend it, or give another output_dir") from None
     lines = read_lines(folder / "metrics.jsonl")
-    return Facts(folder, run, [line for line in lines if "query_loss" in line], [line for line in lines if "valid_loss" in line])
+    return Facts(
+        folder,
+        run,
+        [line for line in lines if "query_loss" in line],
+        [line for line in lines if "valid_loss" in line],
+    )
 
 
 def read_lines(file: Path) -> list[Line]:
@@ -88,13 +93,21 @@ def points(lines: Sequence[Line], key: str) -> list[tuple[int, float | None]]:
 
 
 def spikes(lines: Sequence[Line]) -> list[tuple[int, float]]:
-    """(step, query loss) where the run marked it as one: `loss_spike`, the rule of guard.py, which saw the unlogged steps too."""
-    return [(line["step"], value) for line in lines if "loss_spike" in line and (value := number(line["query_loss"])) is not None]
+    """(step, query loss) where the run marked it as one: `loss_spike`, the rule of guard.py, which saw the
+    unlogged steps too.
+    """
+    return [
+        (line["step"], value)
+        for line in lines
+        if "loss_spike" in line and (value := number(line["query_loss"])) is not None
+    ]
 
 
 @dataclass(frozen=True)
 class Times:
-    """Mean seconds of an outer step over `steps` logged ones: the whole, waiting for data, and for other groups by group."""
+    """Mean seconds of an outer step over `steps` logged ones: the whole, waiting for data, and for other
+    groups by group.
+    """
 
     steps: int
     first_left_out: bool
@@ -108,7 +121,9 @@ class Times:
 
 
 def times(steps: Sequence[Line]) -> Times | None:
-    """Of the logged steps on the last layout, without the first one, which warms up, where there are four or more."""
+    """Of the logged steps on the last layout, without the first one, which warms up, where there are four or
+    more.
+    """
     usable = [line for line in steps if number(line.get("seconds")) is not None]
     if not usable:
         return None
@@ -116,7 +131,9 @@ def times(steps: Sequence[Line]) -> Times | None:
     usable = [line for line in usable if len(waits(line)) == groups]
     kept = usable[1:] if len(usable) > 3 else usable
     mean = [sum(column) / len(kept) for column in zip(*(waits(line) for line in kept), strict=True)]
-    whole, data = (sum(number(line.get(key)) or 0.0 for line in kept) / len(kept) for key in ("seconds", "data_seconds"))
+    whole, data = (
+        sum(number(line.get(key)) or 0.0 for line in kept) / len(kept) for key in ("seconds", "data_seconds")
+    )
     return Times(len(kept), len(kept) < len(usable), whole, data, mean)
 
 

@@ -15,16 +15,27 @@ VOID = {"meta", "link", "br", "path", "line", "rect", "circle"}
 
 
 def tag(name: str, /, *children: str | None, **attributes: object) -> Markup:
-    """An element; `cls` is its class, `_` in names of attributes is `-`; attributes that are None are left out."""
-    pairs = {"class" if key == "cls" else key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
-    opened = name + "".join(f' {key}="{escape(str(value))}"' for key, value in pairs.items() if value is not None)
+    """An element; `cls` is its class, `_` in names of attributes is `-`; attributes that are None are left
+    out.
+    """
+    pairs = {
+        "class" if key == "cls" else key.rstrip("_").replace("_", "-"): value
+        for key, value in attributes.items()
+    }
+    opened = name + "".join(
+        f' {key}="{escape(str(value))}"' for key, value in pairs.items() if value is not None
+    )
     if name in VOID:
         return Markup(f"<{opened}/>" if name in ("path", "line", "rect", "circle") else f"<{opened}>")
     return Markup(f"<{opened}>{join(*children)}</{name}>")
 
 
 def join(*children: str | None) -> Markup:
-    return Markup("".join(child if isinstance(child, Markup) else escape(child) for child in children if child is not None))
+    return Markup(
+        "".join(
+            child if isinstance(child, Markup) else escape(child) for child in children if child is not None
+        )
+    )
 
 
 def row(*cells: str, cls: str | None = None) -> Markup:
@@ -44,10 +55,14 @@ def column_head(content: str = "", cls: str | None = None, title: str | None = N
     return tag("th", content, scope="col", cls=cls, title=title, role="columnheader")
 
 
-def table(head: Sequence[str], rows: Sequence[str], cls: str | None = None, caption: str | None = None) -> Markup:
+def table(
+    head: Sequence[str], rows: Sequence[str], cls: str | None = None, caption: str | None = None
+) -> Markup:
     said = None if caption is None else tag("caption", caption)
     parts = [
-        tag(part, *inner, role="rowgroup") for part, inner in (("thead", [row(*head)] if head else ()), ("tbody", rows)) if inner
+        tag(part, *inner, role="rowgroup")
+        for part, inner in (("thead", [row(*head)] if head else ()), ("tbody", rows))
+        if inner
     ]
     return tag("table", said, *parts, cls=cls, role="table")
 

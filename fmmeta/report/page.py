@@ -18,7 +18,9 @@ from fmmeta.report.markup import NONE, Markup, cell, quiet, row, row_head, secti
 from fmmeta.report.style import SHEET
 
 NAME = "report.html"
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser itself refuses scripts and requests
+POLICY = (  # the browser itself refuses scripts and requests
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+)
 
 
 @dataclass
@@ -38,7 +40,10 @@ def run(config: ReportConfig) -> None:
 
 
 def write(folder: Path) -> Path:
-    """Write report.html of a run, from run.json and metrics.jsonl. Raises `UsageError` where there is no run."""
+    """Write report.html of a run, from run.json and metrics.jsonl.
+
+    Raises `UsageError` where there is no run.
+    """
     text = page(read(folder), time.strftime("%Y-%m-%d %H:%M %Z"))
     file, temporary = folder / NAME, folder / f"{NAME}.tmp"
     temporary.write_text(text, encoding="utf-8")
@@ -57,14 +62,28 @@ def keep(folder: Path, writes: bool, notice: Callable[[str], None]) -> None:
 
 def page(facts: Facts, written: str) -> str:
     """The report as text. `written`: when."""
-    sections = [results.held_out(facts), results.strata(facts), charts.curves(facts), timing.timing(facts),
-                results.confusion(facts), about(facts)]  # fmt: skip
-    head = tag("head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-               tag("meta", http_equiv="Content-Security-Policy", content=POLICY), tag("meta", name="robots", content="noindex"),
-               tag("link", rel="icon", href="data:,"), tag("title", f"{title(facts)} · fmmeta"),
-               tag("style", Markup(SHEET)))  # fmt: skip
+    sections = [
+        results.held_out(facts),
+        results.strata(facts),
+        charts.curves(facts),
+        timing.timing(facts),
+        results.confusion(facts),
+        about(facts),
+    ]
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="robots", content="noindex"),
+        tag("link", rel="icon", href="data:,"),
+        tag("title", f"{title(facts)} · fmmeta"),
+        tag("style", Markup(SHEET)),
+    )
     again = tag("code", redact(f"fmmeta report --output_dir {facts.folder}"))
-    footer = tag("footer", quiet(f"Written {written}. ", again, " writes it anew, also while the run goes on."))
+    footer = tag(
+        "footer", quiet(f"Written {written}. ", again, " writes it anew, also while the run goes on.")
+    )
     body = tag("body", tag("main", header(facts), *sections, footer))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
@@ -81,8 +100,11 @@ def header(facts: Facts) -> Markup:
     last, wanted = facts.outer_step, settings.get("outer_steps")
     state = "Finished" if facts.finished else f"Not finished: logged to outer step {last:,} of {wanted:,}"
     model = Path(redact(str(settings.get("model_name_or_path")))).name
-    what = (f"{model}, {results.shape_of(facts)} tasks, {settings.get('inner_steps')} inner steps at {settings.get('inner_lr')}, "
-            f"{wanted:,} outer steps of {tasks_per_step(settings)} tasks; {facts.run.get('layout')}")  # fmt: skip
+    what = (
+        f"{model}, {results.shape_of(facts)} tasks, {settings.get('inner_steps')} inner steps at"
+        f" {settings.get('inner_lr')}, {wanted:,} outer steps of {tasks_per_step(settings)} tasks;"
+        f" {facts.run.get('layout')}"
+    )
     return tag("header", tag("span", state, cls="pill"), tag("h1", title(facts)), quiet(what), heroes(facts))
 
 
@@ -94,10 +116,16 @@ def heroes(facts: Facts) -> Markup | None:
     """The few numbers that one looks for first."""
     found = facts.held_out
     if AFTER in found:
-        causal = facts.settings.get("task_type") == "causal_lm"  # of which few answers are right to the last token
-        key, what, form = ("loss", "loss", results.plain) if causal else ("accuracy", "accuracy %", results.percent)
-        parts = [hero("a", form(found[AFTER][key]), f"{what} on held-out tasks, meta-trained"),
-                 hero("b", form(found[FROM_START][key]), "the same from the weights at the start")]  # fmt: skip
+        causal = (
+            facts.settings.get("task_type") == "causal_lm"
+        )  # of which few answers are right to the last token
+        key, what, form = (
+            ("loss", "loss", results.plain) if causal else ("accuracy", "accuracy %", results.percent)
+        )
+        parts = [
+            hero("a", form(found[AFTER][key]), f"{what} on held-out tasks, meta-trained"),
+            hero("b", form(found[FROM_START][key]), "the same from the weights at the start"),
+        ]
         if isinstance(found.get("gain"), dict):
             parts.append(hero("c", form(found["gain"][key], signed=True), f"gain in {what} (paired)"))
         return tag("div", *parts, cls="heroes")
@@ -105,9 +133,17 @@ def heroes(facts: Facts) -> Markup | None:
         return None
     line = facts.steps[-1]
     loss, right = number(line.get("query_loss")), number(line.get("accuracy"))
-    said_loss, said_right = NONE if loss is None else f"{loss:.4f}", NONE if right is None else f"{100 * right:.1f}"
-    return tag("div", hero("a", f"{line['step']:,}", "last logged outer step"), hero("b", said_loss, "query loss there"),
-               hero("c", said_right, "accuracy % there, on the query sets"), cls="heroes")  # fmt: skip
+    said_loss, said_right = (
+        NONE if loss is None else f"{loss:.4f}",
+        NONE if right is None else f"{100 * right:.1f}",
+    )
+    return tag(
+        "div",
+        hero("a", f"{line['step']:,}", "last logged outer step"),
+        hero("b", said_loss, "query loss there"),
+        hero("c", said_right, "accuracy % there, on the query sets"),
+        cls="heroes",
+    )
 
 
 def hero(look: str, value: str, text: str) -> Markup:
@@ -116,7 +152,11 @@ def hero(look: str, value: str, text: str) -> Markup:
 
 def about(facts: Facts) -> Markup:
     """Settings and versions, folded."""
-    versions = {**(facts.run.get("versions") or {}), "git commit": facts.run.get("git_commit"), "layout": facts.run.get("layout")}
+    versions = {
+        **(facts.run.get("versions") or {}),
+        "git commit": facts.run.get("git_commit"),
+        "layout": facts.run.get("layout"),
+    }
     return section("about", "What was run", folded("Settings", facts.settings), folded("Versions", versions))
 
 

@@ -1,4 +1,7 @@
-"""What came out of a run: the table before and after, strata, and the confusion of one episode. Numbers are those of run.json."""
+"""What came out of a run: the table before and after, strata, and the confusion of one episode.
+
+Numbers are those of run.json.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from fmmeta.report.data import AFTER, BEFORE, FROM_START, Facts, number
-from fmmeta.report.markup import NONE, Markup, cell, column_head, join, quiet, row, row_head, scrolling, section, table, tag
+from fmmeta.report.markup import (
+    NONE,
+    Markup,
+    cell,
+    column_head,
+    join,
+    quiet,
+    row,
+    row_head,
+    scrolling,
+    section,
+    table,
+    tag,
+)
 
 Interval = Sequence[Any]
 """Mean and half the 95 % interval; null where there is no interval."""
@@ -22,7 +38,9 @@ def percent(interval: Interval, signed: bool = False) -> Markup:
     if mean is None:
         return join(NONE)
     shown = f"{100 * mean:+.1f}" if signed else f"{100 * mean:.1f}"
-    return join(exact(interval[0], shown), *([] if half is None else [" ± ", exact(interval[1], f"{100 * half:.1f}")]))
+    return join(
+        exact(interval[0], shown), *([] if half is None else [" ± ", exact(interval[1], f"{100 * half:.1f}")])
+    )
 
 
 def plain(interval: Interval, signed: bool = False) -> Markup:
@@ -30,7 +48,9 @@ def plain(interval: Interval, signed: bool = False) -> Markup:
     if mean is None:
         return join(NONE)
     shown = f"{mean:+.4f}" if signed else f"{mean:.4f}"
-    return join(exact(interval[0], shown), *([] if half is None else [" ± ", exact(interval[1], f"{half:.4f}")]))
+    return join(
+        exact(interval[0], shown), *([] if half is None else [" ± ", exact(interval[1], f"{half:.4f}")])
+    )
 
 
 def held_out(facts: Facts) -> Markup | None:
@@ -42,14 +62,27 @@ def held_out(facts: Facts) -> Markup | None:
     for name, look in ((BEFORE, "d"), (FROM_START, "b"), (AFTER, "a")):
         accuracy, loss = found[name]["accuracy"], found[name]["loss"]
         rows.append(
-            row(row_head(name), cell(interval_bar(accuracy, look), "bar"), cell(percent(accuracy), "n"), cell(plain(loss), "n"))
+            row(
+                row_head(name),
+                cell(interval_bar(accuracy, look), "bar"),
+                cell(percent(accuracy), "n"),
+                cell(plain(loss), "n"),
+            )
         )
     gain = found.get("gain")
     if isinstance(gain, dict):  # the same episodes, with the same adaptation, from other weights
         cells = cell(percent(gain["accuracy"], signed=True), "n"), cell(plain(gain["loss"], signed=True), "n")
         rows.append(row(row_head("gain of meta-training (paired)"), cell(cls="bar"), *cells, cls="gain"))
-    head = [column_head(), column_head("0 to 100 %", "bar"), column_head("accuracy %", "n"), column_head("loss", "n")]
-    caption = f"{found['episodes']} held-out {shape_of(facts)} episodes; ± is half the 95 % interval over episodes. "
+    head = [
+        column_head(),
+        column_head("0 to 100 %", "bar"),
+        column_head("accuracy %", "n"),
+        column_head("loss", "n"),
+    ]
+    caption = (
+        f"{found['episodes']} held-out {shape_of(facts)} episodes; ± is half the 95 % interval over"
+        " episodes. "
+    )
     caption += "A gain in loss is a fall."
     return section("held-out", "Before and after", table(head, rows, "stack wide", caption))
 
@@ -71,8 +104,13 @@ def interval_bar(interval: Interval, look: str) -> Markup:
     if mean is None:
         return join()
     low, high = max(0.0, mean - half), min(1.0, mean + half)
-    return tag("svg", rail(), tag("line", x1=part(low), x2=part(high), y1="50%", y2="50%", cls=f"rod {look}"),
-               tag("circle", cx=part(mean), cy="50%", r=5, cls=f"fill {look}"), aria_hidden="true")  # fmt: skip
+    return tag(
+        "svg",
+        rail(),
+        tag("line", x1=part(low), x2=part(high), y1="50%", y2="50%", cls=f"rod {look}"),
+        tag("circle", cx=part(mean), cy="50%", r=5, cls=f"fill {look}"),
+        aria_hidden="true",
+    )
 
 
 def rail() -> Markup:
@@ -94,13 +132,28 @@ def strata(facts: Facts) -> Markup | None:
         before, after = started.get(name), trained[name]
         bar = [rail()]
         if before is not None:
-            bar += [tag("line", x1=part(before), x2=part(after), y1="50%", y2="50%", cls="rod a"),
-                    tag("circle", cx=part(before), cy="50%", r=4.5, cls="hollow b")]  # fmt: skip
+            bar += [
+                tag("line", x1=part(before), x2=part(after), y1="50%", y2="50%", cls="rod a"),
+                tag("circle", cx=part(before), cy="50%", r=4.5, cls="hollow b"),
+            ]
         bar.append(tag("circle", cx=part(after), cy="50%", r=5, cls="fill a"))
-        cells = [cell(NONE if value is None else exact(value, f"{100 * value:.1f}"), "n") for value in (before, after)]
-        rows.append(row(row_head(name or "(none)"), *cells, cell(tag("svg", *bar, aria_hidden="true"), "bar")))
-    head = [column_head("stratum"), column_head("start", "n"), column_head("meta-trained", "n"), column_head("0 to 100 %", "bar")]
-    caption = "Accuracy % after adaptation: hollow from the weights at the start, full meta-trained; the largest gain first."
+        cells = [
+            cell(NONE if value is None else exact(value, f"{100 * value:.1f}"), "n")
+            for value in (before, after)
+        ]
+        rows.append(
+            row(row_head(name or "(none)"), *cells, cell(tag("svg", *bar, aria_hidden="true"), "bar"))
+        )
+    head = [
+        column_head("stratum"),
+        column_head("start", "n"),
+        column_head("meta-trained", "n"),
+        column_head("0 to 100 %", "bar"),
+    ]
+    caption = (
+        "Accuracy % after adaptation: hollow from the weights at the start, full meta-trained; the largest"
+        " gain first."
+    )
     return section("strata", "By stratum", table(head, rows, "stack", caption))
 
 
@@ -110,7 +163,9 @@ def confusion(facts: Facts) -> Markup | None:
     if not found:
         return None
     if "counts" not in found:
-        return section("confusion", "One held-out episode", quiet(f"No confusion matrix: {found.get('left_out')}."))
+        return section(
+            "confusion", "One held-out episode", quiet(f"No confusion matrix: {found.get('left_out')}.")
+        )
     counts, classes = found["counts"], found["classes"]
     right, asked = sum(told[i] for i, told in enumerate(counts)), sum(map(sum, counts))
     rows = []
@@ -119,8 +174,14 @@ def confusion(facts: Facts) -> Markup | None:
         looks = [f"m{round(5 * count / most)}{' right' if i == j else ''}" for j, count in enumerate(told)]
         cells = [cell(str(count) if count else "·", look) for count, look in zip(told, looks, strict=True)]
         rows.append(row(row_head(f"{i + 1}  {name}"), *cells))
-    head = [column_head("right class"), *(column_head(str(i + 1), title=name) for i, name in enumerate(classes))]
+    head = [
+        column_head("right class"),
+        *(column_head(str(i + 1), title=name) for i, name in enumerate(classes)),
+    ]
     where = f"{found.get('task')}" + (f" ({found['stratum']})" if found.get("stratum") else "")
-    say = f"Task {where}, adapted from the meta-trained weights: {right} of {asked} query examples right; columns are answers."
+    say = (
+        f"Task {where}, adapted from the meta-trained weights: {right} of {asked} query examples right;"
+        " columns are answers."
+    )
     matrix = scrolling(table(head, rows, "confusion"), "Confusion matrix")
     return section("confusion", "One held-out episode", quiet(say), matrix)

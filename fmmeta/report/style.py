@@ -1,23 +1,62 @@
 """How a report looks: colours for light and dark, and the style sheet.
 
-Lines are told apart by colour-blind people (Okabe, Ito 2008, darkened or lightened for the background) and without colours, by
-their dashes. A test measures the contrast of every pair below (WCAG 2.2: text 4.5, graphics 3).
+Lines are told apart by colour-blind people (Okabe, Ito 2008, darkened or lightened for the background) and
+without colours, by their dashes. A test measures the contrast of every pair below (WCAG 2.2: text 4.5,
+graphics 3).
 """
 
 from __future__ import annotations
 
 LIGHT = {
-    "page": "#f6f5f1", "card": "#ffffff", "ink": "#1c2127", "quiet": "#596270", "rule": "#dddbd3", "grid": "#eceae3",
-    "a": "#0067a5", "b": "#b34a00", "c": "#00734f", "d": "#8a3f7d", "pill": "#e3eef6",
-    "m0": "#ffffff", "m1": "#dcebf5", "m2": "#b5d5ea", "m3": "#7fb5d8", "m4": "#2b77ad", "m5": "#0b4f80",
-    "n0": "#1c2127", "n1": "#1c2127", "n2": "#1c2127", "n3": "#10161c", "n4": "#ffffff", "n5": "#ffffff",
-}  # fmt: skip
+    "page": "#f6f5f1",
+    "card": "#ffffff",
+    "ink": "#1c2127",
+    "quiet": "#596270",
+    "rule": "#dddbd3",
+    "grid": "#eceae3",
+    "a": "#0067a5",
+    "b": "#b34a00",
+    "c": "#00734f",
+    "d": "#8a3f7d",
+    "pill": "#e3eef6",
+    "m0": "#ffffff",
+    "m1": "#dcebf5",
+    "m2": "#b5d5ea",
+    "m3": "#7fb5d8",
+    "m4": "#2b77ad",
+    "m5": "#0b4f80",
+    "n0": "#1c2127",
+    "n1": "#1c2127",
+    "n2": "#1c2127",
+    "n3": "#10161c",
+    "n4": "#ffffff",
+    "n5": "#ffffff",
+}
 DARK = {
-    "page": "#121518", "card": "#1a1e23", "ink": "#e9ebee", "quiet": "#a2abb7", "rule": "#363d46", "grid": "#272d34",
-    "a": "#62b6ee", "b": "#f0a35c", "c": "#3ecb9b", "d": "#dd9bd0", "pill": "#1d3242",
-    "m0": "#1a1e23", "m1": "#1b3347", "m2": "#1f4c6d", "m3": "#2a6a97", "m4": "#62b6ee", "m5": "#a9dafa",
-    "n0": "#e9ebee", "n1": "#e9ebee", "n2": "#e9ebee", "n3": "#ffffff", "n4": "#10161c", "n5": "#10161c",
-}  # fmt: skip
+    "page": "#121518",
+    "card": "#1a1e23",
+    "ink": "#e9ebee",
+    "quiet": "#a2abb7",
+    "rule": "#363d46",
+    "grid": "#272d34",
+    "a": "#62b6ee",
+    "b": "#f0a35c",
+    "c": "#3ecb9b",
+    "d": "#dd9bd0",
+    "pill": "#1d3242",
+    "m0": "#1a1e23",
+    "m1": "#1b3347",
+    "m2": "#1f4c6d",
+    "m3": "#2a6a97",
+    "m4": "#62b6ee",
+    "m5": "#a9dafa",
+    "n0": "#e9ebee",
+    "n1": "#e9ebee",
+    "n2": "#e9ebee",
+    "n3": "#ffffff",
+    "n4": "#10161c",
+    "n5": "#10161c",
+}
 TEXTS = [(ink, on) for ink in ("ink", "quiet", "a", "b", "c", "d") for on in ("page", "card")]
 TEXTS += [("a", "pill"), ("ink", "pill"), *((f"n{level}", f"m{level}") for level in range(6))]
 
@@ -27,7 +66,8 @@ def variables(colours: dict[str, str]) -> str:
 
 
 SHEET = (
-    f":root{{color-scheme:light dark;{variables(LIGHT)}}}\n@media (prefers-color-scheme:dark){{:root{{{variables(DARK)}}}}}\n"
+    f":root{{color-scheme:light dark;{variables(LIGHT)}}}\n@media"
+    f" (prefers-color-scheme:dark){{:root{{{variables(DARK)}}}}}\n"
     + """
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);

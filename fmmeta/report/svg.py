@@ -28,7 +28,8 @@ Points = Sequence[tuple[int, "float | None"]]
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name, its look (classes of the style sheet), and (step, value); a value that is None leaves a gap.
+    """A line: its name, its look (classes of the style sheet), and (step, value); a value that is None leaves
+    a gap.
 
     One without a name only helps the eye: no value of it is shown.
     """
@@ -40,7 +41,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of some series over `steps` outer steps. `spikes`: points to mark; `ticks`: steps to mark below, by their look."""
+    """A chart of some series over `steps` outer steps.
+
+    `spikes`: points to mark; `ticks`: steps to mark below, by their look.
+    """
 
     name: str
     title: str
@@ -54,16 +58,29 @@ class Chart:
     def svg(self, summary: str) -> Markup:
         """The drawing; `summary` describes it to those who cannot see it."""
         beyond = {step for step, _ in self.spikes}  # they are drawn at the edge, lest they flatten the rest
-        values = [self._height(value) for one in self.series if one.name for step, value in one.points
-                  if self._drawn(value) and step not in beyond]  # fmt: skip
+        values = [
+            self._height(value)
+            for one in self.series
+            if one.name
+            for step, value in one.points
+            if self._drawn(value) and step not in beyond
+        ]
         low, high = span(values, self.log)
         known = [(one, dict(one.points)) for one in self.series if one.name]
         strips = [self._strip(at, known, low, high) for at in thin(self._steps(), MOST_STRIPS)]
         named = f"{self.name}-title {self.name}-desc"
-        return tag("svg", tag("title", self.title, id=f"{self.name}-title"), tag("desc", summary, id=f"{self.name}-desc"),
-                   self._axes(low, high), *(self._line(one, low, high) for one in self.series), self._marks(low, high),
-                   tag("g", *strips, cls="strips"), viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", role="img",
-                   aria_labelledby=named)  # fmt: skip
+        return tag(
+            "svg",
+            tag("title", self.title, id=f"{self.name}-title"),
+            tag("desc", summary, id=f"{self.name}-desc"),
+            self._axes(low, high),
+            *(self._line(one, low, high) for one in self.series),
+            self._marks(low, high),
+            tag("g", *strips, cls="strips"),
+            viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
+            role="img",
+            aria_labelledby=named,
+        )
 
     def _drawn(self, value: float | None) -> bool:
         return value is not None and (value > 0 or not self.log)
@@ -86,8 +103,10 @@ class Chart:
         parts = []
         for mark in log_marks(low, high) if self.log else marks_between(low, high, 5):
             at = self.y(mark, low, high)
-            parts += [tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, cls="grid"),
-                      tag("text", self.form(mark), x=LEFT - 5, y=at, dy=".35em", cls="end")]  # fmt: skip
+            parts += [
+                tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, cls="grid"),
+                tag("text", self.form(mark), x=LEFT - 5, y=at, dy=".35em", cls="end"),
+            ]
         for mark in marks_between(0, max(1, self.steps), 5):
             parts.append(tag("text", f"{mark:,.0f}", x=self.x(mark), y=HEIGHT - 8, cls="middle"))
         return tag("g", *parts, cls="axes")
@@ -100,30 +119,52 @@ class Chart:
                 continue
             moves.append(f"{up}{self.x(step)} {self.y(value, low, high)}")  # type: ignore[arg-type]
             up = "L"
-        ends = [tag("circle", cx=self.x(step), cy=self.y(value, low, high), r=2.2, cls=f"dot {one.look}")  # type: ignore[arg-type]
-                for step, value in one.points if self._drawn(value)] if one.name and len(one.points) <= 40 else []  # fmt: skip
+        ends = (
+            [
+                # type: ignore[arg-type]
+                tag("circle", cx=self.x(step), cy=self.y(value, low, high), r=2.2, cls=f"dot {one.look}")
+                for step, value in one.points
+                if self._drawn(value)
+            ]
+            if one.name and len(one.points) <= 40
+            else []
+        )
         return join(tag("path", d=" ".join(moves) or "M0 0", cls=f"curve {one.look}"), *ends)
 
     def _marks(self, low: float, high: float) -> Markup:
-        parts = [tag("path", d=f"M{self.x(step)} {round(self.y(value, low, high) - 1, 1)}l4.5 -8h-9z", cls="spike")
-                 for step, value in self.spikes if self._drawn(value)]  # fmt: skip
+        parts = [
+            tag("path", d=f"M{self.x(step)} {round(self.y(value, low, high) - 1, 1)}l4.5 -8h-9z", cls="spike")
+            for step, value in self.spikes
+            if self._drawn(value)
+        ]
         for look, steps in self.ticks:
             moves = " ".join(f"M{self.x(step)} {HEIGHT - BOTTOM + 3}v7" for step in steps)
             if moves:
                 parts.append(tag("path", d=moves, cls=f"tick {look}"))
         return tag("g", *parts)
 
-    def _strip(self, step: int, known: Sequence[tuple[Series, dict[int, float | None]]], low: float, high: float) -> Markup:
+    def _strip(
+        self, step: int, known: Sequence[tuple[Series, dict[int, float | None]]], low: float, high: float
+    ) -> Markup:
         """What shows while the pointer is over a step, and where the pointer has to be for it."""
         here = [(one, values.get(step)) for one, values in known]
         here = [(one, value) for one, value in here if self._drawn(value)]
-        words = [tag("tspan", f"\u2002{one.name} {value:.4g}", cls=f"word {one.look}") for one, value in here]  # type: ignore[arg-type]
-        dots = [tag("circle", cx=self.x(step), cy=self.y(value, low, high), r=3.4, cls=f"dot {one.look}")  # type: ignore[arg-type]
-                for one, value in here]  # fmt: skip
+        # type: ignore[arg-type]
+        words = [tag("tspan", f"\u2002{one.name} {value:.4g}", cls=f"word {one.look}") for one, value in here]
+        dots = [
+            # type: ignore[arg-type]
+            tag("circle", cx=self.x(step), cy=self.y(value, low, high), r=3.4, cls=f"dot {one.look}")
+            for one, value in here
+        ]
         width = max(3.0, (WIDTH - LEFT - RIGHT) / min(MOST_STRIPS, max(1, len(self._steps()))))
         left = min(max(0.0, self.x(step) - width / 2), WIDTH - width)
-        shown = tag("g", tag("line", x1=self.x(step), x2=self.x(step), y1=TOP, y2=HEIGHT - BOTTOM, cls="hair"), *dots,
-                    tag("text", tag("tspan", f"step {step:,}"), *words, x=WIDTH - RIGHT, y=12, cls="end"), cls="tip")  # fmt: skip
+        shown = tag(
+            "g",
+            tag("line", x1=self.x(step), x2=self.x(step), y1=TOP, y2=HEIGHT - BOTTOM, cls="hair"),
+            *dots,
+            tag("text", tag("tspan", f"step {step:,}"), *words, x=WIDTH - RIGHT, y=12, cls="end"),
+            cls="tip",
+        )
         area = tag("rect", x=round(left, 1), y=0, width=round(width, 1), height=HEIGHT, cls="area")
         return tag("g", area, shown, cls="strip")
 
@@ -163,7 +204,9 @@ def thin(items: list[int], most: int) -> list[int]:
 
 
 def extremes(points: Points, most: int) -> Points:
-    """A long line by the least and the greatest value of each stretch, so that no peak is lost; gaps stay gaps."""
+    """A long line by the least and the greatest value of each stretch, so that no peak is lost; gaps stay
+    gaps.
+    """
     if len(points) <= most:
         return points
     length, kept = math.ceil(2 * len(points) / most), []
@@ -171,7 +214,10 @@ def extremes(points: Points, most: int) -> Points:
         stretch = points[begin : begin + length]
         known = [point for point in stretch if point[1] is not None]
         gap = next((point for point in stretch if point[1] is None), None)
-        kept += sorted({min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])} if known else (), key=lambda p: p[0])  # type: ignore
+        kept += sorted(
+            {min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])} if known else (),
+            key=lambda p: p[0],
+        )  # type: ignore
         if gap is not None:
             kept.append(gap)
     return kept

@@ -22,16 +22,32 @@ def timing(facts: Facts) -> Markup | None:
     say += ". Waiting for data is a mean over all ranks. "
     if len(groups) < len(found.waiting):
         say += (
-            f"Shown are {len(groups)} of {len(found.waiting)} groups: those that the others wait for, and those that wait most. "
+            f"Shown are {len(groups)} of {len(found.waiting)} groups: those that the others wait for, and"
+            " those that wait most. "
         )
-    keys = [tag("span", swatch(look), name, cls="key")
-            for name, look in (("computing", "a"), ("waiting for data", "b"), ("waiting for other groups", "d"))]  # fmt: skip
-    rows = [row(row_head(f"group {group}"), *(cell(tag("data", f"{value:.3g}", value=value), "n")
-            for value in (found.computing(group), found.data, found.waiting[group]))) for group in groups]  # fmt: skip
+    keys = [
+        tag("span", swatch(look), name, cls="key")
+        for name, look in (("computing", "a"), ("waiting for data", "b"), ("waiting for other groups", "d"))
+    ]
+    rows = [
+        row(
+            row_head(f"group {group}"),
+            *(
+                cell(tag("data", f"{value:.3g}", value=value), "n")
+                for value in (found.computing(group), found.data, found.waiting[group])
+            ),
+        )
+        for group in groups
+    ]
     head = [column_head(), *(column_head(name, "n") for name in ("computing s", "data s", "other groups s"))]
     exact = tag("details", tag("summary", "Seconds by group"), table(head, rows))
     return section(
-        "time", "Where the time goes", quiet(say), tag("div", *keys, cls="keys"), tag("div", *parts, cls="times"), exact
+        "time",
+        "Where the time goes",
+        quiet(say),
+        tag("div", *keys, cls="keys"),
+        tag("div", *parts, cls="times"),
+        exact,
     )
 
 
@@ -50,7 +66,13 @@ def bar(found: Times, group: int) -> Markup:
     total, at, drawn = sum(shares) or 1.0, 0.0, []
     for seconds, look in zip(shares, "abd", strict=True):
         share = 100 * seconds / total
-        drawn.append(tag("rect", x=f"{at:.2f}%", y="15%", width=f"{share:.2f}%", height="70%", cls=f"fill {look}"))
+        drawn.append(
+            tag("rect", x=f"{at:.2f}%", y="15%", width=f"{share:.2f}%", height="70%", cls=f"fill {look}")
+        )
         at += share
-    said = f"group {group}: computing {shares[0]:.3g} s, data {shares[1]:.3g} s, other groups {shares[2]:.3g} s"
-    return join(tag("span", f"group {group}"), tag("svg", tag("title", said), *drawn, role="img", aria_label=said))
+    said = (
+        f"group {group}: computing {shares[0]:.3g} s, data {shares[1]:.3g} s, other groups {shares[2]:.3g} s"
+    )
+    return join(
+        tag("span", f"group {group}"), tag("svg", tag("title", said), *drawn, role="img", aria_label=said)
+    )

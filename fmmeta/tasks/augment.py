@@ -1,11 +1,12 @@
-"""Transforms of training episodes: plain callables on an example or on a whole episode, named `module:name` in flags.
+"""Transforms of training episodes: plain callables on an example or on a whole episode, named `module:name`
+in flags.
 
     example   (TextExample, rng) -> TextExample      text augmentation
     episode   (TextEpisode, rng) -> TextEpisode      label-name prompts, anything that has to see the classes
 
-They run where the data is loaded, in any loader process, on the texts and before the tokenizer; so they must be importable.
-`rng` is keyed by the task's seed and the example's place: augmentation differs between tasks and outer steps,
-and does not depend on who loads or how many do. Held-out episodes are left as they are.
+They run where the data is loaded, in any loader process, on the texts and before the tokenizer; so they must
+be importable. `rng` is keyed by the task's seed and the example's place: augmentation differs between tasks
+and outer steps, and does not depend on who loads or how many do. Held-out episodes are left as they are.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ STREAM = 1 << 20  # keeps the random numbers of transforms apart from those that
 
 @dataclass(frozen=True)
 class TextExample:
-    """A row as text. target: the class's name, or the output; label: number of the class in this episode, 0 for causal_lm."""
+    """A row as text. target: the class's name, or the output; label: number of the class in this episode, 0
+    for causal_lm.
+    """
 
     text: str
     target: str
@@ -70,7 +73,9 @@ def swap_words(example: TextExample, rng: np.random.Generator) -> TextExample:
 def name_classes(episode: TextEpisode, rng: np.random.Generator) -> TextEpisode:
     """Put the names of the episode's classes before every text."""
     prompt = " | ".join(name.replace("_", " ") for name in episode.classes)
-    support, query = ([replace(e, text=f"{prompt}: {e.text}") for e in rows] for rows in (episode.support, episode.query))
+    support, query = (
+        [replace(e, text=f"{prompt}: {e.text}") for e in rows] for rows in (episode.support, episode.query)
+    )
     return replace(episode, support=list(support), query=list(query))
 
 
@@ -85,9 +90,14 @@ class Transforms:
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any) -> Transforms | None:
-        """What the settings name; None if nothing. Raises `UsageError` for what cannot be found or sent to a loader process."""
-        found = {setting: tuple((name, find(setting, name)) for name in getattr(config, setting))
-                 for setting in ("example_transforms", "episode_transforms")}  # fmt: skip
+        """What the settings name; None if nothing.
+
+        Raises `UsageError` for what cannot be found or sent to a loader process.
+        """
+        found = {
+            setting: tuple((name, find(setting, name)) for name in getattr(config, setting))
+            for setting in ("example_transforms", "episode_transforms")
+        }
         if not any(found.values()):
             return None
         return cls(found["example_transforms"], found["episode_transforms"], config, tokenizer)
@@ -100,36 +110,56 @@ class Transforms:
     def __call__(self, draw: Draw) -> EpisodeRows:
         """The episode of a draw, its texts transformed. Raises `UsageError` naming a transform that fails."""
         draw.store.check()
-        sets = [[TextExample(draw.store.text("left", row), draw.store.text("right", row), label) for row, label in rows]
-                for rows in (draw.support, draw.query)]  # fmt: skip
+        sets = [
+            [
+                TextExample(draw.store.text("left", row), draw.store.text("right", row), label)
+                for row, label in rows
+            ]
+            for rows in (draw.support, draw.query)
+        ]
         for name, transform in self.example:
-            sets = [[self._run(name, transform, example, (*draw.task.seed, STREAM, part, place))
-                     for place, example in enumerate(rows)] for part, rows in enumerate(sets)]  # fmt: skip
+            sets = [
+                [
+                    self._run(name, transform, example, (*draw.task.seed, STREAM, part, place))
+                    for place, example in enumerate(rows)
+                ]
+                for part, rows in enumerate(sets)
+            ]
         episode = TextEpisode(draw.task, sets[0], sets[1], draw.classes)
         for name, transform in self.episode:
             episode = self._run(name, transform, episode, (*draw.task.seed, STREAM))
-        return EpisodeRows(draw.task, self._encode(episode.support, draw), self._encode(episode.query, draw), draw.classes)
+        return EpisodeRows(
+            draw.task, self._encode(episode.support, draw), self._encode(episode.query, draw), draw.classes
+        )
 
     def _run(self, name: str, transform: Callable[..., Any], value: Any, seed: Sequence[int]) -> Any:
         try:
             made = transform(value, np.random.default_rng(seed))
         except Exception as error:
-            raise UsageError(f"transform {name} failed with {type(error).__name__}: {error}; mend it or leave it out") from error
+            raise UsageError(
+                f"transform {name} failed with {type(error).__name__}: {error}; mend it or leave it out"
+            ) from error
         if type(made) is not type(value):
-            raise UsageError(f"transform {name} returned {type(made).__name__} for a {type(value).__name__}; return one")
+            raise UsageError(
+                f"transform {name} returned {type(made).__name__} for a {type(value).__name__}; return one"
+            )
         examples = [made] if isinstance(made, TextExample) else [*made.support, *made.query]
         if not all(isinstance(example.text, str) and example.text for example in examples):
             raise UsageError(f"transform {name} left an example without text; return it as it was instead")
         return made
 
     def _encode(self, rows: Sequence[TextExample], draw: Draw) -> list[Example]:
-        examples = encode(self.tokenizer, self.config, [row.text for row in rows], [row.target for row in rows])
+        examples = encode(
+            self.tokenizer, self.config, [row.text for row in rows], [row.target for row in rows]
+        )
         if not draw.classes:
             return examples
         if any(not 0 <= row.label < len(draw.classes) for row in rows):
             names = " ".join(name for name, _ in (*self.example, *self.episode))
-            raise UsageError(f"transforms {names} left a label that is none of the episode's {len(draw.classes)} classes; "
-                             "leave labels alone")  # fmt: skip
+            raise UsageError(
+                f"transforms {names} left a label that is none of the episode's {len(draw.classes)} classes; "
+                "leave labels alone"
+            )
         return [replace(example, labels=row.label) for example, row in zip(examples, rows, strict=True)]
 
 
@@ -148,11 +178,17 @@ def find(setting: str, name: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"{setting}={name} cannot be imported ({error}); write module:name of a function") from None
+        raise UsageError(
+            f"{setting}={name} cannot be imported ({error}); write module:name of a function"
+        ) from None
     if not callable(found):
-        raise UsageError(f"{setting}={name} is a {type(found).__name__} and cannot be called; name a function")
+        raise UsageError(
+            f"{setting}={name} is a {type(found).__name__} and cannot be called; name a function"
+        )
     try:
         pickle.dumps(found)
     except Exception as error:
-        raise UsageError(f"{setting}={name} cannot be sent to a loader process ({error}); name a function of a module") from None
+        raise UsageError(
+            f"{setting}={name} cannot be sent to a loader process ({error}); name a function of a module"
+        ) from None
     return found

@@ -1,8 +1,8 @@
 """Examples as tokens, and a set of them cut into this rank's micro-batches.
 
-A set (support or query) is dealt over the ranks of a group so that every rank gets the same number of micro-batches,
-rows of like length lie together, and the weights make the losses add up to the mean over the whole set. Sets of several tasks
-are joined where their rows go through a model together.
+A set (support or query) is dealt over the ranks of a group so that every rank gets the same number of
+micro-batches, rows of like length lie together, and the weights make the losses add up to the mean over the
+whole set. Sets of several tasks are joined where their rows go through a model together.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Example:
 class MicroBatch:
     """Rows that go through the model together, padded to the longest of them.
 
-    attention_mask [B, T]: 0 on padding; elsewhere the number of the row, which is 1 unless rows share a sequence.
-    labels: class per row [B], or token per position [B, T] with IGNORE where no loss is taken.
+    attention_mask [B, T]: 0 on padding; elsewhere the number of the row, which is 1 unless rows share a
+    sequence. labels: class per row [B], or token per position [B, T] with IGNORE where no loss is taken.
     weights [B]: 1 / (rows or label tokens of the whole set); 0 for a row that only fills the batch.
     """
 
@@ -69,7 +69,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Episode:
-    """An episode as this rank's micro-batches. `prompted`: the query with the support set before it, for in-context learning."""
+    """An episode as this rank's micro-batches.
+
+    `prompted`: the query with the support set before it, for in-context learning.
+    """
 
     support: list[MicroBatch]
     query: list[MicroBatch]
@@ -81,15 +84,18 @@ class Episode:
         return sum(b.tokens for b in self.support), sum(b.tokens for b in self.query)
 
     def pin_memory(self) -> Episode:
-        return Episode(*([batch.pin_memory() for batch in part] for part in (self.support, self.query, self.prompted)))
+        return Episode(
+            *([batch.pin_memory() for batch in part] for part in (self.support, self.query, self.prompted))
+        )
 
 
 @dataclass(frozen=True)
 class Batcher:
     """How a group cuts sets into micro-batches: this rank's share, at most `micro_batch_size` rows at a time.
 
-    pack: function from rows (longest first) and a least number of sequences to packed sequences, which then count as rows.
-    max_tokens: of a micro-batch, padding included, unless one row alone has more; 0: whatever the rows have.
+    pack: function from rows (longest first) and a least number of sequences to packed sequences, which then
+    count as rows. max_tokens: of a micro-batch, padding included, unless one row alone has more; 0: whatever
+    the rows have.
     """
 
     pad_token_id: int
@@ -110,7 +116,10 @@ class Batcher:
             ordered = self.pack(ordered, self.group_size)
         parts = self._cut(ordered)[self.group_rank :: self.group_size]
         pad = self.pad_token_id
-        return [collate(part, 1 / total, pad, classes) if part else collate(ordered[-1:], 0.0, pad, classes) for part in parts]
+        return [
+            collate(part, 1 / total, pad, classes) if part else collate(ordered[-1:], 0.0, pad, classes)
+            for part in parts
+        ]
 
     def _cut(self, ordered: Sequence[Example]) -> list[Sequence[Example]]:
         """As many micro-batches of each rank, whose turns come one after the other."""
@@ -121,9 +130,11 @@ class Batcher:
 
 
 def cut_by_tokens(rows: Sequence[Example], most: int, tokens: int, multiple: int) -> list[Sequence[Example]]:
-    """Cut rows, longest first, into runs of at most `most` rows and `tokens` tokens with padding; a longer row is a run.
+    """Cut rows, longest first, into runs of at most `most` rows and `tokens` tokens with padding; a longer
+    row is a run.
 
-    `multiple` divides their number: the largest runs are halved for it, and empty ones added where all have one row.
+    `multiple` divides their number: the largest runs are halved for it, and empty ones added where all have
+    one row.
     """
     runs, begin = list[Sequence[Example]](), 0
     while begin < len(rows):
@@ -131,7 +142,9 @@ def cut_by_tokens(rows: Sequence[Example], most: int, tokens: int, multiple: int
         runs.append(rows[begin : begin + size])
         begin += size
     while len(runs) % multiple:
-        largest = max(range(len(runs)), key=lambda i: len(runs[i]) > 1 and len(runs[i]) * len(runs[i][0].input_ids))
+        largest = max(
+            range(len(runs)), key=lambda i: len(runs[i]) > 1 and len(runs[i]) * len(runs[i][0].input_ids)
+        )
         whole = runs[largest]
         if len(whole) == 1:
             runs.append(rows[:0])
@@ -170,19 +183,28 @@ Sets = Sequence[Sequence[MicroBatch]]
 
 
 def merge_task_batches(sets: Sets) -> list[MicroBatch]:
-    """The m-th micro-batches of all tasks as one, for every m: as many rows and tokens each, filled with rows of weight 0."""
+    """The m-th micro-batches of all tasks as one, for every m: as many rows and tokens each, filled with rows
+    of weight 0.
+    """
     found = []
     for present in zip(*pad_to_same_shape(sets), strict=True):
-        parts = [torch.cat([getattr(b, name) for b in present]) for name in ("input_ids", "attention_mask", "labels", "weights")]
+        parts = [
+            torch.cat([getattr(b, name) for b in present])
+            for name in ("input_ids", "attention_mask", "labels", "weights")
+        ]
         found.append(MicroBatch(*parts, classes=present[0].classes))
     return found
 
 
 def pad_to_same_shape(sets: Sets) -> list[list[MicroBatch]]:
-    """Every task's micro-batches, as many as every other's, the m-th of all of one shape; what fills them counts nothing."""
+    """Every task's micro-batches, as many as every other's, the m-th of all of one shape; what fills them
+    counts nothing.
+    """
     found: list[list[MicroBatch]] = [[] for _ in sets]
     for each in zip_longest(*sets):
-        present = [batch if batch is not None else empty(own[-1]) for batch, own in zip(each, sets, strict=True)]
+        present = [
+            batch if batch is not None else empty(own[-1]) for batch, own in zip(each, sets, strict=True)
+        ]
         rows, tokens = max(len(b.input_ids) for b in present), max(b.input_ids.shape[1] for b in present)
         for own, batch in zip(found, present, strict=True):
             own.append(widen_rows(batch, rows, tokens))
@@ -190,7 +212,9 @@ def pad_to_same_shape(sets: Sets) -> list[list[MicroBatch]]:
 
 
 def empty(batch: MicroBatch) -> MicroBatch:
-    return MicroBatch(batch.input_ids, batch.attention_mask, batch.labels, torch.zeros_like(batch.weights), batch.classes)
+    return MicroBatch(
+        batch.input_ids, batch.attention_mask, batch.labels, torch.zeros_like(batch.weights), batch.classes
+    )
 
 
 def widen_rows(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
@@ -202,5 +226,7 @@ def widen_rows(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
     labels = F.pad(batch.labels, (0, wider), value=IGNORE) if batch.labels.ndim == 2 else batch.labels
     if more == 0:
         return MicroBatch(ids, mask, labels, batch.weights, batch.classes)
-    ids, mask, labels = (torch.cat([each, each[-1:].expand(more, *each.shape[1:])]) for each in (ids, mask, labels))
+    ids, mask, labels = (
+        torch.cat([each, each[-1:].expand(more, *each.shape[1:])]) for each in (ids, mask, labels)
+    )
     return MicroBatch(ids, mask, labels, F.pad(batch.weights, (0, more)), batch.classes)

@@ -3,8 +3,9 @@
     <pid>_<seed>    an episode that a loader process prepares or writes: should the process die, the name tells which
     <seed>          a whole episode
 
-A trainer holds the lock of its folder until it ends, however it ends. A folder whose lock is free is therefore left over,
-whatever the PID namespaces of its trainer and of the process that looks. No function here communicates.
+A trainer holds the lock of its folder until it ends, however it ends. A folder whose lock is free is
+therefore left over, whatever the PID namespaces of its trainer and of the process that looks. No function
+here communicates.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ def root() -> Path:
 
 
 class EpisodeFolder:
-    """A new folder for this user alone (0700), locked until `close` or the end of this process. Raises `OSError`."""
+    """A new folder for this user alone (0700), locked until `close` or the end of this process.
+
+    Raises `OSError`.
+    """
 
     def __init__(self) -> None:
         while True:
@@ -72,7 +76,9 @@ def remove_stale() -> None:
 
 
 def put(path: Path, seed: Seed, make: Callable[[], Any]) -> tuple[str, int]:
-    """In a loader process: write what `make()` returns; its file, or "" and the number of the error that writing met."""
+    """In a loader process: write what `make()` returns; its file, or "" and the number of the error that
+    writing met.
+    """
     name = ".".join(map(str, seed))
     part = path / f"{os.getpid()}_{name}"
     try:

@@ -1,4 +1,5 @@
-"""What the fork server of the loader processes imports: it ends with its trainer, and each loader process with the fork server.
+"""What the fork server of the loader processes imports: it ends with its trainer, and each loader process
+with the fork server.
 
 Without this each would keep the other alive. No other process may import this module.
 """

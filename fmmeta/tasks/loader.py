@@ -1,11 +1,12 @@
-"""Episodes of a run, ready before they are needed: drawn, transformed and cut into micro-batches by loader processes.
+"""Episodes of a run, ready before they are needed: drawn, transformed and cut into micro-batches by loader
+processes.
 
     tasks in the order of the schedule --> DataLoader (num_workers processes, each prefetch_factor ahead) --> Loaded
 
-A task that fails to load does not disturb the others: it comes out as `LoadResult` with an error. I/O errors are tried
-again first. A loader process that dies is replaced; its death counts against the task that it was preparing. Where episodes
-cannot pass through memory, the training process loads them. Nothing here raises, and nothing communicates: what to do about
-a bad task is for all ranks to decide (feed.py).
+A task that fails to load does not disturb the others: it comes out as `LoadResult` with an error. I/O errors
+are tried again first. A loader process that dies is replaced; its death counts against the task that it was
+preparing. Where episodes cannot pass through memory, the training process loads them. Nothing here raises,
+and nothing communicates: what to do about a bad task is for all ranks to decide (feed.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import Draw, EpisodeRows, TaskSource
 
 BACK_OFF_S = (0.1, 0.5, 2.0)  # waits before I/O is tried again
-DEATHS = 3  # a task that ends so many loader processes is given up; so are loader processes that fail so often without one
+# a task that ends so many loader processes is given up; so are loader processes that fail so often without
+# one
+DEATHS = 3
 WAIT_SHARE = 0.01  # of an outer step: `auto` starts loader processes if loading takes more
 MEASURED = 3  # outer steps loaded in the training process before `auto` decides
 
@@ -57,7 +60,10 @@ Prompted = Callable[[Sequence[Example], Sequence[Example]], list[Example]]
 
 @dataclass
 class LoadEpisode:
-    """From a task to its micro-batches; picklable. `transform` turns draws into episodes (default: their tokens)."""
+    """From a task to its micro-batches; picklable.
+
+    `transform` turns draws into episodes (default: their tokens).
+    """
 
     source: TaskSource
     dealer: Batcher
@@ -73,7 +79,9 @@ class LoadEpisode:
         except UsageError as error:
             loaded = LoadResult(task, None, str(error))
         except Exception as error:  # it must reach the ranks that wait, not end this one
-            loaded = LoadResult(task, None, f"{type(error).__name__}: {error}", crash=not isinstance(error, OSError))
+            loaded = LoadResult(
+                task, None, f"{type(error).__name__}: {error}", crash=not isinstance(error, OSError)
+            )
         return replace(loaded, seconds=time.perf_counter() - began)
 
     def batches(self, task: Task) -> Episode:
@@ -88,14 +96,20 @@ class LoadEpisode:
                 self.sleep(wait_s)
         classes = len(episode.classes) if len(episode.classes) < self.most_classes else 0
         support, query = (self.dealer.deal(rows, classes) for rows in (episode.support, episode.query))
-        return Episode(support, query, self.dealer.deal(self.prompt(episode.support, episode.query)) if self.prompt else [])
+        return Episode(
+            support,
+            query,
+            self.dealer.deal(self.prompt(episode.support, episode.query)) if self.prompt else [],
+        )
 
 
 class Tasks(torch.utils.data.Dataset[tuple[str, int]]):
-    """What DataLoader asks for; an index is a task, and what comes back is a file in memory that holds the episode.
+    """What DataLoader asks for; an index is a task, and what comes back is a file in memory that holds the
+    episode.
 
-    Files, because a process may be killed at any moment: a tensor on its way would be lost with the process that sent
-    it, and half a large message would let the reader wait for ever. A name is written to the pipe whole or not at all.
+    Files, because a process may be killed at any moment: a tensor on its way would be lost with the process
+    that sent it, and half a large message would let the reader wait for ever. A name is written to the pipe
+    whole or not at all.
     """
 
     def __init__(self, load: LoadEpisode, folder: EpisodeFolder) -> None:
@@ -111,8 +125,15 @@ class EpisodeLoader:
     num_workers: a number, or "auto". budget: most loader processes of this rank that `auto` may start.
     """
 
-    def __init__(self, load: LoadEpisode, upcoming: Callable[[Task], Iterable[Task]], num_workers: str = "0", prefetch_factor: int = 4,
-                 pin: bool = False, budget: int | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        load: LoadEpisode,
+        upcoming: Callable[[Task], Iterable[Task]],
+        num_workers: str = "0",
+        prefetch_factor: int = 4,
+        pin: bool = False,
+        budget: int | None = None,
+    ) -> None:
         self.load, self.task_stream, self.prefetch, self.set = load, upcoming, prefetch_factor, pin
         self.auto = num_workers == "auto"
         self.num_workers = 0 if self.auto else int(num_workers)
@@ -135,7 +156,9 @@ class EpisodeLoader:
         return loaded
 
     def decide(self, step_seconds: float) -> int | None:
-        """`auto`: after a few outer steps, which took `step_seconds` in all, say how many processes it takes, and use them."""
+        """`auto`: after a few outer steps, which took `step_seconds` in all, say how many processes it takes,
+        and use them.
+        """
         self.rounds += 1
         if self.rounds == 1:
             self.warm = self.load_s, step_seconds
@@ -187,7 +210,9 @@ class EpisodeLoader:
         return LoadResult(task, None, f"task {task.name}: {died}, last: {self.cause}")
 
     def _recover(self, error: Exception) -> None:
-        """End the loader processes after a failure, to start others; after DEATHS failures in a row start no more."""
+        """End the loader processes after a failure, to start others; after DEATHS failures in a row start no
+        more.
+        """
         if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
             raise error
         ended = exit_codes(self.stream)
@@ -199,16 +224,23 @@ class EpisodeLoader:
             self.warnings.append(f"a loader process died and was replaced: {self.cause}")
         if self.failures >= DEATHS:
             wrong = f"loader processes failed {self.failures} times in a row, last: {self.cause}"
-            self.warnings.append(f"num_workers={self.num_workers}: {wrong}; the training process loads all episodes; {remedy()}")
+            self.warnings.append(
+                f"num_workers={self.num_workers}: {wrong}; the training process loads all episodes;"
+                f" {remedy()}"
+            )
             self.num_workers = 0
         self.close()
         tries = max([self.failures, *(self.deaths[seed] for seed in blamed)])
         self.load.sleep(BACK_OFF_S[min(tries, len(BACK_OFF_S)) - 1])
 
     def _not_passed(self, error: OSError) -> None:
-        """A loader process could not write an episode, or its file is gone: the training process loads this one."""
+        """A loader process could not write an episode, or its file is gone: the training process loads this
+        one.
+        """
         if self.folder and not self.folder.path.exists():
-            self.warnings.append(f"{self.folder.path} was removed while it was in use; the loader processes start again")
+            self.warnings.append(
+                f"{self.folder.path} was removed while it was in use; the loader processes start again"
+            )
             self.close()
         elif not self.full:
             self.full = True
@@ -219,14 +251,23 @@ class EpisodeLoader:
     def _start(self, task: Task) -> Iterator[tuple[str, int]]:
         self.folder = EpisodeFolder()
         remove_stale()
-        context = multiprocessing.get_context("forkserver")  # a fork of this process would copy its threads' locks
+        context = multiprocessing.get_context(
+            "forkserver"
+        )  # a fork of this process would copy its threads' locks
         context.set_forkserver_preload(["fmmeta.tasks.fork_server"])
-        context.Lock()  # where /dev/shm is full it raises `OSError`; DataLoader's own locks would leave a broken iterator too
+        # where /dev/shm is full it raises `OSError`; DataLoader's own locks would leave a broken iterator too
+        context.Lock()
         sampler: Any = (one for one in self.task_stream(task) if self.deaths[one.seed] < DEATHS)
         loader = torch.utils.data.DataLoader(
-            Tasks(self.load, self.folder), batch_size=None, sampler=sampler, num_workers=self.num_workers,
-            prefetch_factor=self.prefetch, persistent_workers=True, multiprocessing_context=context, worker_init_fn=serve,
-        )  # fmt: skip
+            Tasks(self.load, self.folder),
+            batch_size=None,
+            sampler=sampler,
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch,
+            persistent_workers=True,
+            multiprocessing_context=context,
+            worker_init_fn=serve,
+        )
         return iter(loader)
 
 
@@ -238,7 +279,9 @@ def serve(worker: int) -> None:
 
 
 def end_with_trainer() -> None:
-    """Also below a fork server that was started by others (fork_server.py): DataLoader watches the fork server alone."""
+    """Also below a fork server that was started by others (fork_server.py): DataLoader watches the fork
+    server alone.
+    """
     trainer = multiprocessing.parent_process()
     if trainer is not None:
         trainer.join()  # on a pipe that only the trainer holds open: the fork server never had that end
@@ -257,10 +300,15 @@ def exit_codes(stream: Any) -> dict[int, int]:
 
 
 def how_ended(pid: int, code: int) -> str:
-    return f"process {pid} " + (f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}")
+    return f"process {pid} " + (
+        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    )
 
 
 def remedy() -> str:
     """What to do where loader processes cannot work."""
     free, there = shutil.disk_usage(root()).free // 2**20, root()
-    return f"{there} has {free} MiB free: free room there, start the container with --shm-size=8g, or use --num_workers 0"
+    return (
+        f"{there} has {free} MiB free: free room there, start the container with --shm-size=8g, or use"
+        " --num_workers 0"
+    )

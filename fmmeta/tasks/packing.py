@@ -1,8 +1,8 @@
 """Several short rows in one sequence, so that less of a micro-batch is padding.
 
-They must not see each other; models/forward.py checks that they do not.
-A packed sequence is an Example whose `numbers` say which row each token belongs to. The loss stays what it was, because the first
-token of a row is predicted from nothing.
+They must not see each other; models/forward.py checks that they do not. A packed sequence is an Example whose
+`numbers` say which row each token belongs to. The loss stays what it was, because the first token of a row is
+predicted from nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from fmmeta.tasks.batching import IGNORE, Example
 
 
 def pack(rows: Sequence[Example], least: int, length: int) -> list[Example]:
-    """Lay `rows` (longest first) into sequences of at most `length` tokens; `least` of them if there are so many rows.
+    """Lay `rows` (longest first) into sequences of at most `length` tokens; `least` of them if there are so
+    many rows.
 
-    Each row goes to the shortest sequence that has room, so that sequences end up about equally long (Graham 1969, longest
-    processing time first). The same rows give the same sequences on every rank.
+    Each row goes to the shortest sequence that has room, so that sequences end up about equally long (Graham
+    1969, longest processing time first). The same rows give the same sequences on every rank.
     """
     tokens = sum(len(row.input_ids) for row in rows)
     bins: list[list[Example]] = [[] for _ in range(max(-(-tokens // length), min(least, len(rows))))]
@@ -36,6 +37,7 @@ def pack(rows: Sequence[Example], least: int, length: int) -> list[Example]:
 def concat_rows(rows: Sequence[Example]) -> Example:
     """One sequence; no loss is taken on the first token of a row."""
     ids = [token for row in rows for token in row.input_ids]
-    labels = [IGNORE if place == 0 else label for row in rows for place, label in enumerate(row.labels)]  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    labels = [IGNORE if place == 0 else label for row in rows for place, label in enumerate(row.labels)]
     numbers = [number for number, row in enumerate(rows, 1) for _ in row.input_ids]
     return Example(ids, labels, numbers)

@@ -1,4 +1,6 @@
-"""The weights with the highest validation accuracy so far, in host memory and in every checkpoint, for the end of the run."""
+"""The weights with the highest validation accuracy so far, in host memory and in every checkpoint, for the
+end of the run.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Best:
         self.step, self.accuracy, self.loss = 0, -math.inf, math.inf
 
     def meet(self, step: int, accuracy: float, loss: float) -> None:
-        """Keep the weights as they are if they score higher than those before (of equals, if their loss is lower)."""
+        """Keep the weights as they are if they score higher than those before (of equals, if their loss is
+        lower).
+        """
         loss = loss if math.isfinite(loss) else math.inf  # the worst, and equal to itself
         if (accuracy, -loss) > (self.accuracy, -self.loss):
             self.step, self.accuracy, self.loss = step, accuracy, loss
@@ -54,10 +58,16 @@ class Best:
         tables = {name: value for name, value in named.items() if value.shape != size}
         return BestState(vectors, tables, {"step": self.step, "accuracy": self.accuracy, "loss": self.loss})
 
-    def load_state(self, vectors: dict[str, Tensor], tables: dict[str, Tensor], numbers: Mapping[str, Any]) -> None:
+    def load_state(
+        self, vectors: dict[str, Tensor], tables: dict[str, Tensor], numbers: Mapping[str, Any]
+    ) -> None:
         """Take what a checkpoint kept out of its vectors and tables."""
-        found = {name.removeprefix(MARK): source.pop(name).cpu() for source in (vectors, tables) for name in list(source)
-                 if name.startswith(MARK)}  # fmt: skip
+        found = {
+            name.removeprefix(MARK): source.pop(name).cpu()
+            for source in (vectors, tables)
+            for name in list(source)
+            if name.startswith(MARK)
+        }
         self.kept = MetaParameters.from_named(found) if found else None
         if numbers:
             self.step, self.accuracy = numbers["step"], numbers["accuracy"]

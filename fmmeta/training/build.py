@@ -1,6 +1,8 @@
-"""From a Config to the parts of a run: sources, groups, model, worker. The one place where the rooms are wired together.
+"""From a Config to the parts of a run: sources, groups, model, worker. The one place where the rooms are
+wired together.
 
-Whatever can fail for one rank alone (files, downloads, memory) runs inside `together`, so that all ranks fail as one.
+Whatever can fail for one rank alone (files, downloads, memory) runs inside `together`, so that all ranks fail
+as one.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class Plan:
 
 
 def plan(config: Config, world: World, notice: Notice, models: Sequence[str] = ()) -> Plan:
-    """Read and check everything but the weights. `models`: those whose splits count (default: that of `config`).
+    """Read and check everything but the weights. `models`: those whose splits count (default: that of
+    `config`).
 
     Collective: world.
     """
@@ -90,7 +93,9 @@ def plan(config: Config, world: World, notice: Notice, models: Sequence[str] = (
             tensor_parallel_block(description.hf_config, config.tensor_parallel_size)
         tokenizer = load_tokenizer(config, description, notice)
         if config.task_type == "causal_lm":
-            make_prompt(config.prompt_template, tokenizer)  # what the tokenizer cannot do is said before any data are read
+            make_prompt(
+                config.prompt_template, tokenizer
+            )  # what the tokenizer cannot do is said before any data are read
         trained = trained_with(models or [config.model_name_or_path])
         # encoding sets the truncation of a tokenizer; export needs it as it was
         sources = load_sources(config, copy.deepcopy(tokenizer), notice, trained)
@@ -107,21 +112,28 @@ def plan(config: Config, world: World, notice: Notice, models: Sequence[str] = (
     notice(sources.summary)
     prints = set(world.comm.gather_bytes(sources.fingerprint.encode()))
     if len(prints) > 1:
-        raise UsageError(f"dataset={names} is not the same on every rank ({len(prints)} versions); share one copy")
+        raise UsageError(
+            f"dataset={names} is not the same on every rank ({len(prints)} versions); share one copy"
+        )
     costs = measure(config, description, precision, world) if config.pipeline_balance == "time" else None
     return Plan(description, tokenizer, sources, transforms, deepspeed, precision, trained, costs)
 
 
-def measure(config: Config, description: Description, precision: deepspeed_config.DeepSpeedSettings, world: World) -> list[float]:
-    """Seconds of each layer in a micro-batch of the run's size, as the first rank tries them, so that all cut alike. Collective:
-    world.
+def measure(
+    config: Config, description: Description, precision: deepspeed_config.DeepSpeedSettings, world: World
+) -> list[float]:
+    """Seconds of each layer in a micro-batch of the run's size, as the first rank tries them, so that all cut
+    alike. Collective: world.
     """
     seconds: list[float] = []
     with world.comm.raise_on_all("measuring the layers"):
         if world.launch.global_rank == 0:
             learner = open_lazy_model(config, description).learner
             plan_stages(learner, config.pipeline_stages)  # refuses what cannot be cut
-            tokens = min(config.max_length, getattr(description.hf_config, "max_position_embeddings", config.max_length) - 2)
+            tokens = min(
+                config.max_length,
+                getattr(description.hf_config, "max_position_embeddings", config.max_length) - 2,
+            )
             seconds = layer_seconds(learner, stage_rows(config), tokens, world.device, precision.bf16)
     return json.loads(world.comm.gather_bytes(json.dumps(seconds).encode())[0])
 
@@ -138,8 +150,10 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Pro
     if config.elastic:
         group_size = world.launch.world_size
         if config.group_size not in ("auto", str(group_size)):
-            raise UsageError(f"group_size={config.group_size} with elastic=True: a launch is one group, and this one has "
-                             f"{group_size} ranks; leave group_size out")  # fmt: skip
+            raise UsageError(
+                f"group_size={config.group_size} with elastic=True: a launch is one group, and this one has "
+                f"{group_size} ranks; leave group_size out"
+            )
         auto_group_size.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
     elif config.group_size == "auto":
         group_size, why = auto_group_size.choose_group_size(world, sizes, plan.precision, model_ranks)
@@ -150,12 +164,18 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Pro
     engine = engine_of(config, plan, group_size, world.device)
     warned = world.nodes.check(group_size)
     if config.task_sharding == "node" and len(set(world.nodes.sizes)) > 1:
-        raise UsageError(f"task_sharding=node needs as many ranks on every node, and here are "
-                         f"{', '.join(map(str, world.nodes.sizes))}; use global")  # fmt: skip
+        raise UsageError(
+            "task_sharding=node needs as many ranks on every node, and here are "
+            f"{', '.join(map(str, world.nodes.sizes))}; use global"
+        )
     ranks = world.split(group_size, default_group=engine == "deepspeed")
     if config.pipeline_stages > 1:
         notice(balance_of(config, plan))
-    stage = f"DeepSpeed ZeRO {plan.precision.zero_stage}" if engine == "deepspeed" else "plain PyTorch, nothing to shard"
+    stage = (
+        f"DeepSpeed ZeRO {plan.precision.zero_stage}"
+        if engine == "deepspeed"
+        else "plain PyTorch, nothing to shard"
+    )
     stage += f", {config.pipeline_stages} pipeline stages" if config.pipeline_stages > 1 else ""
     stage += f", {config.tensor_parallel_size} tensor ranks" if config.tensor_parallel_size > 1 else ""
     notice(f"{ranks.layout} on {world.device.type}; {stage}; {'bf16' if plan.precision.bf16 else 'fp32'}")
@@ -182,7 +202,9 @@ def show_layout(
     kinds += ["hidden states between stages"] if stages > 1 else []
     kinds += ["activations of every layer"] if tensor > 1 else []
     sharers = group_size // (stages * tensor) if engine == "deepspeed" and stage else 1
-    return world.nodes.map(group_size, ", ".join(kinds) or "nothing", 4 * sizes.params / sharers, world.device.type)
+    return world.nodes.map(
+        group_size, ", ".join(kinds) or "nothing", 4 * sizes.params / sharers, world.device.type
+    )
 
 
 def balance_of(config: Config, plan: Plan) -> str:
@@ -196,16 +218,23 @@ def balance_of(config: Config, plan: Plan) -> str:
 
 
 def sizes_of(config: Config, plan: Plan, device: torch.device) -> auto_group_size.Sizes:
-    """The largest rank's part of the model and its micro-batches. Raises `UsageError` for what cannot be cut."""
+    """The largest rank's part of the model and its micro-batches.
+
+    Raises `UsageError` for what cannot be cut.
+    """
     learner = empty_learner(config, plan.description)
     hf_config = plan.description.hf_config
-    return part_sizes(config, hf_config, held(config, learner, hf_config, plan.costs), lazy=device.type == "cpu")
+    return part_sizes(
+        config, hf_config, held(config, learner, hf_config, plan.costs), lazy=device.type == "cpu"
+    )
 
 
 def engine_of(config: Config, plan: Plan, group_size: int, device: torch.device) -> str:
     """A group of one has nothing to shard: unless it offloads a GPU, plain PyTorch does the same for less."""
     if config.engine == "plain" and group_size > 1:
-        raise UsageError(f"engine=plain holds a whole model on one rank, but group_size={group_size}; use engine=auto")
+        raise UsageError(
+            f"engine=plain holds a whole model on one rank, but group_size={group_size}; use engine=auto"
+        )
     if config.engine == "auto":
         offloads = plan.precision.offload and device.type != "cpu"
         return "deepspeed" if group_size > 1 or offloads else "plain"
@@ -218,7 +247,9 @@ class Parts:
 
     worker: Worker
     theta: Tensor
-    frozen: dict[str, Tensor]  # untrained tensors by name, on the rank that writes them, for export; none beside adapters
+    frozen: dict[
+        str, Tensor
+    ]  # untrained tensors by name, on the rank that writes them, for export; none beside adapters
     setup: rules.Setup
     dealer: Batcher
     place: GroupCoordinates
@@ -235,21 +266,30 @@ def training_schedule(config: Config, plan: Plan, layout: Layout) -> Schedule:
     nodes = 1
     if config.task_sharding == "node":  # a group that spans nodes is as good as one
         nodes = layout.num_groups // max(1, layout.launch.local_world_size // layout.group_size)
-    return Schedule(source.items, config.meta_batch_size * config.meta_accumulation_steps, config.seed,
-                    shares=shares(source.items, stratum_weights(config), config.mix_temperature), nodes=nodes,
-                    sizes=source.size)  # fmt: skip
+    return Schedule(
+        source.items,
+        config.meta_batch_size * config.meta_accumulation_steps,
+        config.seed,
+        shares=shares(source.items, stratum_weights(config), config.mix_temperature),
+        nodes=nodes,
+        sizes=source.size,
+    )
 
 
 def build(config: Config, plan: Plan, ranks: ProcessGroups) -> Parts:
     """Read the weights and start the worker; the replicas are equal afterwards. Collective: world."""
     engine = engine_of(config, plan, ranks.layout.group_size, ranks.device)
-    started = create_worker(config, plan.description, plan.deepspeed, plan.precision, engine, ranks, plan.costs)
+    started = create_worker(
+        config, plan.description, plan.deepspeed, plan.precision, engine, ranks, plan.costs
+    )
     worker, place = started.worker, started.place
     theta = ranks.cross.broadcast_(worker.read())
     worker.write(theta)
     equal_replicas(ranks, theta)
     theta = OuterMemory(ranks.device, config.offload_outer).keep(theta)
-    setup = rules.setup(config, worker, started.head_names, plan.description.outputs(config), plan.precision.bf16)
+    setup = rules.setup(
+        config, worker, started.head_names, plan.description.outputs(config), plan.precision.bf16
+    )
     prompt = None
     if config.algorithm == "in_context":
         positions = getattr(plan.description.hf_config, "max_position_embeddings", None)
@@ -258,11 +298,19 @@ def build(config: Config, plan: Plan, ranks: ProcessGroups) -> Parts:
 
 
 def dealer_of(config: Config, plan: Plan, place: GroupCoordinates) -> Batcher:
-    """Deals a task's rows over the data ranks of a group, in micro-batches small enough for every stage to work on one."""
+    """Deals a task's rows over the data ranks of a group, in micro-batches small enough for every stage to
+    work on one.
+    """
     most = config.micro_batch_size
     if place.stages > 1:
         rows = config.most_shots * (config.most_classes or 1)
         most = min(most, max(1, -(-rows // (place.data * place.stages))))
     packing = partial(pack, length=config.max_length) if config.packing else None
-    return Batcher(plan.description.hf_config.pad_token_id, most, place.data_rank, place.data, packing,
-                  config.max_tokens_per_micro_batch)  # fmt: skip
+    return Batcher(
+        plan.description.hf_config.pad_token_id,
+        most,
+        place.data_rank,
+        place.data,
+        packing,
+        config.max_tokens_per_micro_batch,
+    )

@@ -1,4 +1,6 @@
-"""Which classes of one held-out episode an adapted model takes for which: the first episode of the table, for the report."""
+"""Which classes of one held-out episode an adapted model takes for which: the first episode of the table, for
+the report.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,21 @@ from fmmeta.training.validation import TEST, HeldOut
 
 
 def confusion(held_out: HeldOut, source: TaskSource, theta: Tensor, learning: Learning) -> dict[str, Any]:
-    """Facts for run.json: names of the classes, and rows of counts, one row per right class, one column per answer.
+    """Facts for run.json: names of the classes, and rows of counts, one row per right class, one column per
+    answer.
 
-    `left_out` says why, where there are none. Every group adapts to the same episode, so the layout does not matter.
-    Collective: world.
+    `left_out` says why, where there are none. Every group adapts to the same episode, so the layout does not
+    matter. Collective: world.
     """
     worker, config = held_out.worker, held_out.config
     if config.task_type != "classification":
         return {"left_out": f"task_type={config.task_type} has answers, not classes"}
     if not isinstance(worker, FullModelWorker):
-        return {"left_out": f"pipeline_stages={config.pipeline_stages}: only the last stage sees what the model answers"}
+        return {
+            "left_out": (
+                f"pipeline_stages={config.pipeline_stages}: only the last stage sees what the model answers"
+            )
+        }
     task = held_out.tasks(source, TEST)[0]
     found = held_out.reader(source).alike(task)
     if not found:
@@ -40,4 +47,9 @@ def confusion(held_out: HeldOut, source: TaskSource, theta: Tensor, learning: Le
             counts.index_put_((rows.labels, answers), (rows.weights > 0).double(), accumulate=True)
     worker.group.sum_(counts)
     worker.write(theta)
-    return {"task": task.name, "stratum": task.stratum, "classes": list(classes), "counts": counts.long().tolist()}
+    return {
+        "task": task.name,
+        "stratum": task.stratum,
+        "classes": list(classes),
+        "counts": counts.long().tolist(),
+    }

@@ -1,4 +1,5 @@
-"""What the outer loop eats: the episodes of this group's tasks, and what all ranks do about those that cannot be had.
+"""What the outer loop eats: the episodes of this group's tasks, and what all ranks do about those that cannot
+be had.
 
 schedule.share --> loader.fetch --> read:  a task that one rank of the group misses is left out by all of them
                                 --> judge: the errors of all ranks; go on without those tasks, or stop together
@@ -24,7 +25,8 @@ from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode, LoadResult
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task, assign_to_groups
 from fmmeta.tasks.schedule.samplers import TaskSampler
 
-LEAST_SEEN = 100  # tasks that max_bad_share counts as seen from the start, so that the first bad one does not stop a run
+# tasks that max_bad_share counts as seen from the start, so that the first bad one does not stop a run
+LEAST_SEEN = 100
 
 Episodes = list[tuple[Task, Episode]]
 
@@ -36,10 +38,18 @@ class Missed(Protocol):
 
 
 class EpisodeReader:
-    """Fetches the episodes of a group and judges the failures. `seen`, `bad`: tasks over all groups so far."""
+    """Fetches the episodes of a group and judges the failures.
 
-    def __init__(self, fetch: Callable[[Sequence[Task]], list[LoadResult]], ranks: ProcessGroups, config: Config,
-                 notice: Callable[[str], None]) -> None:  # fmt: skip
+    `seen`, `bad`: tasks over all groups so far.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[Sequence[Task]], list[LoadResult]],
+        ranks: ProcessGroups,
+        config: Config,
+        notice: Callable[[str], None],
+    ) -> None:
         self.fetch, self.ranks, self.config, self.notice = fetch, ranks, config, notice
         self.voting_group = ranks.world  # who judges together
         self.seen = self.bad = 0
@@ -48,20 +58,32 @@ class EpisodeReader:
     def read(self, tasks: Sequence[Task]) -> Episodes:
         """The episodes of `tasks` that every rank of the group has. Collective: group."""
         loaded = self.fetch(tasks)
-        self.errors += [{"slot": one.task.seed[-1], "task": one.task.name, "error": one.error, "crash": one.crash}
-                        for one in loaded if one.batches is None]  # fmt: skip
-        missing = self.ranks.group.sum_(torch.tensor([float(one.batches is None) for one in loaded])) if tasks else []
+        self.errors += [
+            {"slot": one.task.seed[-1], "task": one.task.name, "error": one.error, "crash": one.crash}
+            for one in loaded
+            if one.batches is None
+        ]
+        missing = (
+            self.ranks.group.sum_(torch.tensor([float(one.batches is None) for one in loaded]))
+            if tasks
+            else []
+        )
         return [
-            (one.task, one.batches) for one, gone in zip(loaded, missing, strict=True) if not gone and one.batches is not None
+            (one.task, one.batches)
+            for one, gone in zip(loaded, missing, strict=True)
+            if not gone and one.batches is not None
         ]
 
     @classmethod
-    def of(cls, load: LoadEpisode, ranks: ProcessGroups, config: Config, notice: Callable[[str], None]) -> EpisodeReader:
+    def of(
+        cls, load: LoadEpisode, ranks: ProcessGroups, config: Config, notice: Callable[[str], None]
+    ) -> EpisodeReader:
         """A reader that loads in this process."""
         return cls(lambda tasks: [load(task) for task in tasks], ranks, config, notice)
 
     def read_share(self, tasks: Sequence[Task]) -> Episodes:
-        """This group's share of `tasks`, which are dealt over all groups. Raises as `judge` does, and where none can be had.
+        """This group's share of `tasks`, which are dealt over all groups. Raises as `judge` does, and where
+        none can be had.
 
         Collective: world.
         """
@@ -70,11 +92,16 @@ class EpisodeReader:
         left_out = self._judge_all(len(tasks))
         if len(left_out) == len(tasks):
             last = left_out[-1]
-            raise UsageError(f"none of {len(tasks)} tasks could be had, the last: task {last['task']}: {last['error']}")
+            raise UsageError(
+                f"none of {len(tasks)} tasks could be had, the last: task {last['task']}: {last['error']}"
+            )
         return found
 
     def alike(self, task: Task) -> Episodes:
-        """One task that every group looks at; empty if it cannot be had. Raises as `judge` does. Collective: world."""
+        """One task that every group looks at; empty if it cannot be had.
+
+        Raises as `judge` does. Collective: world.
+        """
         found = self.read([task])
         return [] if self._judge_all(1) else found
 
@@ -83,10 +110,12 @@ class EpisodeReader:
         return self.judge(tasks, int(self.ranks.world.sum_(torch.tensor([float(len(self.errors))]))))
 
     def judge(self, tasks: int, failures: int) -> list[dict[str, str]]:
-        """Decide about the failures of the last `tasks` tasks of all groups; return those left out, by name and error.
+        """Decide about the failures of the last `tasks` tasks of all groups; return those left out, by name
+        and error.
 
-        failures: how many ranks have met one. Raises on all ranks alike: `UsageError` where on_bad_task says so or too many
-        tasks are bad, `PeerError` for an error that is not the data's. Collective: world, if there is a failure.
+        failures: how many ranks have met one. Raises on all ranks alike: `UsageError` where on_bad_task says
+        so or too many tasks are bad, `PeerError` for an error that is not the data's. Collective: world, if
+        there is a failure.
         """
         self.seen += tasks
         if not failures:
@@ -106,21 +135,38 @@ class EpisodeReader:
             self.notice(f"left out: task {error['task']}: {error['error']}")
         if self.bad > self.config.max_bad_share * max(self.seen, LEAST_SEEN):
             raise UsageError(
-                f"max_bad_share={self.config.max_bad_share}: {self.bad} of {self.seen} tasks could not be had, the last: "
-                f"task {found[-1]['task']}: {found[-1]['error']}"
+                f"max_bad_share={self.config.max_bad_share}: {self.bad} of {self.seen} tasks could not be"
+                f" had, the last: task {found[-1]['task']}: {found[-1]['error']}"
             )
         return [{"task": error["task"], "error": error["error"]} for error in found]
 
 
 class TrainingEpisodes(EpisodeReader):
-    """The training tasks of this group, from the outer step `first` on, loaded ahead. `counts`: tasks seen and bad before."""
+    """The training tasks of this group, from the outer step `first` on, loaded ahead.
 
-    def __init__(self, schedule: Schedule, load: LoadEpisode, first: int, counts: dict[str, int], ranks: ProcessGroups, config: Config,
-                 notice: Callable[[str], None]) -> None:  # fmt: skip
+    `counts`: tasks seen and bad before.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        load: LoadEpisode,
+        first: int,
+        counts: dict[str, int],
+        ranks: ProcessGroups,
+        config: Config,
+        notice: Callable[[str], None],
+    ) -> None:
         self.schedule, self.layout = schedule, ranks.layout
         budget = max(0, (os.cpu_count() or 1) // ranks.layout.launch.local_world_size - 1)
-        self.loader = EpisodeLoader(load, self.task_stream, config.num_workers, config.prefetch_factor,
-                                    pin=ranks.device.type == "cuda", budget=budget)  # fmt: skip
+        self.loader = EpisodeLoader(
+            load,
+            self.task_stream,
+            config.num_workers,
+            config.prefetch_factor,
+            pin=ranks.device.type == "cuda",
+            budget=budget,
+        )
         super().__init__(self.loader.fetch, ranks, config, notice)
         self.voting_group = ranks.all_groups
         self.seen, self.bad = counts["seen"], counts["bad"]
@@ -140,14 +186,23 @@ class TrainingEpisodes(EpisodeReader):
         return itertools.dropwhile(lambda one: one != task, running)
 
     def episodes(self, outer_step: int, tally: Missed) -> list[Episode]:
-        """What this group learns from in an outer step; `tally` is told what is missing. Collective: group."""
-        waited, asked = self.loader.wait_s, self.schedule.share(outer_step, self.ranks.cross.size, self.ranks.cross.rank)
+        """What this group learns from in an outer step; `tally` is told what is missing.
+
+        Collective: group.
+        """
+        waited, asked = (
+            self.loader.wait_s,
+            self.schedule.share(outer_step, self.ranks.cross.size, self.ranks.cross.rank),
+        )
         found = self.read(asked)
         tally.missed(len(asked) - len(found), len(self.errors), self.loader.wait_s - waited)
         return [batches for _, batches in found]
 
     def restart(self, counts: dict[str, int]) -> None:
-        """Begin anew with other shares, or another step: what was loaded ahead is dropped. `counts`: as they then are."""
+        """Begin anew with other shares, or another step: what was loaded ahead is dropped.
+
+        `counts`: as they then are.
+        """
         self.loader.close()
         self.seen, self.bad, self.errors = counts["seen"], counts["bad"], []
 
@@ -158,5 +213,7 @@ class TrainingEpisodes(EpisodeReader):
             share = 100 * (self.loader.load_s - self.loader.warm[0]) / (step_seconds - self.loader.warm[1])
             self.notice(f"num_workers=auto: {chosen} (loading takes {share:.2g} % of an outer step)")
         for text in self.loader.warnings:
-            print(f"fmmeta: rank {self.layout.launch.global_rank}: {text}", file=sys.stderr, flush=True)  # each logs its own
+            print(
+                f"fmmeta: rank {self.layout.launch.global_rank}: {text}", file=sys.stderr, flush=True
+            )  # each logs its own
         self.loader.warnings.clear()

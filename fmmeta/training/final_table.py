@@ -1,4 +1,6 @@
-"""The table at the end of a run: the same held-out episodes before and after, from theta and from the weights at the start."""
+"""The table at the end of a run: the same held-out episodes before and after, from theta and from the weights
+at the start.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,13 @@ class Compared:
         rows = {name: {"accuracy": accuracy, "loss": loss} for name, (accuracy, loss) in self.rows.items()}
         gain = {"accuracy": self.gain[0], "loss": self.gain[1]}
         started, trained = ({name: pair[i] for name, pair in self.strata.items()} for i in (0, 1))
-        facts = {**rows, "gain": gain, "per_stratum": trained, "per_stratum_at_start": started, "episodes": self.episodes}
+        facts = {
+            **rows,
+            "gain": gain,
+            "per_stratum": trained,
+            "per_stratum_at_start": started,
+            "episodes": self.episodes,
+        }
         return strict(facts | ({} if self.loop is None else {"baseline_inner_loop": asdict(self.loop)}))
 
 
@@ -72,13 +80,20 @@ class BaselineLoop:
         return f"inner_lr {config.inner_lr * self.scale:.3g}, {self.steps} steps"
 
 
-def against_start(held_out: HeldOut, sources: Sources, trained: MetaParameters, initial: MetaParameters | None, setup: Setup,
-                  between: Callable[[], None]) -> tuple[Compared, dict[str, Any]]:  # fmt: skip
-    """Score the held-out episodes from the `trained` weights, then from the `initial` ones (None: nothing was trained).
+def against_start(
+    held_out: HeldOut,
+    sources: Sources,
+    trained: MetaParameters,
+    initial: MetaParameters | None,
+    setup: Setup,
+    between: Callable[[], None],
+) -> tuple[Compared, dict[str, Any]]:
+    """Score the held-out episodes from the `trained` weights, then from the `initial` ones (None: nothing was
+    trained).
 
-    The baseline gets the inner loop that serves the initial weights best on validation episodes: with the training's own, the
-    sign of the gain would depend on the inner rate that was trained with. `between` is called after each pass; it may raise.
-    Returns the table, and the facts for run.json. Collective: world.
+    The baseline gets the inner loop that serves the initial weights best on validation episodes: with the
+    training's own, the sign of the gain would depend on the inner rate that was trained with. `between` is
+    called after each pass; it may raise. Returns the table, and the facts for run.json. Collective: world.
     """
     assert sources.test is not None
     learning = setup.learning(trained.rates)
@@ -92,16 +107,20 @@ def against_start(held_out: HeldOut, sources: Sources, trained: MetaParameters, 
         learning = setup.learning(initial.rates)
         if isinstance(learning, InnerLoop):
             learning = learning.variant(scale=loop.scale, steps=loop.steps)
-        started = held_out.scores(sources.test, TEST, "held-out tasks, weights at the start", initial.theta, learning)
+        started = held_out.scores(
+            sources.test, TEST, "held-out tasks, weights at the start", initial.theta, learning
+        )
         between()
     compared = replace(compare(scores, started), loop=loop)
     return compared, {**compared.facts(), "confusion": confused}
 
 
-def choose_loop(held_out: HeldOut, source: TaskSource, initial: MetaParameters, setup: Setup,
-                between: Callable[[], None]) -> BaselineLoop:  # fmt: skip
-    """The inner rate and number of steps (up to twice the training's) with the highest mean accuracy on validation episodes, for
-    language models the lowest mean loss; of equals the lowest loss, then the lowest rate and the fewest steps. Collective: world.
+def choose_loop(
+    held_out: HeldOut, source: TaskSource, initial: MetaParameters, setup: Setup, between: Callable[[], None]
+) -> BaselineLoop:
+    """The inner rate and number of steps (up to twice the training's) with the highest mean accuracy on
+    validation episodes, for language models the lowest mean loss; of equals the lowest loss, then the lowest
+    rate and the fewest steps. Collective: world.
     """
     config, most = setup.config, 2 * setup.inner.steps
     count = min(CHOICE_EPISODES, config.test_episodes)
@@ -124,20 +143,38 @@ def choose_loop(held_out: HeldOut, source: TaskSource, initial: MetaParameters, 
 
 
 def compare(trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore]) -> Compared:
-    """Summarise scores of the same episodes from theta (`trained`) and from the weights at the start (`started`)."""
-    by_slot = {score.slot: score for score in started}  # a task that could not be had in one of the passes is in no pair
+    """Summarise scores of the same episodes from theta (`trained`) and from the weights at the start
+    (`started`).
+    """
+    by_slot = {
+        score.slot: score for score in started
+    }  # a task that could not be had in one of the passes is in no pair
     pairs = [(score, by_slot[score.slot]) for score in trained if score.slot in by_slot]
     trained, started = [score for score, _ in pairs], [score for _, score in pairs]
     rows = {
-        "before adaptation, meta-trained": ([s.accuracy_before for s in trained], [s.loss_before for s in trained]),
-        "after adaptation, weights at the start": ([s.accuracy_after for s in started], [s.loss_after for s in started]),
-        "after adaptation, meta-trained": ([s.accuracy_after for s in trained], [s.loss_after for s in trained]),
+        "before adaptation, meta-trained": (
+            [s.accuracy_before for s in trained],
+            [s.loss_before for s in trained],
+        ),
+        "after adaptation, weights at the start": (
+            [s.accuracy_after for s in started],
+            [s.loss_after for s in started],
+        ),
+        "after adaptation, meta-trained": (
+            [s.accuracy_after for s in trained],
+            [s.loss_after for s in trained],
+        ),
     }
     gain = mean_ci95([t.accuracy_after - s.accuracy_after for t, s in pairs])
     fall = mean_ci95([s.loss_after - t.loss_after for t, s in pairs])
     at_start = per_stratum(started)
     strata = {name: (at_start[name], accuracy) for name, accuracy in per_stratum(trained).items()}
-    return Compared({name: (mean_ci95(a), mean_ci95(b)) for name, (a, b) in rows.items()}, (gain, fall), strata, len(trained))
+    return Compared(
+        {name: (mean_ci95(a), mean_ci95(b)) for name, (a, b) in rows.items()},
+        (gain, fall),
+        strata,
+        len(trained),
+    )
 
 
 def show(compared: Compared, config: Config, table: Table) -> None:
@@ -148,12 +185,16 @@ def show(compared: Compared, config: Config, table: Table) -> None:
     gain, fall = compared.gain
     rows.append(["gain of meta-training (paired)", percent(gain), shown(fall)])
     way = f"{config.n_way}-way " if config.task_type == "classification" else ""
-    title = f"{compared.episodes} held-out {way}{config.k_shot}-shot episodes, {config.inner_steps} inner steps"
+    title = (
+        f"{compared.episodes} held-out {way}{config.k_shot}-shot episodes, {config.inner_steps} inner steps"
+    )
     if config.task_type == "classification":
         title += f" (head at the start of a task: {config.head_init})"
     table(title, ["", "accuracy %", "loss"], rows)
     if len(compared.strata) > 1:
-        by_stratum = [[name, *(f"{100 * value:.1f}" for value in values)] for name, values in compared.strata.items()]
+        by_stratum = [
+            [name, *(f"{100 * value:.1f}" for value in values)] for name, values in compared.strata.items()
+        ]
         table("after adaptation, by stratum", ["", "start", "meta-trained"], by_stratum)
 
 

@@ -1,4 +1,5 @@
-"""One run from its checkpoint to its model: the order of an outer step in verbs of a worker, and what follows a step.
+"""One run from its checkpoint to its model: the order of an outer step in verbs of a worker, and what follows
+a step.
 
 It knows nothing of files or sharding (state.py, journal.py, parallel/).
 """
@@ -76,8 +77,17 @@ class Steady:
 class Run:
     """The state of one run and the steps of its life: resume, loop, finish."""
 
-    def __init__(self, config: Config, plan: build.Plan, ranks: ProcessGroups, parts: build.Parts, start: RunStart,
-                 progress: Progress, guard: Guard | None = None, controller: Any = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        config: Config,
+        plan: build.Plan,
+        ranks: ProcessGroups,
+        parts: build.Parts,
+        start: RunStart,
+        progress: Progress,
+        guard: Guard | None = None,
+        controller: Any = None,
+    ) -> None:
         self.config, self.plan, self.ranks, self.parts = config, plan, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
         self.worker, self.theta = parts.worker, parts.theta
@@ -87,11 +97,15 @@ class Run:
         with ranks.world.raise_on_all("making room for several tasks"):
             self.together = adapter_multi_task_rule(config, self.worker, parts.setup.inner)
         if config.task_batch == "auto":
-            progress.notice(f"task_batch auto: {tasks_per_pass(config)} task(s) in a pass, as many as fit into micro_batch_size="
-                            f"{config.micro_batch_size} rows")  # fmt: skip
+            progress.notice(
+                f"task_batch auto: {tasks_per_pass(config)} task(s) in a pass, as many as fit into"
+                f" micro_batch_size={config.micro_batch_size} rows"
+            )
         self.schedule = build.training_schedule(config, plan, ranks.layout)
         self.guard = guard or Guard(config, ranks, parts.worker)
-        self.held_out = HeldOut(config, self.worker, parts.load, ranks, progress, self.guard.rests, self.folder)
+        self.held_out = HeldOut(
+            config, self.worker, parts.load, ranks, progress, self.guard.rests, self.folder
+        )
         self.trackers = Trackers(progress.notice)
         self.attendance = controller or Steady()
         self.profiler: Profiler | None = None
@@ -110,7 +124,9 @@ class Run:
         """Go on from a checkpoint, if there is one. Collective: world."""
         found = self._load()
         with self.ranks.world.raise_on_all("opening the files of the run"):
-            self.journal = RunLogger(self.config, self.state, self.folder, self.ranks, self.trackers, self.progress)
+            self.journal = RunLogger(
+                self.config, self.state, self.folder, self.ranks, self.trackers, self.progress
+            )
             if self.attendance.writes:
                 self.begin_writing()
         if found is not None:
@@ -118,7 +134,8 @@ class Run:
             self.progress.notice(f"resumed from {found}, outer step {self.state.outer_step}")
 
     def _load(self) -> Path | None:
-        """Take the state of the chosen checkpoint, or of a newer one where another group has removed it; returns which.
+        """Take the state of the chosen checkpoint, or of a newer one where another group has removed it;
+        returns which.
 
         Collective: world.
         """
@@ -130,7 +147,10 @@ class Run:
                 break
             except UsageError:
                 tried.append(found)
-                if not self.config.elastic or (found := newest_whole(self.folder, self.ranks.world)[0]) in tried:
+                if (
+                    not self.config.elastic
+                    or (found := newest_whole(self.folder, self.ranks.world)[0]) in tried
+                ):
                     raise
         return found
 
@@ -145,11 +165,15 @@ class Run:
         """Outer steps until the last one. Collective: world."""
         config, state = self.config, self.state
         if self.rule_at is None:
-            self.progress.notice(f"algorithm={config.algorithm} trains nothing: the weights are evaluated as they are")
+            self.progress.notice(
+                f"algorithm={config.algorithm} trains nothing: the weights are evaluated as they are"
+            )
             state.outer_step = config.outer_steps
             return
         load = self.parts.load(self.plan.sources.train, self.plan.transforms)
-        self.feed = TrainingEpisodes(self.schedule, load, state.outer_step, state.tasks, self.ranks, config, self.progress.notice)
+        self.feed = TrainingEpisodes(
+            self.schedule, load, state.outer_step, state.tasks, self.ranks, config, self.progress.notice
+        )
         if config.check_meta_gradient:
             self._check(load)
         if config.profile:
@@ -162,11 +186,16 @@ class Run:
                 with self.attendance.step_attempt(self):
                     if state.outer_step == config.outer_steps:
                         break  # this group has missed the end
-                    tally, rule = StepMetrics(NUMBERS.get(config.algorithm, ())), self.rule_at(state.outer_step)
+                    tally, rule = (
+                        StepMetrics(NUMBERS.get(config.algorithm, ())),
+                        self.rule_at(state.outer_step),
+                    )
                     self.guard.begin(state.outer_step)
                     if self.profiler:
                         self.profiler.begin(state.outer_step, self)
-                    for direction, tokens in self._directions(rule, self.feed.episodes(state.outer_step, tally)):
+                    for direction, tokens in self._directions(
+                        rule, self.feed.episodes(state.outer_step, tally)
+                    ):
                         direction = self.guard.fit(direction)
                         state.updates.meta.add(direction)
                         tally.add(direction, tokens if self.worker.counts_rows else 0)
@@ -199,15 +228,21 @@ class Run:
         self._stop_if_asked()
 
     def _directions(self, rule: Rule, episodes: list[Episode]) -> Iterator[tuple[TaskGradient, int]]:
-        """What each of this group's tasks says, and its tokens, until the group is to leave. Collective: group."""
+        """What each of this group's tasks says, and its tokens, until the group is to leave.
+
+        Collective: group.
+        """
         most, total = tasks_per_pass(self.config), self.state.updates.meta.sum if self.guard.trusts else None
         several = self.together or rule
         for begin in range(0, len(episodes), most):
             if self.guard.leaves():
                 return
             some = episodes[begin : begin + most]
-            found = (cast(MultiTaskRule, several).directions(self.worker, self.theta, some, total) if most > 1
-                     else [rule.direction(self.worker, self.theta, some[0], total)])  # fmt: skip
+            found = (
+                cast(MultiTaskRule, several).directions(self.worker, self.theta, some, total)
+                if most > 1
+                else [rule.direction(self.worker, self.theta, some[0], total)]
+            )
             for episode in some:
                 yield found.pop(0), sum(episode.tokens)  # held nowhere else
 
@@ -221,10 +256,16 @@ class Run:
         state = self.state
         kept = f"saved in {state.saver.last}" if state.saver.last else "nothing was learned yet"
         why = self.guard.signals.asked
-        raise Stopped(f"stopped by {why} after outer step {state.outer_step}, {kept}; the same command goes on from there")
+        raise Stopped(
+            f"stopped by {why} after outer step {state.outer_step}, {kept}; the same command goes on from"
+            " there"
+        )
 
     def _judge(self, tally: StepMetrics) -> None:
-        """Go on without the tasks that could not be had, or stop, the work so far saved. Collective: world."""
+        """Go on without the tasks that could not be had, or stop, the work so far saved.
+
+        Collective: world.
+        """
         try:
             left_out = self.feed.judge(self.schedule.tasks_per_step, int(tally.failures))
         except UsageError:
@@ -240,7 +281,9 @@ class Run:
         task = self.schedule.meta_batch(self.state.outer_step)[0]
         found = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice).alike(task)
         precision = "bf16" if self.plan.precision.bf16 else "fp32"
-        rule = RULES[self.config.algorithm](self.parts.setup, self.config.outer_steps)  # after any steps of first order
+        rule = RULES[self.config.algorithm](
+            self.parts.setup, self.config.outer_steps
+        )  # after any steps of first order
         for _, episode in found:
             self.progress.notice(check(cast(Checked, rule), self.worker, self.theta, episode, precision).text)
 
@@ -249,7 +292,10 @@ class Run:
         return len(tally.values.get("bad_tasks", ())) == self.schedule.tasks_per_step
 
     def _after_step(self, moved: OuterStep | None, tally: StepMetrics) -> None:
-        """Count, tell, validate, save. Raises `UsageError` where nothing is learned any more. Collective: world."""
+        """Count, tell, validate, save.
+
+        Raises `UsageError` where nothing is learned any more. Collective: world.
+        """
         config, state = self.config, self.state
         if moved is not None:
             state.bad_steps = 0 if moved.applied else state.bad_steps + (not moved.unread)
@@ -257,10 +303,14 @@ class Run:
         self.journal.step(moved, tally, epoch, self.guard.exploded, self.attendance.facts())
         if state.bad_steps >= config.max_bad_steps:
             steps = f"{state.bad_steps} outer steps in a row (the last is {state.outer_step})"
-            raise UsageError(f"inner_lr={config.inner_lr}: no task was finite in {steps}; lower --inner_lr or --outer_lr, and "
-                             "continue from the last checkpoint")  # fmt: skip
+            raise UsageError(
+                f"inner_lr={config.inner_lr}: no task was finite in {steps}; lower --inner_lr or --outer_lr,"
+                " and continue from the last checkpoint"
+            )
         self._validate_if_due()
-        if config.save_steps and state.outer_step < config.outer_steps:  # validated already: a checkpoint knows the best weights
+        if (
+            config.save_steps and state.outer_step < config.outer_steps
+        ):  # validated already: a checkpoint knows the best weights
             state.warm()
             if state.outer_step % config.save_steps == 0:
                 self.save()
@@ -271,24 +321,36 @@ class Run:
         if source is None or not state.validation_due:
             return
         meta = state.evaluated(state.live)
-        scores = self.held_out.scores(source, VALID, "validation", meta.theta, self.parts.setup.learning(meta.rates))
+        scores = self.held_out.scores(
+            source, VALID, "validation", meta.theta, self.parts.setup.learning(meta.rates)
+        )
         if meta is not state.live:
             self.worker.write(self.theta)
         if self.guard.stops():
             return  # the scores are incomplete
         state.validated = state.outer_step
-        accuracy, loss = mean_ci95([s.accuracy_after for s in scores])[0], mean_ci95([s.loss_after for s in scores])[0]
+        accuracy, loss = (
+            mean_ci95([s.accuracy_after for s in scores])[0],
+            mean_ci95([s.loss_after for s in scores])[0],
+        )
         self.journal.validated(accuracy, loss)
         if state.best is not None:
             state.best.meet(state.outer_step, accuracy, loss)
 
     def save(self, last: bool = False) -> None:
-        """Begin to write checkpoint-N, unless it is there; with `last` wait until it is whole. Collective: world."""
+        """Begin to write checkpoint-N, unless it is there; with `last` wait until it is whole.
+
+        Collective: world.
+        """
         state = self.state
         if not self.attendance.writes:
             return
-        if self.ranks.crew is None and not state.is_saved():  # other groups do not save; a crew compares when it meets
-            self.guard.begin_stage(f"outer step {state.outer_step}, comparing theta")  # with a step's bound: it waits for others
+        if (
+            self.ranks.crew is None and not state.is_saved()
+        ):  # other groups do not save; a crew compares when it meets
+            self.guard.begin_stage(
+                f"outer step {state.outer_step}, comparing theta"
+            )  # with a step's bound: it waits for others
             self.guard.check_replicas(state.outer_step, self.theta)
         self.guard.begin_stage(f"saving after outer step {state.outer_step}")
         if last:
@@ -308,17 +370,30 @@ class Run:
             self.progress.notice(state.best.text)
         final = state.final() if self.trains else state.live
         if self.trains and config.start_share:
-            self.progress.notice(f"start_share={config.start_share:g}: that share of the model is the weights at the start")
+            self.progress.notice(
+                f"start_share={config.start_share:g}: that share of the model is the weights at the start"
+            )
         self.guard.begin_stage("exporting the model")
-        export(self.folder / "model", final.theta, self.worker, self.parts.frozen, config, self.plan.description,
-               self.plan.tokenizer, self.ranks, self.parts.setup.inner.rates.variant(final.rates),
-               trained=[*self.plan.trained, *(self.plan.sources.used if self.trains else ())])  # fmt: skip
+        export(
+            self.folder / "model",
+            final.theta,
+            self.worker,
+            self.parts.frozen,
+            config,
+            self.plan.description,
+            self.plan.tokenizer,
+            self.ranks,
+            self.parts.setup.inner.rates.variant(final.rates),
+            trained=[*self.plan.trained, *(self.plan.sources.used if self.trains else ())],
+        )
         result, facts = Result(self.folder, state.outer_step), dict[str, Any]()
         if test is None:
             self.progress.notice("no held-out tasks: nothing to compare")
         elif config.test_episodes:
             initial = state.initial if self.trains else None
-            gains, facts = against_start(self.held_out, self.plan.sources, final, initial, self.parts.setup, self._stop_if_asked)
+            gains, facts = against_start(
+                self.held_out, self.plan.sources, final, initial, self.parts.setup, self._stop_if_asked
+            )
             show(gains, config, self.progress.table)
             result.before, result.after, result.after_from_start = gains.accuracies
             self.trackers.log({"step": state.outer_step, "held_out_accuracy": gains.accuracies._asdict()})
@@ -332,5 +407,11 @@ class Run:
 
     def write_run(self, **facts: Any) -> None:
         """Write run.json. Local: the first rank's."""
-        run_record.write_run(self.folder, self.config, self.plan.sources.fingerprint, str(self.ranks.layout), self.plan.resolved,
-                         **facts)  # fmt: skip
+        run_record.write_run(
+            self.folder,
+            self.config,
+            self.plan.sources.fingerprint,
+            str(self.ranks.layout),
+            self.plan.resolved,
+            **facts,
+        )

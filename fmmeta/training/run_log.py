@@ -1,4 +1,6 @@
-"""What a run tells while it lasts: lines of metrics.jsonl and of trackers, progress on the terminal, marks and warnings."""
+"""What a run tells while it lasts: lines of metrics.jsonl and of trackers, progress on the terminal, marks
+and warnings.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ class RunLogger:
     """One for a run, from the outer step that `state` is at. Files are the first rank's, from `open` on."""
 
     def __init__(
-        self, config: Config, state: TrainingState, folder: Path, ranks: ProcessGroups, trackers: Trackers, progress: Progress
+        self,
+        config: Config,
+        state: TrainingState,
+        folder: Path,
+        ranks: ProcessGroups,
+        trackers: Trackers,
+        progress: Progress,
     ) -> None:
         self.config, self.state, self.ranks, self.progress = config, state, ranks, progress
         self.folder, self.trackers = folder, trackers
@@ -32,11 +40,15 @@ class RunLogger:
 
     def open(self) -> None:
         """Go on with the file; lines after the state's outer step are dropped."""
-        self.metrics = run_record.Metrics(self.folder, self.state.outer_step, self.ranks.first, self.trackers.log)
+        self.metrics = run_record.Metrics(
+            self.folder, self.state.outer_step, self.ranks.first, self.trackers.log
+        )
 
-    def step(self, moved: OuterStep | None, tally: StepMetrics, epoch: int, exploded: int, facts: dict[str, Any]) -> None:
-        """An outer step is done: `tally` agreed, `exploded` tasks dropped for their size. moved: None if no update was due;
-        facts: of those who took part. Collective: none.
+    def step(
+        self, moved: OuterStep | None, tally: StepMetrics, epoch: int, exploded: int, facts: dict[str, Any]
+    ) -> None:
+        """An outer step is done: `tally` agreed, `exploded` tasks dropped for their size. moved: None if no
+        update was due; facts: of those who took part. Collective: none.
         """
         config, step = self.config, self.state.outer_step
         values = {

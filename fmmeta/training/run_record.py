@@ -37,8 +37,14 @@ def read_run(folder: Path) -> dict[str, Any] | None:
         raise UsageError(f"{file} cannot be read; mend or remove it, or choose another output_dir") from None
 
 
-def write_run(folder: Path, config: Config, fingerprint: str, layout: str, resolved: Mapping[str, Any] = NOTHING,
-              **facts: Any) -> None:  # fmt: skip
+def write_run(
+    folder: Path,
+    config: Config,
+    fingerprint: str,
+    layout: str,
+    resolved: Mapping[str, Any] = NOTHING,
+    **facts: Any,
+) -> None:
     """Write run.json: every resolved setting, versions, git commit, data fingerprint, and `facts`."""
     versions = {name: version(name) for name in PACKAGES}
     run = {
@@ -66,21 +72,36 @@ def version(package: str) -> str | None:
 def git_commit() -> str | None:
     """Commit of the working folder, where it is a git checkout."""
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip() or None
 
 
 class Metrics:
-    """metrics.jsonl: one object per logged outer step. On a resumed run, lines after the checkpoint are dropped first."""
+    """metrics.jsonl: one object per logged outer step.
 
-    def __init__(self, folder: Path, outer_step: int, writes: bool, tell: Callable[[dict[str, Any]], None] | None = None) -> None:
+    On a resumed run, lines after the checkpoint are dropped first.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        outer_step: int,
+        writes: bool,
+        tell: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
         """`tell`: who gets the lines as well."""
         self.file = folder / "metrics.jsonl"
         self.writes, self.lost, self.tell, self.last = writes, False, tell, 0
         if writes and self.file.is_file():
-            kept = [line for line in self.file.read_text(encoding="utf-8").splitlines() if keep_line(line, outer_step)]
+            kept = [
+                line
+                for line in self.file.read_text(encoding="utf-8").splitlines()
+                if keep_line(line, outer_step)
+            ]
             temporary = self.file.with_name("metrics.jsonl.tmp")
             temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
             temporary.replace(self.file)
@@ -92,11 +113,15 @@ class Metrics:
         if self.writes:
             try:
                 with self.file.open("a", encoding="utf-8") as file:
-                    file.write("\n" * self.lost + redact(to_json(values)) + "\n")  # a lost line may be half there
+                    file.write(
+                        "\n" * self.lost + redact(to_json(values)) + "\n"
+                    )  # a lost line may be half there
                 self.lost = False
             except OSError as error:
                 if not self.lost:
-                    text = f"{self.file} cannot be written ({error.strerror}); its lines are lost until it can"
+                    text = (
+                        f"{self.file} cannot be written ({error.strerror}); its lines are lost until it can"
+                    )
                     print(f"fmmeta: {text}", file=sys.stderr, flush=True)
                 self.lost = True
             if self.tell is not None:

@@ -5,9 +5,10 @@
     the best validated weights, recent losses      what later decisions need
     a meta-gradient on its way (--outer_delay)     what has not moved theta yet
 
-What is validated and exported may be an interpolation (--start_share s): s theta_0 + (1 - s) theta. Wortsman et al., "Robust
-fine-tuning of zero-shot models", 2022 (arXiv 2109.01903), equation 1, with s = 1 - alpha: it keeps what pre-training knew of
-classes that training does not show. Such weights are copies: the live tensors hold what was learned, at any moment.
+What is validated and exported may be an interpolation (--start_share s): s theta_0 + (1 - s) theta. Wortsman
+et al., "Robust fine-tuning of zero-shot models", 2022 (arXiv 2109.01903), equation 1, with s = 1 - alpha: it
+keeps what pre-training knew of classes that training does not show. Such weights are copies: the live tensors
+hold what was learned, at any moment.
 
 It changes only between two outer steps. Settings, seeds and data are no part of it: they are the run's own.
 """
@@ -35,8 +36,15 @@ from fmmeta.training.best import Best, BestState
 class TrainingState:
     """One for a run. theta and rates are changed in place by `outer`, by nobody else while training lasts."""
 
-    def __init__(self, config: Config, plan: build.Plan, ranks: ProcessGroups, parts: build.Parts, folder: Path,
-                 notice: Callable[[str], None]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        config: Config,
+        plan: build.Plan,
+        ranks: ProcessGroups,
+        parts: build.Parts,
+        folder: Path,
+        notice: Callable[[str], None],
+    ) -> None:
         self.config, self.plan, self.ranks, self.folder = config, plan, ranks, folder
         self.worker, self.params = parts.worker, parts.worker.params
         self.theta, rates = parts.theta, parts.setup.inner.rates.meta_parameter
@@ -61,7 +69,10 @@ class TrainingState:
             self.saver.last = self.folder / found.name
 
     def give(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-        """All of it, uncopied: vectors [S], tables (equal on every rank), and what is JSON. Collective: cross."""
+        """All of it, uncopied: vectors [S], tables (equal on every rank), and what is JSON.
+
+        Collective: cross.
+        """
         outer, (pending, known) = self.outer.state(), self.updates.state()
         best = BestState() if self.best is None else self.best.state()
         vectors = {"theta": self.theta, **outer.vectors, **pending.vectors, **best.vectors}
@@ -96,7 +107,9 @@ class TrainingState:
         return bool(every) and self.outer_step > self.validated and self.outer_step % every == 0
 
     def evaluated(self, meta: MetaParameters) -> MetaParameters:
-        """What is validated and exported in place of `meta`: itself, or the interpolation with the initial weights. Local."""
+        """What is validated and exported in place of `meta`: itself, or the interpolation with the initial
+        weights. Local.
+        """
         share = self.config.start_share
         if not share:
             return meta
@@ -125,4 +138,10 @@ class TrainingState:
         """Begin to write checkpoint-N; with `last` wait until it is whole. Collective: world."""
         vectors, tables, facts = self.give()
         settings = run_record.settings_of(self.config, self.plan.sources.fingerprint, self.plan.resolved)
-        self.saver.save(self.place, vectors, {**facts, "layout": str(self.ranks.layout), "settings": settings}, tables, last)
+        self.saver.save(
+            self.place,
+            vectors,
+            {**facts, "layout": str(self.ranks.layout), "settings": settings},
+            tables,
+            last,
+        )

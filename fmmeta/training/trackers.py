@@ -1,8 +1,10 @@
-"""Numbers of a run to TensorBoard, W&B, MLflow and trackio, by accelerate's tracker classes, on the first rank alone.
+"""Numbers of a run to TensorBoard, W&B, MLflow and trackio, by accelerate's tracker classes, on the first
+rank alone.
 
-Accelerate's state is kept out: `PartialState` would make a process group of its own beside ours, or wait for ranks that never
-call it. Its trackers need it for two things, the question who the main process is and the adapter that they log through; both
-are answered here. A tracker that fails costs a notice and its own numbers, never the run.
+Accelerate's state is kept out: `PartialState` would make a process group of its own beside ours, or wait for
+ranks that never call it. Its trackers need it for two things, the question who the main process is and the
+adapter that they log through; both are answered here. A tracker that fails costs a notice and its own
+numbers, never the run.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.security import redact
 from fmmeta.config.settings import Config
 
-FILE = "trackers.json"  # in the run's folder: what the services call this run, so that a continuation is the same run there
+FILE = (  # in the run's folder: what the services call this run, so that a continuation is the same run there
+    "trackers.json"
+)
 SECRET_NAME = re.compile(r"(^|_)(token|secret|password|api_?key|credentials?)$")
 
 
@@ -30,7 +34,10 @@ def check_installed(config: Config) -> None:
     """Refuse trackers whose package is not installed. Raises `UsageError`."""
     for name in config.report_to:
         if name != "none" and importlib.util.find_spec(name) is None:
-            raise UsageError(f"report_to={name} needs the package {name}, which is not installed; pip install 'fmmeta[{name}]'")
+            raise UsageError(
+                f"report_to={name} needs the package {name}, which is not installed; pip install"
+                f" 'fmmeta[{name}]'"
+            )
 
 
 class Trackers:
@@ -41,8 +48,10 @@ class Trackers:
         self.running: dict[str, Any] = {}
 
     def start(self, config: Config, folder: Path, outer_step: int) -> None:
-        """Start them, for a run that begins or goes on at `outer_step`. Where one cannot start: `UsageError` when the run
-        begins, a notice when it goes on, since nobody may be there who could mend it.
+        """Start them, for a run that begins or goes on at `outer_step`.
+
+        Where one cannot start: `UsageError` when the run begins, a notice when it goes on, since nobody may
+        be there who could mend it.
         """
         names = [name for name in config.report_to if name != "none"]
         known = read_ids(folder) if outer_step else {}
@@ -56,7 +65,9 @@ class Trackers:
             except Exception as error:
                 if not outer_step:
                     self.finish()
-                    raise UsageError(f"report_to={name} cannot start ({said(error)}); mend that, or leave it out") from error
+                    raise UsageError(
+                        f"report_to={name} cannot start ({said(error)}); mend that, or leave it out"
+                    ) from error
                 self.notice(f"{name} cannot start ({said(error)}); the run goes on without it")
             else:
                 self.running[name] = tracker
@@ -83,7 +94,9 @@ class Trackers:
             yield
         except Exception as error:
             self.running.pop(name, None)
-            self.notice(f"{name} failed ({said(error)}); the run goes on without it, metrics.jsonl has all numbers")
+            self.notice(
+                f"{name} failed ({said(error)}); the run goes on without it, metrics.jsonl has all numbers"
+            )
 
 
 def make(name: str, folder: Path, outer_step: int, known: str | None) -> Any:
@@ -100,7 +113,9 @@ def make(name: str, folder: Path, outer_step: int, known: str | None) -> Any:
     elif name == "mlflow":
         tracker = tracking.MLflowTracker(experiment_name="fmmeta", run_name=run, run_id=known)
     else:
-        tracker = tracking.TrackioTracker(os.environ.get("TRACKIO_PROJECT", "fmmeta"), name=run, resume="allow")
+        tracker = tracking.TrackioTracker(
+            os.environ.get("TRACKIO_PROJECT", "fmmeta"), name=run, resume="allow"
+        )
     tracker.main_process_only = False  # only the first rank has it, so nobody has to be asked
     return tracker
 
@@ -121,13 +136,21 @@ def read_ids(folder: Path) -> dict[str, str | None]:
 
 def settings(config: Config) -> dict[str, Any]:
     """Every setting as a number or redacted text; open ones and secrets are left out."""
-    kept = {name: value for name, value in config.as_dict().items() if value is not None and not SECRET_NAME.search(name)}
-    texts = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in kept.items()}
+    kept = {
+        name: value
+        for name, value in config.as_dict().items()
+        if value is not None and not SECRET_NAME.search(name)
+    }
+    texts = {
+        name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in kept.items()
+    }
     return {name: redact(value) if isinstance(value, str) else value for name, value in texts.items()}
 
 
 def flat(values: dict[str, Any]) -> dict[str, float]:
-    """Finite numbers alone: those of a list by their places, a list of tasks as their number, those of a table by their names."""
+    """Finite numbers alone: those of a list by their places, a list of tasks as their number, those of a
+    table by their names.
+    """
     told: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, (int, float)) and math.isfinite(value):
@@ -135,8 +158,11 @@ def flat(values: dict[str, Any]) -> dict[str, float]:
         elif isinstance(value, dict):
             told |= {f"{name}/{key}": one for key, one in flat(value).items()}
         elif isinstance(value, list):
-            each = {f"{name}/{place}": float(one) for place, one in enumerate(value)
-                    if isinstance(one, (int, float)) and math.isfinite(one)}  # fmt: skip
+            each = {
+                f"{name}/{place}": float(one)
+                for place, one in enumerate(value)
+                if isinstance(one, (int, float)) and math.isfinite(one)
+            }
             told |= each or {name: len(value)}
     return told
 
@@ -148,7 +174,9 @@ def said(error: Exception) -> str:
 
 
 class Quiet(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """A logger with the one method that accelerate's has besides; theirs refuses to work without `PartialState`."""
+    """A logger with the one method that accelerate's has besides; theirs refuses to work without
+    `PartialState`.
+    """
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         self.debug(*args, **kwargs)

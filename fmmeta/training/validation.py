@@ -1,7 +1,7 @@
 """Few-shot evaluation: adapt to held-out tasks, look at their query sets before and after.
 
-Episodes are fixed by (seed, split) and spread over the groups; the scores do not depend on how. The weights are passed in; the
-worker holds them afterwards.
+Episodes are fixed by (seed, split) and spread over the groups; the scores do not depend on how. The weights
+are passed in; the worker holds them afterwards.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class HeldOutScore:
     accuracy_after: float
 
     @classmethod
-    def of(cls, learning: Learning, worker: Worker, theta: Tensor, slot: int, task: Task, episode: Episode) -> HeldOutScore:
+    def of(
+        cls, learning: Learning, worker: Worker, theta: Tensor, slot: int, task: Task, episode: Episode
+    ) -> HeldOutScore:
         """Collective: group."""
         before, after = learning.score(worker, theta, episode)
         return cls(slot, task.stratum, before.loss, before.accuracy, after.loss, after.accuracy)
@@ -61,7 +63,9 @@ class StepScores:
     accuracies: list[float]
 
     @classmethod
-    def of(cls, inner: InnerLoop, worker: Worker, theta: Tensor, slot: int, task: Task, episode: Episode) -> StepScores:
+    def of(
+        cls, inner: InnerLoop, worker: Worker, theta: Tensor, slot: int, task: Task, episode: Episode
+    ) -> StepScores:
         """Collective: group."""
         passes = inner.path(worker, theta, episode.support, episode.query)
         return cls(slot, [one.loss for one in passes], [one.accuracy for one in passes])
@@ -73,27 +77,50 @@ S = TypeVar("S", HeldOutScore, StepScores)
 class HeldOut:
     """Scores the held-out episodes of a source. `load`: from a source to its `LoadEpisode`.
 
-    leaves: whether this group leaves out the rest of a pass (asked between episodes); the scores are then incomplete.
-    folder: of the run; episodes of the TEST stream that are finished when a pass is left are kept there.
+    leaves: whether this group leaves out the rest of a pass (asked between episodes); the scores are then
+    incomplete. folder: of the run; episodes of the TEST stream that are finished when a pass is left are kept
+    there.
     """
 
-    def __init__(self, config: Config, worker: Worker, load: Callable[[TaskSource], LoadEpisode], ranks: ProcessGroups, progress: Progress,
-                 leaves: Callable[[], bool] = lambda: False, folder: Path | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        config: Config,
+        worker: Worker,
+        load: Callable[[TaskSource], LoadEpisode],
+        ranks: ProcessGroups,
+        progress: Progress,
+        leaves: Callable[[], bool] = lambda: False,
+        folder: Path | None = None,
+    ) -> None:
         self.config, self.worker, self.load, self.ranks, self.progress = config, worker, load, ranks, progress
         self.leaves, self.folder = leaves, folder
 
-    def scores(self, source: TaskSource, stream: int, what: str, theta: Tensor, learning: Learning) -> list[HeldOutScore]:
+    def scores(
+        self, source: TaskSource, stream: int, what: str, theta: Tensor, learning: Learning
+    ) -> list[HeldOutScore]:
         """Scores of the episodes of a stream: the same ones every time. Collective: world."""
         return self.score_tasks(
-            HeldOutScore, self.tasks(source, stream), self.reader(source), what, theta, learning, stream == TEST
+            HeldOutScore,
+            self.tasks(source, stream),
+            self.reader(source),
+            what,
+            theta,
+            learning,
+            stream == TEST,
         )
 
-    def step_scores(self, source: TaskSource, count: int, what: str, theta: Tensor, inner: InnerLoop) -> list[StepScores]:
+    def step_scores(
+        self, source: TaskSource, count: int, what: str, theta: Tensor, inner: InnerLoop
+    ) -> list[StepScores]:
         """Scores after each inner step, of the first `count` validation episodes. Collective: world."""
-        return self.score_tasks(StepScores, self.tasks(source, VALID, count), self.reader(source), what, theta, inner, True)
+        return self.score_tasks(
+            StepScores, self.tasks(source, VALID, count), self.reader(source), what, theta, inner, True
+        )
 
     def tasks(self, source: TaskSource, stream: int, count: int | None = None) -> list[Task]:
-        """The tasks of a stream's episodes, `count` of them, else `eval_episodes` of validation or `test_episodes`."""
+        """The tasks of a stream's episodes, `count` of them, else `eval_episodes` of validation or
+        `test_episodes`.
+        """
         config = self.config
         if count is None:
             count = config.test_episodes if stream == TEST else config.eval_episodes
@@ -108,9 +135,20 @@ class HeldOut:
         if self.folder is not None:
             (self.folder / FINISHED).unlink(missing_ok=True)
 
-    def score_tasks(self, kind: type[S], tasks: Sequence[Task], reader: EpisodeReader, what: str, theta: Tensor, learning: Any,
-              keep: bool = False) -> list[S]:  # fmt: skip
-        """Score every task, this group its share of those that are not finished. `keep`: in `folder`. Collective: world."""
+    def score_tasks(
+        self,
+        kind: type[S],
+        tasks: Sequence[Task],
+        reader: EpisodeReader,
+        what: str,
+        theta: Tensor,
+        learning: Any,
+        keep: bool = False,
+    ) -> list[S]:
+        """Score every task, this group its share of those that are not finished.
+
+        `keep`: in `folder`. Collective: world.
+        """
         self.progress.start(what)
         slots = {task.seed: slot for slot, task in enumerate(tasks)}
         key = self._key(kind, theta, learning) if keep and self.folder is not None else None
@@ -134,8 +172,14 @@ class HeldOut:
         rates = learning.rates if isinstance(learning, InnerLoop) else None
         here: list[Any] = [hash_vector(theta)]
         if rates is not None:
-            here += [learning.steps, rates.table.tolist(), None if rates.element is None else hash_vector(rates.element)]
-        settings = {name: value for name, value in self.config.as_dict().items() if name not in HIDDEN_ON_RESUME}
+            here += [
+                learning.steps,
+                rates.table.tolist(),
+                None if rates.element is None else hash_vector(rates.element),
+            ]
+        settings = {
+            name: value for name, value in self.config.as_dict().items() if name not in HIDDEN_ON_RESUME
+        }
         everyone = [part.decode() for part in self.ranks.world.gather_bytes(json.dumps(here).encode())]
         return sha256(json.dumps([kind.__name__, everyone, settings], sort_keys=True).encode()).hexdigest()
 
@@ -152,7 +196,10 @@ class HeldOut:
         return json.loads(text) if text else {}
 
     def _write(self, key: str, scores: Sequence[Any]) -> None:
-        """Keep the finite scores of a pass beside those of others; a full disk costs them, not the run. Collective: world."""
+        """Keep the finite scores of a pass beside those of others; a full disk costs them, not the run.
+
+        Collective: world.
+        """
         kept = self._read() | {key: [asdict(score) for score in scores if finite(asdict(score))]}
         if self.ranks.first and self.folder is not None:
             temporary = self.folder / f"{FINISHED}.tmp"
@@ -160,7 +207,9 @@ class HeldOut:
                 temporary.write_text(json.dumps(kept, allow_nan=False), encoding="utf-8")
                 temporary.replace(self.folder / FINISHED)
             except OSError as error:
-                self.progress.notice(f"{temporary} cannot be written ({error.strerror}); a stopped evaluation would start over")
+                self.progress.notice(
+                    f"{temporary} cannot be written ({error.strerror}); a stopped evaluation would start over"
+                )
 
 
 def finite(score: dict[str, Any]) -> bool:

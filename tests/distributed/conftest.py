@@ -24,7 +24,12 @@ def flags(short_data):
     """flags(folder, **settings): of a short run; without a folder the run finds one by itself."""
 
     def of(folder, **given):
-        settings = {**QUICK, "dataset": short_data, **({} if folder is None else {"output_dir": folder}), **given}
+        settings = {
+            **QUICK,
+            "dataset": short_data,
+            **({} if folder is None else {"output_dir": folder}),
+            **given,
+        }
         return [f"--{key}={value}" for key, value in settings.items()]
 
     return of

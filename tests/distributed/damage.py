@@ -1,4 +1,5 @@
-"""A transform that does harm: at a given outer step it breaks files that are yet to be read, or kills its own process.
+"""A transform that does harm: at a given outer step it breaks files that are yet to be read, or kills its own
+process.
 
 The plan is JSON in the file that FMMETA_DAMAGE names: {"at": outer step, "truncate": [...], "forbid": [...],
 "kill_at": outer step}. Each harm is done once, by whichever loader process comes first.

@@ -1,8 +1,9 @@
-"""Started on every rank by test_limits: trains under a limit of memory that the whole training state does not fit into.
+"""Started on every rank by test_limits: trains under a memory limit that the whole training state exceeds.
 
     python -m tests.distributed.limited MODEL DATA OUT
 
-Prints what a group of one is told, whether the limit is real, and where the runs with all ranks in one group ended.
+Prints what a group of one is told, whether the limit is real, and where the runs with all ranks in one group
+ended.
 """
 
 from __future__ import annotations
@@ -31,9 +32,20 @@ ROOM = 640 * 2**20
 def main(model: str, data: str, out: str, kind: str) -> None:
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
-    settings = {"model_name_or_path": model, "dataset": [data], "task_type": "causal_lm", "k_shot": 2, "num_query": 2,
-                "meta_batch_size": 1, "inner_steps": 1, "outer_steps": 2, "max_length": 32, "save_steps": 0, "eval_episodes": 0,
-                "outer_lr": 1e-3}  # fmt: skip
+    settings = {
+        "model_name_or_path": model,
+        "dataset": [data],
+        "task_type": "causal_lm",
+        "k_shot": 2,
+        "num_query": 2,
+        "meta_batch_size": 1,
+        "inner_steps": 1,
+        "outer_steps": 2,
+        "max_length": 32,
+        "save_steps": 0,
+        "eval_episodes": 0,
+        "outer_lr": 1e-3,
+    }
     deepspeed = f"{out}/zero3.json" if kind == "zero3" else None
     alone = Config(**settings, group_size="1", deepspeed=deepspeed)
     plan = build.plan(alone, world, lambda text: None)
@@ -41,7 +53,8 @@ def main(model: str, data: str, out: str, kind: str) -> None:
     together = {"zero3": {"deepspeed": deepspeed}, "pipeline": {"pipeline_stages": 4}}[kind]
     config = Config(**settings, group_size="4", **together)
     plan = build.plan(config, world, lambda text: None)
-    import transformers.models.llama.modeling_llama  # noqa: F401  (libraries are no part of the model's memory)
+    # libraries are no part of the model's memory
+    import transformers.models.llama.modeling_llama  # noqa: F401
 
     limit = status_bytes("VmData") + ROOM
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))

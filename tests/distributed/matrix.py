@@ -1,8 +1,8 @@
 """The parity matrix: every layout, ZeRO stage, rule, model and precision against the oracle.
 
-`full()` is the product of the axes that the promise names, the others cycling through it; `pairwise()` is a cover in
-which every pair of values of any two axes occurs together.
-Each case runs 3 outer steps of 3 tasks (uneven over 2 groups) with 5 or 15 support rows (uneven over 2 ranks).
+`full()` is the product of the axes that the promise names, the others cycling through it; `pairwise()` is a
+cover in which every pair of values of any two axes occurs together. Each case runs 3 outer steps of 3 tasks
+(uneven over 2 groups) with 5 or 15 support rows (uneven over 2 ranks).
 """
 
 from __future__ import annotations
@@ -58,7 +58,14 @@ AXES: dict[str, tuple[Any, ...]] = {
     "outer": ("sgd", "adamw"),
     "head": ("zero", "learned", "prototype"),
     "extra": ("none", "micro", "offload"),  # micro-batches of four rows; optimizer offload
-    "also": ("nothing", "lora", "checkpointing", "both", "offload_outer", "packing"),  # the others belong to stages
+    "also": (
+        "nothing",
+        "lora",
+        "checkpointing",
+        "both",
+        "offload_outer",
+        "packing",
+    ),  # the others belong to stages
 }
 ALSO: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -72,8 +79,14 @@ ALSO: dict[str, dict[str, Any]] = {
     "delay": {"outer_delay": 1},  # test_delay.py has its cases
     "wire": {"reduce_dtype": "bf16"},
     "delay-wire": {"outer_delay": 1, "reduce_dtype": "bf16"},
-    "lora-first": {"lora_r": 4, "lora_target_modules": ["layers.0.self_attn.q_proj"]},  # the last stage of two trains nothing
-    "lora-last": {"lora_r": 4, "lora_target_modules": ["layers.2.self_attn.v_proj"]},  # the first stage trains nothing
+    "lora-first": {
+        "lora_r": 4,
+        "lora_target_modules": ["layers.0.self_attn.q_proj"],
+    },  # the last stage of two trains nothing
+    "lora-last": {
+        "lora_r": 4,
+        "lora_target_modules": ["layers.2.self_attn.v_proj"],
+    },  # the first stage trains nothing
 }
 EQUAL = {
     "gradient_checkpointing",
@@ -83,14 +96,26 @@ EQUAL = {
     "reduce_dtype",
 }  # the oracle knows nothing of what must not change theta
 VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, where they are more than the name
-    "fomaml-rates": {"algorithm": "fomaml", "inner_lr_learned": "layer", "inner_optimizer": "momentum", "inner_momentum": 0.5,
-                     "multi_step_loss_steps": 4, "rates_lr": 0.01},
+    "fomaml-rates": {
+        "algorithm": "fomaml",
+        "inner_lr_learned": "layer",
+        "inner_optimizer": "momentum",
+        "inner_momentum": 0.5,
+        "multi_step_loss_steps": 4,
+        "rates_lr": 0.01,
+    },
     "meta_sgd": {"algorithm": "meta_sgd", "first_order_steps": 1, "rates_lr": 0.01},
     "imaml": {"algorithm": "imaml", "proximal_weight": 300.0, "inner_lr": 0.003, "cg_steps": 3},
     "proto_maml": {"algorithm": "proto_maml", "prototype_gradient": True},
-    "reptile-adam": {"algorithm": "reptile", "inner_optimizer": "adamw", "inner_beta1": 0.5, "inner_beta2": 0.9,
-                     "inner_state": "kept", "inner_epsilon": 0.03},
-}  # fmt: skip
+    "reptile-adam": {
+        "algorithm": "reptile",
+        "inner_optimizer": "adamw",
+        "inner_beta1": 0.5,
+        "inner_beta2": 0.9,
+        "inner_state": "kept",
+        "inner_epsilon": 0.03,
+    },
+}
 SECOND_ORDER = (
     "maml",
     "meta_sgd",
@@ -98,12 +123,18 @@ SECOND_ORDER = (
     "boil",
     "proto_maml",
 )  # differences of gradients: less exact than gradients, and nothing in bf16
-HEADS = {"boil": "learned", "proto_maml": "prototype", "protonet": "prototype"}  # of the algorithms that demand one
+HEADS = {
+    "boil": "learned",
+    "proto_maml": "prototype",
+    "protonet": "prototype",
+}  # of the algorithms that demand one
 TOLERANCE = {("fp32", "sgd"): 1e-5, ("fp32", "adamw"): 1e-4, ("bf16", "sgd"): 0.1, ("bf16", "adamw"): 0.1}
 
 
 def tolerance(case: Case) -> float:
-    """Differences of gradients err by themselves, alike on every layout; through class means by 1.2e-3 (docs/log.md)."""
+    """Differences of gradients err by themselves, alike on every layout; through class means by 1.2e-3
+    (docs/log.md).
+    """
     differences = 3e-3 if case.algorithm == "proto_maml" else 1e-3
     return differences if case.algorithm in SECOND_ORDER else TOLERANCE[case.dtype, case.outer]
 
@@ -138,13 +169,22 @@ class Case:
 
     @property
     def work(self) -> int:
-        """About how long a case takes, by others: ranks, passes of a task, micro-batches, DeepSpeed's hooks at every layer."""
+        """About how long a case takes, by others: ranks, passes of a task, micro-batches, DeepSpeed's hooks
+        at every layer.
+        """
         passes = 9 if self.algorithm in SECOND_ORDER else 3
-        return math.prod(self.layout) * passes * (4 if self.extra == "micro" else 1) * (6 if self.stage == 3 else 1)
+        return (
+            math.prod(self.layout)
+            * passes
+            * (4 if self.extra == "micro" else 1)
+            * (6 if self.stage == 3 else 1)
+        )
 
     @property
     def possible(self) -> bool:
-        """Whether the values fit together: offload shards something, plain holds everything, only ZeRO 3 has sub-groups."""
+        """Whether the values fit together: offload shards something, plain holds everything, only ZeRO 3 has
+        sub-groups.
+        """
         return (
             not (self.extra == "offload" and self.stage in ("plain", 0))
             and not (self.stage == "plain" and self.layout[1] > 1)
@@ -180,10 +220,11 @@ def pairwise() -> list[Case]:
 
 
 def covering(marked: Sequence[tuple[Case, int]]) -> list[Case]:
-    """Few cases that bear all marks between them with little work, chosen greedily: by marks that they add over the root of their
-    work. Marks are bits.
+    """Few cases that bear all marks between them with little work, chosen greedily: by marks that they add
+    over the root of their work. Marks are bits.
 
-    What a case would add only shrinks, so that a number that is out of date is looked at again when its turn comes.
+    What a case would add only shrinks, so that a number that is out of date is looked at again when its turn
+    comes.
     """
     missing = reduce(or_, (marks for _, marks in marked), 0)
     worth = [1 / math.sqrt(case.work) for case, _ in marked]
@@ -216,11 +257,11 @@ def bits_of_pairs() -> dict[tuple[Any, Any], int]:
 
 
 def spread() -> list[Case]:
-    """Models spread by layers (every family, P in {2, 3}), from birth by ZeRO 3, and by tensor parallelism: with and without data
-    parallelism, tied and untied, fp32 and bf16.
+    """Models spread by layers (every family, P in {2, 3}), from birth by ZeRO 3, and by tensor parallelism:
+    with and without data parallelism, tied and untied, fp32 and bf16.
 
-    A row: layout, stages (or T tensor ranks as -T), ZeRO stage, model, dtype; the remaining axes take turns. Micro-batches have
-    changing lengths in all of them, since rows are dealt by length.
+    A row: layout, stages (or T tensor ranks as -T), ZeRO stage, model, dtype; the remaining axes take turns.
+    Micro-batches have changing lengths in all of them, since rows are dealt by length.
     """
     listed = [
         *(((1, 2), 2, i % 2, f"{name}3", "fp32") for i, name in enumerate((*DECODERS, *ENCODERS))),
@@ -252,53 +293,133 @@ def spread() -> list[Case]:
     cases = []
     for turn, (layout, stages, stage, model, dtype) in enumerate(listed):
         causal = not model.startswith(ENCODERS)
-        # in bf16 class means start the head so roughly that 3 steps part from the oracle on any layout, sharded or not
-        head = "zero" if causal else "learned" if dtype == "bf16" else ("learned", "prototype", "zero")[turn % 3]
+        # in bf16 class means start the head so roughly that 3 steps part from the oracle on any layout,
+        # sharded or not
+        head = (
+            "zero" if causal else "learned" if dtype == "bf16" else ("learned", "prototype", "zero")[turn % 3]
+        )
         algorithm, groups = ("fomaml", "reptile")[turn // 2 % 2], ("several", "one")[turn // 3 % 2]
         outer, extra = ("sgd", "adamw")[turn // 4 % 2], ("none", "micro")[turn // 5 % 2]
-        cases.append(Case(layout, stage, algorithm, groups, "default", model, dtype, outer, head, extra,
-                          stages=max(1, stages), tensor=max(1, -stages), export=True))  # fmt: skip
+        cases.append(
+            Case(
+                layout,
+                stage,
+                algorithm,
+                groups,
+                "default",
+                model,
+                dtype,
+                outer,
+                head,
+                extra,
+                stages=max(1, stages),
+                tensor=max(1, -stages),
+                export=True,
+            )
+        )
     algorithms = [
-        ((1, 2), 2, 0, "llama3", "maml"), ((1, 2), 2, 1, "bert3", "fomaml-rates"), ((1, 2), 2, 0, "llama3", "meta_sgd"),
-        ((1, 2), 2, 1, "bert3", "boil"), ((1, 2), 2, 0, "llama3", "reptile-adam"), ((1, 2), 2, 1, "llama3", "joint"),
-        ((1, 2), 2, 0, "bert3", "anil"), ((1, 4), 2, 1, "bert3", "anil"), ((1, 2), 2, 1, "roberta3", "protonet"),
-        ((1, 2), 2, 1, "bert3", "proto_maml"), ((1, 3), 3, 0, "bert3", "protonet"),
-        ((1, 2), 2, 1, "bert3", "joint"), ((1, 2), 1, 3, "bert3", "joint"), ((2, 2), 1, 3, "bert3", "joint"),
-        ((1, 4), 2, 1, "llama3", "imaml"), ((1, 4), 2, 0, "llama3", "fomaml-rates"),
-        ((1, 2), -2, 0, "llama3", "maml"), ((1, 2), -2, 1, "qwen33-untied", "fomaml-rates"),
-        ((1, 2), -2, 1, "llama3", "meta_sgd"), ((1, 2), -2, 1, "llama3", "reptile-adam"), ((1, 2), -2, 0, "llama3", "joint"),
+        ((1, 2), 2, 0, "llama3", "maml"),
+        ((1, 2), 2, 1, "bert3", "fomaml-rates"),
+        ((1, 2), 2, 0, "llama3", "meta_sgd"),
+        ((1, 2), 2, 1, "bert3", "boil"),
+        ((1, 2), 2, 0, "llama3", "reptile-adam"),
+        ((1, 2), 2, 1, "llama3", "joint"),
+        ((1, 2), 2, 0, "bert3", "anil"),
+        ((1, 4), 2, 1, "bert3", "anil"),
+        ((1, 2), 2, 1, "roberta3", "protonet"),
+        ((1, 2), 2, 1, "bert3", "proto_maml"),
+        ((1, 3), 3, 0, "bert3", "protonet"),
+        ((1, 2), 2, 1, "bert3", "joint"),
+        ((1, 2), 1, 3, "bert3", "joint"),
+        ((2, 2), 1, 3, "bert3", "joint"),
+        ((1, 4), 2, 1, "llama3", "imaml"),
+        ((1, 4), 2, 0, "llama3", "fomaml-rates"),
+        ((1, 2), -2, 0, "llama3", "maml"),
+        ((1, 2), -2, 1, "qwen33-untied", "fomaml-rates"),
+        ((1, 2), -2, 1, "llama3", "meta_sgd"),
+        ((1, 2), -2, 1, "llama3", "reptile-adam"),
+        ((1, 2), -2, 0, "llama3", "joint"),
         ((1, 4), -2, 1, "llama3", "imaml"),
-    ]  # fmt: skip
+    ]
     for layout, stages, stage, model, algorithm in algorithms:
         head = HEADS.get(algorithm, "zero")
-        cases.append(Case(layout, stage, algorithm, "several", "default", model, "fp32", "adamw", head, "none",
-                          stages=max(1, stages), tensor=max(1, -stages), export=True))  # fmt: skip
+        cases.append(
+            Case(
+                layout,
+                stage,
+                algorithm,
+                "several",
+                "default",
+                model,
+                "fp32",
+                "adamw",
+                head,
+                "none",
+                stages=max(1, stages),
+                tensor=max(1, -stages),
+                export=True,
+            )
+        )
     beside = [
-        ((1, 2), 2, 0, "llama3", "fp32", "lora"), ((1, 2), 2, 1, "llama3", "bf16", "lora"),
-        ((1, 2), 2, 1, "bert3", "fp32", "lora"), ((1, 2), 2, 0, "gpt23", "fp32", "lora"),
-        ((1, 2), 2, 1, "roberta3", "bf16", "lora"), ((1, 2), 2, 0, "llama3", "fp32", "lora-first"),
-        ((1, 2), 2, 1, "qwen23-untied", "fp32", "lora-last"), ((1, 2), 2, 1, "llama3", "bf16", "lora-last"),
-        ((1, 4), 2, 1, "llama3", "fp32", "lora-last"), ((1, 4), 2, 0, "llama3", "fp32", "lora"),
-        ((1, 4), 2, 1, "bert3", "bf16", "lora"), ((1, 3), 3, 1, "qwen33", "fp32", "both"),
-        ((1, 2), 2, 0, "llama3", "fp32", "checkpointing"), ((1, 2), 2, 1, "bert3", "fp32", "checkpointing"),
-        ((1, 2), 2, 1, "qwen23", "bf16", "checkpointing"), ((1, 2), 2, 0, "llama3", "fp32", "offload_outer"),
-        ((1, 4), 2, 1, "llama3", "bf16", "offload_outer"), ((1, 2), -2, 0, "llama3", "fp32", "checkpointing"),
-        ((1, 2), -2, 1, "qwen33", "fp32", "checkpointing"), ((1, 4), -2, 1, "llama3", "fp32", "offload_outer"),
-    ]  # fmt: skip
+        ((1, 2), 2, 0, "llama3", "fp32", "lora"),
+        ((1, 2), 2, 1, "llama3", "bf16", "lora"),
+        ((1, 2), 2, 1, "bert3", "fp32", "lora"),
+        ((1, 2), 2, 0, "gpt23", "fp32", "lora"),
+        ((1, 2), 2, 1, "roberta3", "bf16", "lora"),
+        ((1, 2), 2, 0, "llama3", "fp32", "lora-first"),
+        ((1, 2), 2, 1, "qwen23-untied", "fp32", "lora-last"),
+        ((1, 2), 2, 1, "llama3", "bf16", "lora-last"),
+        ((1, 4), 2, 1, "llama3", "fp32", "lora-last"),
+        ((1, 4), 2, 0, "llama3", "fp32", "lora"),
+        ((1, 4), 2, 1, "bert3", "bf16", "lora"),
+        ((1, 3), 3, 1, "qwen33", "fp32", "both"),
+        ((1, 2), 2, 0, "llama3", "fp32", "checkpointing"),
+        ((1, 2), 2, 1, "bert3", "fp32", "checkpointing"),
+        ((1, 2), 2, 1, "qwen23", "bf16", "checkpointing"),
+        ((1, 2), 2, 0, "llama3", "fp32", "offload_outer"),
+        ((1, 4), 2, 1, "llama3", "bf16", "offload_outer"),
+        ((1, 2), -2, 0, "llama3", "fp32", "checkpointing"),
+        ((1, 2), -2, 1, "qwen33", "fp32", "checkpointing"),
+        ((1, 4), -2, 1, "llama3", "fp32", "offload_outer"),
+    ]
     for turn, (layout, stages, stage, model, dtype, also) in enumerate(beside):
-        cases.append(Case(layout, stage, ("fomaml", "reptile")[turn // 3 % 2], "several", "default", model, dtype,
-                          ("adamw", "sgd")[turn % 2], "learned" if model.startswith(ENCODERS) else "zero", "none", also,
-                          stages=max(1, stages), tensor=max(1, -stages), export=True))  # fmt: skip
+        cases.append(
+            Case(
+                layout,
+                stage,
+                ("fomaml", "reptile")[turn // 3 % 2],
+                "several",
+                "default",
+                model,
+                dtype,
+                ("adamw", "sgd")[turn % 2],
+                "learned" if model.startswith(ENCODERS) else "zero",
+                "none",
+                also,
+                stages=max(1, stages),
+                tensor=max(1, -stages),
+                export=True,
+            )
+        )
     return cases
 
 
 def spread_cover() -> list[Case]:
-    """Of `spread`: every layout, and with stages, tensor ranks and ZeRO 3 each every model, rule, precision and option."""
+    """Of `spread`: every layout, and with stages, tensor ranks and ZeRO 3 each every model, rule, precision
+    and option.
+    """
 
     def marks(case: Case) -> set[tuple[Any, ...]]:
         way = "stages" if case.stages > 1 else "tensor" if case.tensor > 1 else "sharded"
-        return {(case.layout, case.stages, case.tensor), (way, case.model), (way, case.algorithm), (way, case.dtype, case.stage),
-                (way, case.also), (way, case.head), (way, case.outer)}  # fmt: skip
+        return {
+            (case.layout, case.stages, case.tensor),
+            (way, case.model),
+            (way, case.algorithm),
+            (way, case.dtype, case.stage),
+            (way, case.also),
+            (way, case.head),
+            (way, case.outer),
+        }
 
     numbers: dict[tuple[Any, ...], int] = defaultdict(lambda: len(numbers))
     return covering([(case, sum(1 << numbers[mark] for mark in marks(case))) for case in spread()])
@@ -309,7 +430,10 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.data = {True: write_pairs(folder / "pairs.jsonl"), False: write_classes(folder / "classes.jsonl")}
+        self.data = {
+            True: write_pairs(folder / "pairs.jsonl"),
+            False: write_classes(folder / "classes.jsonl"),
+        }
         self.models = cache(self._model)
         self.reference = cache(self._reference)
 
@@ -320,7 +444,9 @@ class Bench:
         return save_family(self.folder / name, family, tied)
 
     def settings(self, case: Case) -> dict[str, Any]:
-        """Step sizes are such that theta travels much further than fp32 rounds, and chaos stays small in bf16."""
+        """Step sizes are such that theta travels much further than fp32 rounds, and chaos stays small in
+        bf16.
+        """
         causal = not case.model.startswith(ENCODERS)
         rule = VARIANTS.get(case.algorithm, {"algorithm": case.algorithm})
         prototype_lr = 0.1 if case.algorithm == "reptile" else 0.01
@@ -330,21 +456,39 @@ class Bench:
             prototype_lr = 0.5  # theta - phi is a difference of numbers that are much larger than it
         inner_lr = 0.1 if causal else prototype_lr if case.head == "prototype" else 0.3
         return {
-            "model_name_or_path": str(self.models(case.model)), "dataset": [str(self.data[causal])],
-            "task_type": "causal_lm" if causal else "classification", "pooling": "auto", "head_init": case.head,
-            "n_way": 2 if causal else 5, "k_shot": 5 if causal else 3 if case.head == "prototype" else 1, "num_query": 3,
-            "meta_batch_size": 3, "inner_steps": 2, "inner_lr": inner_lr, "outer_steps": 3,
-            "outer_optimizer": case.outer, "outer_lr": 0.5 if case.outer == "sgd" else 3e-3, "warmup_steps": 1,
-            "lr_scheduler_type": "linear", "adam_epsilon": 1e-4, "max_grad_norm": 0.5,
-            "weight_decay": 0.1 if case.groups == "several" else 0.0, "bf16": case.dtype == "bf16", **rule,
+            "model_name_or_path": str(self.models(case.model)),
+            "dataset": [str(self.data[causal])],
+            "task_type": "causal_lm" if causal else "classification",
+            "pooling": "auto",
+            "head_init": case.head,
+            "n_way": 2 if causal else 5,
+            "k_shot": 5 if causal else 3 if case.head == "prototype" else 1,
+            "num_query": 3,
+            "meta_batch_size": 3,
+            "inner_steps": 2,
+            "inner_lr": inner_lr,
+            "outer_steps": 3,
+            "outer_optimizer": case.outer,
+            "outer_lr": 0.5 if case.outer == "sgd" else 3e-3,
+            "warmup_steps": 1,
+            "lr_scheduler_type": "linear",
+            "adam_epsilon": 1e-4,
+            "max_grad_norm": 0.5,
+            "weight_decay": 0.1 if case.groups == "several" else 0.0,
+            "bf16": case.dtype == "bf16",
+            **rule,
             **case.settings,
-        }  # fmt: skip
+        }
 
     def run(self, chosen: Sequence[Case], before: Callable[[], None] | None = None) -> Outcomes:
-        """Run cases of one layout in one set of processes, which call `before` first; return theta and facts by case."""
+        """Run cases of one layout in one set of processes, which call `before` first; return theta and facts
+        by case.
+        """
         return self.start(chosen, before)()
 
-    def start(self, chosen: Sequence[Case], before: Callable[[], None] | None = None) -> Callable[[], Outcomes]:
+    def start(
+        self, chosen: Sequence[Case], before: Callable[[], None] | None = None
+    ) -> Callable[[], Outcomes]:
         """Begin to run cases; what comes back waits for the end."""
         num_groups, group_size = chosen[0].layout
         listed = []
@@ -356,24 +500,36 @@ class Bench:
             if case.extra == "offload":
                 zero["offload_optimizer"] = {"device": "cpu"}
             if before:
-                zero["reduce_bucket_size"] = 10**6  # DeepSpeed's 2 GB are never touched, unless somebody fills memory
+                zero["reduce_bucket_size"] = (
+                    10**6
+                )  # DeepSpeed's 2 GB are never touched, unless somebody fills memory
             ds.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
-            config = {**self.settings(case), "deepspeed": str(ds), "group_size": str(group_size), "pipeline_stages": case.stages,
-                      "tensor_parallel_size": case.tensor, "lora_merge": case.export and "lora_r" in case.settings,
-                      "engine": "plain" if case.stage == "plain" else "deepspeed",
-                      "micro_batch_size": 4 if case.extra == "micro" else 32}  # fmt: skip
+            config = {
+                **self.settings(case),
+                "deepspeed": str(ds),
+                "group_size": str(group_size),
+                "pipeline_stages": case.stages,
+                "tensor_parallel_size": case.tensor,
+                "lora_merge": case.export and "lora_r" in case.settings,
+                "engine": "plain" if case.stage == "plain" else "deepspeed",
+                "micro_batch_size": 4 if case.extra == "micro" else 32,
+            }
             listed.append({"id": case.id, "config": config, "export": case.export})
         file = self.folder / f"cases-{chosen[0].id}.json"
         file.write_text(json.dumps(listed))
         out = self.folder / f"out-{num_groups}x{group_size}"
         out.mkdir(exist_ok=True)
-        running = start_ranks(["-m", "tests.distributed.run_cases", str(file), str(out)], num_groups * group_size,
-                              before=before)  # fmt: skip
+        running = start_ranks(
+            ["-m", "tests.distributed.run_cases", str(file), str(out)], num_groups * group_size, before=before
+        )
 
         def end() -> Outcomes:
             running.end(timeout_s=1500).ok()
             return {
-                case.id: (load_file(out / f"{case.id}.safetensors"), json.loads((out / f"{case.id}.json").read_text()))
+                case.id: (
+                    load_file(out / f"{case.id}.safetensors"),
+                    json.loads((out / f"{case.id}.json").read_text()),
+                )
                 for case in chosen
             }
 
@@ -396,7 +552,9 @@ class Bench:
         source = load_sources(config, tokenizer, print).train
         learner = load_learner(config, replace(description, classes=len(source.classes)))
         schedule = Schedule(source.items, config.meta_batch_size, config.seed, 0)
-        steps = [[source.episode(task) for task in schedule.meta_batch(step)] for step in range(config.outer_steps)]
+        steps = [
+            [source.episode(task) for task in schedule.meta_batch(step)] for step in range(config.outer_steps)
+        ]
         began = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
         if not config.bf16:
             learner = learner.double()  # an oracle without rounding errors of its own
@@ -404,8 +562,11 @@ class Bench:
 
 
 class Launches:
-    """Outcomes of cases, which are run a launch at a time: those of one `kind`. The next launch begins before the present one is
-    waited for, so that it uses the time in which its ranks wait for each other and oracles are computed."""
+    """Outcomes of cases, which are run a launch at a time: those of one `kind`.
+
+    The next launch begins before the present one is waited for, so that it uses the time in which its ranks
+    wait for each other and oracles are computed.
+    """
 
     def __init__(self, bench: Bench, chosen: Sequence[Case], kind: Callable[[Case], Any]) -> None:
         self.bench, self.kind = bench, kind
@@ -439,5 +600,18 @@ def selected(request: pytest.FixtureRequest) -> list[Case]:
     return [given["case"] for given in params if "case" in given]
 
 
-__all__ = ["AXES", "LAYOUTS", "TOLERANCE", "Bench", "Case", "Launches", "cases", "full", "pairwise", "selected", "spread",
-           "spread_cover", "tolerance"]  # fmt: skip
+__all__ = [
+    "AXES",
+    "LAYOUTS",
+    "TOLERANCE",
+    "Bench",
+    "Case",
+    "Launches",
+    "cases",
+    "full",
+    "pairwise",
+    "selected",
+    "spread",
+    "spread_cover",
+    "tolerance",
+]

@@ -1,10 +1,12 @@
-"""Started on every rank by tests: runs many small meta-trainings in one set of processes, and saves what came out.
+"""Started on every rank by tests: runs many small meta-trainings in one set of processes, and saves what came
+out.
 
     python -m tests.distributed.run_cases CASES.json OUT_DIR
 
-A case is {"id", "config": settings, "poison": [[outer step, slot, "support" | "query"], ...], "by": {"factor": F}}; all cases
-of a file have the same group size. Poison makes a task's loss F times (by default infinitely) as large on that set. For each case
-the first rank writes OUT_DIR/<id>.safetensors (theta, whole) and OUT_DIR/<id>.json (facts).
+A case is {"id", "config": settings, "poison": [[outer step, slot, "support" | "query"], ...], "by":
+{"factor": F}}; all cases of a file have the same group size. Poison makes a task's loss F times (by default
+infinitely) as large on that set. For each case the first rank writes OUT_DIR/<id>.safetensors (theta, whole)
+and OUT_DIR/<id>.json (facts).
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from fmmeta.training.run_folder import RunStart
 
 
 def poison(parts: build.Parts, chosen: dict[tuple[int, int], str], factor: float = float("inf")) -> None:
-    """Weigh the rows of the chosen tasks more; infinitely, loss and gradients are no numbers then, as after a divergence."""
+    """Weigh the rows of the chosen tasks more; infinitely, loss and gradients are no numbers then, as after a
+    divergence.
+    """
     if not chosen:
         return
     clean = parts.load
@@ -60,12 +64,17 @@ def main(cases_file: str, out: str) -> None:
             ranks = world.split(int(config.group_size))
         parts = build.build(config, plan, ranks)
         began = load_learner(config, plan.description)
-        off = [float((parts.worker.whole(parts.theta, name, tuple(p.shape)).cpu() - p).abs().max())
-               for name, p in began.named_parameters() if p.requires_grad]  # fmt: skip
+        off = [
+            float((parts.worker.whole(parts.theta, name, tuple(p.shape)).cpu() - p).abs().max())
+            for name, p in began.named_parameters()
+            if p.requires_grad
+        ]
         folder = Path(out) / case["id"]
         folder.mkdir(exist_ok=True)
         run = Run(config, plan, ranks, parts, RunStart(folder, None, False), Progress(speaks=False))
-        poison(parts, {(step, slot): which for step, slot, which in case.get("poison", [])}, **case.get("by", {}))
+        poison(
+            parts, {(step, slot): which for step, slot, which in case.get("poison", [])}, **case.get("by", {})
+        )
         held = getattr(parts.worker, "model", None) or parts.worker.stage
         layers = [m for m in held.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
         run.resume()
@@ -76,18 +85,37 @@ def main(cases_file: str, out: str) -> None:
             if param.requires_grad:
                 theta[name] = parts.worker.whole(run.theta, name, tuple(param.shape)).cpu()
         if case.get("export"):
-            export(folder / "model", run.theta, parts.worker, parts.frozen, config, plan.description, plan.tokenizer, ranks)
+            export(
+                folder / "model",
+                run.theta,
+                parts.worker,
+                parts.frozen,
+                config,
+                plan.description,
+                plan.tokenizer,
+                ranks,
+            )
         if launch.global_rank == 0:
             save_file(theta, folder.with_suffix(".safetensors"))
             adapters = [p.shape[0] for n, p in skeleton.named_parameters() if ".lora_A." in n]
-            effects = {"gradient_checkpointing": bool(layers), "packing": parts.dealer.pack is not None,
-                       "offload_outer": run.state.outer.home.offload, "outer_delay": run.state.updates.delay,
-                       "reduce_dtype": {torch.float32: "", torch.bfloat16: "bf16"}[run.state.updates.wire],
-                       "lora_r": max(adapters, default=0)}  # fmt: skip
-            facts = {"effects": {name: value for name, value in effects.items() if value},
-                     "engine": type(parts.worker).__name__, "groups": list(parts.worker.params.groups),
-                     "wrapper": type(parts.worker.engine.optimizer).__name__ if hasattr(parts.worker, "engine") else None,
-                     "numel": parts.worker.params.numel, "start_off": max(off)}  # fmt: skip
+            effects = {
+                "gradient_checkpointing": bool(layers),
+                "packing": parts.dealer.pack is not None,
+                "offload_outer": run.state.outer.home.offload,
+                "outer_delay": run.state.updates.delay,
+                "reduce_dtype": {torch.float32: "", torch.bfloat16: "bf16"}[run.state.updates.wire],
+                "lora_r": max(adapters, default=0),
+            }
+            facts = {
+                "effects": {name: value for name, value in effects.items() if value},
+                "engine": type(parts.worker).__name__,
+                "groups": list(parts.worker.params.groups),
+                "wrapper": (
+                    type(parts.worker.engine.optimizer).__name__ if hasattr(parts.worker, "engine") else None
+                ),
+                "numel": parts.worker.params.numel,
+                "start_off": max(off),
+            }
             folder.with_suffix(".json").write_text(json.dumps(facts))
     world.close()
 

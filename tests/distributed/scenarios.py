@@ -55,7 +55,9 @@ def together(world: World) -> None:
 
 
 def buckets(world: World) -> None:
-    """A sum comes bucket by bucket, each whole when it comes, whatever travels; its mean and norm are those of the whole."""
+    """A sum comes bucket by bucket, each whole when it comes, whatever travels; its mean and norm are those
+    of the whole.
+    """
     process_groups.BUCKET = 8
     comm, share = world.comm, world.launch.global_rank + 1.0
     for wire in (None, torch.bfloat16):
@@ -83,8 +85,11 @@ def equal_start(world: World) -> None:
     config.seed += rank  # a broken initialisation: every rank makes its own weights
     parts = build.build(config, plan, ranks)
     own = load_learner(config, plan.description)
-    moved = max(float((parts.worker.whole(parts.theta, name, p.shape) - p).abs().max()) for name, p in own.named_parameters()
-                if p.requires_grad)  # fmt: skip
+    moved = max(
+        float((parts.worker.whole(parts.theta, name, p.shape) - p).abs().max())
+        for name, p in own.named_parameters()
+        if p.requires_grad
+    )
     print(f"hash {hash_vector(parts.theta)} moved {moved > 0}")
     parts.theta[rank] += rank
     try:
@@ -98,7 +103,9 @@ def equal_start(world: World) -> None:
 
 
 def born_sharded(world: World, model: str, data: str, setting: str, value: str) -> None:
-    """Adapters under ZeRO 3 or in stages: nobody loads a whole model, nor keeps more than one tensor that it does not need."""
+    """Adapters under ZeRO 3 or in stages: nobody loads a whole model, nor keeps more than one tensor that it
+    does not need.
+    """
 
     def whole(*_):
         raise AssertionError("a whole model was loaded")
@@ -106,16 +113,26 @@ def born_sharded(world: World, model: str, data: str, setting: str, value: str) 
     create.load_learner = whole
     spread = {setting: int(value) if value.isdigit() else value}
     config = Config(
-        model_name_or_path=model, dataset=[data], task_type="causal_lm", lora_r=2, num_query=3, group_size="2", **spread
+        model_name_or_path=model,
+        dataset=[data],
+        task_type="causal_lm",
+        lora_r=2,
+        num_query=3,
+        group_size="2",
+        **spread,
     )
     plan = build.plan(config, world, lambda text: None)
     parts = build.build(config, plan, world.split(2))
     module = getattr(parts.worker, "model", None) or parts.worker.stage
     held = sum(getattr(p, "ds_tensor", p).numel() for p in module.parameters() if not p.requires_grad)
     ids = torch.ones(1, 5, dtype=torch.long)
-    if setting == "deepspeed":  # the backward pass would hold every gathered weight through its transposed view
+    if (
+        setting == "deepspeed"
+    ):  # the backward pass would hold every gathered weight through its transposed view
         kinds = graph_of(module(ids, ids).sum().grad_fn)
-        print(f"keeps gathered weights {'TBackward0' in kinds} {'LinearFunctionForZeroStage3Backward' in kinds}")
+        print(
+            f"keeps gathered weights {'TBackward0' in kinds} {'LinearFunctionForZeroStage3Backward' in kinds}"
+        )
     print(f"holds {held} of the base and {len(parts.frozen)} frozen tensors for export")
 
 
@@ -123,14 +140,23 @@ def one_stage_refuses(world: World, model: str, data: str, *files: str) -> None:
     """A gradient that is not finite on the first of two stages alone: neither stage adds anything of it."""
     ranks = None
     for file in files:
-        config = Config(model_name_or_path=model, dataset=[data], task_type="causal_lm", num_query=3, group_size="2",
-                        pipeline_stages=2, deepspeed=file)  # fmt: skip
+        config = Config(
+            model_name_or_path=model,
+            dataset=[data],
+            task_type="causal_lm",
+            num_query=3,
+            group_size="2",
+            pipeline_stages=2,
+            deepspeed=file,
+        )
         plan = build.plan(config, world, lambda text: None)
         ranks = ranks or world.split(2)
         parts = build.build(config, plan, ranks)
         worker, theta = parts.worker, parts.theta
         task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
-        ((_, episode),) = EpisodeReader.of(parts.load(plan.sources.train, None), ranks, config, print).alike(task)
+        ((_, episode),) = EpisodeReader.of(parts.load(plan.sources.train, None), ranks, config, print).alike(
+            task
+        )
         begin = torch.linspace(-1, 1, worker.params.numel)
         total = begin.clone()
         if ranks.layout.group_rank == 0:
@@ -143,7 +169,9 @@ def one_stage_refuses(world: World, model: str, data: str, *files: str) -> None:
         taken = worker.add_gradient(total, 1.0, episode.query, theta)
         moved = bool((total != begin).any()) and torch.equal(worker.read(), theta)
         print(
-            f"{cast(Any, worker).shards.agreement}: {refused.finite} kept {kept}, then {taken.finite} moved {moved}", flush=True
+            f"{cast(Any, worker).shards.agreement}: {refused.finite} kept {kept}, then {taken.finite} moved"
+            f" {moved}",
+            flush=True,
         )
 
 
@@ -159,32 +187,63 @@ def graph_of(node: Any) -> set[str]:
 
 
 def gathers(world: World, model: str, data: str, kind: str) -> None:
-    """An outer step of 8 tasks under ZeRO 3 on 2 ranks, one by one and all in one pass: how often anything is gathered, and where
-    theta ends.
+    """An outer step of 8 tasks under ZeRO 3 on 2 ranks, one by one and all in one pass: how often anything is
+    gathered, and where theta ends.
     """
     ends, ranks = {}, world.split(2)
-    settings = {"adapters": {"task_type": "causal_lm", "lora_r": 2}, "heads": {"algorithm": "anil", "n_way": 2}}[kind]
+    settings = {
+        "adapters": {"task_type": "causal_lm", "lora_r": 2},
+        "heads": {"algorithm": "anil", "n_way": 2},
+    }[kind]
     for at_once in ("1", "8"):
-        config = Config(model_name_or_path=model, dataset=[data], **settings, num_query=2, k_shot=2,
-                        group_size="2", deepspeed="ds_configs/zero3.json", meta_batch_size=8, task_batch=at_once, outer_steps=2,
-                        inner_steps=2, inner_lr=0.3, outer_optimizer="sgd", outer_lr=0.5, eval_episodes=0, save_steps=0,
-                        num_workers="0")  # fmt: skip
+        config = Config(
+            model_name_or_path=model,
+            dataset=[data],
+            **settings,
+            num_query=2,
+            k_shot=2,
+            group_size="2",
+            deepspeed="ds_configs/zero3.json",
+            meta_batch_size=8,
+            task_batch=at_once,
+            outer_steps=2,
+            inner_steps=2,
+            inner_lr=0.3,
+            outer_optimizer="sgd",
+            outer_lr=0.5,
+            eval_episodes=0,
+            save_steps=0,
+            num_workers="0",
+        )
         plan = build.plan(config, world, lambda text: None)
-        plan.deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # nothing stays gathered
+        plan.deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = (
+            0  # nothing stays gathered
+        )
         parts = build.build(config, plan, ranks)
         began = parts.theta.clone()
-        run = Run(config, plan, ranks, parts, RunStart(Path(tempfile.mkdtemp()), None, False), Progress(speaks=False))
+        run = Run(
+            config,
+            plan,
+            ranks,
+            parts,
+            RunStart(Path(tempfile.mkdtemp()), None, False),
+            Progress(speaks=False),
+        )
         run.resume()
         ends[at_once] = run.theta, began, counted_steps(run)
     (alone, began, counts), (together, _, fewer) = ends.values()
-    square = ranks.group.sum_(torch.stack([(alone - together).double().square().sum(), (alone - began).double().square().sum()]))
+    square = ranks.group.sum_(
+        torch.stack([(alone - together).double().square().sum(), (alone - began).double().square().sum()])
+    )
     print(f"gathers {counts[1]} {fewer[1]} apart {float((square[0] / square[1]).sqrt()):.2e}")
 
 
 def counted_steps(run: Run) -> list[int]:
     """All-gathers that torch was asked for in each outer step of a run."""
     group = torch._C._distributed_c10d.ProcessGroup
-    verbs = [name for name in vars(group) if name.replace("_", "").startswith("allgather")]  # torch renames them
+    verbs = [
+        name for name in vars(group) if name.replace("_", "").startswith("allgather")
+    ]  # torch renames them
     kept = {name: vars(group)[name] for name in verbs}
     asked, counts, after = [0], list[int](), run._after_step
 
@@ -237,8 +296,8 @@ class Rounded(Hessian):
 
 
 def cg_rounding(world: World) -> None:
-    """A ZeRO 0 group of two whose copies differ by rounding: conjugate gradients end after one step by those of rank 0, and
-    after more by those of rank 1.
+    """A ZeRO 0 group of two whose copies differ by rounding: conjugate gradients end after one step by those
+    of rank 0, and after more by those of rank 1.
     """
     config = Config(algorithm="imaml", group_size="2", num_workers="0")
     plan = build.plan(config, world, lambda text: None)
@@ -251,12 +310,17 @@ def cg_rounding(world: World) -> None:
     assert isinstance(rule, imaml.Imaml)
     hessian = Rounded(rule.curvature, worker, episode.support)
     solved = rule._solve(worker, hessian, parts.theta, b)
-    print(f"solved in {len(hessian.passes)} passes, |b|^2 {worker.dot(b, b * (1 + 1e-6 * ranks.group.rank))}, "
-          f"residual {solved.residual}", flush=True)  # fmt: skip
+    print(
+        f"solved in {len(hessian.passes)} passes, |b|^2 {worker.dot(b, b * (1 + 1e-6 * ranks.group.rank))}, "
+        f"residual {solved.residual}",
+        flush=True,
+    )
 
 
 def refusals(world: World, file: str) -> None:
-    """Every list of flags in `file` is refused on all ranks with one text; the ranks stay together from one to the next."""
+    """Every list of flags in `file` is refused on all ranks with one text; the ranks stay together from one
+    to the next.
+    """
     for flags in json.loads(Path(file).read_text()):
         try:
             config = parse(flags)

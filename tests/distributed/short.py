@@ -1,4 +1,6 @@
-"""Short runs of a few seconds that something happens to, and how they are compared; conftest.py has their fixtures."""
+"""Short runs of a few seconds that something happens to, and how they are compared; conftest.py has their
+fixtures.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,16 @@ import torch
 from safetensors.torch import load_file
 
 QUICK = {
-    "n_way": 2, "k_shot": 1, "num_query": 1, "meta_batch_size": 4, "inner_steps": 1, "max_length": 16, "num_workers": 0,
-    "eval_episodes": 0, "logging_steps": 1,
-}  # fmt: skip
+    "n_way": 2,
+    "k_shot": 1,
+    "num_query": 1,
+    "meta_batch_size": 4,
+    "inner_steps": 1,
+    "max_length": 16,
+    "num_workers": 0,
+    "eval_episodes": 0,
+    "logging_steps": 1,
+}
 LONG = {"outer_steps": 12, "save_steps": 5, "episode_transforms": "tests.distributed.short:dawdle"}
 
 
@@ -54,13 +63,23 @@ def until(condition, timeout_s=60.0):
 
 
 def model_of(run: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in (run / "model").glob("model*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in (run / "model").glob("model*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 def off(found, whole: Path, begin, wanted) -> float:
-    """The error over the distance travelled since the first checkpoint (which is less than that since the start)."""
+    """The error over the distance travelled since the first checkpoint (which is less than that since the
+    start).
+    """
     want = theta_of(whole)
     assert found.keys() == want.keys()
     error = sum(float((found[name] - want[name]).double().square().sum()) for name in want)
-    way = sum(float((wanted[key] - begin[key]).double().square().sum()) for key in wanted if key.startswith("theta/"))
+    way = sum(
+        float((wanted[key] - begin[key]).double().square().sum())
+        for key in wanted
+        if key.startswith("theta/")
+    )
     return (error / way) ** 0.5

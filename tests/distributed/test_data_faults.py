@@ -19,11 +19,24 @@ from fmmeta.tasks.sources.load import load_sources
 from tests.launch import Ended, run_ranks
 from tests.models import WORDS
 
-STEPS, HARM_AT, SAFE = 16, 3, 10  # outer steps; when files break; from where on no loader has read ahead by then
+STEPS, HARM_AT, SAFE = (
+    16,
+    3,
+    10,
+)  # outer steps; when files break; from where on no loader has read ahead by then
 FLAGS = {
-    "n_way": 2, "k_shot": 1, "num_query": 1, "meta_batch_size": 2, "inner_steps": 1, "outer_steps": STEPS, "eval_episodes": 0,
-    "logging_steps": 1, "num_workers": 1, "prefetch_factor": 1, "episode_transforms": "tests.distributed.damage:harm",
-}  # fmt: skip
+    "n_way": 2,
+    "k_shot": 1,
+    "num_query": 1,
+    "meta_batch_size": 2,
+    "inner_steps": 1,
+    "outer_steps": STEPS,
+    "eval_episodes": 0,
+    "logging_steps": 1,
+    "num_workers": 1,
+    "prefetch_factor": 1,
+    "episode_transforms": "tests.distributed.damage:harm",
+}
 
 
 def write_tasks(root: Path) -> Path:
@@ -33,7 +46,9 @@ def write_tasks(root: Path) -> Path:
         for f in range(24):
             rows = [{"text": f"{WORDS[f % 15]} {WORDS[i]}", "label": "ab"[i % 2]} for i in range(8)]
             (root / f"s{s}" / f"t{f:02}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (root / "task_splits.json").write_text(json.dumps({"train": [f"s{s}/t{f:02}" for s in range(2) for f in range(24)]}))
+    (root / "task_splits.json").write_text(
+        json.dumps({"train": [f"s{s}/t{f:02}" for s in range(2) for f in range(24)]})
+    )
     return root
 
 
@@ -63,8 +78,13 @@ def train(root: Path, out: Path, plan: dict, **flags) -> Ended:
     file.write_text(json.dumps(plan))
     given = {**FLAGS, "dataset": root, "output_dir": out, **flags}
     env = {"FMMETA_DAMAGE": str(file)}
-    return run_ranks(["launch/train.py", *(f"--{key}={value}" for key, value in given.items())], 2, 200,
-                     {0: env, 1: env}, before=bounded)  # fmt: skip
+    return run_ranks(
+        ["launch/train.py", *(f"--{key}={value}" for key, value in given.items())],
+        2,
+        200,
+        {0: env, 1: env},
+        before=bounded,
+    )
 
 
 def lines_of(out: Path) -> list[dict]:
@@ -79,8 +99,12 @@ def test_bad_tasks_are_left_out_and_counted(tmp_path):
     cut, forbidden = (steps[step][0].name for step in (SAFE, SAFE + 2))
     nul, mixed, long = (steps[step][1].name for step in (2, SAFE, SAFE + 3))
     path[nul].write_bytes(b"\0" * 4096)
-    path[mixed].write_bytes(path[mixed].read_bytes()[:200] + '{"text": "gr\u00fcn", "label": "a"}\n'.encode("latin-1"))
-    path[long].write_text(path[long].read_text() + json.dumps({"text": "word " * 2_000_000, "label": "a"}) + "\n")
+    path[mixed].write_bytes(
+        path[mixed].read_bytes()[:200] + '{"text": "gr\u00fcn", "label": "a"}\n'.encode("latin-1")
+    )
+    path[long].write_text(
+        path[long].read_text() + json.dumps({"text": "word " * 2_000_000, "label": "a"}) + "\n"
+    )
     plan = {"at": HARM_AT, "truncate": [str(path[cut])], "forbid": [str(path[forbidden])], "kill_at": 6}
     ended = train(root, tmp_path / "out", plan, on_bad_task="skip", max_bad_share=0.1).ok()
     lines = lines_of(tmp_path / "out")
@@ -89,7 +113,9 @@ def test_bad_tasks_are_left_out_and_counted(tmp_path):
     wanted = {name for name in (cut, forbidden, nul, mixed)}
     assert set(found) == wanted  # and not the long one, which is read as far as it counts
     where = {bad["task"]: line["step"] - 1 for line in lines for bad in line.get("bad_tasks", ())}
-    assert all(name in {task.name for task in steps[step]} for name, step in where.items())  # the schedule is as it was
+    assert all(
+        name in {task.name for task in steps[step]} for name, step in where.items()
+    )  # the schedule is as it was
     assert sum(line["skipped_tasks"] for line in lines) == 4
     assert all(line["skipped_tasks"] == len(line.get("bad_tasks", ())) for line in lines)
     assert "is not a line of JSON" in found[cut]
@@ -98,7 +124,9 @@ def test_bad_tasks_are_left_out_and_counted(tmp_path):
     assert "1 of 1 rows cannot be used" in found[nul]
     said = "".join(ended.output)
     assert all(f"fmmeta: left out: task {name}: " in said for name in wanted)
-    assert re.search(r"fmmeta: rank [01]: a loader process died and was replaced: process \d+ was killed by SIGKILL", said)
+    assert re.search(
+        r"fmmeta: rank [01]: a loader process died and was replaced: process \d+ was killed by SIGKILL", said
+    )
     assert "Traceback" not in said
 
 
@@ -112,9 +140,10 @@ def test_a_bad_task_stops_all_ranks_and_the_mended_run_goes_on(tmp_path):
     file = root / f"{bad}.jsonl"
     ended = train(root, tmp_path / "out", {"at": HARM_AT, "forbid": [str(file)]})
     assert ended.codes == [2, 2]
-    assert ended.output[0].splitlines()[-1] == (
-        f"fmmeta: error: task {bad}: PermissionError: [Errno 13] Permission denied: '{file}'; mend it, or go on without "
-        "such tasks by --on_bad_task skip"
+    assert (
+        ended.output[0].splitlines()[-1]
+        == f"fmmeta: error: task {bad}: PermissionError: [Errno 13] Permission denied: '{file}'; mend it, or"
+        " go on without such tasks by --on_bad_task skip"
     )
     assert not ended.others
     assert (tmp_path / "out" / f"checkpoint-{SAFE}").is_dir()  # what was learned so far is kept
@@ -129,11 +158,18 @@ def test_too_many_bad_tasks_stop_all_ranks(tmp_path):
     root = write_tasks(tmp_path / "tasks")
     steps = schedule_of(root)
     bad = [task.name for step in steps[SAFE:] for task in step]
-    ended = train(root, tmp_path / "out", {"at": HARM_AT, "truncate": [str(root / f"{name}.jsonl") for name in bad]},
-                  on_bad_task="skip", max_bad_share=0.03)  # fmt: skip
+    ended = train(
+        root,
+        tmp_path / "out",
+        {"at": HARM_AT, "truncate": [str(root / f"{name}.jsonl") for name in bad]},
+        on_bad_task="skip",
+        max_bad_share=0.03,
+    )
     assert ended.codes == [2, 2]
     last = ended.output[0].splitlines()[-1]
-    assert last.startswith("fmmeta: error: max_bad_share=0.03: 4 of 24 tasks could not be had, the last: task ")
+    assert last.startswith(
+        "fmmeta: error: max_bad_share=0.03: 4 of 24 tasks could not be had, the last: task "
+    )
     assert not ended.others
 
 
@@ -146,5 +182,8 @@ def test_one_rank_of_a_node_prepares_and_the_others_wait_for_it(tmp_path):
     assert [line for line in second if line.startswith("found")] == ["found what rank 0 left"]
     assert third[:2] == ["found what rank 0 left", "dataset=x is broken; mend it"]  # one waiting rank speaks
     late = f"has waited 1 s for rank 0 on {platform.node()} (reading slowly); raise it, or look there"
-    assert second[-2:] == [f"fmmeta: error: prepare_timeout=0.5: rank 1 {late}", f"raised: prepare_timeout=0.5: rank 1 {late}"]
+    assert second[-2:] == [
+        f"fmmeta: error: prepare_timeout=0.5: rank 1 {late}",
+        f"raised: prepare_timeout=0.5: rank 1 {late}",
+    ]
     assert third[2:] == [f"raised: prepare_timeout=0.5: rank 2 {late}"]

@@ -1,4 +1,6 @@
-"""A delayed outer step ends where the oracle's delayed loop ends, on every kind of layout; bf16 on the wire stays near it."""
+"""A delayed outer step ends where the oracle's delayed loop ends, on every kind of layout; bf16 on the wire
+stays near it.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,24 @@ ROWS = [  # layout, stage, algorithm, model, dtype, outer, head, also, pipeline 
     ((2, 1), "plain", "fomaml", "llama", "fp32", "sgd", "zero", "wire", 1),
     ((2, 2), 3, "fomaml", "llama", "fp32", "sgd", "zero", "delay-wire", 1),
 ]
-CASES = [Case(layout, stage, algorithm, "several", "default", model, dtype, outer, head, "none", also,
-              stages=max(1, spread), tensor=max(1, -spread))
-         for layout, stage, algorithm, model, dtype, outer, head, also, spread in ROWS]  # fmt: skip
+CASES = [
+    Case(
+        layout,
+        stage,
+        algorithm,
+        "several",
+        "default",
+        model,
+        dtype,
+        outer,
+        head,
+        "none",
+        also,
+        stages=max(1, spread),
+        tensor=max(1, -spread),
+    )
+    for layout, stage, algorithm, model, dtype, outer, head, also, spread in ROWS
+]
 FAR = 0.05  # bf16 on the wire: 8 bits of the sum, and the steps that follow from it
 
 
@@ -66,7 +83,11 @@ def test_ends_where_the_delayed_oracle_ends(case, bench, outcomes):
         assert error > 1e-5  # it did travel in bf16
     groups, members = case.layout
     lines = lines_of(bench.folder / f"out-{groups}x{members}" / case.id)
-    assert [line["lr"] is None for line in lines] == [bool(case.settings.get("outer_delay")), False, False]  # nothing was due
+    assert [line["lr"] is None for line in lines] == [
+        bool(case.settings.get("outer_delay")),
+        False,
+        False,
+    ]  # nothing was due
     if groups == 2 and members == 1 and case.algorithm != "fomaml-rates":
         wide = 2 if "wire" in case.also else 4
         assert [line["comm_bytes"] for line in lines] == [wide * facts["numel"]] * 3
@@ -88,9 +109,29 @@ def test_the_delayed_oracle_is_another_one(bench):
 @pytest.mark.timeout(300)
 def test_an_interrupted_delayed_run_ends_bit_for_bit_where_the_whole_one_does(tmp_path):
     """A checkpoint holds what is pending, and that one is saved does not change what follows."""
-    flags = ["launch/train.py", "--outer_delay", "1", "--group_size", "1", "--num_query", "2", "--k_shot", "1",
-             "--inner_steps", "1", "--eval_episodes", "0", "--logging_steps", "1", "--meta_batch_size", "2", "--outer_steps", "5",
-             "--inner_lr_learned", "layer"]  # fmt: skip
+    flags = [
+        "launch/train.py",
+        "--outer_delay",
+        "1",
+        "--group_size",
+        "1",
+        "--num_query",
+        "2",
+        "--k_shot",
+        "1",
+        "--inner_steps",
+        "1",
+        "--eval_episodes",
+        "0",
+        "--logging_steps",
+        "1",
+        "--meta_batch_size",
+        "2",
+        "--outer_steps",
+        "5",
+        "--inner_lr_learned",
+        "layer",
+    ]
     whole, part = tmp_path / "whole", tmp_path / "part"
     run_ranks([*flags, "--output_dir", str(whole), "--save_steps", "1", "--save_total_limit", "9"], 2).ok()
     state = json.loads((whole / "checkpoint-3/state.json").read_text())
@@ -99,9 +140,13 @@ def test_an_interrupted_delayed_run_ends_bit_for_bit_where_the_whole_one_does(tm
     assert "pending rates" in load_file(whole / "checkpoint-3/tables.safetensors")
     assert json.loads((whole / "checkpoint-5/state.json").read_text())["pending"] is None
     taken = str(whole / "checkpoint-3")
-    run_ranks([*flags, "--output_dir", str(part), "--save_steps", "0", "--resume_from_checkpoint", taken], 2).ok()
+    run_ranks(
+        [*flags, "--output_dir", str(part), "--save_steps", "0", "--resume_from_checkpoint", taken], 2
+    ).ok()
     ends = [load_file(folder / "model/model.safetensors") for folder in (whole, part)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    rates = [json.loads((folder / "model/fmmeta.json").read_text())["inner_rates"] for folder in (whole, part)]
+    rates = [
+        json.loads((folder / "model/fmmeta.json").read_text())["inner_rates"] for folder in (whole, part)
+    ]
     assert rates[0] == rates[1]
     assert [line["step"] for line in lines_of(part)] == [4, 5]

@@ -1,4 +1,6 @@
-"""Groups that die, come back, come late and go: the run goes on, every outer step has its whole meta-batch, theta is the same."""
+"""Groups that die, come back, come late and go: the run goes on, every outer step has its whole meta-batch,
+theta is the same.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,19 @@ os.environ.setdefault("RUST_LOG", "warn")
 pytest.importorskip("torchft", reason="elastic groups need torchft")
 
 STEPS = 60
-SETTINGS = {"outer_steps": STEPS, "eval_episodes": 0, "logging_steps": 1, "save_steps": STEPS, "meta_batch_size": 3, "k_shot": 1,
-            "num_query": 2, "inner_steps": 1, "num_workers": "0", "episode_transforms": ["benchmarks.elastic:slowly"],
-            "heartbeat_timeout": 2.0}  # fmt: skip
+SETTINGS = {
+    "outer_steps": STEPS,
+    "eval_episodes": 0,
+    "logging_steps": 1,
+    "save_steps": STEPS,
+    "meta_batch_size": 3,
+    "k_shot": 1,
+    "num_query": 2,
+    "inner_steps": 1,
+    "num_workers": "0",
+    "episode_transforms": ["benchmarks.elastic:slowly"],
+    "heartbeat_timeout": 2.0,
+}
 TASK_S = 1.0
 PATIENCE_S = 200
 
@@ -56,8 +68,11 @@ def undisturbed(tmp_path_factory):
     """The same run of one process alone, which goes on beside the tests: how far off a run ended."""
     folder = tmp_path_factory.mktemp("alone")
     config = alone(SETTINGS, folder / "run")
-    (folder / "config.json").write_text(json.dumps({name: getattr(config, name) for name in (*SETTINGS, "output_dir")
-                                                    if hasattr(config, name)}))  # fmt: skip
+    (folder / "config.json").write_text(
+        json.dumps(
+            {name: getattr(config, name) for name in (*SETTINGS, "output_dir") if hasattr(config, name)}
+        )
+    )
     words = ["-m", "fmmeta", "train", "--config", str(folder / "config.json")]
     rank = Born.of(words, folder / "log", environment(**{SLEEP: ""}))
 
@@ -83,7 +98,9 @@ def writers_of(trial: Trial) -> list[str]:
 
 @pytest.mark.timeout(500)
 def test_three_kills_do_not_show_in_theta(trial, undisturbed):
-    """A group that does not write, the one that writes, and one of those that came back; each heals and joins."""
+    """A group that does not write, the one that writes, and one of those that came back; each heals and
+    joins.
+    """
     run = trial(groups=3)
     run.start()
     run.wait_for(3, PATIENCE_S)
@@ -127,8 +144,9 @@ def read_late() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_group_that_joins_takes_learned_rates(trial):
-    """They are float64 while theta is float32: gloo ends a process that receives a message of another size. The checkpoint that
-    the group has chosen is removed before it is read.
+    """They are float64 while theta is float32: gloo ends a process that receives a message of another size.
+
+    The checkpoint that the group has chosen is removed before it is read.
     """
     run = trial(groups=1, inner_lr_learned="layer", save_steps=1, save_total_limit=1)
     run.start()
@@ -138,7 +156,9 @@ def test_a_group_that_joins_takes_learned_rates(trial):
     run.wait_for_step(2, PATIENCE_S)
     run.hurry()
     run.end(PATIENCE_S)
-    assert [(group.starts, group.ended) for group in run.supervisor.groups] == [(1, 0)] * 2, "\n".join(run.log[-50:])
+    assert [(group.starts, group.ended) for group in run.supervisor.groups] == [(1, 0)] * 2, "\n".join(
+        run.log[-50:]
+    )
     assert sum("healed from" in line for line in run.log) == 1
     assert any("[late0] fmmeta: resumed from" in line for line in run.log)
     assert run.code == 0
@@ -148,8 +168,10 @@ def test_a_group_that_joins_takes_learned_rates(trial):
 @pytest.mark.cluster
 @pytest.mark.timeout(500)
 def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, undisturbed):
-    """Groups of two with ZeRO 2. One joins a run that goes on; a rank of it dies, and the group with it; it comes back; the other
-    one is asked to leave. theta is that of one process alone.
+    """Groups of two with ZeRO 2.
+
+    One joins a run that goes on; a rank of it dies, and the group with it; it comes back; the other one is
+    asked to leave. theta is that of one process alone.
     """
     run = trial(groups=1, ranks_per_group=2, deepspeed=str(ROOT / "ds_configs/zero2.json"))
     run.start()
@@ -188,20 +210,40 @@ NOWHERE = ("--lighthouse", "http://127.0.0.1:1")
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("command", "flags", "torchft", "said"), [
-    ("train", ("--elastic", "--output_dir", "OUT", *NOWHERE), True, "lighthouse=http://127.0.0.1:1 does not answer ("),
-    ("train", ("--elastic", "--output_dir", "OUT"), True, "elastic=True needs a lighthouse; start `fmmeta lighthouse`"),
-    ("train", ("--elastic", "--output_dir", "OUT", "--lighthouse", "nowhere"), True, "lighthouse=nowhere is no address"),
-    ("train", ("--elastic", "--output_dir", "OUT", *NOWHERE), False, "elastic groups need torchft ("),
-    ("elastic", ("--output_dir", "OUT"), False, "elastic groups need torchft ("),
-    ("elastic", ("--output_dir", "OUT", "--groups", "0"), True, "groups=0 is below 1; use 1 or more"),
-    ("elastic", (), True, "elastic=True needs output_dir"),
-    ("lighthouse", (), False, "elastic groups need torchft ("),
-    ("lighthouse", ("--port", "70000"), True, "port=70000, min_groups=1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "flags", "torchft", "said"),
+    [
+        (
+            "train",
+            ("--elastic", "--output_dir", "OUT", *NOWHERE),
+            True,
+            "lighthouse=http://127.0.0.1:1 does not answer (",
+        ),
+        (
+            "train",
+            ("--elastic", "--output_dir", "OUT"),
+            True,
+            "elastic=True needs a lighthouse; start `fmmeta lighthouse`",
+        ),
+        (
+            "train",
+            ("--elastic", "--output_dir", "OUT", "--lighthouse", "nowhere"),
+            True,
+            "lighthouse=nowhere is no address",
+        ),
+        ("train", ("--elastic", "--output_dir", "OUT", *NOWHERE), False, "elastic groups need torchft ("),
+        ("elastic", ("--output_dir", "OUT"), False, "elastic groups need torchft ("),
+        ("elastic", ("--output_dir", "OUT", "--groups", "0"), True, "groups=0 is below 1; use 1 or more"),
+        ("elastic", (), True, "elastic=True needs output_dir"),
+        ("lighthouse", (), False, "elastic groups need torchft ("),
+        ("lighthouse", ("--port", "70000"), True, "port=70000, min_groups=1"),
+    ],
+)
 def test_what_is_missing_is_one_line(command, flags, torchft, said, tmp_path):
     words = ["-m", "fmmeta", command, *(str(tmp_path / "run") if flag == "OUT" else flag for flag in flags)]
-    ended = run_ranks(words, 1, before=None if torchft else without_torchft, per_rank={0: {"TORCHFT_LIGHTHOUSE": ""}})
+    ended = run_ranks(
+        words, 1, before=None if torchft else without_torchft, per_rank={0: {"TORCHFT_LIGHTHOUSE": ""}}
+    )
     line = ended.output[0].strip().splitlines()[-1]
     assert ended.codes == [2], ended.output[0]
     assert line.startswith("fmmeta: error: ")
@@ -221,7 +263,13 @@ def test_a_lighthouse_shines_until_it_is_asked_to_stop():
             address = process.stdout.readline().split()[-1]
             client = LighthouseClient(address, timedelta(seconds=10))
             found = client.quorum(
-                "one", timedelta(seconds=10), address="", store_address="", step=3, world_size=1, shrink_only=False
+                "one",
+                timedelta(seconds=10),
+                address="",
+                store_address="",
+                step=3,
+                world_size=1,
+                shrink_only=False,
             )
             assert [member.replica_id for member in found.participants] == ["one"]
         finally:
@@ -244,21 +292,27 @@ class Lit:
 
 @pytest.mark.cluster
 def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone(monkeypatch, tmp_path):
-    """One asks while the other works, for longer than a silent lighthouse is put up with: one question, not one after the other,
-    since an answer to an earlier one would come to nobody. Then the lighthouse goes out while somebody asks; lit again at its
-    port, it answers; gone, it costs the patience.
+    """One asks while the other works, for longer than a silent lighthouse is put up with: one question, not
+    one after the other, since an answer to an earlier one would come to nobody. Then the lighthouse goes out
+    while somebody asks; lit again at its port, it answers; gone, it costs the patience.
     """
     monkeypatch.setattr(lighthouse_client, "LOOK_S", 0.2)
     lit = Lit(tmp_path, port := free_port())
     address = f"http://127.0.0.1:{port}"
-    lines, asked, question = [LighthouseClient(address, name, coordination()) for name in "ab"], [], LighthouseClient._question
+    lines, asked, question = (
+        [LighthouseClient(address, name, coordination()) for name in "ab"],
+        [],
+        LighthouseClient._question,
+    )
 
     def count(line, mine):
         asked.append(line.name)
         return question(line, mine)
 
     def ask(line, step, patience_s=1.0):
-        found = line.ask(patience_s, address="", store_address="here:1", step=step, world_size=1, shrink_only=False)
+        found = line.ask(
+            patience_s, address="", store_address="here:1", step=step, world_size=1, shrink_only=False
+        )
         return sorted(member.replica_id for member in found.participants)
 
     monkeypatch.setattr(LighthouseClient, "_question", count)
@@ -282,7 +336,10 @@ def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone
             assert waiting.result(30) == ["a"]
             lit.goes_out()
             began = time.monotonic()
-            with pytest.raises(MachineFault, match=rf"lighthouse={address} has been silent for 1 s \(.*\); look whether it runs"):
+            with pytest.raises(
+                MachineFault,
+                match=rf"lighthouse={address} has been silent for 1 s \(.*\); look whether it runs",
+            ):
                 ask(lines[0], 3)
             assert time.monotonic() - began < 10
     finally:
@@ -304,7 +361,14 @@ def test_a_group_that_ends_between_its_question_and_the_meeting_is_missed_at_onc
         with ThreadPoolExecutor(1) as pool:
             ended.begin_beating(venue, 1)
             counted = pool.submit(
-                ended.ask, 30.0, address="", store_address=venue, step=1, world_size=1, shrink_only=False, data=mine
+                ended.ask,
+                30.0,
+                address="",
+                store_address=venue,
+                step=1,
+                world_size=1,
+                shrink_only=False,
+                data=mine,
             )
             began = time.monotonic()
             with pytest.raises(PeerLost, match="meeting the other groups: group b has ended"):
@@ -319,17 +383,24 @@ def test_a_group_that_ends_between_its_question_and_the_meeting_is_missed_at_onc
 
 @pytest.mark.cluster
 def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
-    """One comes late, and the others take a step without it; one loses its communicator. Who then still has an old one must meet
-    with the others, and all must know it: what they do after a change is collective.
+    """One comes late, and the others take a step without it; one loses its communicator.
+
+    Who then still has an old one must meet with the others, and all must know it: what they do after a change
+    is collective.
     """
     server = coordination().LighthouseServer(
         bind="[::]:0", min_replicas=1, join_timeout_ms=3000, quorum_tick_ms=50, heartbeat_timeout_ms=9000
     )
-    crews = [ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), server.address(), name) for name in "abc"]
+    crews = [
+        ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), server.address(), name)
+        for name in "abc"
+    ]
 
     def meet(pool, those, step):
         asked = []
-        for crew in reversed(those):  # the late one first: the lighthouse does not make those of the last roll wait for it
+        for crew in reversed(
+            those
+        ):  # the late one first: the lighthouse does not make those of the last roll wait for it
             asked.insert(0, pool.submit(crew.form, step, 30.0))
             time.sleep(0.2)
         rolls = [one.result() for one in asked]
@@ -358,7 +429,9 @@ def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
 
 
 def come(crew: ElasticCommunicator, size: int) -> None:
-    """Ask until so many are there: the first may have begun without the last, whose question waits until they ask again."""
+    """Ask until so many are there: the first may have begun without the last, whose question waits until they
+    ask again.
+    """
     there = 0
     while there < size:
         with suppress(PeerLost):

@@ -18,8 +18,24 @@ from tests.nursery import shared
 def evaluate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluate")
     model, data = save_bert(folder / "bert"), write_classes(folder / "rows.jsonl", classes=15, rows=8)
-    flags = ["--model_name_or_path", str(model), "--dataset", str(data), "--n_way", "3", "--k_shot", "1", "2", "--num_query", "3",
-             "--episodes", "5", "--method", "finetune", "prototype"]  # fmt: skip
+    flags = [
+        "--model_name_or_path",
+        str(model),
+        "--dataset",
+        str(data),
+        "--n_way",
+        "3",
+        "--k_shot",
+        "1",
+        "2",
+        "--num_query",
+        "3",
+        "--episodes",
+        "5",
+        "--method",
+        "finetune",
+        "prototype",
+    ]
 
     @cache
     def run(ranks: int, *more: str):
@@ -46,9 +62,16 @@ def test_a_group_gives_the_scores_of_one_process(evaluate):
     for spread in (shared, stages):
         for mine, theirs in zip(spread, one, strict=True):
             assert mine["episodes_fingerprint"] == theirs["episodes_fingerprint"]
-            assert [score["loss"] for score in mine["scores"]] == pytest.approx([s["loss"] for s in theirs["scores"]], rel=1e-4)
+            assert [score["loss"] for score in mine["scores"]] == pytest.approx(
+                [s["loss"] for s in theirs["scores"]], rel=1e-4
+            )
             assert mine["accuracy"] == pytest.approx(theirs["accuracy"], abs=0.03)
-    assert [cell["ece"] is None for cell in stages] == [True, False, True, False]  # no probabilities across stages
+    assert [cell["ece"] is None for cell in stages] == [
+        True,
+        False,
+        True,
+        False,
+    ]  # no probabilities across stages
     assert all(cell["ece"] is not None for cell in shared)
 
 
@@ -61,16 +84,35 @@ def test_a_head_alone_is_learned_on_the_features_of_all_ranks(evaluate):
     stages = evaluate(2, *alone, "--pipeline_stages", "2", "--group_size", "2", "--micro_batch_size", "32")
     for spread in (shared, stages):
         for mine, theirs in zip(spread, one, strict=True):
-            assert [score["loss"] for score in mine["scores"]] == pytest.approx([s["loss"] for s in theirs["scores"]], rel=1e-4)
+            assert [score["loss"] for score in mine["scores"]] == pytest.approx(
+                [s["loss"] for s in theirs["scores"]], rel=1e-4
+            )
 
 
 @pytest.mark.timeout(300)
 def test_answers_need_the_whole_model_on_one_rank(tmp_path):
     data = str(write_pairs(tmp_path / "pairs.jsonl"))
-    flags = ["--task_type", "causal_lm", "--dataset", data, "--num_query", "3", "--k_shot", "1", "--episodes", "2",
-             "--metrics", "rouge_l", "--group_size", "2"]  # fmt: skip
+    flags = [
+        "--task_type",
+        "causal_lm",
+        "--dataset",
+        data,
+        "--num_query",
+        "3",
+        "--k_shot",
+        "1",
+        "--episodes",
+        "2",
+        "--metrics",
+        "rouge_l",
+        "--group_size",
+        "2",
+    ]
     ended = run_ranks(["-m", "fmmeta", "evaluate", *flags], 2)
-    wanted = "metrics=rouge_l need the whole model on one rank, and group_size=2; use --group_size 1, or leave them out"
+    wanted = (
+        "metrics=rouge_l need the whole model on one rank, and group_size=2; use --group_size 1, or leave"
+        " them out"
+    )
     assert ended.codes == [2, 2]
     assert ended.output[0].strip().endswith(f"fmmeta: error: {wanted}")
     assert "Traceback" not in "".join(ended.output)
@@ -79,12 +121,34 @@ def test_answers_need_the_whole_model_on_one_rank(tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", ["tune", "evaluate"])
 def test_a_stopped_command_keeps_what_is_whole(command, tmp_path):
-    """tune: the signal comes to one rank alone, and both stop after the same episodes; evaluate: to all ranks of the launch."""
+    """tune: the signal comes to one rank alone, and both stop after the same episodes; evaluate: to all ranks
+    of the launch.
+    """
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15, rows=8)
-    words = ["-m", "fmmeta", command, "--model_name_or_path", str(model), "--dataset", str(data), "--n_way", "3", "--k_shot", "1",
-             "--num_query", "3", "--output", str(tmp_path / "out.json"), "--episodes"]  # fmt: skip
+    words = [
+        "-m",
+        "fmmeta",
+        command,
+        "--model_name_or_path",
+        str(model),
+        "--dataset",
+        str(data),
+        "--n_way",
+        "3",
+        "--k_shot",
+        "1",
+        "--num_query",
+        "3",
+        "--output",
+        str(tmp_path / "out.json"),
+        "--episodes",
+    ]
     many = [str(rate / 10000) for rate in range(1, 501)]
-    words += ["2", "--max_steps", "1", "--inner_lrs", *many] if command == "tune" else ["3000", "--method", "finetune"]
+    words += (
+        ["2", "--max_steps", "1", "--inner_lrs", *many]
+        if command == "tune"
+        else ["3000", "--method", "finetune"]
+    )
     started = start_ranks(words, 2)
     assert isinstance(started, Forked)
     ready = "lowest loss" if command == "tune" else "1-shot finetune 1/"
@@ -104,7 +168,10 @@ def test_a_stopped_command_keeps_what_is_whole(command, tmp_path):
     stored = json.loads((tmp_path / "out.json").read_text())
     done = stored["tuned"]["trials"]
     assert 0 < done < stored["tuned"]["of"] == 1000
-    said = f"stopped by SIGTERM after {done} of 1000 trials; the best so far is stored in {tmp_path / 'out.json'}"
+    said = (
+        f"stopped by SIGTERM after {done} of 1000 trials; the best so far is stored in"
+        f" {tmp_path / 'out.json'}"
+    )
     assert ended.output[0].strip().splitlines()[-1] == f"fmmeta: {said}"
     rows = [line for line in ended.output[0].splitlines() if line.startswith(("zero ", "prototype "))]
     assert len(rows) == done

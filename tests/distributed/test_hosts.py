@@ -1,4 +1,6 @@
-"""Training on two hosts: network namespaces joined by a cable, through DeepSpeed's launcher and torchrun; the cable unplugged."""
+"""Training on two hosts: network namespaces joined by a cable, through DeepSpeed's launcher and torchrun; the
+cable unplugged.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def hosts():
 
 @pytest.fixture(scope="module")
 def alone(flags, tmp_path_factory):
-    """One process on one host: the model that every launch must come to, and how far it lies from the first checkpoint."""
+    """One process on one host: the model that every launch must come to, and how far it lies from the first
+    checkpoint.
+    """
     run = tmp_path_factory.mktemp("alone") / "run"
     run_ranks(["launch/train.py", *flags(run, **SHORT)], 1).ok()
     begin, end = (load_file(run / f"checkpoint-{n}" / "shard-00000.safetensors") for n in (1, 3))
@@ -65,8 +69,20 @@ def by_deepspeed(folder: Path, slots: int, flags: list[str]):
     """The command for each host: without ssh, somebody starts it on all of them."""
     hostfile, port = folder / "hostfile", free_port()
     hostfile.write_text("".join(f"{name} slots={slots}\n" for name in NAMES))
-    return lambda host: ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(host),
-                         "--master_addr", ADDRESSES[0], "--master_port", str(port), "launch/train.py", *flags]  # fmt: skip
+    return lambda host: [
+        "deepspeed",
+        "--hostfile",
+        str(hostfile),
+        "--no_ssh",
+        "--node_rank",
+        str(host),
+        "--master_addr",
+        ADDRESSES[0],
+        "--master_port",
+        str(port),
+        "launch/train.py",
+        *flags,
+    ]
 
 
 @pytest.mark.timeout(300)
@@ -75,12 +91,15 @@ def test_deepspeed_without_ssh_trains_on_two_hosts(hosts, flags, alone, tmp_path
     started = Started(hosts, tmp_path, by_deepspeed(tmp_path, 2, [*flags(run, **SHORT), "--group_layout"]))
     assert started.codes(250) == [0, 0], started.texts
     text, cable = started.texts[0], hosts.cables[0]
-    assert f"GLOO_SOCKET_IFNAME={cable}: the name of this host stands for an address that other nodes cannot reach" in text
     assert (
-        "fmmeta: group_layout: 4 groups of 1 rank on 2 nodes\n"
-        "group 0: rank 0 on alpha\ngroup 1: rank 1 on alpha\ngroup 2: rank 2 on beta\ngroup 3: rank 3 on beta\n"
-        f"across groups, between nodes (GLOO_SOCKET_IFNAME={cable}): "
-    ) in text
+        f"GLOO_SOCKET_IFNAME={cable}: the name of this host stands for an address that other nodes cannot"
+        " reach" in text
+    )
+    assert (
+        "fmmeta: group_layout: 4 groups of 1 rank on 2 nodes\ngroup 0: rank 0 on alpha\ngroup 1: rank 1 on"
+        " alpha\ngroup 2: rank 2 on beta\ngroup 3: rank 3 on beta\nacross groups, between nodes"
+        f" (GLOO_SOCKET_IFNAME={cable}): " in text
+    )
     assert off(model_of(run), *alone) < 1e-4
 
 
@@ -101,17 +120,23 @@ def test_torchrun_trains_on_two_hosts(hosts, flags, alone, tmp_path):
     started = Started(hosts, tmp_path, lambda host: [*words, "launch/train.py", *settings])
     assert started.codes(250) == [0, 0], started.texts
     assert "2 groups of 2 ranks on cpu; DeepSpeed ZeRO 2" in "".join(started.texts)
-    assert min(now - then for now, then in zip(hosts.sent(), before, strict=True)) > 4 * 600_000  # the shards went by the cable
+    assert (
+        min(now - then for now, then in zip(hosts.sent(), before, strict=True)) > 4 * 600_000
+    )  # the shards went by the cable
     assert off(model_of(run), *alone) < 1e-4
 
 
 @pytest.mark.timeout(400)
 def test_a_cable_that_is_unplugged_ends_the_job_and_loses_nothing(hosts, flags, tmp_path):
-    """Each host names the rank that it does not hear; the same command goes on to the bits of a run on one host."""
+    """Each host names the rank that it does not hear; the same command goes on to the bits of a run on one
+    host.
+    """
     settings, bound_s = {**LONG, "step_timeout": 8}, 8 + 2 * (2 + 3) + 1
     run, straight = tmp_path / "run", tmp_path / "straight"
     started = Started(hosts, tmp_path, by_deepspeed(tmp_path, 1, flags(run, **settings)), DAWDLE_S="0.3")
-    until(lambda: (run / "checkpoint-5").is_dir() or any(p.poll() is not None for p in started.processes), 200)
+    until(
+        lambda: (run / "checkpoint-5").is_dir() or any(p.poll() is not None for p in started.processes), 200
+    )
     hosts.unplug()
     pulled = time.monotonic()
     try:
@@ -123,15 +148,28 @@ def test_a_cable_that_is_unplugged_ends_the_job_and_loses_nothing(hosts, flags, 
     assert took < bound_s + 20  # the launchers and a busy machine
     for host, text in enumerate(started.texts):
         assert re.search(
-            r"fmmeta: watchdog: outer step \d+ has taken \d+ s, and its bound is 8 s \(--step_timeout\); the job ends", text
+            r"fmmeta: watchdog: outer step \d+ has taken \d+ s, and its bound is 8 s \(--step_timeout\); the"
+            r" job ends",
+            text,
         )
         assert re.search(
-            rf"watchdog: rank {1 - host} \(process \d+ on {NAMES[1 - host]}\) is silent \(stopped, frozen or cut off\)", text
+            rf"watchdog: rank {1 - host} \(process \d+ on {NAMES[1 - host]}\) is silent \(stopped, frozen or"
+            r" cut off\)",
+            text,
         )
-    again = Started(hosts, tmp_path, by_deepspeed(tmp_path, 1, flags(run, **{**settings, "step_timeout": 100})), DAWDLE_S="0")
+    again = Started(
+        hosts,
+        tmp_path,
+        by_deepspeed(tmp_path, 1, flags(run, **{**settings, "step_timeout": 100})),
+        DAWDLE_S="0",
+    )
     assert again.codes(200) == [0, 0], again.texts
     assert f"resumed from {run}/checkpoint-" in again.texts[0]
-    run_ranks(["launch/train.py", *flags(straight, **LONG)], 2, per_rank={rank: {"DAWDLE_S": "0"} for rank in (0, 1)}).ok()
+    run_ranks(
+        ["launch/train.py", *flags(straight, **LONG)],
+        2,
+        per_rank={rank: {"DAWDLE_S": "0"} for rank in (0, 1)},
+    ).ok()
     assert same(run, straight)
 
 
@@ -161,7 +199,10 @@ def reached(hosts, tmp_path):
         (tmp_path / f"sshd-{host}").write_text(SSHD.format(address=address, key=key))
         hosts.run(host, ["/usr/sbin/sshd", "-D", "-f", str(tmp_path / f"sshd-{host}")])
     client = tmp_path / "ssh_config"
-    client.write_text(f"Host *\n IdentityFile {key}\n StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n")
+    client.write_text(
+        f"Host *\n IdentityFile {key}\n StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel"
+        " ERROR\n"
+    )
     return client
 
 
@@ -171,9 +212,21 @@ def test_deepspeed_starts_two_hosts_by_pdsh(hosts, reached, flags, alone, tmp_pa
     run, env = tmp_path / "run", environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     (tmp_path / "hostfile").write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
-    (tmp_path / ".deepspeed_env").write_text(f"HF_DATASETS_CACHE={os.environ['HF_DATASETS_CACHE']}\nOMP_NUM_THREADS=1\n")
-    words = ["deepspeed", "--hostfile", "hostfile", "--master_addr", ADDRESSES[0], "--master_port", str(free_port()),
-             "--no_ssh_check", "launch/train.py", *flags(run, **SHORT)]  # fmt: skip
+    (tmp_path / ".deepspeed_env").write_text(
+        f"HF_DATASETS_CACHE={os.environ['HF_DATASETS_CACHE']}\nOMP_NUM_THREADS=1\n"
+    )
+    words = [
+        "deepspeed",
+        "--hostfile",
+        "hostfile",
+        "--master_addr",
+        ADDRESSES[0],
+        "--master_port",
+        str(free_port()),
+        "--no_ssh_check",
+        "launch/train.py",
+        *flags(run, **SHORT),
+    ]
     with (tmp_path / "log").open("w") as log:
         started = hosts.run(0, words, log, cwd=tmp_path, env={**env, "PDSH_SSH_ARGS_APPEND": f"-F {reached}"})
         code = started.wait(250)

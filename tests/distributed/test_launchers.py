@@ -1,4 +1,6 @@
-"""The files of launch/ as they are: sbatch files under stand-ins for SLURM's commands, submitit's local executor; real ranks."""
+"""The files of launch/ as they are: sbatch files under stand-ins for SLURM's commands, submitit's local
+executor; real ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +27,39 @@ SLOWLY = {"DAWDLE_S": "0.3"}
 def straight(flags, tmp_path_factory):
     """Two ranks that nothing happens to."""
     run = tmp_path_factory.mktemp("straight") / "run"
-    run_ranks(["launch/train.py", *flags(run, **LONG)], 2, per_rank={r: {"DAWDLE_S": "0"} for r in (0, 1)}).ok()
+    run_ranks(
+        ["launch/train.py", *flags(run, **LONG)], 2, per_rank={r: {"DAWDLE_S": "0"} for r in (0, 1)}
+    ).ok()
     return run
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("file", "place"), [
-    ("slurm_srun.sbatch", {"STAND_IN_TASKS": "1"}),
-    ("slurm_torchrun.sbatch", {"STAND_IN_GPUS": "1"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "place"),
+    [
+        ("slurm_srun.sbatch", {"STAND_IN_TASKS": "1"}),
+        ("slurm_torchrun.sbatch", {"STAND_IN_GPUS": "1"}),
+    ],
+)
 def test_a_job_that_is_warned_saves_and_goes_on_from_the_queue(file, place, flags, straight, tmp_path):
-    """Two nodes of one rank. The shell of the sbatch file alone is told; the end is that of the run that nothing happened to."""
+    """Two nodes of one rank. The shell of the sbatch file alone is told; the end is that of the run that
+    nothing happened to.
+    """
     run = tmp_path / "runs" / "slurm-4711"
     (tmp_path / "launch").symlink_to(ROOT / "launch")
-    env = environment(PATH=f"{slurm.install(tmp_path / 'bin')}:{PATHS}", STAND_IN_FOLDER=str(tmp_path), **place, **SLOWLY,
-                      MASTER_PORT=str(free_port()), RDZV_PORT=str(free_port()),
-                      STAND_IN_SIGNAL_AT=f"{run / 'metrics.jsonl'}:3")  # fmt: skip
+    env = environment(
+        PATH=f"{slurm.install(tmp_path / 'bin')}:{PATHS}",
+        STAND_IN_FOLDER=str(tmp_path),
+        **place,
+        **SLOWLY,
+        MASTER_PORT=str(free_port()),
+        RDZV_PORT=str(free_port()),
+        STAND_IN_SIGNAL_AT=f"{run / 'metrics.jsonl'}:3",
+    )
     command = ["sbatch", f"launch/{file}", *flags(None, **LONG)]
-    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=580, check=False)
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=580, check=False
+    )
     text = (tmp_path / "slurm-4711.out").read_text()
     assert ended.returncode == 0, ended.stderr + text[-6000:]
     assert "stopped by SIGUSR1 after outer step" in text
@@ -57,7 +74,11 @@ def test_a_job_that_is_warned_saves_and_goes_on_from_the_queue(file, place, flag
 
 def descendants(pid: int) -> set[int]:
     """Processes that a process has started, and that they have started."""
-    below = {int(word) for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()}
+    below = {
+        int(word)
+        for file in Path(f"/proc/{pid}/task").glob("*/children")
+        for word in file.read_text().split()
+    }
     return below.union(*(descendants(child) for child in below))
 
 
@@ -65,18 +86,38 @@ LAUNCHERS = {"deepspeed": ["--num_gpus=2"], "torchrun": ["--nproc_per_node=2"]}
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("launcher", "number", "to_all", "code"), [
-    ("deepspeed", signal.SIGTERM, False, -signal.SIGTERM),  # it dies of it, and leaves its launcher and the ranks behind
-    ("deepspeed", signal.SIGINT, True, -signal.SIGINT),  # Ctrl-C goes to the whole session; the launcher adds SIGTERM
-    ("torchrun", signal.SIGTERM, False, 1),
-])  # fmt: skip
-def test_a_launcher_that_is_told_to_stop_leaves_a_save_and_the_command_goes_on(launcher, number, to_all, code, flags, straight,
-                                                                               tmp_path):  # fmt: skip
-    """The ranks save and end with 75, and nothing is left; started again, the command ends with the bits of the run that nothing
-    happened to.
+@pytest.mark.parametrize(
+    ("launcher", "number", "to_all", "code"),
+    [
+        (
+            "deepspeed",
+            signal.SIGTERM,
+            False,
+            -signal.SIGTERM,
+        ),  # it dies of it, and leaves its launcher and the ranks behind
+        (
+            "deepspeed",
+            signal.SIGINT,
+            True,
+            -signal.SIGINT,
+        ),  # Ctrl-C goes to the whole session; the launcher adds SIGTERM
+        ("torchrun", signal.SIGTERM, False, 1),
+    ],
+)
+def test_a_launcher_that_is_told_to_stop_leaves_a_save_and_the_command_goes_on(
+    launcher, number, to_all, code, flags, straight, tmp_path
+):
+    """The ranks save and end with 75, and nothing is left; started again, the command ends with the bits of
+    the run that nothing happened to.
     """
     run = tmp_path / "run"
-    command = [launcher, *LAUNCHERS[launcher], f"--master_port={free_port()}", "launch/train.py", *flags(run, **LONG)]
+    command = [
+        launcher,
+        *LAUNCHERS[launcher],
+        f"--master_port={free_port()}",
+        "launch/train.py",
+        *flags(run, **LONG),
+    ]
     env = environment(PATH=PATHS, DAWDLE_S="0.1")
     with (tmp_path / "log").open("w") as log:
         started = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -88,12 +129,16 @@ def test_a_launcher_that_is_told_to_stop_leaves_a_save_and_the_command_goes_on(l
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), 60)
     text = (tmp_path / "log").read_text()
     assert ended == code, text[-3000:]
-    assert re.search(r"fmmeta: stopped by (SIGTERM|SIGINT|the end of the launcher) after outer step \d+, saved in ", text), text
+    assert re.search(
+        r"fmmeta: stopped by (SIGTERM|SIGINT|the end of the launcher) after outer step \d+, saved in ", text
+    ), text
     assert not re.search(r'File ".*/fmmeta/', text), text  # tracebacks are the launchers' own
     if number == signal.SIGTERM and launcher == "deepspeed":
         assert "exits with return code = 75" in text  # says the launcher that was left behind
     env["DAWDLE_S"] = "0"
-    again = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150, check=False)
+    again = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150, check=False
+    )
     assert again.returncode == 0, again.stderr[-3000:]
     assert f"resumed from {run}/checkpoint-" in again.stdout
     assert same(run, straight)
@@ -108,21 +153,40 @@ run_and_requeue bash "$child" "$1"
 """
 
 
-@pytest.mark.parametrize(("told", "code", "restarts", "queued"), [
-    (True, 75, 0, True), (True, 1, 0, True), (True, 0, 0, False), (True, 2, 0, False), (False, 70, 0, True), (False, 2, 0, False),
-    (False, 0, 0, False), (True, 75, 50, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("told", "code", "restarts", "queued"),
+    [
+        (True, 75, 0, True),
+        (True, 1, 0, True),
+        (True, 0, 0, False),
+        (True, 2, 0, False),
+        (False, 70, 0, True),
+        (False, 2, 0, False),
+        (False, 0, 0, False),
+        (True, 75, 50, False),
+    ],
+)
 def test_what_goes_back_into_the_queue(told, code, restarts, queued, tmp_path):
-    """Saved, or a machine's fault, or anything after a signal; never bad input, never the end, never for ever."""
+    """Saved, or a machine's fault, or anything after a signal; never bad input, never the end, never for
+    ever.
+    """
     script = (
         SCRIPT.replace("CODE", str(code))
         .replace("LATE", str(0 if told else code))
         .replace("seq 100", f"seq {100 if told else 1}")
     )
-    env = environment(PATH=f"{slurm.install(tmp_path / 'bin')}:{PATHS}", STAND_IN_FOLDER=str(tmp_path), SLURM_JOB_ID="4711",
-                      SLURM_RESTART_COUNT=str(restarts))  # fmt: skip
+    env = environment(
+        PATH=f"{slurm.install(tmp_path / 'bin')}:{PATHS}",
+        STAND_IN_FOLDER=str(tmp_path),
+        SLURM_JOB_ID="4711",
+        SLURM_RESTART_COUNT=str(restarts),
+    )
     shell = subprocess.Popen(
-        ["bash", "-c", script, "job", str(tmp_path / "there")], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True
+        ["bash", "-c", script, "job", str(tmp_path / "there")],
+        cwd=ROOT,
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     until((tmp_path / "there").exists)
     if told:
@@ -133,7 +197,9 @@ def test_what_goes_back_into_the_queue(told, code, restarts, queued, tmp_path):
     assert ("not queued again: MAX_REQUEUES=50" in text) == (restarts == 50)
 
 
-@pytest.mark.parametrize("file", ["slurm_srun.sbatch", "slurm_torchrun.sbatch", "slurm_node.sh", "slurm_requeue.sh"])
+@pytest.mark.parametrize(
+    "file", ["slurm_srun.sbatch", "slurm_torchrun.sbatch", "slurm_node.sh", "slurm_requeue.sh"]
+)
 def test_scripts_read_well(file):
     subprocess.run(["bash", "-n", ROOT / "launch" / file], check=True)
 
@@ -145,11 +211,17 @@ def test_submitit_queues_a_run_again_after_its_save(flags, straight, tmp_path):
     words = ["--cluster=local", "--tasks_per_node=2", "--folder", str(tmp_path / "jobs")]
     env = environment(PATH=PATHS, MASTER_PORT=str(free_port()), **SLOWLY)
     command = [sys.executable, "launch/submitit_train.py", *words, *flags(tmp_path / "run", **LONG)]
-    started = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    started = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert started.stdout is not None
     job = int(started.stdout.readline().split()[1].rstrip(";"))  # the controller's process
     until(lambda: steps_of(tmp_path / "run") >= 3, 300)
-    tasks = [pid for children in Path(f"/proc/{job}/task").glob("*/children") for pid in children.read_text().split()]
+    tasks = [
+        pid
+        for children in Path(f"/proc/{job}/task").glob("*/children")
+        for pid in children.read_text().split()
+    ]
     assert len(tasks) == 2
     for pid in tasks:
         os.kill(int(pid), signal.SIGUSR1)
@@ -165,8 +237,18 @@ def test_submitit_queues_a_run_again_after_its_save(flags, straight, tmp_path):
 
 def test_submitit_is_not_asked_with_bad_flags(tmp_path):
     words = ["--cluster=local", "--folder", str(tmp_path / "jobs"), "--inner_stepz=3"]
-    ended = subprocess.run([sys.executable, "launch/submitit_train.py", *words], cwd=ROOT, env=environment(), capture_output=True,
-                           text=True, timeout=200, check=False)  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, "launch/submitit_train.py", *words],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "fmmeta: error: --inner_stepz is not a flag; did you mean --inner_steps?; --help lists them\n"
+    assert (
+        ended.stderr
+        == "fmmeta: error: --inner_stepz is not a flag; did you mean --inner_steps?; --help lists them\n"
+    )
     assert not (tmp_path / "jobs").exists()

@@ -1,4 +1,6 @@
-"""Loader processes and their folders beside real trainers: none outlives its trainer, and no run disturbs another one's."""
+"""Loader processes and their folders beside real trainers: none outlives its trainer, and no run disturbs
+another one's.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,20 @@ def test_no_process_outlives_a_killed_trainer(nursery, flags, tmp_path, moment):
 
 
 class Contained:
-    """A trainer in a PID namespace, as in a container that shares /dev/shm. first: the number before its process's number."""
+    """A trainer in a PID namespace, as in a container that shares /dev/shm. first: the number before its
+    process's number.
+    """
 
     def __init__(self, argv: list[str], folder: Path, name: str, first: int) -> None:
         self.log, self.prefix = folder / f"{name}.log", f"{PREFIX}{first + 1}-"
-        script = f'echo {first} > /proc/sys/kernel/ns_last_pid && "$@"; exit $?'  # a child of the shell, with the next number
+        script = (  # a child of the shell, with the next number
+            f'echo {first} > /proc/sys/kernel/ns_last_pid && "$@"; exit $?'
+        )
         words = [*SPACE, "sh", "-c", script, "sh", sys.executable, "launch/train.py", *argv]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(words, cwd=ROOT, env=environment(HOLD=str(folder / "go")), stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                words, cwd=ROOT, env=environment(HOLD=str(folder / "go")), stdout=log, stderr=log
+            )
 
     @property
     def folders(self) -> list[Path]:
@@ -72,8 +80,12 @@ class Contained:
 
 @pytest.mark.timeout(300)
 def test_runs_in_two_pid_namespaces_share_memory_undisturbed(flags, tmp_path):
-    """A run trains, a second one was killed, a third one starts beside them and ends, and then the first one ends."""
-    able = subprocess.run([*SPACE, "sh", "-c", "echo 100 > /proc/sys/kernel/ns_last_pid"], capture_output=True, check=False)
+    """A run trains, a second one was killed, a third one starts beside them and ends, and then the first one
+    ends.
+    """
+    able = subprocess.run(
+        [*SPACE, "sh", "-c", "echo 100 > /proc/sys/kernel/ns_last_pid"], capture_output=True, check=False
+    )
     if able.returncode or SHM is None:
         pytest.skip(f"no PID namespaces, or no /dev/shm, here: {able.stderr.decode().strip()}")
     begin = time.time_ns() % 10_000 + 10_000  # not the numbers of another such test
@@ -87,7 +99,9 @@ def test_runs_in_two_pid_namespaces_share_memory_undisturbed(flags, tmp_path):
         killed.process.kill()  # the first process of its namespace, and so all of them
         killed.process.wait()
         assert left.exists()
-        late = Contained(flags(tmp_path / "late", **{**HELD, "outer_steps": 2}), tmp_path, "late", begin + 2000)
+        late = Contained(
+            flags(tmp_path / "late", **{**HELD, "outer_steps": 2}), tmp_path, "late", begin + 2000
+        )
         late.end()
         assert not left.exists()
         assert not late.folders

@@ -1,4 +1,6 @@
-"""A task that is not finite is dropped with its weight, in whatever group it ran; theta is what the others make it."""
+"""A task that is not finite is dropped with its weight, in whatever group it ran; theta is what the others
+make it.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,33 @@ def files(tmp_path_factory):
 def wanted(files):
     """What an algorithm ends at with a poison, on any layout."""
     _, model, data = files
-    return cache(lambda algorithm, name: oracle(Config(**settings(model, data, algorithm=algorithm)), POISONS[name]))
+    return cache(
+        lambda algorithm, name: oracle(Config(**settings(model, data, algorithm=algorithm)), POISONS[name])
+    )
 
 
 def settings(model, data, **extra):
-    return {"model_name_or_path": str(model), "dataset": [str(data)], "task_type": "causal_lm", "k_shot": 5, "num_query": 3,
-            "meta_batch_size": 3, "inner_steps": 2, "outer_steps": 3, "outer_optimizer": "sgd", "outer_lr": 0.5,
-            "lr_scheduler_type": "linear", **extra}  # fmt: skip
+    return {
+        "model_name_or_path": str(model),
+        "dataset": [str(data)],
+        "task_type": "causal_lm",
+        "k_shot": 5,
+        "num_query": 3,
+        "meta_batch_size": 3,
+        "inner_steps": 2,
+        "outer_steps": 3,
+        "outer_optimizer": "sgd",
+        "outer_lr": 0.5,
+        "lr_scheduler_type": "linear",
+        **extra,
+    }
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("groups", "group_size", "spread"), [(2, 1, {}), (2, 2, {}), (2, 2, {"pipeline_stages": 2}),
-                                                              (2, 2, {"tensor_parallel_size": 2})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("groups", "group_size", "spread"),
+    [(2, 1, {}), (2, 2, {}), (2, 2, {"pipeline_stages": 2}), (2, 2, {"tensor_parallel_size": 2})],
+)
 def test_theta_is_what_the_other_tasks_make_it(files, wanted, groups, group_size, spread):
     folder, model, data = files
     stages = ("plain", 0) if group_size == 1 else (0, 1) if spread else (0, 1, 2, 3)
@@ -62,14 +79,23 @@ def test_theta_is_what_the_other_tasks_make_it(files, wanted, groups, group_size
                 if group_size == 2 and (name == "last") != (algorithm == "reptile"):
                     continue  # each place of a poison with one rule is enough for the larger layout
                 engine = "plain" if stage == "plain" else "deepspeed"
-                own = {"deepspeed": str(ds), "algorithm": algorithm, "group_size": str(group_size), "engine": engine}
+                own = {
+                    "deepspeed": str(ds),
+                    "algorithm": algorithm,
+                    "group_size": str(group_size),
+                    "engine": engine,
+                }
                 config = settings(model, data, **own, **spread)
                 listed.append({"id": f"{stage}-{algorithm}-{name}", "config": config, "poison": poison})
                 ends[listed[-1]["id"]] = wanted(algorithm, name)
     out = folder / f"out-{groups}x{group_size}-{'-'.join(spread)}"
     out.mkdir()
     (out / "cases.json").write_text(json.dumps(listed))
-    run_ranks(["-m", "tests.distributed.run_cases", str(out / "cases.json"), str(out)], groups * group_size, timeout_s=500).ok()
+    run_ranks(
+        ["-m", "tests.distributed.run_cases", str(out / "cases.json"), str(out)],
+        groups * group_size,
+        timeout_s=500,
+    ).ok()
     for case in listed:
         final, began = ends[case["id"]]
         theta = load_file(out / f"{case['id']}.safetensors")
@@ -82,13 +108,21 @@ def test_theta_is_what_the_other_tasks_make_it(files, wanted, groups, group_size
 
 
 def test_what_memory_held_before_does_not_matter(tmp_path):
-    """ZeRO 3 pads parameters that its ranks cannot share evenly with what it finds in memory: here, no numbers."""
+    """ZeRO 3 pads parameters that its ranks cannot share evenly with what it finds in memory: here, no
+    numbers.
+    """
     rows = [(3, "reptile", "together"), (3, "fomaml", "nothing"), (3, "reptile", "nothing")]
-    cases = [Case((1, 2), stage, algorithm, "several", "default", "bert", "fp32", "sgd", "learned", "micro", also)
-             for stage, algorithm, also in rows]  # fmt: skip
+    cases = [
+        Case((1, 2), stage, algorithm, "several", "default", "bert", "fp32", "sgd", "learned", "micro", also)
+        for stage, algorithm, also in rows
+    ]
     bench = Bench(tmp_path)
     outcomes = bench.run(cases, fill)
-    assert {case.id: error for case in cases if (error := bench.error(case, outcomes[case.id][0])) >= tolerance(case)} == {}
+    assert {
+        case.id: error
+        for case in cases
+        if (error := bench.error(case, outcomes[case.id][0])) >= tolerance(case)
+    } == {}
 
 
 def test_no_stage_adds_what_another_one_refuses(files):
@@ -98,7 +132,14 @@ def test_no_stage_adds_what_another_one_refuses(files):
     for name, stage, bf16 in (("a", 0, False), ("b", 1, False), ("c", 1, True)):
         configs.append(folder / f"{name}.json")
         configs[-1].write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}}))
-    arguments = ["-m", "tests.distributed.scenarios", "one_stage_refuses", str(model), str(data), *map(str, configs)]
+    arguments = [
+        "-m",
+        "tests.distributed.scenarios",
+        "one_stage_refuses",
+        str(model),
+        str(data),
+        *map(str, configs),
+    ]
     for text in run_ranks(arguments, 2).ok().output:
         said = [line for line in text.splitlines() if " moved " in line]
         assert said == [f"{way}: False kept True, then True moved True" for way in ("tap", "none", "engine")]
@@ -106,7 +147,9 @@ def test_no_stage_adds_what_another_one_refuses(files):
 
 @pytest.mark.timeout(300)
 def test_exploding_tasks_are_dropped_and_counted(files):
-    """Two groups; losses a thousand times as large are finite and beyond --max_task_loss, on the support or the query set."""
+    """Two groups; losses a thousand times as large are finite and beyond --max_task_loss, on the support or
+    the query set.
+    """
     folder, model, data = files
     config = settings(model, data, group_size="1", max_task_loss=50.0)
     poison = [[1, 0, "query"], [1, 2, "support"]]
@@ -120,7 +163,11 @@ def test_exploding_tasks_are_dropped_and_counted(files):
     off = torch.cat([(theta[name] - wanted[name]).flatten() for name in wanted]).norm()
     assert off / torch.cat([(wanted[name] - began[name]).flatten() for name in wanted]).norm() < 1e-5
     metrics = [json.loads(line) for line in (out / "one" / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["skipped_tasks"], line.get("exploded_tasks", 0)) for line in metrics] == [(0, 0), (2, 1), (0, 0)]
+    assert [(line["skipped_tasks"], line.get("exploded_tasks", 0)) for line in metrics] == [
+        (0, 0),
+        (2, 1),
+        (0, 0),
+    ]
     # after such a support loss the query loss is no number: that task is skipped for that
 
 
@@ -142,8 +189,20 @@ def oracle(config, poison):
 def test_a_run_without_finite_tasks_ends_and_says_so(files, tmp_path):
     _, model, data = files
     flags = {
-        **{"model_name_or_path": model, "dataset": data, "task_type": "causal_lm", "num_query": 3, "meta_batch_size": 2},
-        **{"outer_steps": 20, "inner_lr": 1e30, "max_bad_steps": 4, "output_dir": tmp_path / "run", "eval_episodes": 0},
+        **{
+            "model_name_or_path": model,
+            "dataset": data,
+            "task_type": "causal_lm",
+            "num_query": 3,
+            "meta_batch_size": 2,
+        },
+        **{
+            "outer_steps": 20,
+            "inner_lr": 1e30,
+            "max_bad_steps": 4,
+            "output_dir": tmp_path / "run",
+            "eval_episodes": 0,
+        },
     }
     ended = run_ranks(["launch/train.py", *(f"--{key}={value}" for key, value in flags.items())], 2)
     assert ended.codes == [2, 2]

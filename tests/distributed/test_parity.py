@@ -9,7 +9,19 @@ from operator import or_
 
 import pytest
 
-from tests.distributed.matrix import AXES, LAYOUTS, Bench, Case, Launches, cases, full, pairs, pairwise, selected, tolerance
+from tests.distributed.matrix import (
+    AXES,
+    LAYOUTS,
+    Bench,
+    Case,
+    Launches,
+    cases,
+    full,
+    pairs,
+    pairwise,
+    selected,
+    tolerance,
+)
 
 CHOSEN = full() if os.environ.get("FMMETA_PARITY") == "full" else pairwise()
 WRAPPERS = {
@@ -35,7 +47,9 @@ def outcomes(request, tmp_path_factory):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("case", sorted(CHOSEN, key=lambda case: LAYOUTS.index(case.layout)), ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", sorted(CHOSEN, key=lambda case: LAYOUTS.index(case.layout)), ids=lambda case: case.id
+)
 def test_ends_where_the_oracle_ends(case, outcomes):
     error, facts = outcomes(case)
     assert error < tolerance(case)
@@ -55,9 +69,17 @@ def test_the_cover_holds_every_pair():
 def test_the_full_matrix_holds_what_is_promised():
     listed = full()
     assert len(listed) == len({case.id for case in listed})
-    for layout, stage, algorithm, model in itertools.product(LAYOUTS, (0, 1, 2, 3), ("fomaml", "reptile"), ("llama", "bert")):
-        found = [c for c in listed if (c.layout, c.stage, c.algorithm, c.model) == (layout, stage, algorithm, model)]
+    for layout, stage, algorithm, model in itertools.product(
+        LAYOUTS, (0, 1, 2, 3), ("fomaml", "reptile"), ("llama", "bert")
+    ):
+        found = [
+            c
+            for c in listed
+            if (c.layout, c.stage, c.algorithm, c.model) == (layout, stage, algorithm, model)
+        ]
         assert {c.dtype for c in found} == {"fp32", "bf16"}
         assert {c.groups for c in found} == {"one", "several"}
-    everything = set(itertools.product(AXES["stage"], AXES["also"], AXES["dtype"]))  # the salt of full() is chosen for this
+    everything = set(
+        itertools.product(AXES["stage"], AXES["also"], AXES["dtype"])
+    )  # the salt of full() is chosen for this
     assert {(c.stage, c.also, c.dtype) for c in listed} == everything

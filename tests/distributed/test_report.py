@@ -1,4 +1,6 @@
-"""What a launch leaves besides the model: one report and one tracker's files, equal for every layout, one rank writing them."""
+"""What a launch leaves besides the model: one report and one tracker's files, equal for every layout, one
+rank writing them.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,18 @@ def test_report_and_trackers_of_other_layouts(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     data, model = write_classes(tmp_path / "data.jsonl", 15, 12), save_bert(tmp_path / "bert")
-    flags = {"dataset": data, "model_name_or_path": model, "n_way": 3, "k_shot": 2, "num_query": 4, "inner_lr": 0.3,
-             "outer_steps": 2, "meta_batch_size": 2, "eval_episodes": 3, "micro_batch_size": 4}  # fmt: skip
+    flags = {
+        "dataset": data,
+        "model_name_or_path": model,
+        "n_way": 3,
+        "k_shot": 2,
+        "num_query": 4,
+        "inner_lr": 0.3,
+        "outer_steps": 2,
+        "meta_batch_size": 2,
+        "eval_episodes": 3,
+        "micro_batch_size": 4,
+    }
     layouts = {
         "one": (1, {"deepspeed": "ds_configs/zero0.json"}),
         "groups": (2, {"deepspeed": "ds_configs/zero0.json", "group_size": 1, "report_to": "tensorboard"}),
@@ -31,12 +43,18 @@ def test_report_and_trackers_of_other_layouts(tmp_path):
         told[name] = json.loads((tmp_path / name / "run.json").read_text())["held_out"]["confusion"]
         text = (tmp_path / name / "report.html").read_text()
         assert ("Confusion matrix" in text) == (name != "stages")
-        assert write(tmp_path / name).read_text().split("Written")[0] == text.split("Written")[0]  # made from its folder alone
+        assert (
+            write(tmp_path / name).read_text().split("Written")[0] == text.split("Written")[0]
+        )  # made from its folder alone
     assert told["one"]["counts"] == told["groups"]["counts"] == told["sharded"]["counts"]
     assert sum(map(sum, told["one"]["counts"])) == 12
-    assert told["stages"] == {"left_out": "pipeline_stages=2: only the last stage sees what the model answers"}
+    assert told["stages"] == {
+        "left_out": "pipeline_stages=2: only the last stage sees what the model answers"
+    }
     for name in ("groups", "sharded"):
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert len(list((tmp_path / name / "tensorboard").glob("events*"))) == 1
         events = EventAccumulator(str(tmp_path / name / "tensorboard")).Reload()
-        assert [one.value for one in events.Scalars("query_loss")] == pytest.approx([line["query_loss"] for line in lines])
+        assert [one.value for one in events.Scalars("query_loss")] == pytest.approx(
+            [line["query_loss"] for line in lines]
+        )

@@ -62,40 +62,66 @@ def test_the_same_flags_on_other_layouts_give_the_same_model(tmp_path):
 
 @pytest.mark.timeout(600)
 def test_adapters_are_the_same_on_other_layouts_and_after_a_resumption(tmp_path):
-    """One rank of plain PyTorch; a group of two with ZeRO 3, its base sharded; that one again from the first's checkpoint; and
-    two stages, the first of which trains nothing, from a checkpoint of theirs."""
+    """One rank of plain PyTorch; a group of two with ZeRO 3, its base sharded; that one again from the
+    first's checkpoint; and two stages, the first of which trains nothing, from a checkpoint of theirs.
+    """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     base, data = save_llama(tmp_path / "base"), write_pairs(tmp_path / "pairs.jsonl")
     flags = {
-        **{"model_name_or_path": base, "dataset": data, "task_type": "causal_lm", "num_query": 3, "meta_batch_size": 3},
-        **{"lora_r": 4, "lora_target_modules": "all-linear", "outer_lr": 5e-3, "adam_epsilon": 1e-3, "save_steps": 2},
+        **{
+            "model_name_or_path": base,
+            "dataset": data,
+            "task_type": "causal_lm",
+            "num_query": 3,
+            "meta_batch_size": 3,
+        },
+        **{
+            "lora_r": 4,
+            "lora_target_modules": "all-linear",
+            "outer_lr": 5e-3,
+            "adam_epsilon": 1e-3,
+            "save_steps": 2,
+        },
     }
     one = train(tmp_path / "one", 1, **flags).ok()
     sharded = {**flags, "deepspeed": "ds_configs/zero3.json", "group_size": 2}
     two = train(tmp_path / "two", 2, **sharded, lora_merge=True).ok()
-    resumed = train(tmp_path / "again", 2, **sharded, resume_from_checkpoint=tmp_path / "one" / "checkpoint-2").ok()
+    resumed = train(
+        tmp_path / "again", 2, **sharded, resume_from_checkpoint=tmp_path / "one" / "checkpoint-2"
+    ).ok()
     assert "LoRA of rank 4: 3,712 of 27,520 parameters are trained" in one.output[0]
     assert not two.others
     assert not resumed.others
-    adapters = [load_file(tmp_path / run / "model" / "adapter_model.safetensors") for run in ("one", "two", "again")]
+    adapters = [
+        load_file(tmp_path / run / "model" / "adapter_model.safetensors") for run in ("one", "two", "again")
+    ]
     assert relative_difference(adapters[0], adapters[1]) < 1e-6
     assert relative_difference(adapters[0], adapters[2]) < 1e-6
-    assert all(float(value.abs().max()) > 1e-4 for name, value in adapters[0].items() if "lora_B" in name)  # B began at zero
+    assert all(
+        float(value.abs().max()) > 1e-4 for name, value in adapters[0].items() if "lora_B" in name
+    )  # B began at zero
     few = {**flags, "lora_target_modules": "layers.1.self_attn.v_proj"}
     train(tmp_path / "few", 1, **few).ok()
     staged = {**few, "group_size": 2, "pipeline_stages": 2, "deepspeed": "ds_configs/zero1.json"}
     stages = train(tmp_path / "stages", 2, **staged).ok()
     assert "LoRA of rank 4: 192 of 24,000 parameters are trained" in stages.output[0]
-    train(tmp_path / "stages-again", 2, **staged, resume_from_checkpoint=tmp_path / "stages" / "checkpoint-2").ok()
+    train(
+        tmp_path / "stages-again", 2, **staged, resume_from_checkpoint=tmp_path / "stages" / "checkpoint-2"
+    ).ok()
     train(tmp_path / "few-again", 1, **few, resume_from_checkpoint=tmp_path / "stages" / "checkpoint-2").ok()
     wanted = load_file(tmp_path / "few" / "model" / "adapter_model.safetensors")
     for run in ("stages", "stages-again", "few-again"):
-        assert relative_difference(wanted, load_file(tmp_path / run / "model" / "adapter_model.safetensors")) < 1e-6
+        assert (
+            relative_difference(wanted, load_file(tmp_path / run / "model" / "adapter_model.safetensors"))
+            < 1e-6
+        )
     ids = torch.randint(3, 250, (2, 9))
     with torch.no_grad():
-        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "two" / "model")(ids).logits
+        loaded = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base), tmp_path / "two" / "model"
+        )(ids).logits
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "merged")(ids).logits
         plain = AutoModelForCausalLM.from_pretrained(base)(ids).logits
     torch.testing.assert_close(merged, loaded, rtol=1e-5, atol=1e-5)
@@ -106,10 +132,19 @@ def test_cross_group_traffic_is_one_reduction_of_the_shard(tmp_path):
     few = {"meta_batch_size": 4, "inner_steps": 1, "outer_steps": 2}
     train(tmp_path / "few", 2, **few).ok()
     train(
-        tmp_path / "many", 2, meta_batch_size=64, inner_steps=10, outer_steps=1, meta_accumulation_steps=1, k_shot=1, num_query=1
+        tmp_path / "many",
+        2,
+        meta_batch_size=64,
+        inner_steps=10,
+        outer_steps=1,
+        meta_accumulation_steps=1,
+        k_shot=1,
+        num_query=1,
     ).ok()
     parameters = sum(value.numel() for value in model_of(tmp_path / "few").values())
-    pooler = sum(value.numel() for name, value in model_of(tmp_path / "few").items() if name.startswith("pooler"))
+    pooler = sum(
+        value.numel() for name, value in model_of(tmp_path / "few").items() if name.startswith("pooler")
+    )
     head = 64 * 5 + 5  # the head is in the shard, though it starts anew in every task
     expected = 4 * (parameters - pooler + head)
     seen = [line["comm_bytes"] for folder in ("few", "many") for line in metrics_of(tmp_path / folder)]
@@ -118,8 +153,23 @@ def test_cross_group_traffic_is_one_reduction_of_the_shard(tmp_path):
 
 def test_metrics_and_run_json_hold_what_is_promised(tmp_path):
     train(tmp_path / "run", 1, outer_steps=2, fresh=True).ok()
-    keys = {"step", "epoch", "seconds", "tokens", "support_loss", "query_loss", "accuracy", "grad_norm", "lr", "skipped_tasks",
-            "comm_bytes", "data_seconds", "wait_seconds", "wait_seconds_by_group", "imbalance"}  # fmt: skip
+    keys = {
+        "step",
+        "epoch",
+        "seconds",
+        "tokens",
+        "support_loss",
+        "query_loss",
+        "accuracy",
+        "grad_norm",
+        "lr",
+        "skipped_tasks",
+        "comm_bytes",
+        "data_seconds",
+        "wait_seconds",
+        "wait_seconds_by_group",
+        "imbalance",
+    }
     assert all(keys == set(line) for line in metrics_of(tmp_path / "run"))
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["finished"]
@@ -144,15 +194,26 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
     assert "resumed from" in again.output[0]
     whole, killed = model_of(tmp_path / "whole"), model_of(tmp_path / "killed")
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
-    losses = [[(line["step"], line["query_loss"]) for line in metrics_of(tmp_path / name)] for name in ("whole", "killed")]
+    losses = [
+        [(line["step"], line["query_loss"]) for line in metrics_of(tmp_path / name)]
+        for name in ("whole", "killed")
+    ]
     assert losses[0] == losses[1]
-    assert sorted(p.name for p in (tmp_path / "killed").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    assert sorted(p.name for p in (tmp_path / "killed").glob("checkpoint-*")) == [
+        "checkpoint-4",
+        "checkpoint-6",
+    ]
     finished = train(tmp_path / "killed", 2, **settings).ok()
     assert "holds this run, finished" in finished.output[0]
 
     # another layout: ZeRO 3 in one group of two goes on from the same checkpoint
     shutil.copytree(tmp_path / "killed" / "checkpoint-4", tmp_path / "from")
-    moved = {**settings, "resume_from_checkpoint": tmp_path / "from", "group_size": 2, "deepspeed": "ds_configs/zero3.json"}
+    moved = {
+        **settings,
+        "resume_from_checkpoint": tmp_path / "from",
+        "group_size": 2,
+        "deepspeed": "ds_configs/zero3.json",
+    }
     train(tmp_path / "moved", 2, **moved).ok()
     assert relative_difference(whole, model_of(tmp_path / "moved")) < 1e-6
 
@@ -161,25 +222,39 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
 def test_a_run_moves_between_all_ways_to_spread_a_model(tmp_path):
     """A pipeline's checkpoint goes on under tensor parallelism, and that one's under ZeRO 3."""
     data = write_pairs(tmp_path / "pairs.jsonl")
-    settings = {"task_type": "causal_lm", "dataset": data, "num_query": 3, "meta_batch_size": 2, "inner_steps": 2,
-                "outer_steps": 4, "save_steps": 1, "save_total_limit": 4}  # fmt: skip
+    settings = {
+        "task_type": "causal_lm",
+        "dataset": data,
+        "num_query": 3,
+        "meta_batch_size": 2,
+        "inner_steps": 2,
+        "outer_steps": 4,
+        "save_steps": 1,
+        "save_total_limit": 4,
+    }
     train(tmp_path / "plain", 1, **settings).ok()
     spread = {**settings, "group_size": 2}
     first = train(tmp_path / "stages", 2, pipeline_stages=2, deepspeed="ds_configs/zero1.json", **spread).ok()
     assert "1 group of 2 ranks on cpu; DeepSpeed ZeRO 1, 2 pipeline stages; fp32" in first.output[0]
     assert not first.others
     begun = tmp_path / "stages" / "checkpoint-1"
-    second = train(tmp_path / "tensor", 2, tensor_parallel_size=2, resume_from_checkpoint=begun, **spread).ok()
+    second = train(
+        tmp_path / "tensor", 2, tensor_parallel_size=2, resume_from_checkpoint=begun, **spread
+    ).ok()
     assert "DeepSpeed ZeRO 0, 2 tensor ranks" in second.output[0]
     begun = tmp_path / "tensor" / "checkpoint-2"
-    train(tmp_path / "zero3", 2, deepspeed="ds_configs/zero3.json", resume_from_checkpoint=begun, **spread).ok()
+    train(
+        tmp_path / "zero3", 2, deepspeed="ds_configs/zero3.json", resume_from_checkpoint=begun, **spread
+    ).ok()
     wanted = model_of(tmp_path / "plain")
     for name in ("stages", "tensor", "zero3"):
         assert relative_difference(wanted, model_of(tmp_path / name)) < 1e-6, name
     assert len(list((tmp_path / "stages" / "model").glob("model-*.safetensors"))) == 2  # one from each stage
     lines = [metrics_of(tmp_path / name) for name in ("plain", "stages")]
     for key in ("tokens", "query_loss", "accuracy", "grad_norm"):
-        assert [line[key] for line in lines[1]] == pytest.approx([line[key] for line in lines[0]], rel=1e-4), key
+        assert [line[key] for line in lines[1]] == pytest.approx(
+            [line[key] for line in lines[0]], rel=1e-4
+        ), key
 
 
 @pytest.mark.timeout(300)
@@ -187,14 +262,33 @@ def test_stages_by_measured_time_hold_what_is_printed(tmp_path):
     """A large head: the first stage gets more layers than by parameters; theta is the same either way."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 20000}
-    model = save(LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False, pad_token_id=0)), tmp_path / "model")
-    settings = {"model_name_or_path": model, "task_type": "causal_lm", "dataset": write_pairs(tmp_path / "pairs.jsonl"),
-                "num_query": 3, "meta_batch_size": 2, "inner_steps": 1, "outer_steps": 2, "group_size": 2,
-                "pipeline_stages": 2}  # fmt: skip
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+        "vocab_size": 20000,
+    }
+    model = save(
+        LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False, pad_token_id=0)), tmp_path / "model"
+    )
+    settings = {
+        "model_name_or_path": model,
+        "task_type": "causal_lm",
+        "dataset": write_pairs(tmp_path / "pairs.jsonl"),
+        "num_query": 3,
+        "meta_batch_size": 2,
+        "inner_steps": 1,
+        "outer_steps": 2,
+        "group_size": 2,
+        "pipeline_stages": 2,
+    }
     for balance in ("parameters", "time"):
         ran = train(tmp_path / balance, 2, pipeline_balance=balance, **settings).ok()
-        said = re.search(rf"stages by {balance}: layers 0 to (\d) \(([\d,]+) parameters(.*?)\); layers (\d) to 5", ran.output[0])
+        said = re.search(
+            rf"stages by {balance}: layers 0 to (\d) \(([\d,]+) parameters(.*?)\); layers (\d) to 5",
+            ran.output[0],
+        )
         assert said, ran.output[0]
         assert ("ms" in said[3]) == (balance == "time")
         assert (said[1] == "2") == (balance == "parameters")
@@ -206,7 +300,10 @@ def test_stages_by_measured_time_hold_what_is_printed(tmp_path):
 
 
 def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
-    """Flags, and what the one line must say. One case of each place where checks live; tests/unit has the rest."""
+    """Flags, and what the one line must say.
+
+    One case of each place where checks live; tests/unit has the rest.
+    """
     data = write_classes(folder / "classes.jsonl")
     (folder / "empty").mkdir()
     (folder / "broken.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": \n')
@@ -230,8 +327,14 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
         "model": ({"model_name_or_path": folder / "empty"}, "holds no config.json"),
         "moe": ({"model_name_or_path": folder / "moe"}, "is a mixture of experts (mixtral)"),
         "fp16": ({"deepspeed": folder / "fp16.json"}, "use bf16 or fp32"),
-        "stages": ({"group_size": 2, "pipeline_stages": 3}, "pipeline_stages=3 is above the 2 layers of the model"),
-        "stages of a group": ({"group_size": 1, "pipeline_stages": 2}, "group_size=1 is not a multiple of pipeline_stages=2"),
+        "stages": (
+            {"group_size": 2, "pipeline_stages": 3},
+            "pipeline_stages=3 is above the 2 layers of the model",
+        ),
+        "stages of a group": (
+            {"group_size": 1, "pipeline_stages": 2},
+            "group_size=1 is not a multiple of pipeline_stages=2",
+        ),
         "stages, ZeRO": (
             {"group_size": 2, "pipeline_stages": 2, "deepspeed": "ds_configs/zero2.json"},
             "does not go with ZeRO 2",
@@ -240,9 +343,18 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
             {"model_name_or_path": folder / "electra", "group_size": 2, "pipeline_stages": 2},
             "electra is not cut",
         ),
-        "tensor, family": ({"group_size": 2, "tensor_parallel_size": 2}, "model_type=bert has no plan of its own"),
+        "tensor, family": (
+            {"group_size": 2, "tensor_parallel_size": 2},
+            "model_type=bert has no plan of its own",
+        ),
         "tensor, heads": (
-            {"group_size": 2, "tensor_parallel_size": 3, "task_type": "causal_lm", "k_shot": 1, "num_query": 1},
+            {
+                "group_size": 2,
+                "tensor_parallel_size": 3,
+                "task_type": "causal_lm",
+                "k_shot": 1,
+                "num_query": 1,
+            },
             "tensor_parallel_size=3 does not divide num_attention_heads=4",
         ),
         "tensor, ZeRO": (
@@ -259,8 +371,10 @@ FROM_OUTSIDE = ("unknown flag", "group size", "line", "moe")  # whole launches
 @pytest.mark.timeout(600)
 def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
     inputs = bad_inputs(tmp_path)
-    started = {name: shared().train(words(tmp_path / "runs" / name, **inputs[name][0]), 2, tmp_path / f"{name} logs")
-               for name in FROM_OUTSIDE}  # fmt: skip
+    started = {
+        name: shared().train(words(tmp_path / "runs" / name, **inputs[name][0]), 2, tmp_path / f"{name} logs")
+        for name in FROM_OUTSIDE
+    }
     for name, ranks in started.items():
         ended = Ended(shared().wait(ranks, 100), [rank.text for rank in ranks])
         assert ended.codes == [2, 2], (name, ended.output)
@@ -273,7 +387,9 @@ def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
 
 
 def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
-    inputs = {name: case for name, case in bad_inputs(tmp_path).items() if name not in ("unknown flag", "choice")}
+    inputs = {
+        name: case for name, case in bad_inputs(tmp_path).items() if name not in ("unknown flag", "choice")
+    }
     flags = [[f"--{key}={value}" for key, value in given.items()] for given, _ in inputs.values()]
     (tmp_path / "flags.json").write_text(json.dumps(flags))
     arguments = ["-m", "tests.distributed.scenarios", "refusals", str(tmp_path / "flags.json")]
@@ -295,10 +411,20 @@ def test_copies_of_a_model_that_differ_by_rounding_take_the_same_steps():
     assert first[0] == second[0]
 
 
-@pytest.mark.parametrize(("setting", "value"), [("deepspeed", "ds_configs/zero3.json"), ("pipeline_stages", 2)])
+@pytest.mark.parametrize(
+    ("setting", "value"), [("deepspeed", "ds_configs/zero3.json"), ("pipeline_stages", 2)]
+)
 def test_the_base_of_adapters_is_born_in_parts(tmp_path, setting, value):
     model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
-    arguments = ["-m", "tests.distributed.scenarios", "born_sharded", str(model), str(data), setting, str(value)]
+    arguments = [
+        "-m",
+        "tests.distributed.scenarios",
+        "born_sharded",
+        str(model),
+        str(data),
+        setting,
+        str(value),
+    ]
     output = run_ranks(arguments, 2).ok().output
     said = [re.search(r"holds (\d+) of the base and 0 frozen tensors", text) for text in output]
     held = [int(found[1]) for found in said if found]
@@ -322,7 +448,10 @@ def test_no_rank_raises_alone():
 def test_a_reduction_comes_bucket_by_bucket():
     for text in scenario("buckets", 2):
         places = "[(0, 8), (8, 16), (16, 20)]"
-        assert [line for line in text.splitlines() if places in line] == [f"None {places}", f"torch.bfloat16 {places}"]
+        assert [line for line in text.splitlines() if places in line] == [
+            f"None {places}",
+            f"torch.bfloat16 {places}",
+        ]
         means = [line for line in text.splitlines() if line.startswith("mean")]
         assert means == [f"mean {[1.0] * length} [[1.0, 1.0], [1.0, 1.0]]" for length in (8, 8, 4)]
 

@@ -1,4 +1,6 @@
-"""A model spread over a group by layers ends where the oracle ends, and comes back from its folder as plain transformers."""
+"""A model spread over a group by layers ends where the oracle ends, and comes back from its folder as plain
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def bench(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(request, bench):
-    """theta and facts by case; the cases of a layout and kind run in one launch (DeepSpeed keeps the first kind's groups)."""
+    """theta and facts by case; the cases of a layout and kind run in one launch (DeepSpeed keeps the first
+    kind's groups).
+    """
     return Launches(bench, selected(request), kind_of).outcome
 
 
@@ -35,9 +39,13 @@ def outcomes(request, bench):
 def test_ends_where_the_oracle_ends_and_comes_back(case: Case, bench, outcomes):
     theta, facts = outcomes(case)
     assert bench.error(case, theta) < tolerance(case)
-    assert facts["start_off"] == 0  # every stage holds the checkpoint's weights, also where a new head is drawn
+    assert (
+        facts["start_off"] == 0
+    )  # every stage holds the checkpoint's weights, also where a new head is drawn
     assert facts["engine"] == ("PipelineWorker" if case.stages > 1 else "DeepSpeedWorker")
-    assert facts["effects"] == {name: value for name, value in case.settings.items() if name != "lora_target_modules"}
+    assert facts["effects"] == {
+        name: value for name, value in case.settings.items() if name != "lora_target_modules"
+    }
     round_trip(bench, case, theta)
 
 
@@ -62,7 +70,9 @@ def round_trip(bench: Bench, case: Case, theta: dict[str, torch.Tensor]) -> None
     ids = torch.randint(3, 259, (2, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     with torch.no_grad():
-        for name in learner.head_names if case.head != "learned" else ():  # zeros as saved: give both the same other head
+        for name in (
+            learner.head_names if case.head != "learned" else ()
+        ):  # zeros as saved: give both the same other head
             value = torch.randn(learner.get_parameter(name).shape)
             learner.get_parameter(name).copy_(value)
             plain.get_parameter(name.removeprefix("hf.")).copy_(value)
@@ -72,7 +82,9 @@ def round_trip(bench: Bench, case: Case, theta: dict[str, torch.Tensor]) -> None
 
 
 def adapters_come_back(bench: Bench, case: Case, theta: dict[str, torch.Tensor]) -> None:
-    """The exported adapters on their base, by plain peft, and the merged model, by plain transformers, give theta's logits."""
+    """The exported adapters on their base, by plain peft, and the merged model, by plain transformers, give
+    theta's logits.
+    """
     import transformers
     from peft import PeftModel
 
@@ -84,11 +96,16 @@ def adapters_come_back(bench: Bench, case: Case, theta: dict[str, torch.Tensor])
             learner.get_parameter(name).copy_(value)
     encoder = case.model.startswith(ENCODERS)
     auto = getattr(transformers, "AutoModelForSequenceClassification" if encoder else "AutoModelForCausalLM")
-    base = auto.from_pretrained(config.model_name_or_path, ignore_mismatched_sizes=True, **({"num_labels": 5} if encoder else {}))
+    base = auto.from_pretrained(
+        config.model_name_or_path, ignore_mismatched_sizes=True, **({"num_labels": 5} if encoder else {})
+    )
     ids = torch.randint(3, 259, (2, 12), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with torch.no_grad():
         wanted = learner(**batch)
-        for model in (PeftModel.from_pretrained(base, folder / "model"), auto.from_pretrained(folder / "merged")):
+        for model in (
+            PeftModel.from_pretrained(base, folder / "model"),
+            auto.from_pretrained(folder / "merged"),
+        ):
             torch.testing.assert_close(model.eval()(**batch).logits, wanted, atol=1e-5, rtol=1e-5)
     assert float(wanted.std()) > 1e-3

@@ -1,4 +1,6 @@
-"""Several tasks in one pass, over ranks of a group and groups: the oracle's theta, and ZeRO 3 gathers the base once."""
+"""Several tasks in one pass, over ranks of a group and groups: the oracle's theta, and ZeRO 3 gathers the
+base once.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,16 @@ POOLED = [
     ((1, 2), 0, "anil", "learned", 2),  # stages
     ((2, 1), "plain", "anil", "prototype", 1),
 ]
-CASES = [Case(layout, stage, algorithm, "several", "default", model, dtype, "sgd", head, extra, "together")
-         for layout, stage, algorithm, model, dtype, head, extra in ROWS]  # fmt: skip
-CASES += [Case(layout, stage, algorithm, "several", "default", "bert", "fp32", "sgd", head, "micro", "pooled", stages)
-          for layout, stage, algorithm, head, stages in POOLED]  # fmt: skip
+CASES = [
+    Case(layout, stage, algorithm, "several", "default", model, dtype, "sgd", head, extra, "together")
+    for layout, stage, algorithm, model, dtype, head, extra in ROWS
+]
+CASES += [
+    Case(
+        layout, stage, algorithm, "several", "default", "bert", "fp32", "sgd", head, "micro", "pooled", stages
+    )
+    for layout, stage, algorithm, head, stages in POOLED
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +49,11 @@ def test_ends_where_the_oracle_ends(bench, layout):
     chosen = [case for case in CASES if case.layout == layout]
     outcomes = bench.run(chosen)
     errors = {case.id: bench.error(case, outcomes[case.id][0]) for case in chosen}
-    assert {name: error for name, error in errors.items()
-            if error >= tolerance(next(case for case in chosen if case.id == name))} == {}  # fmt: skip
+    assert {
+        name: error
+        for name, error in errors.items()
+        if error >= tolerance(next(case for case in chosen if case.id == name))
+    } == {}
 
 
 @pytest.mark.timeout(600)
@@ -52,7 +63,9 @@ def test_zero_3_gathers_the_base_once_for_eight_tasks(kind, tmp_path):
         model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
     else:
         model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl")
-    ended = run_ranks(["-m", "tests.distributed.scenarios", "gathers", str(model), str(data), kind], 2, timeout_s=560).ok()
+    ended = run_ranks(
+        ["-m", "tests.distributed.scenarios", "gathers", str(model), str(data), kind], 2, timeout_s=560
+    ).ok()
     for text in ended.output:
         told = re.search(r"gathers (\d+) (\d+) apart (\S+)", text)
         assert told, text[-2000:]

@@ -1,4 +1,6 @@
-"""Real processes that are killed, stopped, signalled and frozen: who ends when, with which code, and what is lost."""
+"""Real processes that are killed, stopped, signalled and frozen: who ends when, with which code, and what is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,13 @@ def straight(nursery, flags, tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.parametrize(("number", "whom"), [(signal.SIGTERM, [0, 1]), (signal.SIGINT, [0, 0, 1]), (signal.SIGUSR1, [1])])
+@pytest.mark.parametrize(
+    ("number", "whom"), [(signal.SIGTERM, [0, 1]), (signal.SIGINT, [0, 0, 1]), (signal.SIGUSR1, [1])]
+)
 def test_a_signal_saves_and_ends_every_rank_with_75(nursery, flags, straight, tmp_path, number, whom):
-    """To all ranks, to one twice as Ctrl-C does, to one alone; the same command then goes on to the same bits."""
+    """To all ranks, to one twice as Ctrl-C does, to one alone; the same command then goes on to the same
+    bits.
+    """
     run = tmp_path / "run"
     ranks = nursery.train(flags(run, **LONG), 2, tmp_path)
     until(lambda: steps_of(run) >= 2)
@@ -39,9 +45,14 @@ def test_a_signal_saves_and_ends_every_rank_with_75(nursery, flags, straight, tm
         os.kill(ranks[rank].pid, number)
     asked = time.monotonic()
     assert nursery.wait(ranks, 60) == [75, 75], ranks[0].text + ranks[1].text
-    assert max(rank.ended for rank in ranks) - asked < 20  # a task, the agreement, the save, and the others' three seconds
+    assert (
+        max(rank.ended for rank in ranks) - asked < 20
+    )  # a task, the agreement, the save, and the others' three seconds
     (folder,) = (path for path in run.glob("checkpoint-*") if path.name != "checkpoint-5")
-    said = rf"fmmeta: stopped by {number.name} after outer step {folder.name.removeprefix('checkpoint-')}, saved in {folder}; "
+    said = (
+        rf"fmmeta: stopped by {number.name} after outer step {folder.name.removeprefix('checkpoint-')}, saved"
+        rf" in {folder}; "
+    )
     assert said in ranks[0].text
     assert "Traceback" not in ranks[0].text + ranks[1].text
     again = nursery.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
@@ -51,7 +62,9 @@ def test_a_signal_saves_and_ends_every_rank_with_75(nursery, flags, straight, tm
 
 
 def test_a_step_is_abandoned_between_two_tasks(nursery, flags, straight, tmp_path):
-    """A group runs its tasks when it has all of them; the one that learns of a signal meanwhile does not begin."""
+    """A group runs its tasks when it has all of them; the one that learns of a signal meanwhile does not
+    begin.
+    """
     run = tmp_path / "run"
     ranks = nursery.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0.5")
     until(lambda: steps_of(run) >= 2)
@@ -102,12 +115,19 @@ def test_a_frozen_rank_is_named_and_the_job_ends(nursery, flags, straight, tmp_p
     assert codes == ([-9, 70] if frozen == 0 else [70, -9]), ranks[0].text + ranks[1].text
     text = ranks[1 - frozen].text
     assert re.search(
-        r"fmmeta: watchdog: outer step \d+ has taken \d+ s, and its bound is 3 s \(--step_timeout\); the job ends", text
+        r"fmmeta: watchdog: outer step \d+ has taken \d+ s, and its bound is 3 s \(--step_timeout\); the job"
+        r" ends",
+        text,
     )
-    assert re.search(rf"fmmeta: watchdog: rank {frozen} \(process {ranks[frozen].pid} on .*\) is silent", text)
+    assert re.search(
+        rf"fmmeta: watchdog: rank {frozen} \(process {ranks[frozen].pid} on .*\) is silent", text
+    )
     if frozen == 1:
         assert re.search(r"is silent \(stopped, frozen or cut off\), last heard in outer step \d+, ", text)
-    own = rf"fmmeta: watchdog: rank {1 - frozen} \(process {ranks[1 - frozen].pid} on .*\): in outer step \d+, .*; stack: .*loop"
+    own = (
+        rf"fmmeta: watchdog: rank {1 - frozen} \(process {ranks[1 - frozen].pid} on .*\): in outer step \d+,"
+        r" .*; stack: .*loop"
+    )
     assert re.search(own, text), text
     again = nursery.train(flags(run, step_timeout=100, **LONG), 2, tmp_path, DAWDLE_S="0")
     assert nursery.wait(again, 100) == [0, 0], again[0].text
@@ -115,10 +135,13 @@ def test_a_frozen_rank_is_named_and_the_job_ends(nursery, flags, straight, tmp_p
 
 
 def test_a_run_alone_is_watched_too(nursery, flags, tmp_path):
-    ranks = nursery.train(flags(tmp_path / "run", step_timeout=1.5, **{**LONG, "outer_steps": 3}), 1, tmp_path, DAWDLE_S="60")
+    ranks = nursery.train(
+        flags(tmp_path / "run", step_timeout=1.5, **{**LONG, "outer_steps": 3}), 1, tmp_path, DAWDLE_S="60"
+    )
     assert nursery.wait(ranks, 30) == [70]
     assert re.search(
-        r"watchdog: rank 0 \(.*\): in outer step 2, waiting for its tasks; stack: short.py:\d+ dawdle", ranks[0].text
+        r"watchdog: rank 0 \(.*\): in outer step 2, waiting for its tasks; stack: short.py:\d+ dawdle",
+        ranks[0].text,
     )
 
 
@@ -135,7 +158,9 @@ for rank in range(2):
     print(subprocess.Popen(command, env=env, stdout=out, stderr=out).pid, flush=True)
 time.sleep(1000)
 """
-    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    )
     assert launcher.stdout is not None
     pids = [int(launcher.stdout.readline()) for _ in range(2)]
     until(lambda: steps_of(run) >= 2, 120)
@@ -162,7 +187,11 @@ def test_torchrun_restarts_a_killed_run_without_any_flag(flags, straight, tmp_pa
     with (tmp_path / "log").open("w") as log:
         started = subprocess.Popen([*command, *arguments], cwd=tmp_path, env=env, stdout=log, stderr=log)
         until(lambda: list(tmp_path.glob("runs/*/checkpoint-5")), 150)
-        ranks = [pid for children in Path(f"/proc/{started.pid}/task").glob("*/children") for pid in children.read_text().split()]
+        ranks = [
+            pid
+            for children in Path(f"/proc/{started.pid}/task").glob("*/children")
+            for pid in children.read_text().split()
+        ]
         os.kill(int(ranks[-1]), signal.SIGKILL)
         try:
             code = started.wait(150)
@@ -177,11 +206,22 @@ def test_torchrun_restarts_a_killed_run_without_any_flag(flags, straight, tmp_pa
 
 MOVES = [
     ("groups 4, 2, 1", [(4, {}), (2, {}), (1, {})]),
-    ("group sizes 1, 2, 4 and ZeRO 2, 3", [(2, {}), (2, {"group_size": 2, "deepspeed": "ds_configs/zero2.json"}),
-                                            (4, {"group_size": 4, "deepspeed": "ds_configs/zero3.json"})]),
-    ("pipeline to ZeRO", [(2, {"group_size": 2, "pipeline_stages": 2, "deepspeed": "ds_configs/zero1.json"}),
-                          (2, {"group_size": 2, "deepspeed": "ds_configs/zero2.json"})]),
-]  # fmt: skip
+    (
+        "group sizes 1, 2, 4 and ZeRO 2, 3",
+        [
+            (2, {}),
+            (2, {"group_size": 2, "deepspeed": "ds_configs/zero2.json"}),
+            (4, {"group_size": 4, "deepspeed": "ds_configs/zero3.json"}),
+        ],
+    ),
+    (
+        "pipeline to ZeRO",
+        [
+            (2, {"group_size": 2, "pipeline_stages": 2, "deepspeed": "ds_configs/zero1.json"}),
+            (2, {"group_size": 2, "deepspeed": "ds_configs/zero2.json"}),
+        ],
+    ),
+]
 
 
 MOVED = {"outer_steps": 6, "save_steps": 2, "save_total_limit": 9, "meta_batch_size": 4}
@@ -198,7 +238,9 @@ def whole(nursery, flags, tmp_path_factory):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("places", [places for _, places in MOVES], ids=[name for name, _ in MOVES])
 def test_a_run_goes_on_on_another_layout_at_parity(nursery, flags, whole, tmp_path, places):
-    """Each place goes on from the checkpoint two steps into the one before, and ends where one process without a stop ends."""
+    """Each place goes on from the checkpoint two steps into the one before, and ends where one process
+    without a stop ends.
+    """
     begin, wanted = (load_file(whole / f"checkpoint-{n}" / "shard-00000.safetensors") for n in (2, 6))
     resumed = {}
     for number, (ranks, place) in enumerate(places):
@@ -213,7 +255,10 @@ def test_a_run_goes_on_on_another_layout_at_parity(nursery, flags, whole, tmp_pa
 def test_odd_replicas_are_named_on_all_ranks():
     outputs = run_ranks(["-m", "tests.distributed.scenarios", "odd_replicas"], 3, timeout_s=100).ok().output
     for text in outputs:
-        assert "fault theta is not the same in all groups after outer step 7 (ranks 1 differ); nothing of it is saved" in text
+        assert (
+            "fault theta is not the same in all groups after outer step 7 (ranks 1 differ); nothing of it is"
+            " saved" in text
+        )
         assert "equal before" in text
 
 

@@ -1,6 +1,8 @@
-"""Ranks that take one inner step in each way to spread a model, with every byte that they hand to torch.distributed counted.
+"""Ranks that take one inner step in each way to spread a model, with every byte that they hand to
+torch.distributed counted.
 
-A line of JSON per case: what was gathered, reduced, sent and summed between tensor ranks, and the same as planned.
+A line of JSON per case: what was gathered, reduced, sent and summed between tensor ranks, and the same as
+planned.
 """
 
 from __future__ import annotations
@@ -17,11 +19,16 @@ import torch.distributed as dist
 COUNTED = dict.fromkeys(("gather", "reduce", "sum", "send"), 0)
 SMALL = 8  # elements of an all-reduce of norms and flags
 CASES = {
-    "zero0": {"zero_stage": 0}, "zero1": {"zero_stage": 1}, "zero2": {"zero_stage": 2}, "zero3": {"zero_stage": 3},
-    "zero2 in rounds": {"zero_stage": 2, "micro_batch_size": 1}, "zero3 in rounds": {"zero_stage": 3, "micro_batch_size": 1},
-    "zero3 released": {"zero_stage": 3, "micro_batch_size": 1, "live": 1000}, "tensor": {"tensor_parallel_size": 2},
+    "zero0": {"zero_stage": 0},
+    "zero1": {"zero_stage": 1},
+    "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+    "zero2 in rounds": {"zero_stage": 2, "micro_batch_size": 1},
+    "zero3 in rounds": {"zero_stage": 3, "micro_batch_size": 1},
+    "zero3 released": {"zero_stage": 3, "micro_batch_size": 1, "live": 1000},
+    "tensor": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_stages": 2},
-}  # fmt: skip
+}
 
 
 def size(tensor: Any) -> int:
@@ -29,7 +36,9 @@ def size(tensor: Any) -> int:
 
 
 def counting(name: str, kind: str, which: int) -> None:
-    """Count what a function of torch.distributed is given: its argument number `which`, a tensor or a list of them."""
+    """Count what a function of torch.distributed is given: its argument number `which`, a tensor or a list of
+    them.
+    """
     ordinary = getattr(dist, name)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -38,7 +47,9 @@ def counting(name: str, kind: str, which: int) -> None:
         group = kwargs.get("group")
         alone = group is not None and dist.get_world_size(group) == 1  # nothing travels
         told = (
-            alone or (name == "all_reduce" and given.numel() <= SMALL) or (name == "send" and given.dtype == torch.int32)
+            alone
+            or (name == "all_reduce" and given.numel() <= SMALL)
+            or (name == "send" and given.dtype == torch.int32)
         )  # shapes to come
         COUNTED[kind] += 0 if told else sum(map(size, listed))
         return ordinary(*args, **kwargs)
@@ -47,8 +58,13 @@ def counting(name: str, kind: str, which: int) -> None:
 
 
 def main(model: str, data: str, out: str, *cases: str) -> None:
-    for name, kind, which in (("all_gather_into_tensor", "gather", 0), ("all_gather", "gather", 0), ("all_reduce", "sum", 0),
-                              ("reduce_scatter_tensor", "reduce", 1), ("send", "send", 0)):  # fmt: skip
+    for name, kind, which in (
+        ("all_gather_into_tensor", "gather", 0),
+        ("all_gather", "gather", 0),
+        ("all_reduce", "sum", 0),
+        ("reduce_scatter_tensor", "reduce", 1),
+        ("send", "send", 0),
+    ):
         counting(name, kind, which)
     from fmmeta.parallel.layout import Launch
     from fmmeta.parallel.process_groups import World, pick_device
@@ -75,8 +91,18 @@ def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any
     zero |= {"stage3_max_live_parameters": live, "stage3_max_reuse_distance": live} if live else {}
     with open(path, "w") as file:
         json.dump({"zero_optimization": zero}, file)
-    config = Config(model_name_or_path=model, dataset=[data], task_type="causal_lm", k_shot=4, num_query=4, group_size="2",
-                    max_length=32, eval_episodes=0, deepspeed=path, **given)  # fmt: skip
+    config = Config(
+        model_name_or_path=model,
+        dataset=[data],
+        task_type="causal_lm",
+        k_shot=4,
+        num_query=4,
+        group_size="2",
+        max_length=32,
+        eval_episodes=0,
+        deepspeed=path,
+        **given,
+    )
     plan = build.plan(config, world, lambda text: None)
     parts = build.build(config, plan, ranks)
     task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
@@ -88,10 +114,23 @@ def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any
     learner = empty_learner(config, plan.description)
     hf_config, data_ranks = learner.hf.config, parts.place.data
     sizes = part_sizes(config, hf_config, held(config, learner, hf_config), True, data_ranks)
-    planned = one_pass(config, plan.precision, sizes, products(learner, config), data_ranks, 4,
-                       batches.support[0].input_ids.shape[1], True)  # fmt: skip
-    return {"case": name, "counted": dict(COUNTED), "planned": asdict(planned.wire), "params": sizes.params,
-            "shapes": [list(batch.input_ids.shape) for batch in batches.support]}  # fmt: skip
+    planned = one_pass(
+        config,
+        plan.precision,
+        sizes,
+        products(learner, config),
+        data_ranks,
+        4,
+        batches.support[0].input_ids.shape[1],
+        True,
+    )
+    return {
+        "case": name,
+        "counted": dict(COUNTED),
+        "planned": asdict(planned.wire),
+        "params": sizes.params,
+        "shapes": [list(batch.input_ids.shape) for batch in batches.support],
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The table of strata in docs/data.md is what the benchmark prints, and no group is further than one task from its share."""
+"""The table of strata in docs/data.md is what the benchmark prints, and no group is further than one task
+from its share.
+"""
 
 from __future__ import annotations
 

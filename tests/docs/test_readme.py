@@ -17,18 +17,31 @@ from tests.launch import ROOT, environment, free_port, python, run_ranks
 README = (ROOT / "README.md").read_text()
 DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data"))
 SHORT = "--outer_steps 2 --eval_episodes 2 --meta_batch_size 2 --save_steps 0"
-LAUNCHERS = {"deepspeed": "--num_gpus", "torchrun": "--nproc_per_node", "accelerate": "--num_processes", "fmmeta": ""}
-SAY_NOTHING = ("--num_machines 1", "--mixed_precision no", "--dynamo_backend no")  # what the ranks are without these words
+LAUNCHERS = {
+    "deepspeed": "--num_gpus",
+    "torchrun": "--nproc_per_node",
+    "accelerate": "--num_processes",
+    "fmmeta": "",
+}
+SAY_NOTHING = (
+    "--num_machines 1",
+    "--mixed_precision no",
+    "--dynamo_backend no",
+)  # what the ranks are without these words
 
 
 def commands() -> list[str]:
-    """Lines of the bash blocks that start a run, with their assignments of MODEL and DATA filled in by the environment."""
+    """Lines of the bash blocks that start a run, with their assignments of MODEL and DATA filled in by the
+    environment.
+    """
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
     return [line.split("#")[0].strip() for line in blocks.splitlines() if line.startswith(tuple(LAUNCHERS))]
 
 
 def without_launcher(command: str) -> tuple[int, list[str]] | None:
-    """How many ranks a command starts, and the words after `python` of each; None if its launcher is told more than that."""
+    """How many ranks a command starts, and the words after `python` of each; None if its launcher is told
+    more than that.
+    """
     launcher, *words = shlex.split(command)
     if launcher == "fmmeta":
         return 1, ["-m", "fmmeta", *words]
@@ -45,8 +58,10 @@ def without_launcher(command: str) -> tuple[int, list[str]] | None:
 
 
 def launched() -> set[str]:
-    """Commands that go through their launcher: the last of each that needs no data (for deepspeed, a group of two ranks), and
-    those that say more to it than how many ranks there are. Of the others the ranks are started by this test."""
+    """Commands that go through their launcher: the last of each that needs no data (for deepspeed, a group of
+    two ranks), and those that say more to it than how many ranks there are. Of the others the ranks are
+    started by this test.
+    """
     listed = commands()
     chosen = {[one for one in listed if one.startswith(name) and "$" not in one][-1] for name in LAUNCHERS}
     return chosen | {one for one in listed if without_launcher(one) is None}
@@ -111,10 +126,17 @@ def test_each_launcher_is_tried_and_few_commands_say_more_to_it():
     assert any("--group_size 2" in command for command in chosen)
     assert len(chosen) <= 6
     assert without_launcher("deepspeed --num_gpus 4 launch/train.py --deepspeed x.json") == (
-        4, ["launch/train.py", "--deepspeed", "x.json"])  # fmt: skip
-    assert without_launcher("torchrun --nproc_per_node 2 -m fmmeta evaluate") == (2, ["-m", "fmmeta", "evaluate"])
+        4,
+        ["launch/train.py", "--deepspeed", "x.json"],
+    )
+    assert without_launcher("torchrun --nproc_per_node 2 -m fmmeta evaluate") == (
+        2,
+        ["-m", "fmmeta", "evaluate"],
+    )
     assert without_launcher("torchrun --nproc_per_node 2 --max-restarts 3 launch/train.py") is None
-    assert without_launcher("accelerate launch --num_processes 2 --mixed_precision bf16 launch/train.py") is None
+    assert (
+        without_launcher("accelerate launch --num_processes 2 --mixed_precision bf16 launch/train.py") is None
+    )
     assert without_launcher("deepspeed launch/train.py") is None
 
 
@@ -135,9 +157,13 @@ def test_the_tree_is_true():
         named.add("/".join(folder))
     for path in named:
         assert (ROOT / path).exists(), path
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "fmmeta").rglob("*.py") if path.name != "__init__.py"}
+    modules = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "fmmeta").rglob("*.py") if path.name != "__init__.py"
+    }
     summed_up = {"fmmeta/meta/algorithms"}  # one line for a folder
-    missing = {module for module in modules if module not in named and str(Path(module).parent) not in summed_up}
+    missing = {
+        module for module in modules if module not in named and str(Path(module).parent) not in summed_up
+    }
     assert not missing
 
 
@@ -145,10 +171,25 @@ def test_the_tree_is_true():
 def test_slurm_variables_start_ranks_alike(tmp_path):
     port, processes = str(free_port()), []
     for rank in range(2):
-        slurm = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank), "SLURM_NTASKS_PER_NODE": "2"}
+        slurm = {
+            "SLURM_PROCID": str(rank),
+            "SLURM_NTASKS": "2",
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NTASKS_PER_NODE": "2",
+        }
         env = environment(**slurm, SLURM_JOB_ID="77", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        words = [sys.executable, "launch/train.py", "--output_dir", str(tmp_path / "run"), *shlex.split(SHORT)]
-        processes.append(subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        words = [
+            sys.executable,
+            "launch/train.py",
+            "--output_dir",
+            str(tmp_path / "run"),
+            *shlex.split(SHORT),
+        ]
+        processes.append(
+            subprocess.Popen(
+                words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
     texts = [process.communicate(timeout=200)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], texts
     assert "2 groups of 1 rank" in texts[0]
@@ -158,14 +199,21 @@ def test_slurm_variables_start_ranks_alike(tmp_path):
 @pytest.mark.timeout(300)
 def test_every_shipped_config_runs_in_a_group_of_two(tmp_path):
     """All of them in one launch; the commands above start some of them from outside."""
-    wrappers = {"zero0": "ShardTap", "zero1": "DeepSpeedZeroOptimizer", "zero2": "DeepSpeedZeroOptimizer",
-                "zero3": "DeepSpeedZeroOptimizer_Stage3", "zero3_offload": "DeepSpeedZeroOptimizer_Stage3"}  # fmt: skip
+    wrappers = {
+        "zero0": "ShardTap",
+        "zero1": "DeepSpeedZeroOptimizer",
+        "zero2": "DeepSpeedZeroOptimizer",
+        "zero3": "DeepSpeedZeroOptimizer_Stage3",
+        "zero3_offload": "DeepSpeedZeroOptimizer_Stage3",
+    }
     files = sorted((ROOT / "ds_configs").glob("*.json"))
     assert [file.stem for file in files] == list(wrappers)
     settings = {"group_size": "2", "outer_steps": 2, "meta_batch_size": 2}
     listed = [{"id": file.stem, "config": {**settings, "deepspeed": str(file)}} for file in files]
     (tmp_path / "cases.json").write_text(json.dumps(listed))
-    run_ranks(["-m", "tests.distributed.run_cases", str(tmp_path / "cases.json"), str(tmp_path)], 2, timeout_s=280).ok()
+    run_ranks(
+        ["-m", "tests.distributed.run_cases", str(tmp_path / "cases.json"), str(tmp_path)], 2, timeout_s=280
+    ).ok()
     for name, wrapper in wrappers.items():
         assert json.loads((tmp_path / f"{name}.json").read_text())["wrapper"] == wrapper
         assert len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) == 2

@@ -1,4 +1,6 @@
-"""Committed results are of a machine and name nothing that lies on it; the docs show them as the commands print them."""
+"""Committed results are of a machine and name nothing that lies on it; the docs show them as the commands
+print them.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,20 @@ def test_results_name_no_path_of_one_machine(file):
 
 def test_written_results_lose_such_paths(tmp_path):
     file = tmp_path / "results.json"
-    write_json(file, {"data": ["/home/me/data/clinc150"], "flags": {"deepspeed": "ds_configs/zero2.json"}, "model": Path("/m")})
+    write_json(
+        file,
+        {
+            "data": ["/home/me/data/clinc150"],
+            "flags": {"deepspeed": "ds_configs/zero2.json"},
+            "model": Path("/m"),
+        },
+    )
     found = json.loads(file.read_text(encoding="utf-8"))
     assert {name: found[name] for name in ("data", "flags", "model")} == {
-        "data": ["data/clinc150"], "flags": {"deepspeed": "ds_configs/zero2.json"}, "model": "m",
-    }  # fmt: skip
+        "data": ["data/clinc150"],
+        "flags": {"deepspeed": "ds_configs/zero2.json"},
+        "model": "m",
+    }
     assert set(found["machine"]) >= {"date", "cores", "torch"}
 
 
@@ -39,7 +50,11 @@ T4 = 2.776  # 97.5 % quantile of Student's t with 4 degrees of freedom
 
 def squeezed(text: str) -> list[list[str]]:
     """Cells of the lines of Markdown tables, whatever their alignment."""
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
 
 
 @pytest.mark.parametrize("module", [intents, instructions])
@@ -54,15 +69,19 @@ def test_intervals_over_five_splits_are_students():
     best = [one for key, one in read(intents.RESULTS).items() if key.startswith("best banking77")]
     means = [statistics.mean(intents.accuracies(one, "1")) for one in best]
     half = T4 * statistics.stdev(means) / 5**0.5
-    assert intents.estimate([intents.accuracies(one, "1") for one in best])[1] == pytest.approx(half, rel=1e-3)
+    assert intents.estimate([intents.accuracies(one, "1") for one in best])[1] == pytest.approx(
+        half, rel=1e-3
+    )
     assert f"{statistics.mean(means):.2f} ± {half:.2f}" in FEWSHOT
 
 
 @pytest.mark.parametrize(("suite", "gain"), [("marks", False), ("first_order", True)])
 def test_intervals_over_seeds_are_students(suite, gain):
     runs = json.loads((ROOT / f"benchmarks/results/{suite}.json").read_text(encoding="utf-8"))
-    losses = {name: [run["loss"] for run in runs if run["algorithm"] == name and run["inner_lr"] == 1.0]
-              for name in ("fomaml", "maml")}  # fmt: skip
+    losses = {
+        name: [run["loss"] for run in runs if run["algorithm"] == name and run["inner_lr"] == 1.0]
+        for name in ("fomaml", "maml")
+    }
     columns = [[a - b for a, b in zip(*losses.values(), strict=True)]] if gain else list(losses.values())
     for column in columns:
         expected = f"{statistics.mean(column):.3f} ± {T4 * statistics.stdev(column) / 5**0.5:.3f}"

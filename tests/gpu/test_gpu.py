@@ -1,4 +1,7 @@
-"""On a GPU: NCCL, bf16 and memory. One device is enough; with one, groups have one rank. Skipped where there is none."""
+"""On a GPU: NCCL, bf16 and memory.
+
+One device is enough; with one, groups have one rank. Skipped where there is none.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,11 @@ CASES = [
     for algorithm, model in (("fomaml", "llama"), ("reptile", "bert"))
     for dtype in ("fp32", "bf16")
     for also in AXES["also"]
-    if (case := Case((1, 1), stage, algorithm, "several", "default", model, dtype, "sgd", "zero", "none", also)).possible
+    if (
+        case := Case(
+            (1, 1), stage, algorithm, "several", "default", model, dtype, "sgd", "zero", "none", also
+        )
+    ).possible
 ]
 
 
@@ -48,13 +55,23 @@ def test_a_run_uses_the_gpu_and_offload_starts_the_engine(tmp_path):
 
 @pytest.mark.timeout(600)
 def test_a_group_that_joins_has_its_moments_on_the_gpu(tmp_path, monkeypatch):
-    """Two elastic groups share the device. The second starts after an outer step; the moments reach it by way of host memory."""
+    """Two elastic groups share the device.
+
+    The second starts after an outer step; the moments reach it by way of host memory.
+    """
     pytest.importorskip("torchft", reason="elastic groups need torchft")
     folder, seconds, log = tmp_path / "run", tmp_path / "seconds", list[str]()
     seconds.write_text("1")
     monkeypatch.setenv(SLEEP, str(seconds))
-    settings = {"outer_steps": 200, "eval_episodes": 0, "logging_steps": 1, "inner_lr_learned": "element", "num_workers": "0",
-                "meta_batch_size": 2, "episode_transforms": ["benchmarks.elastic:slowly"]}  # fmt: skip
+    settings = {
+        "outer_steps": 200,
+        "eval_episodes": 0,
+        "logging_steps": 1,
+        "inner_lr_learned": "element",
+        "num_workers": "0",
+        "meta_batch_size": 2,
+        "episode_transforms": ["benchmarks.elastic:slowly"],
+    }
     supervisor = Supervisor(ElasticConfig(groups=1, output_dir=str(folder), **settings), log.append)
     supervisor.devices = lambda number: {}
     thread = threading.Thread(target=supervisor.run)

@@ -1,4 +1,6 @@
-"""Every unit test leaves the environment as it found it, hypothesis draws the same examples every time, and models are shared."""
+"""Every unit test leaves the environment as it found it, hypothesis draws the same examples every time, and
+models are shared.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def same_environment():
 
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory):
-    """A folder with a BERT that tells words apart; a test that writes into it takes a copy. So for the next two."""
+    """A folder with a BERT that tells words apart; a test that writes into it takes a copy.
+
+    So for the next two.
+    """
     return save_bert(tmp_path_factory.mktemp("bert"))
 
 

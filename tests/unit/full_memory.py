@@ -15,7 +15,9 @@ if __name__ == "__main__":
     folder, full = sys.argv[1:]
     source, tasks, transforms = pickle.loads((Path(folder) / "made.pickle").read_bytes())
     load = LoadEpisode(source, Batcher(0), transforms, 2)
-    loader, straight = (EpisodeLoader(load, lambda task: tasks[tasks.index(task) :], number) for number in "10")
+    loader, straight = (
+        EpisodeLoader(load, lambda task: tasks[tasks.index(task) :], number) for number in "10"
+    )
     found = [] if full == "from the start" else loader.fetch(tasks[:2])
     with Path("/dev/shm/ballast").open("wb", buffering=0) as ballast:
         for task in tasks[len(found) :]:

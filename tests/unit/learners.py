@@ -1,4 +1,6 @@
-"""A small BERT and a small Llama whose gradients are no rounding noise, an episode for each, and comparisons with the oracle."""
+"""A small BERT and a small Llama whose gradients are no rounding noise, an episode for each, and comparisons
+with the oracle.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,19 @@ def bert(pooling: str = "mean", classes: int = CLASSES) -> Learner:
     from transformers import BertConfig, BertForSequenceClassification, BertModel
 
     torch.manual_seed(1)
-    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=40,
-                        max_position_embeddings=16, type_vocab_size=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-                        num_labels=classes, initializer_range=0.3)  # fmt: skip
+    config = BertConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        vocab_size=40,
+        max_position_embeddings=16,
+        type_vocab_size=1,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=classes,
+        initializer_range=0.3,
+    )
     if pooling == "model":
         return NativeClassifier(BertForSequenceClassification(config), classes)
     return PooledClassifier(BertModel(config), classes, pooling)
@@ -43,9 +55,18 @@ def llama() -> Learner:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(2)
-    config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=24,
-                         vocab_size=40, max_position_embeddings=32, tie_word_embeddings=True, pad_token_id=0,
-                         initializer_range=0.2)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=24,
+        vocab_size=40,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        initializer_range=0.2,
+    )
     return CausalLearner(LlamaForCausalLM(config))
 
 
@@ -58,7 +79,9 @@ def episode_of(learner: Learner, support: int = 9, query: int = 6, seed: int = 5
         prompt = len(ids) - 1 - i % 2
         labels = i % CLASSES if learner.head_names else [IGNORE] * prompt + ids[prompt:]
         rows.append(Example(ids, labels))
-    return EpisodeRows(Task(0, "t", "s", 1, (0,)), rows[:support], rows[support:], tuple(f"c{i}" for i in range(CLASSES)))
+    return EpisodeRows(
+        Task(0, "t", "s", 1, (0,)), rows[:support], rows[support:], tuple(f"c{i}" for i in range(CLASSES))
+    )
 
 
 def batches_of(episode: EpisodeRows, micro_batch_size: int = 4) -> Episode:
@@ -68,7 +91,9 @@ def batches_of(episode: EpisodeRows, micro_batch_size: int = 4) -> Episode:
 
 def config_of(learner: Learner, **settings: Any) -> Config:
     fixed = {"n_way": CLASSES, "inner_steps": 3, "inner_lr": 0.1}
-    return Config(**{**fixed, **settings, "task_type": "classification" if learner.head_names else "causal_lm"})
+    return Config(
+        **{**fixed, **settings, "task_type": "classification" if learner.head_names else "causal_lm"}
+    )
 
 
 def worker_of(learner: nn.Module, config: Config, bf16: bool = False) -> PlainWorker:
@@ -116,9 +141,13 @@ def by_name(worker: PlainWorker, vector: Tensor) -> dict[str, Tensor]:
 
 
 def meta_parameters(learner: Learner, config: Config, found: dict[str, Tensor]) -> Tensor:
-    """What the outer step uses of a direction: all but a head that starts anew in every task; one fp64 vector."""
+    """What the outer step uses of a direction: all but a head that starts anew in every task; one fp64
+    vector.
+    """
     dropped = learner.head_names if config.head_init != "learned" else ()
-    return torch.cat([value.double().reshape(-1) for name, value in sorted(found.items()) if name not in dropped])
+    return torch.cat(
+        [value.double().reshape(-1) for name, value in sorted(found.items()) if name not in dropped]
+    )
 
 
 def cosine_and_error(found: Tensor, wanted: Tensor) -> tuple[float, float]:
@@ -134,7 +163,8 @@ def against_oracle(learner: Learner, outer_step: int = 0, **settings: Any) -> tu
     assert found.finite
     wanted, _ = told_by_oracle(learner, config, episode, outer_step)
     return cosine_and_error(
-        meta_parameters(learner, config, by_name(worker, found.shards)), meta_parameters(learner, config, wanted)
+        meta_parameters(learner, config, by_name(worker, found.shards)),
+        meta_parameters(learner, config, wanted),
     )
 
 

@@ -1,4 +1,6 @@
-"""`fmmeta adapt` and `predict`: the adapted folder against a plain loop, as transformers reads it, and what cannot work."""
+"""`fmmeta adapt` and `predict`: the adapted folder against a plain loop, as transformers reads it, and what
+cannot work.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,13 @@ def batch(texts):
 def test_a_folder_holds_what_a_plain_loop_learns(bert, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
-    adapted = fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "out", inner_steps=4, inner_lr=0.5, early_stopping=False)
+    adapted = fmmeta.adapt(
+        bert, PAIRS, output_dir=tmp_path / "out", inner_steps=4, inner_lr=0.5, early_stopping=False
+    )
     assert (adapted.inner_steps, adapted.left_out, adapted.accuracy) == (4, None, None)
-    model = AutoModelForSequenceClassification.from_pretrained(bert, num_labels=3, ignore_mismatched_sizes=True).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(
+        bert, num_labels=3, ignore_mismatched_sizes=True
+    ).eval()
     torch.nn.init.zeros_(model.classifier.weight)
     torch.nn.init.zeros_(model.classifier.bias)
     names = sorted({label for _, label in PAIRS})
@@ -67,19 +73,30 @@ def test_a_folder_holds_what_a_plain_loop_learns(bert, tmp_path):
 
 
 def test_a_pooled_encoder_keeps_its_head_beside_it(bert, tmp_path):
-    adapted = fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "out", pooling="mean", inner_steps=3, inner_lr=0.5,
-                           early_stopping=False)  # fmt: skip
+    adapted = fmmeta.adapt(
+        bert,
+        PAIRS,
+        output_dir=tmp_path / "out",
+        pooling="mean",
+        inner_steps=3,
+        inner_lr=0.5,
+        early_stopping=False,
+    )
     single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
     assert predict.answer(single, ASKED, 8) == adapted.predict(ASKED)
     assert (tmp_path / "out" / "head.safetensors").is_file()
     card = (tmp_path / "out" / "README.md").read_text()
     assert 'library_name: "fmmeta"\n' in card
-    assert "pipeline_tag" not in card  # transformers would give it a random head under the names of the classes
+    assert (
+        "pipeline_tag" not in card
+    )  # transformers would give it a random head under the names of the classes
     assert "`fmmeta predict` serves it: the classes are in `head.safetensors`" in card
 
 
 def test_steps_are_chosen_by_leaving_examples_out(bert):
-    """Of the losses on the left out j-th examples, the lowest over 1 to 2K steps; an independent loop finds the same."""
+    """Of the losses on the left out j-th examples, the lowest over 1 to 2K steps; an independent loop finds
+    the same.
+    """
     adapted = fmmeta.adapt(bert, PAIRS, pooling="mean", inner_steps=3, inner_lr=2.0)
     names = sorted({label for _, label in PAIRS})
     losses, right = torch.zeros(7), torch.zeros(7)
@@ -127,7 +144,9 @@ def test_one_example_of_a_class_leaves_none_to_leave_out():
 
 
 def test_adapters_come_out_as_adapters(bert, tmp_path):
-    adapted = fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "out", lora_r=4, inner_steps=3, inner_lr=0.5, early_stopping=False)
+    adapted = fmmeta.adapt(
+        bert, PAIRS, output_dir=tmp_path / "out", lora_r=4, inner_steps=3, inner_lr=0.5, early_stopping=False
+    )
     assert (tmp_path / "out" / "adapter_config.json").is_file()
     single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
     ours, theirs = predict.answer(single, ASKED, 8), adapted.predict(ASKED)
@@ -139,7 +158,13 @@ def test_adapters_come_out_as_adapters(bert, tmp_path):
     assert 'library_name: "peft"\n' in card
     assert "pipeline_tag" not in card
     line = card.split("```python\n")[1].split("```")[0]  # the base has 15 classes, and the adapters 3
-    model = eval(line, {"AutoModelForSequenceClassification": AutoModelForSequenceClassification, "folder": tmp_path / "out"})
+    model = eval(
+        line,
+        {
+            "AutoModelForSequenceClassification": AutoModelForSequenceClassification,
+            "folder": tmp_path / "out",
+        },
+    )
     with torch.no_grad():
         shares = model.eval()(**batch(ASKED)).logits.softmax(1)
     assert [model.config.id2label[i] for i in shares.argmax(1).tolist()] == [one.output for one in theirs]
@@ -155,16 +180,22 @@ def test_the_merged_model_lies_in_the_folder_of_its_adapters(bert, tmp_path):
         model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "merged").eval()
         with torch.no_grad():
             shares = model(**batch(ASKED)).logits.softmax(1)
-        assert shares.amax(1).tolist() == pytest.approx([one.score for one in adapted.predict(ASKED)], abs=1e-5)
+        assert shares.amax(1).tolist() == pytest.approx(
+            [one.score for one in adapted.predict(ASKED)], abs=1e-5
+        )
         assert not (tmp_path / name / "model.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "one"]
 
 
 def test_adapters_of_the_builtin_model_can_be_moved(tmp_path):
-    adapted = fmmeta.adapt("tiny", PAIRS, output_dir=tmp_path / "out", lora_r=4, inner_steps=1, early_stopping=False)
+    adapted = fmmeta.adapt(
+        "tiny", PAIRS, output_dir=tmp_path / "out", lora_r=4, inner_steps=1, early_stopping=False
+    )
     (tmp_path / "out").rename(tmp_path / "moved")
     single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "moved")))
-    assert [one.output for one in predict.answer(single, ASKED, 8)] == [one.output for one in adapted.predict(ASKED)]
+    assert [one.output for one in predict.answer(single, ASKED, 8)] == [
+        one.output for one in adapted.predict(ASKED)
+    ]
 
 
 def test_adapting_again_takes_the_steps_that_the_first_model_remembers(bert, tmp_path):
@@ -175,10 +206,16 @@ def test_adapting_again_takes_the_steps_that_the_first_model_remembers(bert, tmp
         assert json.loads((tmp_path / name / "fmmeta.json").read_text())["inner_steps"] == 3
 
 
-@pytest.mark.parametrize(("memory", "said"), [
-    ({"head_init": "zero", "inner_lr": 0.1, "inner_steps": 1}, "none"),  # as `fmmeta tune` leaves a plain model
-    ({"algorithm": "fomaml", "k_shot": 2, "inner_steps": 1}, "fomaml, 2 shots"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        (
+            {"head_init": "zero", "inner_lr": 0.1, "inner_steps": 1},
+            "none",
+        ),  # as `fmmeta tune` leaves a plain model
+        ({"algorithm": "fomaml", "k_shot": 2, "inner_steps": 1}, "fomaml, 2 shots"),
+    ],
+)
 def test_the_card_tells_meta_training_where_there_was_some(bert, tmp_path, memory, said):
     base = shutil.copytree(bert, tmp_path / "base")
     (base / "fmmeta.json").write_text(json.dumps(memory))
@@ -186,8 +223,20 @@ def test_the_card_tells_meta_training_where_there_was_some(bert, tmp_path, memor
     assert f"| meta-training | {said} |" in (tmp_path / "out" / "README.md").read_text()
 
 
-MARKS = ["<script>alert(1)</script>", "[x](javascript:alert)", "![](http://a.test/x)", "a | b", "`tick` ``two``", "*bold* _it_",
-         "line\n\n# heading\n\n---\n", "http://a.test", "\x1b[31mred\u202e", "&lt;", "\\`", "- item"]  # fmt: skip
+MARKS = [
+    "<script>alert(1)</script>",
+    "[x](javascript:alert)",
+    "![](http://a.test/x)",
+    "a | b",
+    "`tick` ``two``",
+    "*bold* _it_",
+    "line\n\n# heading\n\n---\n",
+    "http://a.test",
+    "\x1b[31mred\u202e",
+    "&lt;",
+    "\\`",
+    "- item",
+]
 
 
 def test_names_in_a_card_are_text(bert, tmp_path):
@@ -198,7 +247,8 @@ def test_names_in_a_card_are_text(bert, tmp_path):
     run = {"settings": {"dataset": ["<img src=x>|`"], "outer_steps": "<u>", "meta_batch_size": "*4*"}}
     (tmp_path / "run.json").write_text(json.dumps(run))
     support = write_rows(
-        tmp_path / "s`<s>|t.jsonl", [{"text": f"{label} {i}", "label": label} for label in MARKS for i in (1, 2)]
+        tmp_path / "s`<s>|t.jsonl",
+        [{"text": f"{label} {i}", "label": label} for label in MARKS for i in (1, 2)],
     )
     folder = tmp_path / "<h1>"
     fmmeta.adapt(base, str(support), query=str(support), output_dir=folder, early_stopping=False)
@@ -209,7 +259,9 @@ def test_names_in_a_card_are_text(bert, tmp_path):
     tokens = markdown.MarkdownIt("commonmark").enable("table").parse(body)
     inner = [child for token in tokens for child in token.children or []]
     assert not {"html_block", "hr"} & {token.type for token in tokens}
-    assert not {"html_inline", "link_open", "image", "em_open", "strong_open"} & {child.type for child in inner}
+    assert not {"html_inline", "link_open", "image", "em_open", "strong_open"} & {
+        child.type for child in inner
+    }
     assert [token.tag for token in tokens if token.type == "heading_open"] == ["h1", "h2", "h2"]
     codes = [child.content for child in inner if child.type == "code_inline"]
     shown = [printable(" ".join(label.split())) for label in sorted(MARKS)]
@@ -231,8 +283,15 @@ def test_a_learned_head_of_the_builtin_model_asks_no_hub(monkeypatch):
 
 def test_a_language_model_learns_pairs_and_answers(llama, tmp_path):
     pairs = [(word, word[0]) for word in WORDS[:3]]
-    adapted = fmmeta.adapt(llama, pairs, output_dir=tmp_path / "out", task_type="causal_lm", inner_steps=60, inner_lr=0.3,
-                           early_stopping=False)  # fmt: skip
+    adapted = fmmeta.adapt(
+        llama,
+        pairs,
+        output_dir=tmp_path / "out",
+        task_type="causal_lm",
+        inner_steps=60,
+        inner_lr=0.3,
+        early_stopping=False,
+    )
     answers = adapted.predict([word for word, _ in pairs], max_new_tokens=4)
     assert sum(one.output == right for one, (_, right) in zip(answers, pairs, strict=True)) == 3
     single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
@@ -243,20 +302,39 @@ def test_a_language_model_learns_pairs_and_answers(llama, tmp_path):
 def test_half_a_surrogate_pair_is_named_with_its_line(bert, tmp_path):
     support = tmp_path / "support.jsonl"
     support.write_text('{"text": "a", "label": "x"}\n{"text": "b\\ud800", "label": "y"}\n')
-    assert refusal(fmmeta.adapt, bert, support) == (
-        f"{support}:2 has half of a surrogate pair (\\ud800) in text; mend the row")  # fmt: skip
+    assert (
+        refusal(fmmeta.adapt, bert, support)
+        == f"{support}:2 has half of a surrogate pair (\\ud800) in text; mend the row"
+    )
 
 
 def test_the_commands(bert, tmp_path):
-    support = write_rows(tmp_path / "support.jsonl", [{"text": text, "label": label} for text, label in PAIRS])
-    query = write_rows(tmp_path / "query.csv", [{"text": f"{word} harbor", "label": f"class {word}"} for word in WORDS[:3]])
+    support = write_rows(
+        tmp_path / "support.jsonl", [{"text": text, "label": label} for text, label in PAIRS]
+    )
+    query = write_rows(
+        tmp_path / "query.csv", [{"text": f"{word} harbor", "label": f"class {word}"} for word in WORDS[:3]]
+    )
 
     def command(*words, stdin=""):
         return python(["-m", "fmmeta", *words], tmp_path, stdin=stdin)
 
     out = str(tmp_path / "out")
-    ended = command("adapt", "--model_name_or_path", str(bert), "--support", str(support), "--query", str(query),
-                    "--output_dir", out, "--inner_lr", "0.5", "--inner_steps", "10")  # fmt: skip
+    ended = command(
+        "adapt",
+        "--model_name_or_path",
+        str(bert),
+        "--support",
+        str(support),
+        "--query",
+        str(query),
+        "--output_dir",
+        out,
+        "--inner_lr",
+        "0.5",
+        "--inner_steps",
+        "10",
+    )
     assert ended.returncode == 0, ended.stderr
     told = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
     assert [one["truth"] for one in told] == [f"class {word}" for word in WORDS[:3]]
@@ -265,59 +343,108 @@ def test_the_commands(bert, tmp_path):
     assert "right of examples that were left out" in ended.stdout
     lines = f'{told[0]["text"]}\n\n{{"sentence": "{told[1]["text"]}"}}\n'
     ended = command("predict", "--model_name_or_path", out, stdin=lines)
-    assert [json.loads(line)["label"] for line in ended.stdout.splitlines()] == [told[0]["label"], told[1]["label"]], ended.stderr
+    assert [json.loads(line)["label"] for line in ended.stdout.splitlines()] == [
+        told[0]["label"],
+        told[1]["label"],
+    ], ended.stderr
     asked = tmp_path / "asked.txt"
     asked.write_text(lines + '{"words": "x"}\n')
     ended = command("predict", "--model_name_or_path", out, "--input", str(asked))
     assert (ended.returncode, ended.stderr.strip()) == (
-        2, f"fmmeta: error: {asked}:4 has no text under text, sentence, utterance, input, prompt, question; name the key with "
-           "--text_column")  # fmt: skip
-    ended = command("adapt", "--model_name_or_path", str(bert), "--support", str(support), "--output_dir", out)
+        2,
+        (
+            f"fmmeta: error: {asked}:4 has no text under text, sentence, utterance, input, prompt, question;"
+            " name the key with --text_column"
+        ),
+    )
+    ended = command(
+        "adapt", "--model_name_or_path", str(bert), "--support", str(support), "--output_dir", out
+    )
     assert (ended.returncode, ended.stderr.strip()) == (
-        2, f"fmmeta: error: output_dir={out} is not empty; choose another, so that nothing is overwritten")  # fmt: skip
-    assert command("adapt", "--output_dir", out).stderr.strip() == "fmmeta: error: support is missing; give --support"
+        2,
+        f"fmmeta: error: output_dir={out} is not empty; choose another, so that nothing is overwritten",
+    )
+    assert (
+        command("adapt", "--output_dir", out).stderr.strip()
+        == "fmmeta: error: support is missing; give --support"
+    )
 
 
 def test_what_cannot_be_learned_is_said(bert, tmp_path):
-    assert refusal(fmmeta.adapt, bert, [("a", "x"), ("b", "x")]) == (
-        "support= has one class only, 'x'; give examples of two or more")  # fmt: skip
-    assert refusal(fmmeta.adapt, bert, tmp_path / "none.jsonl") == (
-        f"support={tmp_path / 'none.jsonl'} is not a file; give a .jsonl, .csv or .parquet file")  # fmt: skip
+    assert (
+        refusal(fmmeta.adapt, bert, [("a", "x"), ("b", "x")])
+        == "support= has one class only, 'x'; give examples of two or more"
+    )
+    assert (
+        refusal(fmmeta.adapt, bert, tmp_path / "none.jsonl")
+        == f"support={tmp_path / 'none.jsonl'} is not a file; give a .jsonl, .csv or .parquet file"
+    )
     query = write_rows(tmp_path / "query.jsonl", [{"text": "a", "label": "z"}])
-    assert refusal(fmmeta.adapt, bert, PAIRS, query=str(query), output_dir=tmp_path / "out") == (
-        f"query={query} has the class 'z', of which the support set has none; add some")  # fmt: skip
+    assert (
+        refusal(fmmeta.adapt, bert, PAIRS, query=str(query), output_dir=tmp_path / "out")
+        == f"query={query} has the class 'z', of which the support set has none; add some"
+    )
     assert not (tmp_path / "out").exists()
     message = refusal(fmmeta.adapt, bert, PAIRS, inner_lr=3e38, early_stopping=False)
-    assert message == "inner_lr=3e+38: the loss on the support set is not finite after 5 inner steps; lower --inner_lr"
+    assert (
+        message
+        == "inner_lr=3e+38: the loss on the support set is not finite after 5 inner steps; lower --inner_lr"
+    )
     for name in ("notes.txt", "notes.json"):
         (tmp_path / name).write_text("{}")
         for setting in ("support", "query"):
-            assert refusal(AdaptConfig, **{setting: str(tmp_path / name)}) == (
-                f"{setting}={tmp_path / name} is no .jsonl, .csv, .parquet file (.gz too); convert it to one of them"
+            assert (
+                refusal(AdaptConfig, **{setting: str(tmp_path / name)})
+                == f"{setting}={tmp_path / name} is no .jsonl, .csv, .parquet file (.gz too); convert it to"
+                " one of them"
             )
     assert refusal(PredictConfig) == "model_name_or_path is missing; give the folder that fmmeta adapt wrote"
-    assert refusal(PredictConfig, "x", input="nowhere") == "input=nowhere is not a file; give one, or - for standard input"
+    assert (
+        refusal(PredictConfig, "x", input="nowhere")
+        == "input=nowhere is not a file; give one, or - for standard input"
+    )
 
 
 def test_an_inner_loop_that_runs_away_leaves_no_folder(bert, tmp_path):
     """The loss before the only step is finite, and nothing is after it."""
-    for stops, said in ((False, "the support set is not finite after"), (True, "examples left out is not finite after any of")):
+    for stops, said in (
+        (False, "the support set is not finite after"),
+        (True, "examples left out is not finite after any of"),
+    ):
         message = refusal(
-            fmmeta.adapt, bert, PAIRS, output_dir=tmp_path / "new" / "out", inner_lr=3e38, inner_steps=1, early_stopping=stops
+            fmmeta.adapt,
+            bert,
+            PAIRS,
+            output_dir=tmp_path / "new" / "out",
+            inner_lr=3e38,
+            inner_steps=1,
+            early_stopping=stops,
         )
         assert message == f"inner_lr=3e+38: the loss on {said} {1 + stops} inner steps; lower --inner_lr"
     assert not (tmp_path / "new").exists()
     (tmp_path / "out").mkdir()
-    refusal(fmmeta.adapt, bert, PAIRS, output_dir=tmp_path / "out", inner_lr=3e38, inner_steps=1, early_stopping=False)
+    refusal(
+        fmmeta.adapt,
+        bert,
+        PAIRS,
+        output_dir=tmp_path / "out",
+        inner_lr=3e38,
+        inner_steps=1,
+        early_stopping=False,
+    )
     assert (tmp_path / "out").is_dir()  # it was there
 
 
 def test_a_loss_that_rises_is_told(bert, capsys):
-    mixed = [(text, f"class {place % 3}") for place, (text, _) in enumerate(PAIRS)]  # other classes than the words tell
+    mixed = [
+        (text, f"class {place % 3}") for place, (text, _) in enumerate(PAIRS)
+    ]  # other classes than the words tell
     for rate, rises in ((100.0, True), (0.1, False)):
         fmmeta.adapt(bert, mixed, inner_lr=rate, inner_steps=2, early_stopping=False, quiet=False)
         said = capsys.readouterr().out
-        assert (f"fmmeta: inner_lr={rate}: the loss on the support set rose from 1.1 to " in said) == rises  # ln 3
+        assert (
+            f"fmmeta: inner_lr={rate}: the loss on the support set rose from 1.1 to " in said
+        ) == rises  # ln 3
         assert ("rose" in said) == rises
 
 
@@ -327,7 +454,13 @@ def test_every_query_row_gets_its_answer_and_support_rows_count_once(bert, tmp_p
     query = [rows[3], rows[0], rows[3], rows[3]]
     asked = write_rows(tmp_path / "query.jsonl", query)
     adapted = fmmeta.adapt(
-        bert, support, query=asked, output_dir=tmp_path / "out", inner_steps=1, early_stopping=False, quiet=False
+        bert,
+        support,
+        query=asked,
+        output_dir=tmp_path / "out",
+        inner_steps=1,
+        early_stopping=False,
+        quiet=False,
     )
     told = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
     assert [(one["text"], one["truth"]) for one in told] == [(row["text"], row["label"]) for row in query]
@@ -343,60 +476,89 @@ def test_python_takes_rows_and_paths_as_files_have_them(bert, tmp_path):
     assert adapted.predict(ASKED) == fmmeta.adapt(bert, tuple(PAIRS), **shared).predict(ASKED)
     assert adapted.predict([]) == []
     for texts, said in (
-        ("hello", "texts='hello' is one text; give a list of texts"), ([None], "texts[0]=None is no text; give strings"),
-        (["a", "\ud800"], "texts[1] has half of a surrogate pair (\\ud800); mend it"), (["a", ""], "texts[1] is empty; mend it"),
-    ):  # fmt: skip
+        ("hello", "texts='hello' is one text; give a list of texts"),
+        ([None], "texts[0]=None is no text; give strings"),
+        (["a", "\ud800"], "texts[1] has half of a surrogate pair (\\ud800); mend it"),
+        (["a", ""], "texts[1] is empty; mend it"),
+    ):
         assert refusal(adapted.predict, texts) == said
 
 
-@pytest.mark.parametrize(("support", "said"), [
-    ([], "support=[] holds no examples; give pairs of text and class"),
-    ("", "support='' names no file; give one, or pairs of text and class"),
-    (None, "support=None names no file; give one, or pairs of text and class"),
-    (5, "support=5 is neither a file nor pairs; give [(text, class), ...]"),
-    ([("a",)], "support[0]=('a',) is no pair; give (text, label) or {'text': ..., 'label': ...}"),
-    (["ab", "cd"], "support[0]='ab' is no pair; give (text, label) or {'text': ..., 'label': ...}"),
-    ([("a", "x"), ("b", None)], "support[1] has label=None, which is no text; mend the row"),
-    ([("a", "x"), ("b", float("nan"))], "support[1] has label=nan, which is no text; mend the row"),
-    ([("a", "x"), ("\ud800b", "y")], "support[1] has half of a surrogate pair (\\ud800) in text; mend the row"),
-    ([{"words": "a", "label": "x"}], "dataset=support has none of the columns text, sentence, utterance; it has label, words: "
-                                     "name one with --text_column"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("support", "said"),
+    [
+        ([], "support=[] holds no examples; give pairs of text and class"),
+        ("", "support='' names no file; give one, or pairs of text and class"),
+        (None, "support=None names no file; give one, or pairs of text and class"),
+        (5, "support=5 is neither a file nor pairs; give [(text, class), ...]"),
+        ([("a",)], "support[0]=('a',) is no pair; give (text, label) or {'text': ..., 'label': ...}"),
+        (["ab", "cd"], "support[0]='ab' is no pair; give (text, label) or {'text': ..., 'label': ...}"),
+        ([("a", "x"), ("b", None)], "support[1] has label=None, which is no text; mend the row"),
+        ([("a", "x"), ("b", float("nan"))], "support[1] has label=nan, which is no text; mend the row"),
+        (
+            [("a", "x"), ("\ud800b", "y")],
+            "support[1] has half of a surrogate pair (\\ud800) in text; mend the row",
+        ),
+        (
+            [{"words": "a", "label": "x"}],
+            (
+                "dataset=support has none of the columns text, sentence, utterance; it has label, words: "
+                "name one with --text_column"
+            ),
+        ),
+    ],
+)
 def test_examples_from_python_that_are_none(support, said):
     assert refusal(fmmeta.adapt, "tiny", support) == said
 
 
 def test_a_query_set_from_python_has_the_same_shape():
-    assert refusal(fmmeta.adapt, "tiny", PAIRS, query=["ab"]) == (
-        "query[0]='ab' is no pair; give (text, label) or {'text': ..., 'label': ...}")  # fmt: skip
-    assert refusal(fmmeta.adapt, "tiny", PAIRS, query=[]) == "query=[] holds no examples; give pairs of text and class"
+    assert (
+        refusal(fmmeta.adapt, "tiny", PAIRS, query=["ab"])
+        == "query[0]='ab' is no pair; give (text, label) or {'text': ..., 'label': ...}"
+    )
+    assert (
+        refusal(fmmeta.adapt, "tiny", PAIRS, query=[])
+        == "query=[] holds no examples; give pairs of text and class"
+    )
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"inner_step": 3}, "inner_step=3 is no setting; did you mean inner_steps?"),
-    ({"quite_else": 3}, "quite_else=3 is no setting; leave it out"),
-    ({"inner_steps": "3"}, "inner_steps='3' is not a whole number; give one"),
-    ({"inner_steps": 1.5}, "inner_steps=1.5 is not a whole number; give one"),
-    ({"inner_steps": True}, "inner_steps=True is not a whole number; give one"),
-    ({"inner_lr": "0.1"}, "inner_lr='0.1' is not a number; give one"),
-    ({"early_stopping": "false"}, "early_stopping='false' is not True or False; give one"),
-    ({"micro_batch_size": None}, "micro_batch_size=None is not a whole number; give one"),
-    ({"text_column": ["a"]}, "text_column=['a'] is not a text; give one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"inner_step": 3}, "inner_step=3 is no setting; did you mean inner_steps?"),
+        ({"quite_else": 3}, "quite_else=3 is no setting; leave it out"),
+        ({"inner_steps": "3"}, "inner_steps='3' is not a whole number; give one"),
+        ({"inner_steps": 1.5}, "inner_steps=1.5 is not a whole number; give one"),
+        ({"inner_steps": True}, "inner_steps=True is not a whole number; give one"),
+        ({"inner_lr": "0.1"}, "inner_lr='0.1' is not a number; give one"),
+        ({"early_stopping": "false"}, "early_stopping='false' is not True or False; give one"),
+        ({"micro_batch_size": None}, "micro_batch_size=None is not a whole number; give one"),
+        ({"text_column": ["a"]}, "text_column=['a'] is not a text; give one"),
+    ],
+)
 def test_settings_from_python_that_do_not_fit(settings, said):
     assert refusal(fmmeta.adapt, "tiny", PAIRS, **settings) == said
 
 
 def test_objects_are_shown_in_one_line_each(bert, tmp_path):
-    adapted = fmmeta.adapt(bert, PAIRS, query=PAIRS[:3], output_dir=tmp_path / "out", inner_steps=2, early_stopping=False)
-    assert repr(adapted) == (
-        f"Adapted(base={str(bert)!r}, task_type='classification', labels={adapted.labels}, inner_steps=2, left_out=None, "
-        f"accuracy={adapted.accuracy:.4f}, output_dir={str(tmp_path / 'out')!r})"
+    adapted = fmmeta.adapt(
+        bert, PAIRS, query=PAIRS[:3], output_dir=tmp_path / "out", inner_steps=2, early_stopping=False
+    )
+    assert (
+        repr(adapted)
+        == f"Adapted(base={str(bert)!r}, task_type='classification', labels={adapted.labels}, inner_steps=2,"
+        f" left_out=None, accuracy={adapted.accuracy:.4f}, output_dir={str(tmp_path / 'out')!r})"
     )
     results = fmmeta.evaluate(bert, "letters", method=["prototype", "knn"], k_shot=[1], episodes=3)
-    first, second = (f"{cell['method']} {cell['k_shot']}-shot accuracy {100 * cell['accuracy']:.2f} ± {100 * cell['ci95']:.2f} %"
-                     for cell in results["cells"])  # fmt: skip
-    assert repr(results) == f"EvaluationResults({str(bert)!r}, 3 episodes of the test part: {first}, {second})"
+    first, second = (
+        f"{cell['method']} {cell['k_shot']}-shot accuracy {100 * cell['accuracy']:.2f} ±"
+        f" {100 * cell['ci95']:.2f} %"
+        for cell in results["cells"]
+    )
+    assert (
+        repr(results) == f"EvaluationResults({str(bert)!r}, 3 episodes of the test part: {first}, {second})"
+    )
     assert json.loads(json.dumps(results)) == results
     config = Config(dataset=["letters"])
     sources = load_sources(config, byte_tokenizer(), print)
@@ -419,16 +581,36 @@ def test_a_folder_that_is_not_finished_is_removed(bert, tmp_path, monkeypatch):
 
 def test_a_stopped_adaptation_leaves_no_folder(bert, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", [{"text": text, "label": label} for text, label in PAIRS])
-    process = subprocess.Popen([sys.executable, "-m", "fmmeta", "adapt", "--model_name_or_path", str(bert), "--support",
-                                str(data), "--inner_steps", "1000000", "--output_dir", str(tmp_path / "out")],
-                               env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "fmmeta",
+            "adapt",
+            "--model_name_or_path",
+            str(bert),
+            "--support",
+            str(data),
+            "--inner_steps",
+            "1000000",
+            "--output_dir",
+            str(tmp_path / "out"),
+        ],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         while not (tmp_path / "out").exists() and process.poll() is None:
             time.sleep(0.05)  # a folder sends no event
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75
         assert process.stderr
-        assert process.stderr.read().strip() == "fmmeta: stopped by SIGTERM; outputs that were not finished are removed"
+        assert (
+            process.stderr.read().strip()
+            == "fmmeta: stopped by SIGTERM; outputs that were not finished are removed"
+        )
         assert not (tmp_path / "out").exists()
     finally:
         process.kill()

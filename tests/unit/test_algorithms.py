@@ -1,4 +1,6 @@
-"""Each rule against the oracle (autograd in fp64) on a BERT and a Llama, the oracle against numbers, and what rules cost."""
+"""Each rule against the oracle (autograd in fp64) on a BERT and a Llama, the oracle against numbers, and what
+rules cost.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,40 @@ from fmmeta.meta.task_gradient import TaskGradient
 from fmmeta.models.learner import Learner
 from fmmeta.parallel.workers.base import PassStats
 from tests.unit import learners
-from tests.unit.learners import against_oracle, batches_of, by_name, config_of, episode_of, setup_of, worker_of
+from tests.unit.learners import (
+    against_oracle,
+    batches_of,
+    by_name,
+    config_of,
+    episode_of,
+    setup_of,
+    worker_of,
+)
 
 LEARNERS = {"bert": learners.bert(), "classifier": learners.bert("model"), "llama": learners.llama()}
 FIRST, EXACT = (1 - 1e-9, 1e-5), (0.9999, 1e-3)  # cosine at least, relative error at most
 PROTOTYPE = {"head_init": "prototype", "inner_lr": 0.02}
 CASES = [
-    ("llama", {}), ("bert", {}), ("bert", {"head_init": "learned"}), ("classifier", {"head_init": "learned"}),
-    ("bert", PROTOTYPE), ("bert", {**PROTOTYPE, "prototype_gradient": True}),
+    ("llama", {}),
+    ("bert", {}),
+    ("bert", {"head_init": "learned"}),
+    ("classifier", {"head_init": "learned"}),
+    ("bert", PROTOTYPE),
+    ("bert", {**PROTOTYPE, "prototype_gradient": True}),
     ("classifier", {**PROTOTYPE, "prototype_gradient": True}),
-    ("llama", {"inner_lr": 0.3}), ("bert", {"inner_lr": 0.3}), ("llama", {"inner_steps": 1}), ("llama", {"inner_steps": 7}),
-    ("llama", {"inner_lr_schedule": "linear"}), ("bert", {"inner_lr_schedule": "cosine", "head_init": "learned"}),
-    ("llama", {"inner_lr_groups": ["*layers.1=3", "*embed*=0"]}), ("bert", {"inner_lr_groups": ["head=4"]}),
-    ("llama", {"multi_step_loss_steps": 10}), ("bert", {**PROTOTYPE, "multi_step_loss_steps": 10, "prototype_gradient": True}),
-    ("llama", {"inner_optimizer": "momentum"}), ("bert", {"inner_optimizer": "momentum", "inner_momentum": 0.5}),
-]  # fmt: skip
+    ("llama", {"inner_lr": 0.3}),
+    ("bert", {"inner_lr": 0.3}),
+    ("llama", {"inner_steps": 1}),
+    ("llama", {"inner_steps": 7}),
+    ("llama", {"inner_lr_schedule": "linear"}),
+    ("bert", {"inner_lr_schedule": "cosine", "head_init": "learned"}),
+    ("llama", {"inner_lr_groups": ["*layers.1=3", "*embed*=0"]}),
+    ("bert", {"inner_lr_groups": ["head=4"]}),
+    ("llama", {"multi_step_loss_steps": 10}),
+    ("bert", {**PROTOTYPE, "multi_step_loss_steps": 10, "prototype_gradient": True}),
+    ("llama", {"inner_optimizer": "momentum"}),
+    ("bert", {"inner_optimizer": "momentum", "inner_momentum": 0.5}),
+]
 
 
 def identity(value):
@@ -53,16 +74,29 @@ def test_meta_gradient_is_that_of_autograd(model, settings, algorithm):
 def test_first_order_is_far_from_exact_on_these_cases():
     """Or the comparison above would say nothing of second derivatives."""
     for model, settings in CASES:
-        config, episode = config_of(LEARNERS[model], algorithm="maml", **settings), episode_of(LEARNERS[model])
+        config, episode = (
+            config_of(LEARNERS[model], algorithm="maml", **settings),
+            episode_of(LEARNERS[model]),
+        )
         exact, first = (
-            learners.meta_parameters(LEARNERS[model], config, learners.told_by_oracle(LEARNERS[model], c, episode)[0])
+            learners.meta_parameters(
+                LEARNERS[model], config, learners.told_by_oracle(LEARNERS[model], c, episode)[0]
+            )
             for c in (config, config_of(LEARNERS[model], algorithm="fomaml", **settings))
         )
         assert (exact - first).norm() > 0.02 * exact.norm(), (model, settings)
 
 
-@pytest.mark.parametrize("settings", [{}, {**PROTOTYPE, "prototype_gradient": True}, {"inner_optimizer": "momentum"},
-                                      {"multi_step_loss_steps": 10}], ids=identity)  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {**PROTOTYPE, "prototype_gradient": True},
+        {"inner_optimizer": "momentum"},
+        {"multi_step_loss_steps": 10},
+    ],
+    ids=identity,
+)
 def test_the_oracle_is_the_slope_of_the_adapted_loss(settings):
     """In fp64: theta moved along a line, the whole adaptation done again, the query loss looked at."""
     learner = copy.deepcopy(LEARNERS["bert"]).double()
@@ -72,12 +106,16 @@ def test_the_oracle_is_the_slope_of_the_adapted_loss(settings):
     if config.head_init != "learned":
         theta = {name: 0 * value if name in learner.head_names else value for name, value in theta.items()}
     rng = torch.Generator().manual_seed(3)
-    along = {name: torch.randn(value.shape, generator=rng, dtype=value.dtype) for name, value in theta.items()}
+    along = {
+        name: torch.randn(value.shape, generator=rng, dtype=value.dtype) for name, value in theta.items()
+    }
     wanted, *_ = direction(learner, theta, episode, config, False)
     slope = sum(float((wanted[name] * along[name]).sum()) for name in names)
 
     def loss(step: float) -> float:
-        return adapted_loss(learner, {name: theta[name] + step * along[name] for name in names}, episode, config)
+        return adapted_loss(
+            learner, {name: theta[name] + step * along[name] for name in names}, episode, config
+        )
 
     h = 1e-5
     assert slope == pytest.approx((loss(h) - loss(-h)) / (2 * h), rel=1e-5)
@@ -90,9 +128,14 @@ def adapted_loss(learner: Learner, theta, episode, config) -> float:
         model = copy.deepcopy(learner)
         for name, value in theta.items():
             model.get_parameter(name).data.copy_(value)
-        rows = [(row.labels, model(ids, torch.ones_like(ids), want="features")[0].detach())
-                for row in episode.support for ids in [torch.tensor([row.input_ids])]]  # fmt: skip
-        means = torch.stack([torch.stack([f for label, f in rows if label == c]).mean(0) for c in range(learners.CLASSES)])
+        rows = [
+            (row.labels, model(ids, torch.ones_like(ids), want="features")[0].detach())
+            for row in episode.support
+            for ids in [torch.tensor([row.input_ids])]
+        ]
+        means = torch.stack(
+            [torch.stack([f for label, f in rows if label == c]).mean(0) for c in range(learners.CLASSES)]
+        )
         phi[learner.head_names[0]], phi[learner.head_names[1]] = 2 * means, -means.square().sum(1)
     mu = config.inner_momentum if config.inner_optimizer == "momentum" else 0.0
     for k in range(config.inner_steps):
@@ -107,11 +150,18 @@ def adapted_loss(learner: Learner, theta, episode, config) -> float:
 @pytest.mark.parametrize("model", ["bert", "llama"])
 @pytest.mark.parametrize("algorithm", ["fomaml", "maml"])
 @pytest.mark.parametrize("learned", ["layer", "element"])
-@pytest.mark.parametrize("extra", [{}, {"inner_optimizer": "momentum", "inner_momentum": 0.5}, {"multi_step_loss_steps": 4}],
-                         ids=identity)  # fmt: skip
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"inner_optimizer": "momentum", "inner_momentum": 0.5}, {"multi_step_loss_steps": 4}],
+    ids=identity,
+)
 def test_gradient_of_learned_rates_is_that_of_autograd(model, algorithm, learned, extra):
     learner = LEARNERS[model]
-    settings = {"inner_lr_learned": learned, "inner_lr_groups": ["*0*=2"], **extra}  # rates differ from the start
+    settings = {
+        "inner_lr_learned": learned,
+        "inner_lr_groups": ["*0*=2"],
+        **extra,
+    }  # rates differ from the start
     config, episode = config_of(learner, algorithm=algorithm, **settings), episode_of(learner)
     found, worker = learners.found_by_rule(learner, config, episode)
     wanted, (of_rates, _) = learners.told_by_oracle(learner, config, episode)
@@ -125,7 +175,9 @@ def test_gradient_of_learned_rates_is_that_of_autograd(model, algorithm, learned
         pairs = [(mine[name].double(), of_rates[name]) for name in of_rates]
     else:
         names = setup_of(worker, config).inner.rates.layers.names
-        told = {("head" if name in learner.head_names else layer(name)): value for name, value in of_rates.items()}
+        told = {
+            ("head" if name in learner.head_names else layer(name)): value for name, value in of_rates.items()
+        }
         assert sorted(told) == sorted(names)
         pairs = [(found.extra["rates"][:, i], told[name]) for i, name in enumerate(names)]
     a, b = (torch.cat([pair[side].reshape(-1) for pair in pairs]) for side in (0, 1))
@@ -215,19 +267,29 @@ def test_a_trajectory_keeps_its_budget():
 def test_hessian_vector_products(model):
     """Along several directions, of any length, against autograd in fp64; zero for nothing."""
     learner = LEARNERS[model]
-    config, episode = config_of(learner, head_init="learned" if model == "bert" else "zero"), episode_of(learner)
+    config, episode = (
+        config_of(learner, head_init="learned" if model == "bert" else "zero"),
+        episode_of(learner),
+    )
     worker = worker_of(learner, config)
     phi, support = worker.read(), batches_of(episode).support
     exact = copy.deepcopy(learner).double()
     weights = {name: p for name, p in exact.named_parameters() if p.requires_grad}
     gradient = set_gradient(exact, weights, episode.support, False, create_graph=True)
     rng = torch.Generator().manual_seed(0)
-    for d in (worker.gradient(support)[0], 1e4 * worker.gradient(support)[0], torch.randn(phi.shape, generator=rng)):
+    for d in (
+        worker.gradient(support)[0],
+        1e4 * worker.gradient(support)[0],
+        torch.randn(phi.shape, generator=rng),
+    ):
         along = by_name(worker, d)
         told = sum((gradient[name] * along[name].double()).sum() for name in weights)
         wanted = torch.autograd.grad(told, list(weights.values()), retain_graph=True)
         found = by_name(worker, HvpOptions().of(worker, support).times(phi, d))
-        a, b = (torch.cat([x.double().reshape(-1) for x in side]) for side in ([found[name] for name in weights], wanted))
+        a, b = (
+            torch.cat([x.double().reshape(-1) for x in side])
+            for side in ([found[name] for name in weights], wanted)
+        )
         assert (a - b).norm() < 5e-4 * b.norm()
         worker.write(phi)
     assert not HvpOptions().of(worker, support).times(phi, torch.zeros_like(phi)).any()
@@ -245,12 +307,16 @@ def test_self_check_trusts_fp32_and_warns_of_bf16():
     good, bad = found["fp32"], found["bf16"]
     assert good.cosine > 0.99999
     assert 0 < good.relative < 1e-3
-    assert good.text.startswith(f"check_meta_gradient: at half the difference step the meta-gradient of the first task "
-                                f"differs by "
-                                f"{good.relative:.1e} of its length (cosine {good.cosine:.6f})")  # fmt: skip
+    assert good.text.startswith(
+        "check_meta_gradient: at half the difference step the meta-gradient of the first task "
+        "differs by "
+        f"{good.relative:.1e} of its length (cosine {good.cosine:.6f})"
+    )
     assert good.text.endswith("; the differences can be trusted")
     assert bad.relative > 0.02
-    assert "WARNING: gradients rounded to bf16 make these differences meaningless; set bf16 to false" in bad.text
+    assert (
+        "WARNING: gradients rounded to bf16 make these differences meaningless; set bf16 to false" in bad.text
+    )
     assert "WARNING: the loss bends too sharply" in Check(0.9, 0.4, "fp32").text
     assert "WARNING" in Check(float("nan"), float("nan"), "fp32").text
 
@@ -287,7 +353,9 @@ class Stubborn:
 
 @pytest.mark.parametrize(("half_finite", "relative"), [(True, 0.25), (False, math.nan)])
 def test_self_check_looks_at_meta_parameters_and_at_both_steps(half_finite, relative):
-    """A head that starts anew in every task may differ; a pass that is not finite at half the step says nothing."""
+    """A head that starts anew in every task may differ; a pass that is not finite at half the step says
+    nothing.
+    """
     learner = LEARNERS["bert"]
     worker = worker_of(learner, config_of(learner, algorithm="maml"))
     full = torch.zeros(worker.params.numel)
@@ -296,7 +364,12 @@ def test_self_check_looks_at_meta_parameters_and_at_both_steps(half_finite, rela
     half[0] = 3.0
     half[worker.params.groups["head"]] = 100.0
     fine = PassStats(torch.zeros(4, dtype=torch.float64))
-    told = Told(*(TaskGradient(vector, 1.0, finite, fine, fine) for vector, finite in ((full, True), (half, half_finite))))
+    told = Told(
+        *(
+            TaskGradient(vector, 1.0, finite, fine, fine)
+            for vector, finite in ((full, True), (half, half_finite))
+        )
+    )
     found = check(told, worker, full, batches_of(episode_of(learner)), "fp32")
     assert found.relative == pytest.approx(relative, nan_ok=True)
     assert found.cosine == pytest.approx(1.0 if half_finite else math.nan, nan_ok=True)
@@ -307,7 +380,9 @@ def test_differences_step_no_further_than_a_share_of_the_weights(monkeypatch):
     worker = worker_of(learner, config_of(learner))
     phi, hessian = worker.read(), HvpOptions().of(worker, batches_of(episode_of(learner)).support)
     steps = []
-    monkeypatch.setattr(type(hessian), "_difference", lambda self, phi, d, h, length: steps.append(h * length) or d)
+    monkeypatch.setattr(
+        type(hessian), "_difference", lambda self, phi, d, h, length: steps.append(h * length) or d
+    )
     for bend in (1e-9, 1.0):  # a loss that is as good as flat; one that curves
         hessian.bend = bend
         hessian.times(phi, torch.ones_like(phi))

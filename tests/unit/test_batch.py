@@ -40,7 +40,10 @@ class Cut:
 
     def by_rank(self) -> list[list[MicroBatch]]:
         cut = (PAD, self.micro_batch_size)
-        return [Batcher(*cut, rank, self.group_size, None, self.max_tokens).deal(self.rows) for rank in range(self.group_size)]
+        return [
+            Batcher(*cut, rank, self.group_size, None, self.max_tokens).deal(self.rows)
+            for rank in range(self.group_size)
+        ]
 
     def all(self) -> list[MicroBatch]:
         return [batch for batches in self.by_rank() for batch in batches]
@@ -51,7 +54,10 @@ def cuts(draw, causal: bool | None = None, bounded: bool = False) -> Cut:
     causal = draw(st.booleans()) if causal is None else causal
     rows = []
     for number, length in enumerate(draw(st.lists(st.integers(2, 12), min_size=1, max_size=20))):
-        ids = [number + 1, *draw(st.lists(st.integers(1, VOCAB - 1), min_size=length - 1, max_size=length - 1))]
+        ids = [
+            number + 1,
+            *draw(st.lists(st.integers(1, VOCAB - 1), min_size=length - 1, max_size=length - 1)),
+        ]
         prompt = draw(st.integers(1, length - 1))
         labels = [IGNORE] * prompt + ids[prompt:] if causal else number % CLASSES
         rows.append(Example(ids, labels))
@@ -62,10 +68,14 @@ def cuts(draw, causal: bool | None = None, bounded: bool = False) -> Cut:
 def rows_of(batch: MicroBatch) -> list[tuple[tuple[int, ...], object]]:
     """Rows that count, without padding."""
     found = []
-    for ids, mask, labels, weight in zip(batch.input_ids, batch.attention_mask, batch.labels, batch.weights, strict=True):
+    for ids, mask, labels, weight in zip(
+        batch.input_ids, batch.attention_mask, batch.labels, batch.weights, strict=True
+    ):
         if weight > 0:
             n = int(mask.sum())
-            found.append((tuple(ids[:n].tolist()), int(labels) if labels.ndim == 0 else tuple(labels[:n].tolist())))
+            found.append(
+                (tuple(ids[:n].tolist()), int(labels) if labels.ndim == 0 else tuple(labels[:n].tolist()))
+            )
     return found
 
 
@@ -77,8 +87,12 @@ def test_ranks_get_the_same_number_of_micro_batches(cut):
 
 @given(cuts() | cuts(bounded=True))
 def test_rows_that_count_are_the_set(cut):
-    wanted = [(tuple(r.input_ids), r.labels if isinstance(r.labels, int) else tuple(r.labels)) for r in cut.rows]
-    assert sorted((row for batch in cut.all() for row in rows_of(batch)), key=repr) == sorted(wanted, key=repr)
+    wanted = [
+        (tuple(r.input_ids), r.labels if isinstance(r.labels, int) else tuple(r.labels)) for r in cut.rows
+    ]
+    assert sorted((row for batch in cut.all() for row in rows_of(batch)), key=repr) == sorted(
+        wanted, key=repr
+    )
 
 
 @given(cuts() | cuts(bounded=True))
@@ -125,7 +139,9 @@ def test_parts_of_the_class_loss_add_up_to_the_mean(cut):
         mask = batch.attention_mask[..., None]
         return ((TABLE[batch.input_ids] * mask).sum(1) / mask.sum(1))[:, :CLASSES]
 
-    loss, right, rows = (sum(part) for part in zip(*(objective(logits(b), b) for b in cut.all()), strict=True))
+    loss, right, rows = (
+        sum(part) for part in zip(*(objective(logits(b), b) for b in cut.all()), strict=True)
+    )
     scores = torch.stack([TABLE[list(row.input_ids)].mean(0)[:CLASSES] for row in cut.rows])
     labels = torch.tensor([row.labels for row in cut.rows])
     assert float(loss) == pytest.approx(float(F.cross_entropy(scores, labels)), rel=1e-5)
@@ -135,7 +151,9 @@ def test_parts_of_the_class_loss_add_up_to_the_mean(cut):
 @given(cuts(causal=True))
 def test_parts_of_the_token_loss_add_up_to_the_mean(cut):
     """The "model" predicts a next token from the one before."""
-    loss, _, rows = (sum(part) for part in zip(*(objective(TABLE[b.input_ids], b) for b in cut.all()), strict=True))
+    loss, _, rows = (
+        sum(part) for part in zip(*(objective(TABLE[b.input_ids], b) for b in cut.all()), strict=True)
+    )
     scores = torch.cat([TABLE[list(row.input_ids)][:-1] for row in cut.rows])
     labels = torch.tensor([label for row in cut.rows for label in row.labels[1:]])
     assert float(loss) == pytest.approx(float(F.cross_entropy(scores, labels, ignore_index=IGNORE)), rel=1e-5)
@@ -152,7 +170,9 @@ def test_a_causal_row_is_right_when_every_label_token_is():
 
 @given(cuts(bounded=True))
 def test_a_budget_of_tokens_holds_and_no_rank_waits(cut):
-    """Rows times the longest of them; equal numbers of micro-batches; no more of them than the budget and equal turns ask for."""
+    """Rows times the longest of them; equal numbers of micro-batches; no more of them than the budget and
+    equal turns ask for.
+    """
     assert len({len(batches) for batches in cut.by_rank()}) == 1
     for batch in cut.all():
         assert batch.input_ids.numel() <= cut.max_tokens or len(batch.input_ids) == 1

@@ -49,7 +49,10 @@ SECOND = param_map(("b", 2, 3), ("c", 0, 4))
 
 
 def parameters(seed: float) -> dict[str, Tensor]:
-    return {name: seed + torch.arange(torch.Size(shape).numel(), dtype=torch.float32) for name, shape in SHAPES.items()}
+    return {
+        name: seed + torch.arange(torch.Size(shape).numel(), dtype=torch.float32)
+        for name, shape in SHAPES.items()
+    }
 
 
 def laid_out(params: ParamMap, values: dict[str, Tensor]) -> Tensor:
@@ -60,13 +63,23 @@ def laid_out(params: ParamMap, values: dict[str, Tensor]) -> Tensor:
 
 
 def state_of(step: int, vectors: Iterable[str] = (), **settings) -> dict[str, Any]:
-    return {"outer_step": step, "vectors": list(vectors), "numbers": {}, "bad_steps": 0, "tasks": {}, "settings": settings}
+    return {
+        "outer_step": step,
+        "vectors": list(vectors),
+        "numbers": {},
+        "bad_steps": 0,
+        "tasks": {},
+        "settings": settings,
+    }
 
 
 def list_again(folder: Path) -> None:
     """A manifest of what lies there now."""
-    files = {file.name: {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-             for file in folder.iterdir() if file.name != "manifest.json"}  # fmt: skip
+    files = {
+        file.name: {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        for file in folder.iterdir()
+        if file.name != "manifest.json"
+    }
     (folder / "manifest.json").write_text(json.dumps({"files": files}))
 
 
@@ -96,8 +109,11 @@ def test_any_layout_reads_what_any_other_wrote(tmp_path, writer, reader):
 def two_shards(tmp_path: Path) -> Path:
     """A checkpoint as two ranks write it."""
     folder = saved(tmp_path, FIRST)
-    theirs = {f"{vector}/{f.name}@{f.offset}": laid_out(SECOND, parameters(seed))[f.here].clone()
-              for vector, seed in (("theta", 100), ("exp_avg", 500)) for f in SECOND.fragments}  # fmt: skip
+    theirs = {
+        f"{vector}/{f.name}@{f.offset}": laid_out(SECOND, parameters(seed))[f.here].clone()
+        for vector, seed in (("theta", 100), ("exp_avg", 500))
+        for f in SECOND.fragments
+    }
     save_file(theirs, folder / "shard-00001.safetensors")
     list_again(folder)
     return folder
@@ -109,11 +125,27 @@ def test_shards_of_two_ranks_are_one_checkpoint(tmp_path, reader):
 
 
 ACROSS = [
-    ParamMap((Fragment("a", (4, 3), 0, 0, 4, True, (1, 0, 1)), Fragment("b", (5,), 4, 0, 5), Fragment("c", (2, 2), 9, 0, 2)),
-             11, {}, False),
-    ParamMap((Fragment("a", (4, 3), 0, 0, 8, True, (1, 1, 2)), Fragment("b", (5,), 8, 0, 5, False),
-              Fragment("c", (2, 2), 13, 2, 2)), 15, {}, False),
-]  # fmt: skip
+    ParamMap(
+        (
+            Fragment("a", (4, 3), 0, 0, 4, True, (1, 0, 1)),
+            Fragment("b", (5,), 4, 0, 5),
+            Fragment("c", (2, 2), 9, 0, 2),
+        ),
+        11,
+        {},
+        False,
+    ),
+    ParamMap(
+        (
+            Fragment("a", (4, 3), 0, 0, 8, True, (1, 1, 2)),
+            Fragment("b", (5,), 8, 0, 5, False),
+            Fragment("c", (2, 2), 13, 2, 2),
+        ),
+        15,
+        {},
+        False,
+    ),
+]
 
 
 def test_cuts_across_rows_are_one_checkpoint(tmp_path):
@@ -128,8 +160,9 @@ def test_cuts_across_rows_are_one_checkpoint(tmp_path):
         assert_holds(folder, reader)
     (folder / "shard-00001.safetensors").unlink()
     list_again(folder)
-    assert refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)) == (
-        f"{folder} lacks 8 elements of theta/a; give another checkpoint"
+    assert (
+        refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel))
+        == f"{folder} lacks 8 elements of theta/a; give another checkpoint"
     )
     whole = saved(tmp_path / "whole", WHOLE)
     for reader in ACROSS:
@@ -140,8 +173,10 @@ def test_copies_count_once():
     assert ACROSS[0].counted() == [slice(0, 11)]
     assert ACROSS[1].counted() == [slice(0, 8), slice(13, 15)]
     vectors = [laid_out(params, parameters(100)) for params in ACROSS]
-    held = {name: [params.whole(v, name, shape, lambda t: t) for params, v in zip(ACROSS, vectors, strict=True)]
-            for name, shape in SHAPES.items()}  # fmt: skip
+    held = {
+        name: [params.whole(v, name, shape, lambda t: t) for params, v in zip(ACROSS, vectors, strict=True)]
+        for name, shape in SHAPES.items()
+    }
     for name, parts in held.items():
         assert torch.equal(sum(parts).view(-1), parameters(100)[name]), name
 
@@ -151,7 +186,9 @@ def test_inner_products_count_copies_once():
     sums = torch.zeros(3, dtype=torch.float64)
     total = 0.0
     for params in ACROSS:
-        worker: Any = SimpleNamespace(params=params, device=torch.device("cpu"), group=SimpleNamespace(sum_=lambda t: t))
+        worker: Any = SimpleNamespace(
+            params=params, device=torch.device("cpu"), group=SimpleNamespace(sum_=lambda t: t)
+        )
         a, b = laid_out(params, parameters(100)), laid_out(params, parameters(7))
         segments = [(f.here.start, f.here.stop, "abc".index(f.name)) for f in params.fragments]
         sums += Worker.dot_by_layer(worker, a, b, segments, 3)
@@ -164,10 +201,13 @@ def test_inner_products_count_copies_once():
 def test_a_missing_shard_is_named(tmp_path):
     folder = two_shards(tmp_path)
     (folder / "shard-00001.safetensors").unlink()
-    assert refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)).startswith(f"{folder} cannot be read (")
+    assert refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)).startswith(
+        f"{folder} cannot be read ("
+    )
     list_again(folder)
-    assert refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)) == (
-        f"{folder} lacks 3 elements of theta/b; give another checkpoint"
+    assert (
+        refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel))
+        == f"{folder} lacks 3 elements of theta/b; give another checkpoint"
     )
 
 
@@ -182,7 +222,10 @@ def test_a_damaged_shard_is_named(tmp_path):
 def test_the_newest_are_kept_by_number(tmp_path):
     for step in (9, 10, 11):
         saved(tmp_path, WHOLE, step, keep=2)
-    assert [folder.name for folder in checkpoint.list_complete(tmp_path)] == ["checkpoint-10", "checkpoint-11"]
+    assert [folder.name for folder in checkpoint.list_complete(tmp_path)] == [
+        "checkpoint-10",
+        "checkpoint-11",
+    ]
     assert not (tmp_path / "checkpoint-9").exists()
 
 
@@ -230,12 +273,16 @@ def exported(source: Path | str, folder: Path, **settings) -> tuple[Config, Plai
 def inputs(folder: Path) -> dict[str, Tensor]:
     from transformers import AutoTokenizer
 
-    batch = AutoTokenizer.from_pretrained(folder)([WORDS[0], " ".join(WORDS[:3])], padding=True, return_tensors="pt")
+    batch = AutoTokenizer.from_pretrained(folder)(
+        [WORDS[0], " ".join(WORDS[:3])], padding=True, return_tensors="pt"
+    )
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
 def assert_same_logits(found: Tensor, wanted: Tensor, mask: Tensor) -> None:
-    """Where the mask shows tokens, if the logits are per token; bitwise would be too much to ask of another kernel."""
+    """Where the mask shows tokens, if the logits are per token; bitwise would be too much to ask of another
+    kernel.
+    """
     if found.ndim == 3:
         found, wanted = found[mask.bool()], wanted[mask.bool()]
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
@@ -275,9 +322,15 @@ def test_export_of_a_pooled_encoder(tmp_path, bert, pooling, head_init):
     assert (tmp_path / "head.safetensors").exists() == (head_init == "learned")
     assert plain.config.hidden_dropout_prob == 0.1
     modules = json.loads((tmp_path / "modules.json").read_text())
-    assert [(m["path"], m["type"].split(".")[-1]) for m in modules] == [("", "Transformer"), ("1_Pooling", "Pooling")]
+    assert [(m["path"], m["type"].split(".")[-1]) for m in modules] == [
+        ("", "Transformer"),
+        ("1_Pooling", "Pooling"),
+    ]
     modes = json.loads((tmp_path / "1_Pooling" / "config.json").read_text())
-    assert (modes["pooling_mode_mean_tokens"], modes["pooling_mode_cls_token"]) == (pooling == "mean", pooling == "cls")
+    assert (modes["pooling_mode_mean_tokens"], modes["pooling_mode_cls_token"]) == (
+        pooling == "mean",
+        pooling == "cls",
+    )
     assert modes["word_embedding_dimension"] == 32
     assert json.loads((tmp_path / "sentence_bert_config.json").read_text())["max_seq_length"] == 128
 
@@ -287,7 +340,9 @@ def test_an_exported_encoder_is_read_again_with_its_pooling(tmp_path, bert):
     again = Config(model_name_or_path=str(tmp_path / "one"), n_way=3)
     assert describe(again).pooling == "cls"
     listed = tmp_path / "one" / "modules.json"
-    listed.write_text(json.dumps([*json.loads(listed.read_text()), {"path": "2_Normalize", "type": "models.Normalize"}]))
+    listed.write_text(
+        json.dumps([*json.loads(listed.read_text()), {"path": "2_Normalize", "type": "models.Normalize"}])
+    )
     exported(tmp_path / "one", tmp_path / "two")
     modules = json.loads((tmp_path / "two" / "modules.json").read_text())
     assert [module["path"] for module in modules] == ["", "1_Pooling", "2_Normalize"]
@@ -318,10 +373,15 @@ def test_export_of_the_builtin_model(tmp_path):
         features = (plain(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
         assert_same_logits(features, worker.model(**batch, want="features"), batch["attention_mask"])
     defaults = json.loads((tmp_path / "fmmeta.json").read_text())
-    assert {name: defaults[name] for name in ("head_init", "inner_steps", "inner_lr", "n_way", "algorithm")} == {
-        "head_init": config.head_init, "inner_steps": config.inner_steps, "inner_lr": config.inner_lr, "n_way": 3,
+    assert {
+        name: defaults[name] for name in ("head_init", "inner_steps", "inner_lr", "n_way", "algorithm")
+    } == {
+        "head_init": config.head_init,
+        "inner_steps": config.inner_steps,
+        "inner_lr": config.inner_lr,
+        "n_way": 3,
         "algorithm": config.algorithm,
-    }  # fmt: skip
+    }
     assert defaults["pooling"] == "mean"
 
 
@@ -352,7 +412,11 @@ def test_an_export_leaves_no_weights_of_an_earlier_one(tmp_path, bert, monkeypat
 def test_adapters_that_come_beside_their_base_leave_it(tmp_path, bert):
     shutil.copytree(bert, tmp_path / "model")
     exported(tmp_path / "model", tmp_path / "model", pooling="mean", lora_r=2)
-    assert weights(tmp_path / "model") == {"adapter_config.json", "adapter_model.safetensors", "model.safetensors"}
+    assert weights(tmp_path / "model") == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "model.safetensors",
+    }
 
 
 @pytest.mark.parametrize("full", ["head.safetensors", "model.safetensors.index.json"])
@@ -371,13 +435,20 @@ def test_a_full_disk_is_told_after_the_others_have_gone_on(tmp_path, bert, monke
         (tmp_path / full).symlink_to("/dev/full")
         monkeypatch.setattr(export_module, "clear", lambda folder: None)
     message = refusal(exported, bert, tmp_path, pooling="mean", head_init="learned")
-    assert message == ("the disk: No space left on device (while exporting the weights); mend that, and run the same command "
-                       "again")  # fmt: skip
+    assert (
+        message
+        == "the disk: No space left on device (while exporting the weights); mend that, and run the same"
+        " command again"
+    )
     assert list(tmp_path.glob("model-00001-of-*.safetensors"))
 
 
 def weights(folder: Path) -> set[str]:
-    return {file.name for file in folder.iterdir() if "safetensors" in file.name or file.name == "adapter_config.json"}
+    return {
+        file.name
+        for file in folder.iterdir()
+        if "safetensors" in file.name or file.name == "adapter_config.json"
+    }
 
 
 def test_a_run_is_continued_or_refused(tmp_path):
@@ -389,14 +460,18 @@ def test_a_run_is_continued_or_refused(tmp_path):
     assert find_start(config, "f").checkpoint == newest
     assert not find_start(config, "f").finished
     other = Config(output_dir=str(tmp_path / "run"), seed=2, inner_steps=9)
-    assert refusal(find_start, other, "f") == (
-        f"output_dir={tmp_path / 'run'} holds a run with other settings (inner_steps: {config.inner_steps} -> 9; seed: 1 -> 2); "
-        "use these, another output_dir, or --accept_changed_settings with their names"
+    assert (
+        refusal(find_start, other, "f")
+        == f"output_dir={tmp_path / 'run'} holds a run with other settings (inner_steps: {config.inner_steps}"
+        " -> 9; seed: 1 -> 2); use these, another output_dir, or --accept_changed_settings with their"
+        " names"
     )
     assert "dataset_fingerprint: f -> g" in refusal(find_start, config, "g")
     never = Config(output_dir=str(tmp_path / "run"), seed=1, resume_from_checkpoint="never")
-    assert refusal(find_start, never, "f") == (
-        f"output_dir={tmp_path / 'run'} holds a run, and resume_from_checkpoint=never; choose another output_dir"
+    assert (
+        refusal(find_start, never, "f")
+        == f"output_dir={tmp_path / 'run'} holds a run, and resume_from_checkpoint=never; choose another"
+        " output_dir"
     )
     write_run(tmp_path / "run", config, "f", "1 group of 1 rank", finished=True)
     assert find_start(config, "f").finished
@@ -405,14 +480,19 @@ def test_a_run_is_continued_or_refused(tmp_path):
 def test_folders_that_cannot_be_used(tmp_path):
     (tmp_path / "file").write_text("")
     message = refusal(lock_folder, tmp_path / "file" / "run")
-    assert message == f"output_dir={tmp_path / 'file' / 'run'} cannot be made: Not a directory; choose another"
+    assert (
+        message == f"output_dir={tmp_path / 'file' / 'run'} cannot be made: Not a directory; choose another"
+    )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{")
-    assert refusal(find_start, Config(output_dir=str(tmp_path / "run")), "f") == (
-        f"{tmp_path / 'run' / 'run.json'} cannot be read; mend or remove it, or choose another output_dir"
+    assert (
+        refusal(find_start, Config(output_dir=str(tmp_path / "run")), "f")
+        == f"{tmp_path / 'run' / 'run.json'} cannot be read; mend or remove it, or choose another output_dir"
     )
     none = Config(output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(tmp_path / "none"))
-    assert refusal(find_start, none, "f").startswith(f"resume_from_checkpoint={tmp_path / 'none'} is no checkpoint (")
+    assert refusal(find_start, none, "f").startswith(
+        f"resume_from_checkpoint={tmp_path / 'none'} is no checkpoint ("
+    )
 
 
 def test_metrics_after_the_checkpoint_are_dropped(tmp_path):

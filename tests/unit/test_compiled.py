@@ -19,7 +19,9 @@ CPU = torch.device("cpu")
 
 
 def direction_of(learner, algorithm, compiles: bool):
-    """Of an episode whose sets are cut into micro-batches of different lengths, and how often the compiled model ran."""
+    """Of an episode whose sets are cut into micro-batches of different lengths, and how often the compiled
+    model ran.
+    """
     config, episode = config_of(learner, algorithm=algorithm), batches_of(episode_of(learner))
     worker = worker_of(learner, config)
     if compiles:
@@ -42,7 +44,9 @@ def test_meta_gradient_is_that_of_the_plain_model(algorithm, monkeypatch):
     monkeypatch.setattr(compile, "BACKEND", backend)
     torch._dynamo.reset()
     found = direction_of(bert(), algorithm, True)
-    assert 1 <= len(calls) <= 4  # with and without gradients; a first size may be one of its own, but not every length is
+    assert (
+        1 <= len(calls) <= 4
+    )  # with and without gradients; a first size may be one of its own, but not every length is
     torch.testing.assert_close(found, direction_of(bert(), algorithm, False), rtol=1e-4, atol=1e-6)
 
 
@@ -51,18 +55,26 @@ def test_meta_gradient_is_that_of_the_plain_model(algorithm, monkeypatch):
 def test_real_code_gives_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
-    torch.testing.assert_close(direction_of(bert(), "fomaml", True), direction_of(bert(), "fomaml", False), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        direction_of(bert(), "fomaml", True), direction_of(bert(), "fomaml", False), rtol=1e-4, atol=1e-6
+    )
     assert list(tmp_path.rglob("*.so"))
 
 
-@pytest.mark.parametrize(("settings", "what"), [
-    ({"pipeline_stages": 2}, "pipeline_stages=2, whose stages are no whole model"),
-    ({"tensor_parallel_size": 2, "task_type": "causal_lm"}, "tensor_parallel_size=2, whose layers talk to each other"),
-    ({"engine": "deepspeed"}, "engine=deepspeed, which hooks into modules"),
-    ({"lora_r": 4, "task_batch": "2"}, "task_batch=2, whose tasks stand in for layers in each pass"),
-    ({"gradient_checkpointing": True}, "gradient_checkpointing=True, which computes layers again"),
-    ({"packing": True, "task_type": "causal_lm"}, "packing=True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"pipeline_stages": 2}, "pipeline_stages=2, whose stages are no whole model"),
+        (
+            {"tensor_parallel_size": 2, "task_type": "causal_lm"},
+            "tensor_parallel_size=2, whose layers talk to each other",
+        ),
+        ({"engine": "deepspeed"}, "engine=deepspeed, which hooks into modules"),
+        ({"lora_r": 4, "task_batch": "2"}, "task_batch=2, whose tasks stand in for layers in each pass"),
+        ({"gradient_checkpointing": True}, "gradient_checkpointing=True, which computes layers again"),
+        ({"packing": True, "task_type": "causal_lm"}, "packing=True"),
+    ],
+)
 def test_what_it_does_not_go_with(settings, what):
     assert refusal(Config, compile=True, **settings) == f"compile=True does not go with {what}; leave one out"
 
@@ -70,8 +82,10 @@ def test_what_it_does_not_go_with(settings, what):
 def test_without_a_compiler_a_run_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     config = Config(compile=True, outer_steps=1, eval_episodes=0, output_dir=str(tmp_path / "run"))
-    assert refusal(MetaTrainer(config).train) == (
-        "compile=True needs a C++ compiler, and CXX=no-such-compiler is not there; install one, or leave it out"
+    assert (
+        refusal(MetaTrainer(config).train)
+        == "compile=True needs a C++ compiler, and CXX=no-such-compiler is not there; install one, or leave"
+        " it out"
     )
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -1,4 +1,6 @@
-"""Settings: every refusal by its text, defaults that depend on other settings, and what a continuation may change."""
+"""Settings: every refusal by its text, defaults that depend on other settings, and what a continuation may
+change.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,21 @@ LEAST_NEEDS = {"first_order_steps": "maml", "inner_steps": "none", "cg_steps": "
 CHOICES = {item.name: item.metadata["choices"] for item in fields(Config) if "choices" in item.metadata}
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("task_type", "task_type=x is unknown; use classification or causal_lm"),
-    ("head_init", "head_init=x is unknown; use zero, learned or prototype"),
-    ("engine", "engine=x is unknown; use auto, deepspeed or plain"),
-    ("outer_optimizer", "outer_optimizer=x is unknown; use adamw, sgd, nesterov, adagrad, adamax, nadam, radam or rmsprop"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("task_type", "task_type=x is unknown; use classification or causal_lm"),
+        ("head_init", "head_init=x is unknown; use zero, learned or prototype"),
+        ("engine", "engine=x is unknown; use auto, deepspeed or plain"),
+        (
+            "outer_optimizer",
+            (
+                "outer_optimizer=x is unknown; use adamw, sgd, nesterov, adagrad, adamax, nadam, radam or"
+                " rmsprop"
+            ),
+        ),
+    ],
+)
 def test_an_unknown_choice_is_refused(name, said):
     assert refusal(Config, **{name: "x"}) == said
 
@@ -36,7 +47,10 @@ def test_an_unknown_choice_is_refused(name, said):
 def test_choices_are_checked(name):
     assert refusal(Config, **{name: "nonsense"}).startswith(f"{name}=nonsense is unknown; use ")
     for choice in CHOICES[name]:
-        assert getattr(Config(**{name: choice, **COMPANIONS.get((name, choice), {})}), name) in (choice, [choice])
+        assert getattr(Config(**{name: choice, **COMPANIONS.get((name, choice), {})}), name) in (
+            choice,
+            [choice],
+        )
 
 
 @pytest.mark.parametrize(("name", "least"), MINIMUM.items())
@@ -46,27 +60,57 @@ def test_lower_bounds(name, least):
     assert getattr(Config(**{name: least}, algorithm=LEAST_NEEDS.get(name, "fomaml")), name) == least
 
 
-@pytest.mark.parametrize(("name", "value", "said"), [
-    ("n_way", "5", "n_way='5' is not a whole number; give one"),
-    ("n_way", 5.0, "n_way=5.0 is not a whole number; give one"),
-    ("n_way", None, "n_way=None is not a whole number; give one"),
-    ("inner_lr", "0.1", "inner_lr='0.1' is not a number; give one"),
-    ("packing", 1, "packing=1 is not True or False; give one"),
-    ("k_shot", True, "k_shot=True is not a whole number; give one"),
-    ("mix_weights", ["1"], "mix_weights='1' is not a number; give one"),
-    ("algorithm", None, "algorithm=None is not a text; give one"),
-    ("inner_lr", 1e39, "inner_lr=1e+39 is no number to compute with; use one up to 3.4e+38"),
-    ("inner_lr", math.nan, "inner_lr=nan is no positive number; use one, such as 0.1 for inner SGD"),
-    ("max_grad_norm", math.nan, "max_grad_norm=nan is no number to compute with; use 0 or more, up to 3.4e+38"),
-    ("weight_decay", math.inf, "weight_decay=inf is no number to compute with; use 0 or more, up to 3.4e+38"),
-    ("inner_lr", 10**400, "inner_lr is no number to compute with; use one up to 3.4e+38"),
-    ("n_way", 10**400, "n_way is no number to compute with; use one up to 3.4e+38"),
-    ("seed", 2**64, "seed=18446744073709551616 is above 18446744073709551615, the largest that torch takes; use a smaller one"),
-    ("inner_lr_groups", ["head=1e40"], "inner_lr_groups=head=1e40 is no PATTERN=FACTOR with a factor of 0 or more; write, say, "
-     "head=10 or '*embeddings*=0'"),
-    ("inner_lr_groups", ["head=nan"], "inner_lr_groups=head=nan is no PATTERN=FACTOR with a factor of 0 or more; write, say, "
-     "head=10 or '*embeddings*=0'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("n_way", "5", "n_way='5' is not a whole number; give one"),
+        ("n_way", 5.0, "n_way=5.0 is not a whole number; give one"),
+        ("n_way", None, "n_way=None is not a whole number; give one"),
+        ("inner_lr", "0.1", "inner_lr='0.1' is not a number; give one"),
+        ("packing", 1, "packing=1 is not True or False; give one"),
+        ("k_shot", True, "k_shot=True is not a whole number; give one"),
+        ("mix_weights", ["1"], "mix_weights='1' is not a number; give one"),
+        ("algorithm", None, "algorithm=None is not a text; give one"),
+        ("inner_lr", 1e39, "inner_lr=1e+39 is no number to compute with; use one up to 3.4e+38"),
+        ("inner_lr", math.nan, "inner_lr=nan is no positive number; use one, such as 0.1 for inner SGD"),
+        (
+            "max_grad_norm",
+            math.nan,
+            "max_grad_norm=nan is no number to compute with; use 0 or more, up to 3.4e+38",
+        ),
+        (
+            "weight_decay",
+            math.inf,
+            "weight_decay=inf is no number to compute with; use 0 or more, up to 3.4e+38",
+        ),
+        ("inner_lr", 10**400, "inner_lr is no number to compute with; use one up to 3.4e+38"),
+        ("n_way", 10**400, "n_way is no number to compute with; use one up to 3.4e+38"),
+        (
+            "seed",
+            2**64,
+            (
+                "seed=18446744073709551616 is above 18446744073709551615, the largest that torch takes; use a"
+                " smaller one"
+            ),
+        ),
+        (
+            "inner_lr_groups",
+            ["head=1e40"],
+            (
+                "inner_lr_groups=head=1e40 is no PATTERN=FACTOR with a factor of 0 or more; write, say, "
+                "head=10 or '*embeddings*=0'"
+            ),
+        ),
+        (
+            "inner_lr_groups",
+            ["head=nan"],
+            (
+                "inner_lr_groups=head=nan is no PATTERN=FACTOR with a factor of 0 or more; write, say, "
+                "head=10 or '*embeddings*=0'"
+            ),
+        ),
+    ],
+)
 def test_values_are_of_their_types(name, value, said):
     assert refusal(Config, **{name: value}) == said
 
@@ -80,8 +124,9 @@ def test_what_stands_for_a_flag_becomes_it(tmp_path):
 
 @pytest.mark.parametrize("value", ["0", "-2", "many", "1.5", "", "²"])
 def test_group_size_is_a_number_or_auto(value):
-    assert refusal(Config, group_size=value) == (
-        f"group_size={value} is neither a positive number nor auto; use auto, 1, 2, 4, ..."
+    assert (
+        refusal(Config, group_size=value)
+        == f"group_size={value} is neither a positive number nor auto; use auto, 1, 2, 4, ..."
     )
 
 
@@ -92,33 +137,57 @@ def test_group_size_is_kept_as_text(value):
 
 @pytest.mark.parametrize("value", [0.0, -0.1])
 def test_inner_lr_is_positive(value):
-    assert refusal(Config, inner_lr=value) == f"inner_lr={value} is no positive number; use one, such as 0.1 for inner SGD"
+    assert (
+        refusal(Config, inner_lr=value)
+        == f"inner_lr={value} is no positive number; use one, such as 0.1 for inner SGD"
+    )
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"dataset": []}, "dataset= names no data set; name each once"),
-    ({"dataset": ["a", "b", "a"]}, "dataset=a b a names a data set twice; name each once"),
-    ({"dataset": ["a", "b"], "class_splits": "c.json"},
-     "class_splits=c.json cannot serve 2 data sets; put a class_splits.json into the folder of each"),
-    ({"dataset": ["a", "b"], "mix_weights": [1.0]},
-     "mix_weights=1.0 does not fit dataset=a b; give one positive number for each"),
-    ({"dataset": ["a", "b"], "mix_weights": [1.0, 0.0]},
-     "mix_weights=1.0 0.0 does not fit dataset=a b; give one positive number for each"),
-    ({"mix_temperature": 0.0}, "mix_temperature=0.0 is not positive; use 1, or more to draw rare strata more often"),
-    ({"dataset": ["a", "b"], "mix_weights": [1.0, 2.0], "mix_temperature": 2.0},
-     "mix_temperature=2.0 and mix_weights both set the shares; leave one out"),
-    ({"n_way_max": 4}, "n_way_max=4 is below n_way=5; raise it or leave it out"),
-    ({"k_shot_max": 1}, "k_shot_max=1 is below k_shot=5; raise it or leave it out"),
-    ({"k_shot_max": 9, "task_type": "causal_lm"}, "k_shot_max=9 means nothing for task_type=causal_lm; leave it out"),
-    ({"num_workers": "many"}, "num_workers=many is neither a number nor auto; use auto, 0, 1, 2, ..."),
-    ({"num_workers": "²"}, "num_workers=² is neither a number nor auto; use auto, 0, 1, 2, ..."),
-    ({"task_batch": "²"}, "task_batch=² is neither a positive number nor auto; use auto, 1, 8, ..."),
-    ({"trajectory_gib": math.inf, "algorithm": "maml"},
-     "trajectory_gib=inf is no number to compute with; use 0 or more, or leave it out for no limit"),
-    ({"trajectory_gib": math.nan, "algorithm": "maml"},
-     "trajectory_gib=nan is no number to compute with; use 0 or more, or leave it out for no limit"),
-    ({"max_bad_share": 1.5}, "max_bad_share=1.5 is no share; use a number from 0 to 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"dataset": []}, "dataset= names no data set; name each once"),
+        ({"dataset": ["a", "b", "a"]}, "dataset=a b a names a data set twice; name each once"),
+        (
+            {"dataset": ["a", "b"], "class_splits": "c.json"},
+            "class_splits=c.json cannot serve 2 data sets; put a class_splits.json into the folder of each",
+        ),
+        (
+            {"dataset": ["a", "b"], "mix_weights": [1.0]},
+            "mix_weights=1.0 does not fit dataset=a b; give one positive number for each",
+        ),
+        (
+            {"dataset": ["a", "b"], "mix_weights": [1.0, 0.0]},
+            "mix_weights=1.0 0.0 does not fit dataset=a b; give one positive number for each",
+        ),
+        (
+            {"mix_temperature": 0.0},
+            "mix_temperature=0.0 is not positive; use 1, or more to draw rare strata more often",
+        ),
+        (
+            {"dataset": ["a", "b"], "mix_weights": [1.0, 2.0], "mix_temperature": 2.0},
+            "mix_temperature=2.0 and mix_weights both set the shares; leave one out",
+        ),
+        ({"n_way_max": 4}, "n_way_max=4 is below n_way=5; raise it or leave it out"),
+        ({"k_shot_max": 1}, "k_shot_max=1 is below k_shot=5; raise it or leave it out"),
+        (
+            {"k_shot_max": 9, "task_type": "causal_lm"},
+            "k_shot_max=9 means nothing for task_type=causal_lm; leave it out",
+        ),
+        ({"num_workers": "many"}, "num_workers=many is neither a number nor auto; use auto, 0, 1, 2, ..."),
+        ({"num_workers": "²"}, "num_workers=² is neither a number nor auto; use auto, 0, 1, 2, ..."),
+        ({"task_batch": "²"}, "task_batch=² is neither a positive number nor auto; use auto, 1, 8, ..."),
+        (
+            {"trajectory_gib": math.inf, "algorithm": "maml"},
+            "trajectory_gib=inf is no number to compute with; use 0 or more, or leave it out for no limit",
+        ),
+        (
+            {"trajectory_gib": math.nan, "algorithm": "maml"},
+            "trajectory_gib=nan is no number to compute with; use 0 or more, or leave it out for no limit",
+        ),
+        ({"max_bad_share": 1.5}, "max_bad_share=1.5 is no share; use a number from 0 to 1"),
+    ],
+)
 def test_settings_of_the_data_are_checked(settings, said):
     assert refusal(Config, **settings) == said
 
@@ -132,13 +201,16 @@ def test_defaults_are_not_shared():
     assert len(Config().dataset) == 1
 
 
-@pytest.mark.parametrize(("settings", "lr"), [
-    ({}, 2e-3),
-    ({"model_name_or_path": "bert"}, 2e-5),
-    ({"model_name_or_path": "bert", "lora_r": 8}, 2e-4),
-    ({"outer_optimizer": "sgd"}, 1.0),
-    ({"outer_optimizer": "sgd", "outer_lr": 0.25}, 0.25),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "lr"),
+    [
+        ({}, 2e-3),
+        ({"model_name_or_path": "bert"}, 2e-5),
+        ({"model_name_or_path": "bert", "lora_r": 8}, 2e-4),
+        ({"outer_optimizer": "sgd"}, 1.0),
+        ({"outer_optimizer": "sgd", "outer_lr": 0.25}, 0.25),
+    ],
+)
 def test_outer_lr_follows_model_and_optimizer(settings, lr):
     assert Config(**settings).outer_lr == lr
     assert Config(**settings).as_dict()["outer_lr"] == lr
@@ -150,7 +222,10 @@ def test_every_setting_has_a_help_text():
 
 def test_changed_settings_are_named():
     before, now = Config().as_dict(), Config(seed=7, group_size="2", output_dir="x", inner_lr=0.5).as_dict()
-    assert changed_settings(before, now) == {"inner_lr": f"inner_lr: {Config().inner_lr} -> 0.5", "seed": "seed: 42 -> 7"}
+    assert changed_settings(before, now) == {
+        "inner_lr": f"inner_lr: {Config().inner_lr} -> 0.5",
+        "seed": "seed: 42 -> 7",
+    }
     assert changed_settings({**before, "dataset_fingerprint": "a"}, before) == {
         "dataset_fingerprint": "dataset_fingerprint: a -> None"
     }
@@ -161,25 +236,39 @@ def test_free_settings_exist():
     assert {item.name for item in fields(Config)} >= FREE_ON_RESUME
 
 
-@pytest.mark.parametrize(("settings", "named"), [
-    ({"task_type": "causal_lm", "text_column": "t"}, "text_column=t means nothing for task_type=causal_lm"),
-    ({"task_type": "causal_lm", "pooling": "mean"}, "pooling=mean means nothing for task_type=causal_lm"),
-    ({"output_column": "o"}, "output_column=o means nothing for task_type=classification"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (
+            {"task_type": "causal_lm", "text_column": "t"},
+            "text_column=t means nothing for task_type=causal_lm",
+        ),
+        ({"task_type": "causal_lm", "pooling": "mean"}, "pooling=mean means nothing for task_type=causal_lm"),
+        ({"output_column": "o"}, "output_column=o means nothing for task_type=classification"),
+    ],
+)
 def test_settings_of_the_other_task_type_are_refused(settings, named):
     assert refusal(Config, **settings) == f"{named}; leave it out"
 
 
-@pytest.mark.parametrize(("settings", "named"), [
-    ({"lora_alpha": 8.0}, "lora_alpha=8.0"), ({"lora_target_modules": ["query", "key"]}, "lora_target_modules=query key"),
-    ({"lora_merge": True}, "lora_merge=True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"lora_alpha": 8.0}, "lora_alpha=8.0"),
+        ({"lora_target_modules": ["query", "key"]}, "lora_target_modules=query key"),
+        ({"lora_merge": True}, "lora_merge=True"),
+    ],
+)
 def test_settings_of_lora_need_a_rank(settings, named):
-    assert refusal(Config, **settings) == f"{named} means nothing for lora_r=0; give --lora_r, or leave it out"
+    assert (
+        refusal(Config, **settings) == f"{named} means nothing for lora_r=0; give --lora_r, or leave it out"
+    )
     assert Config(lora_r=4, **settings)
 
 
 def test_lora_alpha_is_positive_and_twice_the_rank_by_default():
     assert Config(lora_r=6).lora_alpha == 12
     assert Config(lora_r=6, lora_alpha=3).lora_alpha == 3
-    assert refusal(Config, lora_r=6, lora_alpha=0) == "lora_alpha=0.0 is no positive number; use one, such as 12"
+    assert (
+        refusal(Config, lora_r=6, lora_alpha=0) == "lora_alpha=0.0 is no positive number; use one, such as 12"
+    )

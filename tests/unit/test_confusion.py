@@ -1,4 +1,6 @@
-"""The confusion of the report: the first held-out episode, adapted and asked by a plain PyTorch loop of this test."""
+"""The confusion of the report: the first held-out episode, adapted and asked by a plain PyTorch loop of this
+test.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,19 @@ def held_out_of(config: Config) -> tuple[HeldOut, build.Plan, build.Parts]:
 
 def test_counts_are_those_of_a_plain_loop(tmp_path):
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "data.jsonl", 15, 12)
-    config = Config(model_name_or_path=str(model), dataset=[str(data)], n_way=3, n_way_max=4, k_shot=1, num_query=4,
-                    inner_lr=0.05, inner_steps=20, micro_batch_size=5, eval_episodes=6, seed=3)  # fmt: skip
+    config = Config(
+        model_name_or_path=str(model),
+        dataset=[str(data)],
+        n_way=3,
+        n_way_max=4,
+        k_shot=1,
+        num_query=4,
+        inner_lr=0.05,
+        inner_steps=20,
+        micro_batch_size=5,
+        eval_episodes=6,
+        seed=3,
+    )
     held_out, plan, parts = held_out_of(config)
     source = plan.sources.test
     theta = parts.theta.clone()
@@ -37,14 +50,19 @@ def test_counts_are_those_of_a_plain_loop(tmp_path):
     assert torch.equal(held_out.worker.read(), theta)  # as it was
 
     episode = source.draw(held_out.tasks(source, TEST)[0]).episode()
-    model = copy.deepcopy(held_out.worker.model).float()  # a PlainWorker's; the loop below shares nothing else with it
+    model = copy.deepcopy(
+        held_out.worker.model
+    ).float()  # a PlainWorker's; the loop below shares nothing else with it
     params = dict(model.named_parameters())
     for name in model.head_names:
         params[name].data.zero_()
 
     def loss_and_answers(rows) -> tuple[torch.Tensor, list[int]]:
         logits = torch.cat(
-            [model(torch.tensor([row.input_ids]), torch.ones(1, len(row.input_ids), dtype=torch.long)) for row in rows]
+            [
+                model(torch.tensor([row.input_ids]), torch.ones(1, len(row.input_ids), dtype=torch.long))
+                for row in rows
+            ]
         )
         logits = logits[:, : len(episode.classes)]
         return F.cross_entropy(logits, torch.tensor([row.labels for row in rows])), logits.argmax(1).tolist()
@@ -65,12 +83,20 @@ def test_counts_are_those_of_a_plain_loop(tmp_path):
     assert [sum(row) for row in counts] == [4] * len(counts)
     answers = [sum(column) for column in zip(*counts, strict=True)]
     assert sum(count > 0 for count in answers) > 1  # not one answer to everything
-    assert counts != [list(column) for column in zip(*counts, strict=True)]  # rows and columns are not the same
+    assert counts != [
+        list(column) for column in zip(*counts, strict=True)
+    ]  # rows and columns are not the same
 
 
 def test_language_models_have_no_classes(tmp_path):
-    config = Config(model_name_or_path=str(save_llama(tmp_path / "llama")), dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))],
-                    task_type="causal_lm", k_shot=2, num_query=2, eval_episodes=2)  # fmt: skip
+    config = Config(
+        model_name_or_path=str(save_llama(tmp_path / "llama")),
+        dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))],
+        task_type="causal_lm",
+        k_shot=2,
+        num_query=2,
+        eval_episodes=2,
+    )
     held_out, plan, parts = held_out_of(config)
     learning = parts.setup.learning()
     assert confusion(held_out, plan.sources.test, parts.theta, learning) == {

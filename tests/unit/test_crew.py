@@ -1,4 +1,6 @@
-"""Who heals from whom and who writes, as arithmetic on a roll; what elastic groups and the delay do not go with."""
+"""Who heals from whom and who writes, as arithmetic on a roll; what elastic groups and the delay do not go
+with.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,48 @@ from tests.unit.helpers import refusal
 
 def roll(*members: tuple[int, bool, bool]) -> Membership:
     """Of (step, fresh, writes)."""
-    listed = [GroupInfo(f"g{n}", "host:1", step, fresh, writes, "", "") for n, (step, fresh, writes) in enumerate(members)]
+    listed = [
+        GroupInfo(f"g{n}", "host:1", step, fresh, writes, "", "")
+        for n, (step, fresh, writes) in enumerate(members)
+    ]
     return Membership(tuple(listed), 0)
 
 
 NEW, OLD = True, False
 
 
-@pytest.mark.parametrize(("members", "root", "healing", "writer"), [
-    ([(0, NEW, False), (0, NEW, False)], 0, [1], 0),  # the first meeting: all begin as one of them
-    ([(0, NEW, False), (7, NEW, False)], 1, [0], 1),  # one of them has found a checkpoint that the other could not see yet
-    ([(5, NEW, False), (8, OLD, True), (8, OLD, False)], 1, [0], 1),  # who comes back heals; who wrote goes on writing
-    ([(9, NEW, False), (8, OLD, False), (8, OLD, False)], 1, [0], 1),  # also down: a checkpoint is not the others' state
-    ([(8, NEW, False), (8, OLD, False)], 1, [0], 1),  # equal steps are not equal bits
-    ([(8, OLD, True), (9, OLD, False)], 1, [0], 0),  # the writer has missed the end of a step: it heals and writes
-    ([(9, OLD, False)], 0, [], 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("members", "root", "healing", "writer"),
+    [
+        ([(0, NEW, False), (0, NEW, False)], 0, [1], 0),  # the first meeting: all begin as one of them
+        (
+            [(0, NEW, False), (7, NEW, False)],
+            1,
+            [0],
+            1,
+        ),  # one of them has found a checkpoint that the other could not see yet
+        (
+            [(5, NEW, False), (8, OLD, True), (8, OLD, False)],
+            1,
+            [0],
+            1,
+        ),  # who comes back heals; who wrote goes on writing
+        (
+            [(9, NEW, False), (8, OLD, False), (8, OLD, False)],
+            1,
+            [0],
+            1,
+        ),  # also down: a checkpoint is not the others' state
+        ([(8, NEW, False), (8, OLD, False)], 1, [0], 1),  # equal steps are not equal bits
+        (
+            [(8, OLD, True), (9, OLD, False)],
+            1,
+            [0],
+            0,
+        ),  # the writer has missed the end of a step: it heals and writes
+        ([(9, OLD, False)], 0, [], 0),
+    ],
+)
 def test_who_heals_from_whom_and_who_writes(members, root, healing, writer):
     found = roll(*members)
     assert found.root == root
@@ -47,50 +75,104 @@ def test_who_heals_from_whom_and_who_writes(members, root, healing, writer):
 OUT = {"elastic": True, "output_dir": "x"}
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"elastic": True},
-     "elastic=True needs output_dir: every group must find the same folder; give one on a disk that all of them see"),
-    ({**OUT, "outer_delay": 1},
-     "elastic=True with outer_delay=1: a lost group would take a meta-gradient on its way with it; leave "
-     "outer_delay out"),
-    ({**OUT, "pipeline_stages": 2},
-     "elastic=True with pipeline_stages=2: stages are not tested with groups that heal; leave pipeline_stages out"),
-    ({**OUT, "tensor_parallel_size": 2},
-     "elastic=True with tensor_parallel_size=2: tensor ranks are not tested with groups that heal; leave "
-     "tensor_parallel_size out"),
-    ({**OUT, "task_sharding": "node"},
-     "elastic=True with task_sharding=node: its meta-batches depend on the number of nodes; leave task_sharding out"),
-    ({**OUT, "load_best_model_at_end": True, "eval_steps": 1},
-     "elastic=True with load_best_model_at_end=True: the best weights are not among what a group heals; leave "
-     "load_best_model_at_end out"),
-    ({**OUT, "resume_from_checkpoint": "never"},
-     "elastic=True with resume_from_checkpoint=never: a group that comes back takes the newest state; leave it out"),
-    ({**OUT, "accept_changed_settings": ["seed"]},
-     "elastic=True with accept_changed_settings=['seed']: groups that are alive cannot change theirs; leave "
-     "accept_changed_settings out"),
-    ({**OUT, "algorithm": "none"},
-     "elastic=True means nothing for algorithm=none, which trains nothing; leave it out"),
-    ({"lighthouse": "http://a:1"},
-     "lighthouse=http://a:1 means nothing without elastic; give --elastic, or leave it out"),
-    ({"group_name": "a"},
-     "group_name=a means nothing without elastic; give --elastic, or leave it out"),
-    ({"outer_delay": 2},
-     "outer_delay=2 is above 1: one reduction hides behind one outer step; use 0 or 1"),
-    ({"outer_delay": -1},
-     "outer_delay=-1 is below 0; use 0 or more"),
-    ({"outer_delay": 1, "offload_outer": True},
-     "outer_delay=1 with offload_outer=True: a sum in host memory is reduced piece by piece, and none of it would "
-     "overlap; leave one out"),
-    ({"outer_delay": 1, "algorithm": "reptile", "inner_optimizer": "adamw", "inner_state": "kept"},
-     "outer_delay=1 with inner_state=kept: the moments that an inner loop begins with would be those of two outer "
-     "steps before; use reset, or no delay"),
-    ({"outer_delay": 1, "algorithm": "none"},
-     "outer_delay=1 means nothing for algorithm=none, which trains nothing; leave it out"),
-    ({"reduce_dtype": "bf16", "algorithm": "none"},
-     "reduce_dtype=bf16 means nothing for algorithm=none, which trains nothing; leave it out"),
-    ({"reduce_dtype": "fp16"},
-     "reduce_dtype=fp16 is unknown; use fp32 or bf16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"elastic": True},
+            (
+                "elastic=True needs output_dir: every group must find the same folder; give one on a disk"
+                " that all of them see"
+            ),
+        ),
+        (
+            {**OUT, "outer_delay": 1},
+            (
+                "elastic=True with outer_delay=1: a lost group would take a meta-gradient on its way with it;"
+                " leave outer_delay out"
+            ),
+        ),
+        (
+            {**OUT, "pipeline_stages": 2},
+            (
+                "elastic=True with pipeline_stages=2: stages are not tested with groups that heal; leave"
+                " pipeline_stages out"
+            ),
+        ),
+        (
+            {**OUT, "tensor_parallel_size": 2},
+            (
+                "elastic=True with tensor_parallel_size=2: tensor ranks are not tested with groups that heal;"
+                " leave tensor_parallel_size out"
+            ),
+        ),
+        (
+            {**OUT, "task_sharding": "node"},
+            (
+                "elastic=True with task_sharding=node: its meta-batches depend on the number of nodes; leave"
+                " task_sharding out"
+            ),
+        ),
+        (
+            {**OUT, "load_best_model_at_end": True, "eval_steps": 1},
+            (
+                "elastic=True with load_best_model_at_end=True: the best weights are not among what a group"
+                " heals; leave load_best_model_at_end out"
+            ),
+        ),
+        (
+            {**OUT, "resume_from_checkpoint": "never"},
+            (
+                "elastic=True with resume_from_checkpoint=never: a group that comes back takes the newest"
+                " state; leave it out"
+            ),
+        ),
+        (
+            {**OUT, "accept_changed_settings": ["seed"]},
+            (
+                "elastic=True with accept_changed_settings=['seed']: groups that are alive cannot change"
+                " theirs; leave accept_changed_settings out"
+            ),
+        ),
+        (
+            {**OUT, "algorithm": "none"},
+            "elastic=True means nothing for algorithm=none, which trains nothing; leave it out",
+        ),
+        (
+            {"lighthouse": "http://a:1"},
+            "lighthouse=http://a:1 means nothing without elastic; give --elastic, or leave it out",
+        ),
+        ({"group_name": "a"}, "group_name=a means nothing without elastic; give --elastic, or leave it out"),
+        (
+            {"outer_delay": 2},
+            "outer_delay=2 is above 1: one reduction hides behind one outer step; use 0 or 1",
+        ),
+        ({"outer_delay": -1}, "outer_delay=-1 is below 0; use 0 or more"),
+        (
+            {"outer_delay": 1, "offload_outer": True},
+            (
+                "outer_delay=1 with offload_outer=True: a sum in host memory is reduced piece by piece, and"
+                " none of it would overlap; leave one out"
+            ),
+        ),
+        (
+            {"outer_delay": 1, "algorithm": "reptile", "inner_optimizer": "adamw", "inner_state": "kept"},
+            (
+                "outer_delay=1 with inner_state=kept: the moments that an inner loop begins with would be"
+                " those of two outer steps before; use reset, or no delay"
+            ),
+        ),
+        (
+            {"outer_delay": 1, "algorithm": "none"},
+            "outer_delay=1 means nothing for algorithm=none, which trains nothing; leave it out",
+        ),
+        (
+            {"reduce_dtype": "bf16", "algorithm": "none"},
+            "reduce_dtype=bf16 means nothing for algorithm=none, which trains nothing; leave it out",
+        ),
+        ({"reduce_dtype": "fp16"}, "reduce_dtype=fp16 is unknown; use fp32 or bf16"),
+    ],
+)
 def test_what_is_refused(settings, said):
     assert refusal(lambda: Config(**settings)) == said
 
@@ -110,27 +192,43 @@ def test_groups_with_other_settings_or_another_cut_have_another_mark():
     settings = {**Config().as_dict(), "dataset_fingerprint": "f"}
     precision = DeepSpeedSettings(1, False, False)
     mine = mark_of(settings, "1 group of 2 ranks", 10, precision)
-    assert mine == mark_of({**settings, "save_steps": 7, "group_name": "b"}, "1 group of 2 ranks", 10, precision)
-    others = [mark_of({**settings, "seed": 1}, "1 group of 2 ranks", 10, precision),
-              mark_of({**settings, "dataset_fingerprint": "g"}, "1 group of 2 ranks", 10, precision),
-              mark_of(settings, "1 group of 1 rank", 10, precision), mark_of(settings, "1 group of 2 ranks", 9, precision),
-              mark_of(settings, "1 group of 2 ranks", 10, DeepSpeedSettings(2, False, False))]  # fmt: skip
+    assert mine == mark_of(
+        {**settings, "save_steps": 7, "group_name": "b"}, "1 group of 2 ranks", 10, precision
+    )
+    others = [
+        mark_of({**settings, "seed": 1}, "1 group of 2 ranks", 10, precision),
+        mark_of({**settings, "dataset_fingerprint": "g"}, "1 group of 2 ranks", 10, precision),
+        mark_of(settings, "1 group of 1 rank", 10, precision),
+        mark_of(settings, "1 group of 2 ranks", 9, precision),
+        mark_of(settings, "1 group of 2 ranks", 10, DeepSpeedSettings(2, False, False)),
+    ]
     assert mine not in others
     assert len(set(others)) == 5
     resolved = {**settings, **recorded({"zero_optimization": {"stage": 1}}, precision)}
     mine = mark_of(resolved, "1 group of 2 ranks", 10, precision)
-    asked = {**resolved, "bf16": True, "deepspeed": "b.json", "deepspeed_layout": {}}  # by the flag or the file, it is the same
+    asked = {
+        **resolved,
+        "bf16": True,
+        "deepspeed": "b.json",
+        "deepspeed_layout": {},
+    }  # by the flag or the file, it is the same
     assert mark_of(asked, "1 group of 2 ranks", 10, precision) == mine
-    for change in ({"precision": "bf16"}, {"deepspeed_values": {"prescale_gradients": True}}, {"transforms_fingerprint": "x"}):
+    for change in (
+        {"precision": "bf16"},
+        {"deepspeed_values": {"prescale_gradients": True}},
+        {"transforms_fingerprint": "x"},
+    ):
         assert mark_of({**resolved, **change}, "1 group of 2 ranks", 10, precision) != mine
 
 
 def test_a_tensor_of_another_kind_is_refused_before_it_is_received():
     rates = torch.zeros(1, 3, dtype=torch.float64)
     check_kinds(kinds({"rates": rates, "rates.exp_avg": rates + 1}), rates)
-    assert refusal(check_kinds, kinds({"rates": rates.float()}), rates) == (
-        "elastic=True: rates of the other groups is ['torch.float32', [1, 3]] and has to be ['torch.float64', [1, 3]] here; "
-        "start this group with the same versions of fmmeta and torch as the others"
+    assert (
+        refusal(check_kinds, kinds({"rates": rates.float()}), rates)
+        == "elastic=True: rates of the other groups is ['torch.float32', [1, 3]] and has to be"
+        " ['torch.float64', [1, 3]] here; start this group with the same versions of fmmeta and torch as"
+        " the others"
     )
     assert "is ['torch.float64', [1, 2]] and has to be ['torch.float64', [1, 3]] here" in refusal(
         check_kinds, kinds({"rates": rates[:, :2]}), rates
@@ -154,7 +252,11 @@ class Unlucky(ElasticController):
 
 def test_a_group_lost_at_the_roll_call_costs_another_roll_call():
     """The step is then taken, and what was healed meanwhile stays."""
-    run, who, steps = SimpleNamespace(state=SimpleNamespace(outer_step=4, tasks={"seen": 0, "bad": 0})), Unlucky(3), 0
+    run, who, steps = (
+        SimpleNamespace(state=SimpleNamespace(outer_step=4, tasks={"seen": 0, "bad": 0})),
+        Unlucky(3),
+        0,
+    )
     with who.step_attempt(run):  # type: ignore[arg-type]
         steps += 1
     assert (steps, who.retries, run.state.tasks) == (1, 3, {"seen": 9, "bad": 1})

@@ -7,23 +7,53 @@ from copy import deepcopy
 
 import pytest
 
-from fmmeta.parallel.deepspeed_config import OURS, REFUSED, DeepSpeedSettings, complete, for_pipeline, for_tensor, read
+from fmmeta.parallel.deepspeed_config import (
+    OURS,
+    REFUSED,
+    DeepSpeedSettings,
+    complete,
+    for_pipeline,
+    for_tensor,
+    read,
+)
 from tests.unit.helpers import ROOT, refusal
 
 HF = {  # a typical file of transformers' documentation
-    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2},
-    "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
-    "zero_optimization": {
-        "stage": 3, "offload_optimizer": {"device": "none", "pin_memory": True}, "offload_param": {"device": "none"},
-        "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9, "stage3_gather_16bit_weights_on_model_save": True,
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
     },
-    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
-}  # fmt: skip
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "offload_param": {"device": "none"},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
 
 
 @pytest.fixture
@@ -40,7 +70,9 @@ def test_an_hf_file_works_as_it_is(ds_file):
     notices: list[str] = []
     config, precision = read(ds_file(HF), bf16=True, notice=notices.append)
     assert precision == DeepSpeedSettings(zero_stage=3, bf16=True, offload=False, bucket=0)
-    assert notices == [f"ds.json: {key} is auto and left to fmmeta ({instead})" for key, instead in OURS.items()]
+    assert notices == [
+        f"ds.json: {key} is auto and left to fmmeta ({instead})" for key, instead in OURS.items()
+    ]
     done = complete(config, precision, hidden_size=64)
     assert "auto" not in json.dumps(done)
     assert not {"optimizer", "scheduler", "fp16", "train_batch_size"} & set(done)
@@ -53,7 +85,11 @@ def test_an_hf_file_works_as_it_is(ds_file):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_completed_file_leaves_gradients_alone(stage):
-    given = {"zero_optimization": {"stage": stage}, "gradient_clipping": 1.0, "data_types": {"grad_accum_dtype": "bf16"}}
+    given = {
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+        "data_types": {"grad_accum_dtype": "bf16"},
+    }
     config = deepcopy(given)
     done = complete(config, DeepSpeedSettings(stage, False, False), 8)
     assert done["gradient_clipping"] == 0.0
@@ -65,30 +101,45 @@ def test_a_completed_file_leaves_gradients_alone(stage):
     assert config == given  # the argument is not touched
 
 
-@pytest.mark.parametrize(("asked", "flag", "bf16"), [
-    ({}, True, True), ({}, False, False), ({"bf16": {"enabled": "auto"}}, True, True), ({"bf16": {"enabled": True}}, False, True),
-    ({"bf16": {"enabled": False}}, True, False), ({"bf16": None}, True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "flag", "bf16"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"bf16": {"enabled": "auto"}}, True, True),
+        ({"bf16": {"enabled": True}}, False, True),
+        ({"bf16": {"enabled": False}}, True, False),
+        ({"bf16": None}, True, True),
+    ],
+)
 def test_bf16_by_file_or_flag(ds_file, asked, flag, bf16):
     assert read(ds_file(asked), flag, pytest.fail)[1] == DeepSpeedSettings(0, bf16, False)
 
 
 def test_no_file_is_zero_0():
-    assert read(None, False, pytest.fail) == ({"zero_optimization": {"stage": 0}}, DeepSpeedSettings(0, False, False))
+    assert read(None, False, pytest.fail) == (
+        {"zero_optimization": {"stage": 0}},
+        DeepSpeedSettings(0, False, False),
+    )
 
 
 VALUES = {
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
-    "gradient_clipping": 1.0, "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
-}  # fmt: skip
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+    "gradient_clipping": 1.0,
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+}
 
 
 @pytest.mark.parametrize("key", OURS)
 def test_what_fmmeta_owns_is_refused_by_name(ds_file, key):
     shown = json.dumps(VALUES[key])
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    assert refusal(read, ds_file({key: VALUES[key]}), False, pytest.fail) == (
-        f"deepspeed=ds.json sets {key}={shown}, which fmmeta owns; remove it and use {OURS[key]}"
+    assert (
+        refusal(read, ds_file({key: VALUES[key]}), False, pytest.fail)
+        == f"deepspeed=ds.json sets {key}={shown}, which fmmeta owns; remove it and use {OURS[key]}"
     )
 
 
@@ -97,9 +148,15 @@ def test_one_value_among_autos_is_refused(ds_file):
     assert "sets optimizer=" in refusal(read, ds_file({**HF, "optimizer": mixed}), False, print)
 
 
-BLOCKS = {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2, "zero_hpz_partition_size": 2,
-          "mics_shard_size": 4, "zero_quantized_weights": True, "zero_quantized_gradients": True,
-          "zero_quantized_nontrainable_weights": True}  # fmt: skip
+BLOCKS = {
+    "tensor_parallel": {"autotp_size": 2},
+    "sequence_parallel_size": 2,
+    "zero_hpz_partition_size": 2,
+    "mics_shard_size": 4,
+    "zero_quantized_weights": True,
+    "zero_quantized_gradients": True,
+    "zero_quantized_nontrainable_weights": True,
+}
 
 
 @pytest.mark.parametrize("key", REFUSED)
@@ -107,40 +164,66 @@ BLOCKS = {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2, "z
 def test_what_breaks_meta_training_is_refused_by_name(ds_file, key, inside_zero):
     value = BLOCKS.get(key, {"enabled": True})
     config = {"zero_optimization": {"stage": 2, key: value}} if inside_zero else {key: value}
-    assert refusal(read, ds_file(config), False, pytest.fail) == (
-        f"deepspeed=ds.json sets {key}={json.dumps(value)}: {REFUSED[key]}; remove it"
+    assert (
+        refusal(read, ds_file(config), False, pytest.fail)
+        == f"deepspeed=ds.json sets {key}={json.dumps(value)}: {REFUSED[key]}; remove it"
     )
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("fp16", {"enabled": False}), ("fp16", {"enabled": "auto"}), ("fp16", {}), ("amp", None), ("elasticity", {"enabled": False}),
-    ("sequence_parallel_size", 1), ("zero_hpz_partition_size", 1), ("mics_shard_size", -1), ("zero_quantized_weights", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("fp16", {"enabled": False}),
+        ("fp16", {"enabled": "auto"}),
+        ("fp16", {}),
+        ("amp", None),
+        ("elasticity", {"enabled": False}),
+        ("sequence_parallel_size", 1),
+        ("zero_hpz_partition_size", 1),
+        ("mics_shard_size", -1),
+        ("zero_quantized_weights", False),
+    ],
+)
 def test_what_is_off_is_dropped(ds_file, key, value):
     config, _ = read(ds_file({key: value, "zero_optimization": {"stage": 1, key: value}}), False, pytest.fail)
     assert config == {"zero_optimization": {"stage": 1}}
 
 
-@pytest.mark.parametrize(("zero", "said"), [
-    (2, 'sets zero_optimization=2; write {"stage": 2}'),
-    ({"stage": 4}, "sets zero_optimization.stage=4; use 0, 1, 2 or 3"),
-    ({"stage": "auto"}, 'sets zero_optimization.stage="auto"; use 0, 1, 2 or 3'),
-    ({"stage": 3, "offload_param": {"device": "nvme"}},
-     "sets offload_param.device=nvme; shards must stay in memory: use cpu or none"),
-    ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
-     "sets offload_optimizer.ratio=0.5, which needs DeepSpeed's own Adam; use 1.0"),
-    ({"stage": 2, "offload_param": {"device": "cpu"}}, "sets offload_param at zero_optimization.stage=2; use stage 3 or more"),
-    ({"stage": 0, "offload_optimizer": {"device": "cpu"}},
-     "sets offload_optimizer at zero_optimization.stage=0; use stage 1 or more"),
-    ({"stage": 2, "offload_optimizer": "cpu"}, 'sets offload_optimizer="cpu"; write {"device": "cpu"}'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("zero", "said"),
+    [
+        (2, 'sets zero_optimization=2; write {"stage": 2}'),
+        ({"stage": 4}, "sets zero_optimization.stage=4; use 0, 1, 2 or 3"),
+        ({"stage": "auto"}, 'sets zero_optimization.stage="auto"; use 0, 1, 2 or 3'),
+        (
+            {"stage": 3, "offload_param": {"device": "nvme"}},
+            "sets offload_param.device=nvme; shards must stay in memory: use cpu or none",
+        ),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            "sets offload_optimizer.ratio=0.5, which needs DeepSpeed's own Adam; use 1.0",
+        ),
+        (
+            {"stage": 2, "offload_param": {"device": "cpu"}},
+            "sets offload_param at zero_optimization.stage=2; use stage 3 or more",
+        ),
+        (
+            {"stage": 0, "offload_optimizer": {"device": "cpu"}},
+            "sets offload_optimizer at zero_optimization.stage=0; use stage 1 or more",
+        ),
+        ({"stage": 2, "offload_optimizer": "cpu"}, 'sets offload_optimizer="cpu"; write {"device": "cpu"}'),
+    ],
+)
 def test_zero_settings_that_cannot_work(ds_file, zero, said):
-    assert refusal(read, ds_file({"zero_optimization": zero}), False, pytest.fail) == f"deepspeed=ds.json {said}"
+    assert (
+        refusal(read, ds_file({"zero_optimization": zero}), False, pytest.fail) == f"deepspeed=ds.json {said}"
+    )
 
 
 def test_bf16_is_an_object(ds_file):
-    assert refusal(read, ds_file({"bf16": True}), False, pytest.fail) == (
-        'deepspeed=ds.json sets bf16=true; write {"enabled": true}'
+    assert (
+        refusal(read, ds_file({"bf16": True}), False, pytest.fail)
+        == 'deepspeed=ds.json sets bf16=true; write {"enabled": true}'
     )
 
 
@@ -151,14 +234,26 @@ def test_offload_is_noticed(ds_file):
     assert config["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("{", "is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); mend the file"),
-    ("[]", "holds no JSON object; see ds_configs/ for ready ones"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "{",
+            (
+                "is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1));"
+                " mend the file"
+            ),
+        ),
+        ("[]", "holds no JSON object; see ds_configs/ for ready ones"),
+    ],
+)
 def test_an_unreadable_file(ds_file, text, said):
     path = ds_file(text)
     assert refusal(read, path, False, pytest.fail) == f"deepspeed={path} {said}"
-    assert refusal(read, path + ".no", False, pytest.fail) == f"deepspeed={path}.no is not a file; see ds_configs/ for ready ones"
+    assert (
+        refusal(read, path + ".no", False, pytest.fail)
+        == f"deepspeed={path}.no is not a file; see ds_configs/ for ready ones"
+    )
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda file: file.stem)
@@ -175,19 +270,26 @@ def test_a_file_for_a_pipeline():
     notices: list[str] = []
     one = {"zero_optimization": {"stage": 1}}
     config, precision = for_pipeline(one, DeepSpeedSettings(1, False, False), notices.append)
-    assert config["zero_optimization"] == {"stage": 1, "compute_grad_norm": False}  # its norms would wait for other stages
+    assert config["zero_optimization"] == {
+        "stage": 1,
+        "compute_grad_norm": False,
+    }  # its norms would wait for other stages
     assert one == {"zero_optimization": {"stage": 1}}
     assert notices == []
-    config, precision = for_pipeline({"zero_optimization": {"stage": 0}}, DeepSpeedSettings(0, True, False), notices.append)
+    config, precision = for_pipeline(
+        {"zero_optimization": {"stage": 0}}, DeepSpeedSettings(0, True, False), notices.append
+    )
     assert (config, precision) == ({"zero_optimization": {"stage": 1}}, DeepSpeedSettings(1, True, False))
     assert notices == ["ZeRO 0 in bf16 runs as ZeRO 1 in a pipeline, which adds gradients up in fp32"]
-    assert refusal(for_pipeline, {}, DeepSpeedSettings(2, False, False), print) == (
-        "pipeline_stages does not go with ZeRO 2, which cuts what a stage computes with; use a DeepSpeed file with "
-        "zero_optimization.stage 0 or 1"
+    assert (
+        refusal(for_pipeline, {}, DeepSpeedSettings(2, False, False), print)
+        == "pipeline_stages does not go with ZeRO 2, which cuts what a stage computes with; use a DeepSpeed"
+        " file with zero_optimization.stage 0 or 1"
     )
-    assert refusal(for_pipeline, {}, DeepSpeedSettings(1, False, True), print) == (
-        "pipeline_stages does not go with offload_optimizer, which DeepSpeed's pipeline engine was not tested with; remove it, "
-        "or use ZeRO 3 without stages"
+    assert (
+        refusal(for_pipeline, {}, DeepSpeedSettings(1, False, True), print)
+        == "pipeline_stages does not go with offload_optimizer, which DeepSpeed's pipeline engine was not"
+        " tested with; remove it, or use ZeRO 3 without stages"
     )
 
 
@@ -197,12 +299,15 @@ def test_a_file_around_tensor_parallelism():
         (DeepSpeedSettings(2, False, False), "ZeRO 2"),
         (DeepSpeedSettings(1, False, True), "offload_optimizer"),
     ):
-        assert refusal(for_tensor, precision) == (
-            f"tensor_parallel_size does not go with {what}, which was not tested around it; use a DeepSpeed file with "
-            "zero_optimization.stage 0 or 1 and no offload"
+        assert (
+            refusal(for_tensor, precision)
+            == f"tensor_parallel_size does not go with {what}, which was not tested around it; use a"
+            " DeepSpeed file with zero_optimization.stage 0 or 1 and no offload"
         )
 
 
 def test_parameters_that_zero_3_may_hold_whole(ds_file):
     zero = {"stage": 3, "stage3_max_live_parameters": 5e7}
-    assert read(ds_file({"zero_optimization": zero}), False, print)[1] == DeepSpeedSettings(3, False, False, 50_000_000)
+    assert read(ds_file({"zero_optimization": zero}), False, print)[1] == DeepSpeedSettings(
+        3, False, False, 50_000_000
+    )

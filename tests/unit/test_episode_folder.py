@@ -1,4 +1,6 @@
-"""Folders in memory: in use while their trainer lives, removed by any other trainer afterwards, and no race between them."""
+"""Folders in memory: in use while their trainer lives, removed by any other trainer afterwards, and no race
+between them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def leave(root: Path, name: str) -> Path:
 
 
 def start(root: str, barrier, crashes) -> None:
-    """What a rank does at its start, again and again beside the others; the barrier's action leaves the stale folders."""
+    """What a rank does at its start, again and again beside the others; the barrier's action leaves the stale
+    folders.
+    """
     episode_folder.SHM = root
     for _ in range(ROUNDS):
         barrier.wait(60)

@@ -51,9 +51,15 @@ def batch(texts, tokenizer):
 def test_finetuning_equals_a_plain_loop(bert, classes):
     from transformers import AutoModelForSequenceClassification
 
-    settings = EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], n_way="3", num_query=3, episodes=4)
-    results = fmmeta.evaluate(str(bert), str(classes), n_way="3", k_shot=2, num_query=3, episodes=4, inner_steps=3, inner_lr=0.5)
-    base = AutoModelForSequenceClassification.from_pretrained(bert, num_labels=3, ignore_mismatched_sizes=True).eval()
+    settings = EvaluateConfig(
+        model_name_or_path=str(bert), dataset=[str(classes)], n_way="3", num_query=3, episodes=4
+    )
+    results = fmmeta.evaluate(
+        str(bert), str(classes), n_way="3", k_shot=2, num_query=3, episodes=4, inner_steps=3, inner_lr=0.5
+    )
+    base = AutoModelForSequenceClassification.from_pretrained(
+        bert, num_labels=3, ignore_mismatched_sizes=True
+    ).eval()
     for param in base.classifier.parameters():
         param.data.zero_()
     tokenizer, losses, right = byte_tokenizer(), [], []
@@ -75,7 +81,9 @@ def test_finetuning_equals_a_plain_loop(bert, classes):
     assert [score["loss"] for score in results["cells"][0]["scores"]] == pytest.approx(losses, rel=1e-4)
     assert [score["accuracy"] for score in results["cells"][0]["scores"]] == pytest.approx(right)
     assert results["accuracy"] == pytest.approx(np.mean(right))
-    assert results["ci95"] == pytest.approx(3.1824463 * np.std(right, ddof=1) / 2)  # Student's t, 3 degrees of freedom
+    assert results["ci95"] == pytest.approx(
+        3.1824463 * np.std(right, ddof=1) / 2
+    )  # Student's t, 3 degrees of freedom
     assert results["episodes"] == 4
     assert set(results["per_stratum"]) <= {"s0", "s1", "s2"}
 
@@ -88,8 +96,14 @@ def test_frozen_methods_equal_scikit_learn_on_plain_features(method, bert, class
     results = fmmeta.evaluate(
         str(bert), str(classes), method=method, pooling="mean", n_way="3", k_shot=2, num_query=3, episodes=5
     )
-    settings = EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], pooling="mean", n_way="3", num_query=3,
-                              episodes=5)  # fmt: skip
+    settings = EvaluateConfig(
+        model_name_or_path=str(bert),
+        dataset=[str(classes)],
+        pooling="mean",
+        n_way="3",
+        num_query=3,
+        episodes=5,
+    )
     encoder, tokenizer, expected = AutoModel.from_pretrained(bert).eval(), byte_tokenizer(), []
 
     def features(rows):
@@ -121,36 +135,72 @@ def test_frozen_methods_equal_scikit_learn_on_plain_features(method, bert, class
 
 
 def test_every_method_and_shot_meets_the_same_episodes_and_a_model_equals_itself(bert, classes, tmp_path):
-    first = fmmeta.evaluate(str(bert), str(classes), method=["prototype", "finetune"], k_shot=[1, 2], n_way="3", num_query=3,
-                            episodes=3, output=str(tmp_path / "deep" / "first.json"))  # fmt: skip
+    first = fmmeta.evaluate(
+        str(bert),
+        str(classes),
+        method=["prototype", "finetune"],
+        k_shot=[1, 2],
+        n_way="3",
+        num_query=3,
+        episodes=3,
+        output=str(tmp_path / "deep" / "first.json"),
+    )
     assert [(cell["method"], cell["k_shot"]) for cell in first["cells"]] == [
-        ("prototype", 1), ("finetune", 1), ("prototype", 2), ("finetune", 2)]  # fmt: skip
+        ("prototype", 1),
+        ("finetune", 1),
+        ("prototype", 2),
+        ("finetune", 2),
+    ]
     assert json.loads((tmp_path / "deep" / "first.json").read_text())["accuracy"] == first["accuracy"]
     flags: dict[str, Any] = {"method": "finetune", "k_shot": 2, "n_way": "3", "num_query": 3, "episodes": 3}
     for other in (str(tmp_path / "deep" / "first.json"), str(bert)):
         (cell,) = fmmeta.evaluate(str(bert), str(classes), **flags, compare=other)["compare"]["cells"]
         assert (cell["accuracy_gain"], cell["loss_gain"], cell["ci95"], cell["episodes"]) == (0, 0, 0, 3)
-        assert cell["other"] == next(one for one in first["cells"] if (one["method"], one["k_shot"]) == ("finetune", 2))
+        assert cell["other"] == next(
+            one for one in first["cells"] if (one["method"], one["k_shot"]) == ("finetune", 2)
+        )
     message = refusal(
-        fmmeta.evaluate, str(bert), str(classes), **{**flags, "seed": 7}, compare=str(tmp_path / "deep" / "first.json")
+        fmmeta.evaluate,
+        str(bert),
+        str(classes),
+        **{**flags, "seed": 7},
+        compare=str(tmp_path / "deep" / "first.json"),
     )
-    assert message.endswith("the other results are of other 2-shot episodes; use the same data, --seed, --episodes, --n_way and "
-                            "--num_query")  # fmt: skip
+    assert message.endswith(
+        "the other results are of other 2-shot episodes; use the same data, --seed, --episodes, --n_way and "
+        "--num_query"
+    )
     message = refusal(
-        fmmeta.evaluate, str(bert), str(classes), **{**flags, "k_shot": 5}, compare=str(tmp_path / "deep" / "first.json")
+        fmmeta.evaluate,
+        str(bert),
+        str(classes),
+        **{**flags, "k_shot": 5},
+        compare=str(tmp_path / "deep" / "first.json"),
     )
     assert "have none of these methods and k_shot" in message
 
 
 def test_all_ways_are_all_classes_of_the_part(bert, classes):
-    settings = EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], n_way="all", num_query=3, episodes=3)
+    settings = EvaluateConfig(
+        model_name_or_path=str(bert), dataset=[str(classes)], n_way="all", num_query=3, episodes=3
+    )
     config = run_config(settings, 2)
     episodes = episodes_of(settings, 2, load_tokenizer(config, describe(config), print))
     assert episodes.most_classes == 3  # a fifth of 15
     assert all(len(draw.classes) == 3 for draw in episodes.draws())
-    assert fmmeta.evaluate(str(bert), str(classes), n_way="all", k_shot=2, num_query=3, episodes=2, part="train")["episodes"] == 2
+    assert (
+        fmmeta.evaluate(
+            str(bert), str(classes), n_way="all", k_shot=2, num_query=3, episodes=2, part="train"
+        )["episodes"]
+        == 2
+    )
     wide = EvaluateConfig(
-        model_name_or_path=str(bert), dataset=[str(classes)], n_way="all", num_query=3, episodes=3, part="train"
+        model_name_or_path=str(bert),
+        dataset=[str(classes)],
+        n_way="all",
+        num_query=3,
+        episodes=3,
+        part="train",
     )
     assert episodes_of(wide, 2, byte_tokenizer()).most_classes == 9
 
@@ -160,15 +210,23 @@ def test_a_model_is_adapted_as_its_folder_remembers(bert, classes, tmp_path):
     folder.mkdir()
     for file in bert.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    layers = [*(f"bert.encoder.layer.{n}" for n in range(2)), "bert.embeddings.LayerNorm", "bert.embeddings.position_embeddings",
-              "bert.embeddings.token_type_embeddings", "bert.embeddings.word_embeddings", "bert.pooler.dense"]  # fmt: skip
+    layers = [
+        *(f"bert.encoder.layer.{n}" for n in range(2)),
+        "bert.embeddings.LayerNorm",
+        "bert.embeddings.position_embeddings",
+        "bert.embeddings.token_type_embeddings",
+        "bert.embeddings.word_embeddings",
+        "bert.pooler.dense",
+    ]
     rates = {"head": [0.5, 0.1], **{layer: [0.0, 0.0] for layer in layers}}
     memory = {"inner_steps": 2, "inner_lr": 9.0, "head_init": "zero", "inner_rates": rates}
     (folder / "fmmeta.json").write_text(json.dumps(memory))
     flags: dict[str, Any] = {"n_way": "3", "k_shot": 2, "num_query": 3, "episodes": 3}
     ours = fmmeta.evaluate(str(folder), str(classes), **flags)
     # a head alone that learns at 0.5, then 0.1: the same by the features that stay
-    settings = EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], n_way="3", num_query=3, episodes=3)
+    settings = EvaluateConfig(
+        model_name_or_path=str(bert), dataset=[str(classes)], n_way="3", num_query=3, episodes=3
+    )
     from transformers import AutoModel
 
     encoder, tokenizer, expected = AutoModel.from_pretrained(bert).eval(), byte_tokenizer(), []
@@ -202,9 +260,18 @@ def test_language_metrics(llama, pairs):
         "inner_lr": 0.1,
         "inner_steps": 1,
     }
-    results = fmmeta.evaluate(str(llama), str(pairs), **flags, metrics=["rouge_l", "options"], max_new_tokens=4)
-    settings = EvaluateConfig(model_name_or_path=str(llama), dataset=[str(pairs)], task_type="causal_lm", num_query=2, episodes=3)
-    base, tokenizer, options, losses = AutoModelForCausalLM.from_pretrained(llama).eval(), byte_tokenizer(), [], []
+    results = fmmeta.evaluate(
+        str(llama), str(pairs), **flags, metrics=["rouge_l", "options"], max_new_tokens=4
+    )
+    settings = EvaluateConfig(
+        model_name_or_path=str(llama), dataset=[str(pairs)], task_type="causal_lm", num_query=2, episodes=3
+    )
+    base, tokenizer, options, losses = (
+        AutoModelForCausalLM.from_pretrained(llama).eval(),
+        byte_tokenizer(),
+        [],
+        [],
+    )
     for draw in draws_of(settings, 2):
         model = copy.deepcopy(base)
 
@@ -222,10 +289,20 @@ def test_language_metrics(llama, pairs):
                 param -= 0.1 * param.grad
             asked = [likelihood(row, draw.store.text("right", row)) for row, _ in draw.query]
             losses.append(float(-sum(total for total, _ in asked) / sum(count for _, count in asked)))
-            known = list(dict.fromkeys(draw.store.text("right", row) for row, _ in (*draw.support, *draw.query)))
-            chosen = [max(known, key=lambda answer, row=row: float(likelihood(row, answer)[0])) for row, _ in draw.query]
+            known = list(
+                dict.fromkeys(draw.store.text("right", row) for row, _ in (*draw.support, *draw.query))
+            )
+            chosen = [
+                max(known, key=lambda answer, row=row: float(likelihood(row, answer)[0]))
+                for row, _ in draw.query
+            ]
         options.append(
-            np.mean([answer == draw.store.text("right", row) for answer, (row, _) in zip(chosen, draw.query, strict=True)])
+            np.mean(
+                [
+                    answer == draw.store.text("right", row)
+                    for answer, (row, _) in zip(chosen, draw.query, strict=True)
+                ]
+            )
         )
     scores = results["cells"][0]["scores"]
     assert [score["loss"] for score in scores] == pytest.approx(losses, rel=1e-4)
@@ -246,7 +323,13 @@ def test_options_of_packed_runs_are_scored_row_by_row(llama, pairs, monkeypatch)
         return told[-1]
 
     monkeypatch.setattr(LanguageMetrics, "log_likelihoods", kept)
-    flags: dict[str, Any] = {"task_type": "causal_lm", "k_shot": 2, "num_query": 3, "episodes": 2, "metrics": "options"}
+    flags: dict[str, Any] = {
+        "task_type": "causal_lm",
+        "k_shot": 2,
+        "num_query": 3,
+        "episodes": 2,
+        "metrics": "options",
+    }
     for packing in (False, True):
         fmmeta.evaluate(llama, pairs, **flags, inner_steps=1, packing=packing)
     assert len(told) == 4
@@ -258,22 +341,35 @@ def test_options_of_packed_runs_are_scored_row_by_row(llama, pairs, monkeypatch)
 def test_a_broken_task_file_is_left_out_of_both_models(llama, tmp_path, capsys):
     data = tmp_path / "tasks"
     for number in range(10):
-        rows = "".join(json.dumps({"input": f"{number} {word}", "output": word[:2]}) + "\n" for word in WORDS[:6])
+        rows = "".join(
+            json.dumps({"input": f"{number} {word}", "output": word[:2]}) + "\n" for word in WORDS[:6]
+        )
         (data / f"s{number % 2}").mkdir(parents=True, exist_ok=True)
         (data / f"s{number % 2}" / f"t{number}.jsonl").write_text("{broken\n" if number == 3 else rows)
     names = [f"s{number % 2}/t{number}" for number in range(10)]
     (data / "task_splits.json").write_text(json.dumps({"train": names[6:], "test": names[:6]}))
-    flags: dict[str, Any] = {"task_type": "causal_lm", "k_shot": [1, 2], "num_query": 2, "episodes": 12, "inner_steps": 1}
+    flags: dict[str, Any] = {
+        "task_type": "causal_lm",
+        "k_shot": [1, 2],
+        "num_query": 2,
+        "episodes": 12,
+        "inner_steps": 1,
+    }
     assert "t3.jsonl" in refusal(fmmeta.evaluate, llama, data, **flags)
     results = fmmeta.evaluate(llama, data, **flags, on_bad_task="skip", compare=str(llama), quiet=False)
     assert [cell["episodes"] for cell in results["cells"]] == [10, 10]
     assert "s1/t3" not in {score["task"] for cell in results["cells"] for score in cell["scores"]}
-    assert [(cell["episodes"], cell["loss_gain"]) for cell in results["compare"]["cells"]] == [(10, 0), (10, 0)]
+    assert [(cell["episodes"], cell["loss_gain"]) for cell in results["compare"]["cells"]] == [
+        (10, 0),
+        (10, 0),
+    ]
     said = [line for line in capsys.readouterr().out.splitlines() if "cannot be had" in line]
     assert len(said) == 4  # for either model and number of shots
     assert said[0].startswith("fmmeta: 2 of 12 1-shot episodes cannot be had; the first: task s1/t3: ")
     message = refusal(fmmeta.evaluate, llama, data, **flags, on_bad_task="skip", max_bad_share=0.01)
-    assert message.startswith("max_bad_share=0.01: 2 of 12 1-shot episodes cannot be had; the first: task s1/t3: ")
+    assert message.startswith(
+        "max_bad_share=0.01: 2 of 12 1-shot episodes cannot be had; the first: task s1/t3: "
+    )
 
 
 def test_greedy_answers_are_those_of_transformers(llama):
@@ -282,7 +378,9 @@ def test_greedy_answers_are_those_of_transformers(llama):
     from fmmeta.adaptation.single_process import load_single_process
     from fmmeta.evaluation.generation import generate
 
-    single = load_single_process(Config(model_name_or_path=str(llama), task_type="causal_lm", algorithm="none"), Progress(False))
+    single = load_single_process(
+        Config(model_name_or_path=str(llama), task_type="causal_lm", algorithm="none"), Progress(False)
+    )
     prompts = [single.tokenizer(text)["input_ids"] for text in ("river", "a longer prompt", "x")]
     ours = generate(single.worker, single.tokenizer, prompts, 6, 2)
     model = AutoModelForCausalLM.from_pretrained(llama).eval()
@@ -303,7 +401,9 @@ def test_answers_end_where_the_positions_do(tmp_path):
     from fmmeta.evaluation.generation import generate
 
     folder = save_family(tmp_path / "gpt2", "gpt2")  # 128 learned positions
-    single = load_single_process(Config(model_name_or_path=str(folder), task_type="causal_lm", algorithm="none"), Progress(False))
+    single = load_single_process(
+        Config(model_name_or_path=str(folder), task_type="causal_lm", algorithm="none"), Progress(False)
+    )
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), single.tokenizer
     prompts = [tokenizer("river " * 30)["input_ids"][:length] for length in (125, 7, 127, 120)]
     told = generate(single.worker, tokenizer, prompts, 6, 4)
@@ -313,15 +413,20 @@ def test_answers_end_where_the_positions_do(tmp_path):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         assert text == tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True).strip()
     message = refusal(generate, single.worker, tokenizer, [prompts[0] + [5] * 3], 6, 4)
-    assert message == ("max_new_tokens=6: an input of 128 tokens leaves none of the model's 128 positions for an answer; lower "
-                       "--max_length")  # fmt: skip
+    assert (
+        message
+        == "max_new_tokens=6: an input of 128 tokens leaves none of the model's 128 positions for an answer;"
+        " lower --max_length"
+    )
     assert generate(single.worker, tokenizer, [], 6, 4) == []
 
 
 def test_rouge_l():
     assert longest_common("abcbdab", "bdcaba") == 4
     assert rouge_l("the cat sat", "The cat, sat!") == 1
-    assert rouge_l("police killed the gunman", "police kill the gunman") == 0.75  # the example of Lin 2004, section 3
+    assert (
+        rouge_l("police killed the gunman", "police kill the gunman") == 0.75
+    )  # the example of Lin 2004, section 3
     assert rouge_l("the gunman kill police", "police kill the gunman") == 0.5
     assert rouge_l("", "word") == 0
     assert rouge_l("", "") == 1
@@ -346,65 +451,130 @@ def test_paired_differences_are_over_common_episodes():
     assert found["episodes"] == 2
     assert found["accuracy_gain"] == pytest.approx(0.4)
     assert found["loss_gain"] == pytest.approx(0.5)
-    assert found["ci95"] == pytest.approx(12.7062 * np.std([0.3, 0.5], ddof=1) / np.sqrt(2))  # 1 degree of freedom
+    assert found["ci95"] == pytest.approx(
+        12.7062 * np.std([0.3, 0.5], ddof=1) / np.sqrt(2)
+    )  # 1 degree of freedom
 
 
-@pytest.mark.parametrize(("flags", "text"), [
-    ({"method": ["dreaming"]}, "method=dreaming is unknown; use finetune, prototype, linear, knn, in_context"),
-    ({"method": []}, "method names nothing; give one or more"),
-    ({"n_way": "many"}, "n_way=many is neither a number nor all; use 5, say"),
-    ({"n_way": "1"}, "n_way=1 is below 2; use 2 or more"),
-    ({"part": "dev"}, "part=dev is unknown; use train, valid, test"),
-    ({"episodes": 0}, "episodes=0 is below 1; use 1 or more"),
-    ({"k_shot": [1, 5], "k_shot_max": 7}, "k_shot_max=7 goes with one k_shot, and here are 2; give one"),
-    ({"n_way": "all", "n_way_max": 7}, "n_way_max=7 means nothing for n_way=all; leave it out"),
-    ({"method": ["in_context"]},
-     "method=in_context puts the support set into the prompt, and task_type=classification has none; use finetune"),
-    ({"metrics": ["rouge_l"]}, "metrics=rouge_l look at answers, and task_type=classification has none; leave them out"),
-    ({"metrics": ["bleu"]}, "metrics=bleu is unknown; use rouge_l, options"),
-    ({"method": ["knn"], "task_type": "causal_lm"},
-     "method=knn classifies features, and task_type=causal_lm has no classes; use finetune or in_context"),
-    ({"n_way": "3", "task_type": "causal_lm"}, "n_way=3 means nothing for task_type=causal_lm; leave it out"),
-    ({"method": ["in_context"], "task_type": "causal_lm", "pipeline_stages": 2},
-     "method=in_context is not tested with pipeline_stages and tensor_parallel_size: whole support sets travel as prompts; use "
-     "ZeRO 3"),
-    ({"method": ["knn", "linear"], "inner_lr": 0.5},
-     "inner_lr=0.5 is of the inner loop, and method=knn linear has none; leave it out, or use finetune"),
-    ({"method": ["prototype"], "inner_lr_groups": ["head=2"]},
-     "inner_lr_groups=['head=2'] is of the inner loop, and method=prototype has none; leave it out, or use finetune"),
-    ({"compare": "./nowhere"}, "compare=./nowhere is not a folder; check the path"),
-    ({"compare": "nowhere.json"},
-     "compare=nowhere.json holds no results of fmmeta evaluate ([Errno 2] No such file or directory: 'nowhere.json'); give "
-     "such a file, or a model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (
+            {"method": ["dreaming"]},
+            "method=dreaming is unknown; use finetune, prototype, linear, knn, in_context",
+        ),
+        ({"method": []}, "method names nothing; give one or more"),
+        ({"n_way": "many"}, "n_way=many is neither a number nor all; use 5, say"),
+        ({"n_way": "1"}, "n_way=1 is below 2; use 2 or more"),
+        ({"part": "dev"}, "part=dev is unknown; use train, valid, test"),
+        ({"episodes": 0}, "episodes=0 is below 1; use 1 or more"),
+        ({"k_shot": [1, 5], "k_shot_max": 7}, "k_shot_max=7 goes with one k_shot, and here are 2; give one"),
+        ({"n_way": "all", "n_way_max": 7}, "n_way_max=7 means nothing for n_way=all; leave it out"),
+        (
+            {"method": ["in_context"]},
+            (
+                "method=in_context puts the support set into the prompt, and task_type=classification has"
+                " none; use finetune"
+            ),
+        ),
+        (
+            {"metrics": ["rouge_l"]},
+            "metrics=rouge_l look at answers, and task_type=classification has none; leave them out",
+        ),
+        ({"metrics": ["bleu"]}, "metrics=bleu is unknown; use rouge_l, options"),
+        (
+            {"method": ["knn"], "task_type": "causal_lm"},
+            (
+                "method=knn classifies features, and task_type=causal_lm has no classes; use finetune or"
+                " in_context"
+            ),
+        ),
+        (
+            {"n_way": "3", "task_type": "causal_lm"},
+            "n_way=3 means nothing for task_type=causal_lm; leave it out",
+        ),
+        (
+            {"method": ["in_context"], "task_type": "causal_lm", "pipeline_stages": 2},
+            (
+                "method=in_context is not tested with pipeline_stages and tensor_parallel_size: whole support"
+                " sets travel as prompts; use ZeRO 3"
+            ),
+        ),
+        (
+            {"method": ["knn", "linear"], "inner_lr": 0.5},
+            (
+                "inner_lr=0.5 is of the inner loop, and method=knn linear has none; leave it out, or use"
+                " finetune"
+            ),
+        ),
+        (
+            {"method": ["prototype"], "inner_lr_groups": ["head=2"]},
+            (
+                "inner_lr_groups=['head=2'] is of the inner loop, and method=prototype has none; leave it"
+                " out, or use finetune"
+            ),
+        ),
+        ({"compare": "./nowhere"}, "compare=./nowhere is not a folder; check the path"),
+        (
+            {"compare": "nowhere.json"},
+            (
+                "compare=nowhere.json holds no results of fmmeta evaluate ([Errno 2] No such file or"
+                " directory: 'nowhere.json'); give such a file, or a model"
+            ),
+        ),
+    ],
+)
 def test_what_cannot_be_evaluated_is_said(flags, text):
     assert refusal(fmmeta.evaluate, "tiny", "letters", **flags) == text
 
 
 def test_a_broken_memory_is_refused(tmp_path, bert):
     (tmp_path / "fmmeta.json").write_text("[]")
-    assert refusal(fmmeta.evaluate, str(tmp_path), "letters") == (
-        f"model_name_or_path={tmp_path}: fmmeta.json cannot be read (it holds no settings); mend or remove it"
+    assert (
+        refusal(fmmeta.evaluate, str(tmp_path), "letters")
+        == f"model_name_or_path={tmp_path}: fmmeta.json cannot be read (it holds no settings); mend or"
+        " remove it"
     )
 
 
 def test_features_of_a_given_length_make_prototypes_of_cosines(bert, classes):
-    """One shot, no steps: the logits are 2 norm^2 cos and a constant, the temperature that `prototype` has at norm 10^0.5."""
+    """One shot, no steps: the logits are 2 norm^2 cos and a constant, the temperature that `prototype` has at
+    norm 10^0.5.
+    """
     flags: dict[str, Any] = {"pooling": "mean", "n_way": "3", "k_shot": 1, "num_query": 3, "episodes": 4}
-    ours = fmmeta.evaluate(str(bert), str(classes), **flags, feature_norm=10**0.5, head_init="prototype", inner_steps=0)
+    ours = fmmeta.evaluate(
+        str(bert), str(classes), **flags, feature_norm=10**0.5, head_init="prototype", inner_steps=0
+    )
     cosine = fmmeta.evaluate(str(bert), str(classes), **flags, method="prototype")
     assert ours["loss"] == pytest.approx(cosine["loss"], rel=1e-4)
     assert ours["loss"] != pytest.approx(
-        fmmeta.evaluate(str(bert), str(classes), **flags, head_init="prototype", inner_steps=0)["loss"], rel=1e-2)  # fmt: skip
-    message = refusal(fmmeta.evaluate, str(bert), str(classes), **{**flags, "pooling": "model"}, feature_norm=3.0)
-    assert message == ("feature_norm=3 scales pooled features, and BertForSequenceClassification pools by itself; use --pooling "
-                       "mean or cls, or leave it out")  # fmt: skip
+        fmmeta.evaluate(str(bert), str(classes), **flags, head_init="prototype", inner_steps=0)["loss"],
+        rel=1e-2,
+    )
+    message = refusal(
+        fmmeta.evaluate, str(bert), str(classes), **{**flags, "pooling": "model"}, feature_norm=3.0
+    )
+    assert (
+        message
+        == "feature_norm=3 scales pooled features, and BertForSequenceClassification pools by itself; use"
+        " --pooling mean or cls, or leave it out"
+    )
 
 
-def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even_so(bert, classes, tmp_path, monkeypatch, capsys):
+def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even_so(
+    bert, classes, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "file").write_text("")
-    flags: dict[str, Any] = {"n_way": "3", "k_shot": [1], "num_query": 2, "episodes": 1, "method": ["prototype"]}
-    settings = EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, output=str(tmp_path / "there.json"))
+    flags: dict[str, Any] = {
+        "n_way": "3",
+        "k_shot": [1],
+        "num_query": 2,
+        "episodes": 1,
+        "method": ["prototype"],
+    }
+    settings = EvaluateConfig(
+        model_name_or_path=str(bert), dataset=[str(classes)], **flags, output=str(tmp_path / "there.json")
+    )
 
     def break_disk(*_):
         raise UsageError("output=there.json cannot be written (No space left on device); give another file")
@@ -414,10 +584,17 @@ def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even
         assert refusal(command.run, settings).startswith("output=there.json cannot be written")
     assert "prototype" in capsys.readouterr().out.split("accuracy %")[1]
     monkeypatch.setattr(command.EvaluationRun, "cells", lambda *_: pytest.fail("computed before the check"))
-    for output, told in ((tmp_path, f"is a folder; give a file in it, such as {tmp_path / 'results.json'}"),
-                         (tmp_path / "file" / "x.json",
-                          f"cannot be written ({tmp_path / 'file'} is no folder); give another file")):  # fmt: skip
-        assert refusal(fmmeta.evaluate, str(bert), str(classes), **flags, output=str(output)) == f"output={output} {told}"
+    for output, told in (
+        (tmp_path, f"is a folder; give a file in it, such as {tmp_path / 'results.json'}"),
+        (
+            tmp_path / "file" / "x.json",
+            f"cannot be written ({tmp_path / 'file'} is no folder); give another file",
+        ),
+    ):
+        assert (
+            refusal(fmmeta.evaluate, str(bert), str(classes), **flags, output=str(output))
+            == f"output={output} {told}"
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]  # what was tried is taken away
 
 
@@ -425,11 +602,15 @@ def test_a_model_to_compare_with_is_checked_first(bert, llama, classes, tmp_path
     other = shutil.copytree(llama, tmp_path / "other")
     (other / "fmmeta.json").write_text('{"task_type": "causal_lm"}')
     monkeypatch.setattr(command.EvaluationRun, "cells", lambda *_: pytest.fail("computed before the check"))
-    assert refusal(fmmeta.evaluate, str(bert), str(classes), compare=str(other)) == (
-        f"compare={other} is a model for task_type=causal_lm, and model_name_or_path={bert} one for task_type=classification; "
-        "give another model, or --task_type")  # fmt: skip
-    assert refusal(fmmeta.evaluate, str(bert), str(classes), compare=str(tmp_path)) == (
-        f"compare={tmp_path} holds no config.json; give a Hugging Face folder or hub id")  # fmt: skip
+    assert (
+        refusal(fmmeta.evaluate, str(bert), str(classes), compare=str(other))
+        == f"compare={other} is a model for task_type=causal_lm, and model_name_or_path={bert} one for"
+        " task_type=classification; give another model, or --task_type"
+    )
+    assert (
+        refusal(fmmeta.evaluate, str(bert), str(classes), compare=str(tmp_path))
+        == f"compare={tmp_path} holds no config.json; give a Hugging Face folder or hub id"
+    )
     hub_answers.cache_clear()
     tried = []
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -440,15 +621,23 @@ def test_a_model_to_compare_with_is_checked_first(bert, llama, classes, tmp_path
 
     monkeypatch.setattr("huggingface_hub.utils.get_session", no_network)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    assert refusal(fmmeta.evaluate, str(bert), str(classes), compare="no-such-folder") == (
-        "compare=no-such-folder is no folder, and the hub cannot be reached for a model of that name; check the path, or the "
-        "network")  # fmt: skip
+    assert (
+        refusal(fmmeta.evaluate, str(bert), str(classes), compare="no-such-folder")
+        == "compare=no-such-folder is no folder, and the hub cannot be reached for a model of that name;"
+        " check the path, or the network"
+    )
     assert len(tried) == 3  # and not for every file
     hub_answers.cache_clear()
 
 
 def test_one_episode_has_no_interval_and_results_are_json(bert, classes, tmp_path, capsys):
-    flags: dict[str, Any] = {"n_way": "2", "k_shot": [1, 1], "num_query": 2, "episodes": 1, "method": ["knn", "prototype", "knn"]}
+    flags: dict[str, Any] = {
+        "n_way": "2",
+        "k_shot": [1, 1],
+        "num_query": 2,
+        "episodes": 1,
+        "method": ["knn", "prototype", "knn"],
+    }
     results = fmmeta.evaluate(str(bert), str(classes), **flags, output=str(tmp_path / "one.json"), quiet=True)
     assert [cell["method"] for cell in results["cells"]] == ["knn", "prototype"]  # once each
 
@@ -459,22 +648,31 @@ def test_one_episode_has_no_interval_and_results_are_json(bert, classes, tmp_pat
     assert told["ci95"] is None
     assert told["accuracy"] == results["accuracy"]
     flags |= {"k_shot": [1], "method": ["knn"]}
-    command.run(EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, compare=str(tmp_path / "one.json")))
+    command.run(
+        EvaluateConfig(
+            model_name_or_path=str(bert), dataset=[str(classes)], **flags, compare=str(tmp_path / "one.json")
+        )
+    )
     out = capsys.readouterr().out
     assert f"{100 * results['accuracy']:.2f} ± -" in out
     assert "+0.00 ± -" in out
     assert "nan" not in out
 
 
-@pytest.mark.parametrize(("accuracies", "row", "verdict"), [
-    ([0.2, 0.3, 0.4, 0.3], "30.00 ± 12.99  60.00 ± 12.99  -30.00 ± 0.00", "worse"),
-    ([0.8, 0.9, 1.0, 0.9], "90.00 ± 12.99  60.00 ± 12.99  +30.00 ± 0.00", "better"),
-    ([0.5, 0.7, 0.6, 0.7], "62.50 ± 15.23  60.00 ± 12.99  +2.50 ± 15.23", "no significant difference"),
-    ([0.2], "20.00 ± -  60.00 ± 12.99  -30.00 ± -", "-"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("accuracies", "row", "verdict"),
+    [
+        ([0.2, 0.3, 0.4, 0.3], "30.00 ± 12.99  60.00 ± 12.99  -30.00 ± 0.00", "worse"),
+        ([0.8, 0.9, 1.0, 0.9], "90.00 ± 12.99  60.00 ± 12.99  +30.00 ± 0.00", "better"),
+        ([0.5, 0.7, 0.6, 0.7], "62.50 ± 15.23  60.00 ± 12.99  +2.50 ± 15.23", "no significant difference"),
+        ([0.2], "20.00 ± -  60.00 ± 12.99  -30.00 ± -", "-"),
+    ],
+)
 def test_a_comparison_shows_both_models_and_whether_one_is_better(accuracies, row, verdict, capsys):
     def cell(values, loss):
-        return EvalCell("knn", 1, "x", [EpisodeScore(slot, "t", "s", loss, value) for slot, value in enumerate(values)])
+        return EvalCell(
+            "knn", 1, "x", [EpisodeScore(slot, "t", "s", loss, value) for slot, value in enumerate(values)]
+        )
 
     settings = EvaluateConfig(model_name_or_path="mine", compare="theirs", method=["knn"], k_shot=[1])
     ours, theirs = cell(accuracies, 1.0), cell([0.5, 0.6, 0.7, 0.6], 1.25)
@@ -499,8 +697,17 @@ def test_a_loss_that_diverged_is_read_back(tmp_path):
 
 
 def test_shots_and_ways_that_vary_are_shown_so(bert, classes, capsys):
-    flags: dict[str, Any] = {"n_way": "2", "n_way_max": 3, "k_shot": [1], "k_shot_max": 4, "num_query": 2, "episodes": 4}
-    command.run(EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, method=["prototype"]))
+    flags: dict[str, Any] = {
+        "n_way": "2",
+        "n_way_max": 3,
+        "k_shot": [1],
+        "k_shot_max": 4,
+        "num_query": 2,
+        "episodes": 4,
+    }
+    command.run(
+        EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, method=["prototype"])
+    )
     out = capsys.readouterr().out
     assert "4 episodes of 2 to 3 classes of the test part" in out
     assert "prototype  1 to 4 " in out
@@ -511,7 +718,9 @@ def test_a_remembered_language_model_has_no_ways(llama, pairs, tmp_path, capsys)
     folder = shutil.copytree(llama, tmp_path / "model")
     (folder / "fmmeta.json").write_text('{"task_type": "causal_lm"}')
     flags: dict[str, Any] = {"k_shot": [1], "num_query": 2, "episodes": 2, "inner_steps": 0}
-    settings = EvaluateConfig(model_name_or_path=str(folder), dataset=[str(pairs)], **flags, output=str(tmp_path / "told.json"))
+    settings = EvaluateConfig(
+        model_name_or_path=str(folder), dataset=[str(pairs)], **flags, output=str(tmp_path / "told.json")
+    )
     command.run(settings)
     assert json.loads((tmp_path / "told.json").read_text())["n_way"] is None
     assert "2 episodes of the test part" in capsys.readouterr().out
@@ -538,19 +747,29 @@ def test_scores_that_are_not_numbers_are_wrong():
 @pytest.mark.parametrize("model", ["bert", "llama"])
 def test_an_inner_loop_that_runs_away_is_wrong_everywhere(model, request, classes, pairs):
     kind = {"task_type": "causal_lm"} if model == "llama" else {"n_way": "3"}
-    results = fmmeta.evaluate(request.getfixturevalue(model), pairs if model == "llama" else classes, k_shot=1, num_query=2,
-                              episodes=3, inner_lr=3e38, **kind)  # fmt: skip
+    results = fmmeta.evaluate(
+        request.getfixturevalue(model),
+        pairs if model == "llama" else classes,
+        k_shot=1,
+        num_query=2,
+        episodes=3,
+        inner_lr=3e38,
+        **kind,
+    )
     assert (results["accuracy"], results["loss"], results["loss_ci95"]) == (0, float("inf"), float("inf"))
     assert results["ece"] == (None if model == "llama" else 0)
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"k_shot": 1.5}, "k_shot=1.5 is not a whole number; give one"),
-    ({"k_shot": [1, "2"]}, "k_shot='2' is not a whole number; give one"),
-    ({"metrics": "rouge"}, "metrics=rouge is unknown; use rouge_l, options"),
-    ({"episode": 3}, "episode=3 is no setting; did you mean episodes?"),
-    ({"dataset": 1.5}, "dataset=1.5 is not a text; give one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"k_shot": 1.5}, "k_shot=1.5 is not a whole number; give one"),
+        ({"k_shot": [1, "2"]}, "k_shot='2' is not a whole number; give one"),
+        ({"metrics": "rouge"}, "metrics=rouge is unknown; use rouge_l, options"),
+        ({"episode": 3}, "episode=3 is no setting; did you mean episodes?"),
+        ({"dataset": 1.5}, "dataset=1.5 is not a text; give one"),
+    ],
+)
 def test_settings_from_python_that_do_not_fit(settings, said):
     assert refusal(fmmeta.evaluate, "tiny", **{"dataset": "letters", **settings}) == said
 

@@ -1,4 +1,6 @@
-"""What all ranks do about tasks that cannot be had: go on without them, stop where they are too many, or where none is left."""
+"""What all ranks do about tasks that cannot be had: go on without them, stop where they are too many, or
+where none is left.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_too_many_are_an_error_and_so_is_the_first_where_none_may_be_skipped(fol
     for task in tasks[:2]:
         (folder / f"{task.name}.jsonl").write_text("{")
     said = refusal(reader.read_share, tasks)
-    assert said.startswith(f"max_bad_share=0.01: 2 of 3 tasks could not be had, the last: task {tasks[1].name}: ")
+    assert said.startswith(
+        f"max_bad_share=0.01: 2 of 3 tasks could not be had, the last: task {tasks[1].name}: "
+    )
     said = refusal(strict.read_share, tasks)
     assert said.startswith(f"task {tasks[0].name}: ")
     assert said.endswith("; mend it, or go on without such tasks by --on_bad_task skip")

@@ -1,4 +1,6 @@
-"""Stop signals after the last outer step: what is saved, what the same command then exports, and what is not computed again."""
+"""Stop signals after the last outer step: what is saved, what the same command then exports, and what is not
+computed again.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,14 @@ VARIANTS = {
     "last weights": {},
     "interpolated": {"start_share": 0.25},
     "best": {"load_best_model_at_end": True, "eval_steps": 1},
-    "best, interpolated, learned rates": {"load_best_model_at_end": True, "eval_steps": 1, "start_share": 0.25,
-                                          "inner_lr_learned": "layer", "rates_lr": 0.05},
-}  # fmt: skip
+    "best, interpolated, learned rates": {
+        "load_best_model_at_end": True,
+        "eval_steps": 1,
+        "start_share": 0.25,
+        "inner_lr_learned": "layer",
+        "rates_lr": 0.05,
+    },
+}
 
 
 class StopAt:
@@ -48,9 +55,25 @@ def config_of(tmp_path, name: str, **settings) -> Config:
     if not data.exists():
         save_bert(model)
         write_classes(data, classes=15)
-    fixed = {"k_shot": 1, "num_query": 2, "n_way": 3, "outer_steps": 3, "meta_batch_size": 2, "inner_steps": 1, "outer_lr": 0.05,
-             "lr_scheduler_type": "constant", "save_steps": 0, "eval_episodes": 3, "test_episodes": 3}  # fmt: skip
-    return Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(tmp_path / name), **{**fixed, **settings})
+    fixed = {
+        "k_shot": 1,
+        "num_query": 2,
+        "n_way": 3,
+        "outer_steps": 3,
+        "meta_batch_size": 2,
+        "inner_steps": 1,
+        "outer_lr": 0.05,
+        "lr_scheduler_type": "constant",
+        "save_steps": 0,
+        "eval_episodes": 3,
+        "test_episodes": 3,
+    }
+    return Config(
+        model_name_or_path=str(model),
+        dataset=[str(data)],
+        output_dir=str(tmp_path / name),
+        **{**fixed, **settings},
+    )
 
 
 def exported(folder) -> dict[str, bytes]:
@@ -63,7 +86,9 @@ def table_of(folder) -> dict:
 
 @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
 def test_a_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkeypatch, settings):
-    """At its first, a middle and its last pass; without periodic checkpoints nothing but the stop itself saves."""
+    """At its first, a middle and its last pass; without periodic checkpoints nothing but the stop itself
+    saves.
+    """
     with monkeypatch.context() as patch:
         whole = StopAt(patch, 10**9)
         MetaTrainer(config_of(tmp_path, "whole", **settings)).train()
@@ -99,7 +124,9 @@ def test_a_stop_in_a_validation_repeats_it(tmp_path, monkeypatch):
 
 
 def test_nothing_is_lent_out_during_evaluation(tmp_path, monkeypatch):
-    """The live tensors hold what was learned at every held-out episode, so that a checkpoint may be taken at any of them."""
+    """The live tensors hold what was learned at every held-out episode, so that a checkpoint may be taken at
+    any of them.
+    """
     seen, original = [], HeldOut.scores
 
     def watching(self, *args):
@@ -148,7 +175,11 @@ def test_the_choice_is_the_highest_accuracy_then_the_lowest_loss():
                 3.0: [(0.2, 1.6), (0.5, 1.0), (0.1, 2.0)],
                 10.0: [(0.2, 1.6), (1.0, float("nan")), (1.0, float("inf"))],
             }
-            return [validation.StepScores(0, [loss for _, loss in table[inner]], [accuracy for accuracy, _ in table[inner]])]
+            return [
+                validation.StepScores(
+                    0, [loss for _, loss in table[inner]], [accuracy for accuracy, _ in table[inner]]
+                )
+            ]
 
     class Inner:
         steps = 1
@@ -160,12 +191,15 @@ def test_the_choice_is_the_highest_accuracy_then_the_lowest_loss():
         inner = Inner()
 
         def __init__(self, task_type):
-            self.config = Config(task_type=task_type, **({} if task_type == "classification" else {"dataset": ["x.jsonl"]}))
+            self.config = Config(
+                task_type=task_type, **({} if task_type == "classification" else {"dataset": ["x.jsonl"]})
+            )
 
     class Initial:
         theta = rates = None
 
     chosen = [
-        final_table.choose_loop(Scored(), None, Initial(), Setup(kind), lambda: None) for kind in ("classification", "causal_lm")
+        final_table.choose_loop(Scored(), None, Initial(), Setup(kind), lambda: None)
+        for kind in ("classification", "causal_lm")
     ]  # type: ignore[arg-type]
     assert [(one.scale, one.steps) for one in chosen] == [(0.3, 2), (1.0, 2)]

@@ -1,4 +1,6 @@
-"""Attention choice and checkpointed layers: in effect, equal in numbers, refused by name where they cannot be."""
+"""Attention choice and checkpointed layers: in effect, equal in numbers, refused by name where they cannot
+be.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def one_pass(learner) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, list[
     kept, weights = {}, {p.untyped_storage().data_ptr() for p in learner.parameters()}
     layers = next(module for module in learner.modules() if isinstance(module, torch.nn.ModuleList))
     runs = [0] * len(layers)
-    for number, layer in enumerate(layers):  # transformers checkpoints inside the layer's own call, so a part of it counts
+    for number, layer in enumerate(
+        layers
+    ):  # transformers checkpoints inside the layer's own call, so a part of it counts
         part = next(layer.children())
         part.register_forward_pre_hook(lambda *_, number=number: runs.__setitem__(number, runs[number] + 1))
 
@@ -56,7 +60,9 @@ def one_pass(learner) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, list[
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora_r": 4}])
-@pytest.mark.parametrize(("base", "settings"), [("llama", {"task_type": "causal_lm"}), ("bert", {"pooling": "mean"})])
+@pytest.mark.parametrize(
+    ("base", "settings"), [("llama", {"task_type": "causal_lm"}), ("bert", {"pooling": "mean"})]
+)
 def test_checkpointed_layers_run_twice_keep_less_and_give_equal_gradients(sources, base, settings, lora):
     loss, gradients, held, runs = one_pass(learner_of(sources[base], **settings, **lora))
     learner = learner_of(sources[base], gradient_checkpointing=True, **settings, **lora)
@@ -81,49 +87,77 @@ def test_a_model_without_checkpointing_is_refused(tmp_path):
     from transformers import CTRLConfig, CTRLLMHeadModel
 
     save(CTRLLMHeadModel(CTRLConfig(vocab_size=259, n_embd=8, dff=8, n_layer=1, n_head=2)), tmp_path)
-    assert refusal(learner_of, str(tmp_path), task_type="causal_lm", gradient_checkpointing=True) == (
-        "gradient_checkpointing=True: CTRLLMHeadModel has none in transformers; leave it out, or lower --micro_batch_size"
+    assert (
+        refusal(learner_of, str(tmp_path), task_type="causal_lm", gradient_checkpointing=True)
+        == "gradient_checkpointing=True: CTRLLMHeadModel has none in transformers; leave it out, or lower"
+        " --micro_batch_size"
     )
 
 
 def test_the_attention_asked_for_is_the_one_that_runs(sources):
-    eager, sdpa = (learner_of(sources["llama"], task_type="causal_lm", attn_implementation=name) for name in ("eager", "sdpa"))
+    eager, sdpa = (
+        learner_of(sources["llama"], task_type="causal_lm", attn_implementation=name)
+        for name in ("eager", "sdpa")
+    )
     assert [learner.hf.config._attn_implementation for learner in (eager, sdpa)] == ["eager", "sdpa"]
     with torch.no_grad():
         torch.testing.assert_close(eager(IDS, MASK), sdpa(IDS, MASK), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "bf16", "device", "said"), [
-    ("flash_attention_2", True, "cpu", "needs a GPU; use sdpa or eager"),
-    ("kernels-community/flash-attn2", True, "cpu", "needs a GPU; use sdpa or eager"),
-    ("flash_attention_2", False, "cuda",
-     "computes in bf16 only, and this run is in fp32; add --bf16, or use sdpa or eager"),
-    ("flex_attention", True, "cpu", "has no backward pass on CPUs; use sdpa or eager"),
-    ("paged|eager", True, "cuda", "needs the cache of a generation server; use sdpa or eager"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "bf16", "device", "said"),
+    [
+        ("flash_attention_2", True, "cpu", "needs a GPU; use sdpa or eager"),
+        ("kernels-community/flash-attn2", True, "cpu", "needs a GPU; use sdpa or eager"),
+        (
+            "flash_attention_2",
+            False,
+            "cuda",
+            "computes in bf16 only, and this run is in fp32; add --bf16, or use sdpa or eager",
+        ),
+        ("flex_attention", True, "cpu", "has no backward pass on CPUs; use sdpa or eager"),
+        ("paged|eager", True, "cuda", "needs the cache of a generation server; use sdpa or eager"),
+    ],
+)
 def test_attention_that_cannot_train_here(name, bf16, device, said):
-    assert refusal(check_attention, Config(attn_implementation=name), bf16, device) == f"attn_implementation={name} {said}"
+    assert (
+        refusal(check_attention, Config(attn_implementation=name), bf16, device)
+        == f"attn_implementation={name} {said}"
+    )
 
 
-@pytest.mark.parametrize(("name", "bf16", "device"), [
-    (None, False, "cpu"), ("sdpa", False, "cpu"), ("eager", True, "cpu"), ("flash_attention_2", True, "cuda"),
-    ("flex_attention", False, "cuda"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "bf16", "device"),
+    [
+        (None, False, "cpu"),
+        ("sdpa", False, "cpu"),
+        ("eager", True, "cpu"),
+        ("flash_attention_2", True, "cuda"),
+        ("flex_attention", False, "cuda"),
+    ],
+)
 def test_attention_that_can_train(name, bf16, device):
     check_attention(Config(attn_implementation=name), bf16, device)
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("sdpa", "BloomForCausalLM does not support an attention implementation through torch"),
-    ("nonsense", 'Specified `attn_implementation="nonsense"` is not supported'),
-    ("flex_attention", "flex_attention has no backward pass on CPUs"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("sdpa", "BloomForCausalLM does not support an attention implementation through torch"),
+        ("nonsense", 'Specified `attn_implementation="nonsense"` is not supported'),
+        ("flex_attention", "flex_attention has no backward pass on CPUs"),
+    ],
+)
 def test_a_model_without_that_attention_is_refused_before_its_weights_are_read(tmp_path, name, said):
     from transformers import BloomConfig
 
-    BloomConfig(vocab_size=259, hidden_size=8, n_layer=1, n_head=2).save_pretrained(tmp_path)  # there are no weights
+    BloomConfig(vocab_size=259, hidden_size=8, n_layer=1, n_head=2).save_pretrained(
+        tmp_path
+    )  # there are no weights
     data = write_pairs(tmp_path / "pairs.jsonl")
-    config = Config(model_name_or_path=str(tmp_path), dataset=[str(data)], task_type="causal_lm", attn_implementation=name)
+    config = Config(
+        model_name_or_path=str(tmp_path), dataset=[str(data)], task_type="causal_lm", attn_implementation=name
+    )
     world = World(Launch(), torch.device("cpu"))
     message = refusal(form_groups, config, plan(config, world, lambda text: None), world, lambda text: None)
     assert message.startswith(f"attn_implementation={name} ")

@@ -1,4 +1,6 @@
-"""Whatever is given, the answer is one line or a run: no traceback, no hang, no file outside. 720 inputs, by hypothesis."""
+"""Whatever is given, the answer is one line or a run: no traceback, no hang, no file outside. 720 inputs, by
+hypothesis.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,36 @@ from tests.unit.test_checkpoint_export import WHOLE, saved
 
 HANG_S = 20
 DEEP = "deep"  # stands for what would be too long to show
-FEW = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+FEW = settings(
+    max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 NAMES = [item.name for item in fields(Config)]
 TEXTS = st.one_of(
-    st.sampled_from(["", "-1", "0", "1", "1e309", "nan", "inf", "auto", "true", "../..", "/etc/passwd", "latest", "{", "\0",
-                     "tiny", "letters", "--", "0x10", "1_000"]), st.text(max_size=12))  # fmt: skip
+    st.sampled_from(
+        [
+            "",
+            "-1",
+            "0",
+            "1",
+            "1e309",
+            "nan",
+            "inf",
+            "auto",
+            "true",
+            "../..",
+            "/etc/passwd",
+            "latest",
+            "{",
+            "\0",
+            "tiny",
+            "letters",
+            "--",
+            "0x10",
+            "1_000",
+        ]
+    ),
+    st.text(max_size=12),
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=8) | st.just("auto"),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=8), inner, max_size=2),
@@ -97,9 +124,15 @@ def apart(tmp_path, monkeypatch):
 
 
 @FEW
-@given(pairs=st.lists(st.tuples(st.sampled_from([*NAMES, "config", "x" * 9]), TEXTS, st.booleans()), max_size=4))
+@given(
+    pairs=st.lists(st.tuples(st.sampled_from([*NAMES, "config", "x" * 9]), TEXTS, st.booleans()), max_size=4)
+)
 def test_flags(pairs, apart):
-    argv = [word for name, value, joined in pairs for word in ([f"--{name}={value}"] if joined else [f"--{name}", value])]
+    argv = [
+        word
+        for name, value, joined in pairs
+        for word in ([f"--{name}={value}"] if joined else [f"--{name}", value])
+    ]
     with one_line_at_most():
         parse(argv)
     assert not files_in(apart)
@@ -114,22 +147,32 @@ def test_flags_of_other_commands(command, data, apart):
     names = [item.name for item in fields(find(COMMANDS[command].settings))]
     pair = st.tuples(st.sampled_from([*names, "config", "x" * 9]), TEXTS, st.booleans())
     pairs = data.draw(st.lists(pair, max_size=4))
-    argv = [word for name, value, joined in pairs for word in ([f"--{name}={value}"] if joined else [f"--{name}", value])]
+    argv = [
+        word
+        for name, value, joined in pairs
+        for word in ([f"--{name}={value}"] if joined else [f"--{name}", value])
+    ]
     with one_line_at_most():
         parse(argv, command)
     assert not files_in(apart)
 
 
 @FEW
-@given(rows=st.data(), raw=st.binary(max_size=60), name=st.sampled_from(["s.jsonl", "s.csv", "s.jsonl.gz", "none.jsonl"]),
-       task_type=st.sampled_from(["classification", "causal_lm"]))  # fmt: skip
+@given(
+    rows=st.data(),
+    raw=st.binary(max_size=60),
+    name=st.sampled_from(["s.jsonl", "s.csv", "s.jsonl.gz", "none.jsonl"]),
+    task_type=st.sampled_from(["classification", "causal_lm"]),
+)
 def test_support_files(rows, raw, name, task_type, apart):
     content = "".join(json.dumps(row) + "\n" for row in rows.draw(ROWS)).encode() + raw
     file = apart / name
     if name != "none.jsonl":
         file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     with one_line_at_most():
-        config = AdaptConfig(support=str(file), task_type=task_type, model_name_or_path="tiny").run_config(n_way=2)
+        config = AdaptConfig(support=str(file), task_type=task_type, model_name_or_path="tiny").run_config(
+            n_way=2
+        )
         table = read_task("support", str(file), config, lambda text: None)
         assert len(table.left) == len(table.right)
         leave_out(table, sorted(set(table.right)))
@@ -138,8 +181,14 @@ def test_support_files(rows, raw, name, task_type, apart):
 
 
 @FEW
-@given(content=st.one_of(st.binary(max_size=60), JSON.map(lambda value: json.dumps({"text": value, "x": value}).encode()),
-                         st.just(b'{"text": ' + b"[" * 50000)), column=st.sampled_from([None, "x", ""]))  # fmt: skip
+@given(
+    content=st.one_of(
+        st.binary(max_size=60),
+        JSON.map(lambda value: json.dumps({"text": value, "x": value}).encode()),
+        st.just(b'{"text": ' + b"[" * 50000),
+    ),
+    column=st.sampled_from([None, "x", ""]),
+)
 def test_lines_to_predict(content, column, apart):
     file = apart / "lines"
     file.write_bytes(content)
@@ -150,9 +199,29 @@ def test_lines_to_predict(content, column, apart):
 
 
 @FEW
-@given(content=st.one_of(JSON.map(json.dumps), st.text(max_size=20), st.just(DEEP), st.dictionaries(
-    st.sampled_from(["task_type", "n_way", "inner_lr", "labels", "head_init", "inner_optimizer", "max_length", "feature_norm"]),
-    JSON, max_size=4).map(json.dumps)))  # fmt: skip
+@given(
+    content=st.one_of(
+        JSON.map(json.dumps),
+        st.text(max_size=20),
+        st.just(DEEP),
+        st.dictionaries(
+            st.sampled_from(
+                [
+                    "task_type",
+                    "n_way",
+                    "inner_lr",
+                    "labels",
+                    "head_init",
+                    "inner_optimizer",
+                    "max_length",
+                    "feature_norm",
+                ]
+            ),
+            JSON,
+            max_size=4,
+        ).map(json.dumps),
+    )
+)
 def test_what_a_model_remembers(content, apart):
     (apart / "fmmeta.json").write_text(deep(content), encoding="utf-8", errors="replace")
     with one_line_at_most():
@@ -160,10 +229,26 @@ def test_what_a_model_remembers(content, apart):
     assert files_in(apart) == {apart / "fmmeta.json"}
 
 
-KNOWN = ["enabled", "zero_optimization", "optimizer", "scheduler", "gradient_clipping", "train_batch_size", "fp16", "bf16",
-         "stage", "offload_optimizer", "offload_param", "device", "sub_group_size", "train_micro_batch_size_per_gpu"]  # fmt: skip
+KNOWN = [
+    "enabled",
+    "zero_optimization",
+    "optimizer",
+    "scheduler",
+    "gradient_clipping",
+    "train_batch_size",
+    "fp16",
+    "bf16",
+    "stage",
+    "offload_optimizer",
+    "offload_param",
+    "device",
+    "sub_group_size",
+    "train_micro_batch_size_per_gpu",
+]
 BLOCKS = st.dictionaries(
-    st.sampled_from(KNOWN), st.one_of(JSON, st.dictionaries(st.sampled_from(KNOWN), JSON, max_size=4)), max_size=5
+    st.sampled_from(KNOWN),
+    st.one_of(JSON, st.dictionaries(st.sampled_from(KNOWN), JSON, max_size=4)),
+    max_size=5,
 )
 
 
@@ -181,15 +266,27 @@ def test_deepspeed_files(content, bf16, apart):
     assert files_in(apart) == {file}
 
 
-CELLS = st.one_of(st.text(max_size=10), st.sampled_from(["x", "../../x", "/etc/passwd", "\0", "\ud800", "a\nb", ""]), JSON)
-ROWS = st.lists(st.dictionaries(st.sampled_from(["text", "label", "task", "stratum", "input", "output", "z"]), CELLS, max_size=4),
-                max_size=12)  # fmt: skip
+CELLS = st.one_of(
+    st.text(max_size=10), st.sampled_from(["x", "../../x", "/etc/passwd", "\0", "\ud800", "a\nb", ""]), JSON
+)
+ROWS = st.lists(
+    st.dictionaries(
+        st.sampled_from(["text", "label", "task", "stratum", "input", "output", "z"]), CELLS, max_size=4
+    ),
+    max_size=12,
+)
 
 
 @FEW
-@given(rows=ROWS, raw=st.binary(max_size=60), kind=st.sampled_from(["rows", "raw", "both"]), seed=st.integers(0, 99),
-       name=st.sampled_from(["d.jsonl", "d.csv", "d.parquet", "d.jsonl.gz", "d.csv.gz"]), skip=st.booleans(),
-       task_type=st.sampled_from(["classification", "causal_lm"]))  # fmt: skip
+@given(
+    rows=ROWS,
+    raw=st.binary(max_size=60),
+    kind=st.sampled_from(["rows", "raw", "both"]),
+    seed=st.integers(0, 99),
+    name=st.sampled_from(["d.jsonl", "d.csv", "d.parquet", "d.jsonl.gz", "d.csv.gz"]),
+    skip=st.booleans(),
+    task_type=st.sampled_from(["classification", "causal_lm"]),
+)
 def test_data_files(rows, raw, kind, seed, name, skip, task_type, apart, monkeypatch, tmp_path):
     content = b"" if kind == "raw" else "".join(json.dumps(row) + "\n" for row in rows).encode()
     content += b"" if kind == "rows" else raw
@@ -202,8 +299,15 @@ def test_data_files(rows, raw, kind, seed, name, skip, task_type, apart, monkeyp
     file = apart / name
     file.write_bytes(content)
     with one_line_at_most():
-        config = Config(dataset=[str(file)], n_way=2, k_shot=1, num_query=1, on_bad_task="skip" if skip else "raise",
-                        task_type=task_type, max_bad_share=1.0)  # fmt: skip
+        config = Config(
+            dataset=[str(file)],
+            n_way=2,
+            k_shot=1,
+            num_query=1,
+            on_bad_task="skip" if skip else "raise",
+            task_type=task_type,
+            max_bad_share=1.0,
+        )
         if task_type == "causal_lm":
             config = Config(dataset=[str(file)], k_shot=1, num_query=1, task_type=task_type)
         load_sources(config, byte_tokenizer(), lambda text: None)
@@ -211,11 +315,24 @@ def test_data_files(rows, raw, kind, seed, name, skip, task_type, apart, monkeyp
 
 
 @FEW
-@given(content=st.one_of(
-    JSON.map(json.dumps), st.text(max_size=20), st.just(DEEP),
-    st.dictionaries(st.sampled_from(["train", "valid", "test", "01", ".."]), st.one_of(JSON, st.lists(st.sampled_from(
-        ["c0", "c1", "c2", "c3", "c4", "../../x", "/etc/passwd", ""]), max_size=6)), max_size=4).map(json.dumps)),
-    split=st.sampled_from([None, "01", "..", ""]))  # fmt: skip
+@given(
+    content=st.one_of(
+        JSON.map(json.dumps),
+        st.text(max_size=20),
+        st.just(DEEP),
+        st.dictionaries(
+            st.sampled_from(["train", "valid", "test", "01", ".."]),
+            st.one_of(
+                JSON,
+                st.lists(
+                    st.sampled_from(["c0", "c1", "c2", "c3", "c4", "../../x", "/etc/passwd", ""]), max_size=6
+                ),
+            ),
+            max_size=4,
+        ).map(json.dumps),
+    ),
+    split=st.sampled_from([None, "01", "..", ""]),
+)
 def test_split_files(content, split, apart, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(apart / "cache"))
     rows, file = apart / "rows.jsonl", apart / "splits.json"
@@ -223,20 +340,35 @@ def test_split_files(content, split, apart, monkeypatch):
         write_classes(rows)
     file.write_text(deep(content), encoding="utf-8", errors="replace")
     with one_line_at_most():
-        config = Config(dataset=[str(rows)], class_splits=str(file), split=split, n_way=2, k_shot=1, num_query=1)
+        config = Config(
+            dataset=[str(rows)], class_splits=str(file), split=split, n_way=2, k_shot=1, num_query=1
+        )
         load_sources(config, byte_tokenizer(), lambda text: None)
     assert files_in(apart) - files_in(apart / "cache") <= {file, rows, apart / "cache"}
 
 
-STRANGE = st.one_of(JSON.map(json.dumps), st.text(max_size=20), st.just(DEEP), st.just('{"files": {"/etc/passwd": {}}}'),
-                    st.just('{"files": {"state.json": {"bytes": 2, "sha256": "x"}}}'))  # fmt: skip
+STRANGE = st.one_of(
+    JSON.map(json.dumps),
+    st.text(max_size=20),
+    st.just(DEEP),
+    st.just('{"files": {"/etc/passwd": {}}}'),
+    st.just('{"files": {"state.json": {"bytes": 2, "sha256": "x"}}}'),
+)
 
 
 @FEW
-@given(file=st.sampled_from(["manifest.json", "state.json", "shard-00000.safetensors", "../run.json"]), seed=st.integers(0, 9**6),
-       how=st.sampled_from(["flip", "cut", "replace", "remove", "append"]), strange=STRANGE, listed=st.booleans())  # fmt: skip
+@given(
+    file=st.sampled_from(["manifest.json", "state.json", "shard-00000.safetensors", "../run.json"]),
+    seed=st.integers(0, 9**6),
+    how=st.sampled_from(["flip", "cut", "replace", "remove", "append"]),
+    strange=STRANGE,
+    listed=st.booleans(),
+)
 def test_checkpoints(file, seed, how, strange, listed, apart):
-    """Harmed by chance, or by somebody who has mended the manifest as well. What is accepted is what was saved."""
+    """Harmed by chance, or by somebody who has mended the manifest as well.
+
+    What is accepted is what was saved.
+    """
     from tests.unit.test_checkpoint_export import list_again, parameters
 
     run, draw = apart / "run", random.Random(seed)
@@ -250,7 +382,11 @@ def test_checkpoints(file, seed, how, strange, listed, apart):
     at = draw.randrange(len(content))
     if how == "flip":
         content[at] ^= 1 << draw.randrange(8)
-    content = {"cut": content[:at], "append": content + b"x", "replace": deep(strange).encode(errors="replace")}.get(how, content)
+    content = {
+        "cut": content[:at],
+        "append": content + b"x",
+        "replace": deep(strange).encode(errors="replace"),
+    }.get(how, content)
     target.unlink() if how == "remove" else target.write_bytes(content)
     if listed and target.parent == folder:
         list_again(folder)

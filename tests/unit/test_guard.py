@@ -1,4 +1,6 @@
-"""Signals, the watchdog's clock, spikes and explosions in one process; tests/distributed/test_trust.py has the real ones."""
+"""Signals, the watchdog's clock, spikes and explosions in one process; tests/distributed/test_trust.py has
+the real ones.
+"""
 
 from __future__ import annotations
 
@@ -139,11 +141,17 @@ def direction(loss: float, norm: float) -> TaskGradient:
     return TaskGradient(torch.tensor([norm, 0.0]), 1.0, True, PassStats(stats), PassStats(stats))
 
 
-@pytest.mark.parametrize(("settings", "loss", "norm", "fits"), [
-    ({}, 1e9, 1e9, True), ({"max_task_loss": 5.0}, 5.0, 1e9, True), ({"max_task_loss": 5.0}, 5.1, 0, False),
-    ({"max_task_norm": 2.0}, 1e9, 2.0, True), ({"max_task_norm": 2.0}, 0, 2.1, False),
-    ({"max_task_norm": 2.0}, 0, math.nan, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "loss", "norm", "fits"),
+    [
+        ({}, 1e9, 1e9, True),
+        ({"max_task_loss": 5.0}, 5.0, 1e9, True),
+        ({"max_task_loss": 5.0}, 5.1, 0, False),
+        ({"max_task_norm": 2.0}, 1e9, 2.0, True),
+        ({"max_task_norm": 2.0}, 0, 2.1, False),
+        ({"max_task_norm": 2.0}, 0, math.nan, False),
+    ],
+)
 def test_explosions_are_dropped_like_what_is_not_finite(settings, loss, norm, fits):
     worker: Any = SimpleNamespace(dot=lambda a, b: float(torch.dot(a, b)))
     guard = Guard(Config(**settings), one_rank(), worker)

@@ -38,7 +38,9 @@ def test_offloaded_steps_are_the_same_steps(monkeypatch, optimizer, chunk):
     worker = worker_of(encoder("mean"), "zero")
     here, away = (outer_of(worker, offload, outer_optimizer=optimizer) for offload in (False, True))
     pieces = list(away.home.pieces(slice(7, 3007)))
-    assert [(a.stop, b.start) for a, b in pairwise(pieces)] == [(place.stop, place.stop) for place in pieces[:-1]]
+    assert [(a.stop, b.start) for a, b in pairwise(pieces)] == [
+        (place.stop, place.stop) for place in pieces[:-1]
+    ]
     assert (pieces[0].start, pieces[-1].stop, len(pieces)) == (7, 3007, -(-3000 // chunk))
     for step in range(4):
         grad = torch.randn(here.theta.shape, generator=torch.Generator().manual_seed(step))
@@ -94,8 +96,18 @@ def test_a_run_gives_the_same_model(tmp_path, capsys):
     for algorithm in ("fomaml", "reptile"):
         for offloaded in (False, True):
             folder = tmp_path / f"{algorithm}-{offloaded}"
-            config = Config(model_name_or_path=str(model), dataset=[str(data)], output_dir=str(folder), k_shot=1, num_query=2,
-                            algorithm=algorithm, outer_steps=3, save_steps=2, eval_episodes=2, offload_outer=offloaded)  # fmt: skip
+            config = Config(
+                model_name_or_path=str(model),
+                dataset=[str(data)],
+                output_dir=str(folder),
+                k_shot=1,
+                num_query=2,
+                algorithm=algorithm,
+                outer_steps=3,
+                save_steps=2,
+                eval_episodes=2,
+                offload_outer=offloaded,
+            )
             MetaTrainer(config).train()
             said = (
                 "fmmeta: offload_outer changes nothing on CPUs: the ranks' memory is the host's already"
@@ -108,23 +120,37 @@ def test_a_run_gives_the_same_model(tmp_path, capsys):
         assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-@pytest.mark.parametrize(("stage", "group_size", "meta", "host"), [(0, 4, 4000, 16000), (1, 4, 1000, 4000), (3, 1, 4000, 16000)])
+@pytest.mark.parametrize(
+    ("stage", "group_size", "meta", "host"), [(0, 4, 4000, 16000), (1, 4, 1000, 4000), (3, 1, 4000, 16000)]
+)
 def test_the_estimate_moves_to_the_host(stage, group_size, meta, host):
     sizes = auto_group_size.Sizes(**{**vars(SIZES), "offload_outer": True})
-    found, without = (auto_group_size.estimate(s, DeepSpeedSettings(stage, True, False), group_size) for s in (sizes, SIZES))
+    found, without = (
+        auto_group_size.estimate(s, DeepSpeedSettings(stage, True, False), group_size) for s in (sizes, SIZES)
+    )
     assert (found.meta, found.host) == (meta, host)
     assert without.total - found.total == host
     assert (without.meta, without.host) == (meta + host, 0)
 
 
 def test_the_host_needs_room_too(monkeypatch):
-    sizes = auto_group_size.Sizes(params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1, offload_outer=True)
+    sizes = auto_group_size.Sizes(
+        params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1, offload_outer=True
+    )
     world = world_of(monkeypatch, 2, 2, 2**35)
     monkeypatch.setattr(auto_group_size, "host_bytes", lambda local: 2**33)
-    size, why = auto_group_size.choose_group_size(world_of(monkeypatch, 4, 4, 2**35), sizes, DeepSpeedSettings(1, False, False))
-    assert (size, "(and 4 in host memory)" in why) == (4, True)  # 16 and 8 GiB of outer state would not fit into 8
+    size, why = auto_group_size.choose_group_size(
+        world_of(monkeypatch, 4, 4, 2**35), sizes, DeepSpeedSettings(1, False, False)
+    )
+    assert (size, "(and 4 in host memory)" in why) == (
+        4,
+        True,
+    )  # 16 and 8 GiB of outer state would not fit into 8
     said = refusal(auto_group_size.choose_group_size, world, sizes, DeepSpeedSettings(1, False, False))
-    assert "= 13.9 GiB (and 8 in host memory) each at ZeRO 1, and 32 GiB are free (and 8 in host memory); use a higher" in said
+    assert (
+        "= 13.9 GiB (and 8 in host memory) each at ZeRO 1, and 32 GiB are free (and 8 in host memory); use a"
+        " higher" in said
+    )
 
 
 def test_what_other_groups_have_sent_lies_where_theta_does():
@@ -140,5 +166,9 @@ def test_what_other_groups_have_sent_lies_where_theta_does():
     outer.kept = InnerState({})
     names = ("exp_avg", "kept.exp_avg", "rates", "rates.exp_avg")
     outer.load_state(OuterState({name: torch.zeros(outer.theta.shape) for name in names}, {}, {"step": 1.0}))
-    found = [vector.device for vectors in (outer.moments, outer.rate_moments, outer.kept.vectors) for vector in vectors.values()]
+    found = [
+        vector.device
+        for vectors in (outer.moments, outer.rate_moments, outer.kept.vectors)
+        for vector in vectors.values()
+    ]
     assert found == [there] * 3

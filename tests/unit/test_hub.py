@@ -1,4 +1,6 @@
-"""Hub ids, without a network: a model and a data set that lie in the caches load by their ids when HF_HUB_OFFLINE is set."""
+"""Hub ids, without a network: a model and a data set that lie in the caches load by their ids when
+HF_HUB_OFFLINE is set.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory) -> Path:
-    """A hub cache with the model acme/tiny-bert and a data sets cache with acme/intents, as downloads leave them."""
+    """A hub cache with the model acme/tiny-bert and a data sets cache with acme/intents, as downloads leave
+    them.
+    """
     import datasets
 
     home = tmp_path_factory.mktemp("home")
@@ -38,7 +42,9 @@ def caches(tmp_path_factory) -> Path:
     shutil.copytree(made.parent, kept)
     (kept / "json-train.arrow").rename(kept / "intents-train.arrow")
     info = json.loads(made.read_text())
-    (kept / "dataset_info.json").write_text(json.dumps({**info, "dataset_name": "intents", "builder_name": "parquet"}))
+    (kept / "dataset_info.json").write_text(
+        json.dumps({**info, "dataset_name": "intents", "builder_name": "parquet"})
+    )
     return home
 
 
@@ -49,8 +55,20 @@ def offline(caches):
     nursery = Nursery(env, mothers=1)
 
     def run(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-        words = ["launch/train.py", "--output_dir", str(tmp_path / "run"), "--outer_steps", "1", "--k_shot", "1",
-                 "--num_query", "1", "--eval_episodes", "2", *flags]  # fmt: skip
+        words = [
+            "launch/train.py",
+            "--output_dir",
+            str(tmp_path / "run"),
+            "--outer_steps",
+            "1",
+            "--k_shot",
+            "1",
+            "--num_query",
+            "1",
+            "--eval_episodes",
+            "2",
+            *flags,
+        ]
         return alone(nursery, words, tmp_path, env)
 
     yield run
@@ -73,13 +91,17 @@ def test_a_cached_model_is_not_looked_up_where_no_hub_answers(caches, tmp_path, 
     exported(bert / "snapshots" / COMMIT, adapters / "snapshots" / COMMIT, lora_r=2)
     shutil.copytree(bert / "refs", adapters / "refs")
     (adapters / ".no_exist" / COMMIT).mkdir(parents=True)
-    (adapters / ".no_exist" / COMMIT / "config.json").touch()  # so it is remembered what the hub does not have
+    (
+        adapters / ".no_exist" / COMMIT / "config.json"
+    ).touch()  # so it is remembered what the hub does not have
     file = adapters / "snapshots" / COMMIT / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "acme/tiny-bert"}))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(caches / "hub"))
     monkeypatch.setattr("fmmeta.models.files.hub_answers", lambda: False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.utils._headers.detect_agent", lambda: None, raising=False)  # asks once, by itself
+    monkeypatch.setattr(
+        "huggingface_hub.utils._headers.detect_agent", lambda: None, raising=False
+    )  # asks once, by itself
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: pytest.fail(f"{host} was looked up"))
     for name in ("acme/tiny-bert", "acme/adapters"):
         config = Config(model_name_or_path=name)
@@ -87,17 +109,26 @@ def test_a_cached_model_is_not_looked_up_where_no_hub_answers(caches, tmp_path, 
         assert load_learner(config, description).head_names == ("hf.classifier.weight", "hf.classifier.bias")
         assert len(load_tokenizer(config, description, pytest.fail)) == 259
     (file.parent / "adapter_model.safetensors").unlink()
-    assert refusal(load_learner, config, description) == (
-        "model_name_or_path=acme/adapters holds no adapter_model.safetensors; convert its adapters to safetensors"
+    assert (
+        refusal(load_learner, config, description)
+        == "model_name_or_path=acme/adapters holds no adapter_model.safetensors; convert its adapters to"
+        " safetensors"
     )
 
 
-@pytest.mark.parametrize(("flags", "text"), [
-    (["--dataset", "acme/absent"], "dataset=acme/absent is neither a path nor a readable hub data set"),
-    (["--model_name_or_path", "acme/absent"],
-     "model_name_or_path=acme/absent is no folder, and the hub cannot be reached for a model of that name; check the path, "
-     "or the network"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--dataset", "acme/absent"], "dataset=acme/absent is neither a path nor a readable hub data set"),
+        (
+            ["--model_name_or_path", "acme/absent"],
+            (
+                "model_name_or_path=acme/absent is no folder, and the hub cannot be reached for a model of"
+                " that name; check the path, or the network"
+            ),
+        ),
+    ],
+)
 def test_an_id_that_is_not_there_is_one_line(offline, tmp_path, flags, text):
     ended = offline(tmp_path, *flags)
     assert ended.returncode == 2

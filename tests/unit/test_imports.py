@@ -1,4 +1,6 @@
-"""Folders: data flows down the list, one module talks to torch.distributed, one to DeepSpeed, and `import fmmeta` is cheap."""
+"""Folders: data flows down the list, one module talks to torch.distributed, one to DeepSpeed, and `import
+fmmeta` is cheap.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_the_order_names_every_folder_and_contributing_shows_it():
     own = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in FILES}
     assert own == set(ORDER)
     assert len(own) <= 20
-    shown = re.findall(r"```text\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+    shown = re.findall(
+        r"```text\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
+    )[0]
     assert shown.replace(",", " ").split() == [name for name in ORDER if name != "__main__"]
 
 
@@ -81,22 +85,53 @@ def test_no_class_name_is_used_twice():
     assert {name: places for name, places in seen.items() if len(places) > 1} == {}
 
 
-@pytest.mark.parametrize(("package", "owner"), [("torch.distributed", "process_groups.py"), ("deepspeed", "zero.py")])
+@pytest.mark.parametrize(
+    ("package", "owner"), [("torch.distributed", "process_groups.py"), ("deepspeed", "zero.py")]
+)
 def test_one_module_alone_imports(package, owner):
-    users = {path.name for path in FILES for name in imported(path) if name == package or name.startswith(f"{package}.")}
+    users = {
+        path.name
+        for path in FILES
+        for name in imported(path)
+        if name == package or name.startswith(f"{package}.")
+    }
     assert users == {owner}
 
 
 def test_torch_distributed_is_not_reached_by_its_full_name():
-    assert [path.name for path in FILES if "torch.distributed." in path.read_text() and path.name != "process_groups.py"] == []
+    assert [
+        path.name
+        for path in FILES
+        if "torch.distributed." in path.read_text() and path.name != "process_groups.py"
+    ] == []
 
 
-@pytest.mark.parametrize("module", ["fmmeta", "fmmeta.config.settings", "fmmeta.cli", "fmmeta.parallel.layout", "fmmeta.tasks.schedule.meta_batches",
-                                    "fmmeta.report.page", "fmmeta.training.trackers"])  # fmt: skip
+@pytest.mark.parametrize(
+    "module",
+    [
+        "fmmeta",
+        "fmmeta.config.settings",
+        "fmmeta.cli",
+        "fmmeta.parallel.layout",
+        "fmmeta.tasks.schedule.meta_batches",
+        "fmmeta.report.page",
+        "fmmeta.training.trackers",
+    ],
+)
 def test_cheap_modules_import_nothing_heavy(module):
-    code = f"import time; t = time.perf_counter(); import {module}; t = time.perf_counter() - t; import json, sys; "
+    code = (
+        f"import time; t = time.perf_counter(); import {module}; t = time.perf_counter() - t; import json,"
+        " sys; "
+    )
     code += "print(json.dumps([t, sorted({name.split('.')[0] for name in sys.modules})]))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment(), timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment(),
+        timeout=60,
+    )
     seconds, loaded = json.loads(ran.stdout)
     assert not {"torch", "transformers", "deepspeed", "datasets"} & set(loaded)
     if module == "fmmeta":

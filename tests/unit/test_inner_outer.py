@@ -1,4 +1,6 @@
-"""The mathematics on one process: inner steps, head starts, the rules by their definitions, and the outer step."""
+"""The mathematics on one process: inner steps, head starts, the rules by their definitions, and the outer
+step.
+"""
 
 from __future__ import annotations
 
@@ -46,20 +48,34 @@ RNG = torch.Generator().manual_seed(5)
 
 def rows(count: int) -> list[Example]:
     """Rows of 2 to 6 tokens, the classes in turn."""
-    return [Example(torch.randint(1, 40, (2 + i % 5,), generator=RNG).tolist(), i % CLASSES) for i in range(count)]
+    return [
+        Example(torch.randint(1, 40, (2 + i % 5,), generator=RNG).tolist(), i % CLASSES) for i in range(count)
+    ]
 
 
 SUPPORT, QUERY = rows(9), rows(6)
 
 
 def encoder(pooling: str) -> nn.Module:
-    """A small BERT with weights large enough that gradients are no rounding noise, and a head that is not zero."""
+    """A small BERT with weights large enough that gradients are no rounding noise, and a head that is not
+    zero.
+    """
     from transformers import BertConfig, BertForSequenceClassification, BertModel
 
     torch.manual_seed(1)
-    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=40,
-                        max_position_embeddings=16, type_vocab_size=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-                        num_labels=CLASSES, initializer_range=0.3)  # fmt: skip
+    config = BertConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        vocab_size=40,
+        max_position_embeddings=16,
+        type_vocab_size=1,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=CLASSES,
+        initializer_range=0.3,
+    )
     if pooling == "model":
         return NativeClassifier(BertForSequenceClassification(config), CLASSES)
     return PooledClassifier(BertModel(config), CLASSES, pooling)
@@ -96,7 +112,9 @@ def call(model: nn.Module, row: Example, **want: str) -> Tensor:
 
 def mean_loss(model: nn.Module, examples: Sequence[Example]) -> Tensor:
     """The mean over a set, row by row."""
-    return F.cross_entropy(torch.cat([call(model, row) for row in examples]), torch.tensor([row.labels for row in examples]))
+    return F.cross_entropy(
+        torch.cat([call(model, row) for row in examples]), torch.tensor([row.labels for row in examples])
+    )
 
 
 def gradients(model: nn.Module, examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -108,7 +126,9 @@ def gradients(model: nn.Module, examples: Sequence[Example]) -> dict[str, Tensor
 def means_by_hand(model: nn.Module) -> Tensor:
     with torch.no_grad():
         features = torch.cat([call(model, row, want="features") for row in SUPPORT])
-    return torch.stack([features[torch.tensor([row.labels == c for row in SUPPORT])].mean(0) for c in range(CLASSES)])
+    return torch.stack(
+        [features[torch.tensor([row.labels == c for row in SUPPORT])].mean(0) for c in range(CLASSES)]
+    )
 
 
 def adapted_copy(model: nn.Module, head_init: str) -> nn.Module:
@@ -192,7 +212,9 @@ def test_reptile_is_theta_minus_phi(head_init):
     worker = worker_of(model, head_init)
     theta = by_name(worker, worker.read())
     direction = rule_of("reptile", worker, head_init).direction(worker, worker.read(), batches())
-    assert_same(by_name(worker, direction.shards), {name: value - phi[name].detach() for name, value in theta.items()})
+    assert_same(
+        by_name(worker, direction.shards), {name: value - phi[name].detach() for name, value in theta.items()}
+    )
 
 
 @pytest.mark.parametrize("rule", ["fomaml", "maml", "reptile"])
@@ -215,7 +237,9 @@ def test_theta_is_restored_bitwise(rule, bf16, poison):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_embeddings_gather_the_rows_that_were_met(tied):
-    """Sparse gradients of embeddings add up to the dense ones in the flat buffer, over micro-batches, tied to the head or not."""
+    """Sparse gradients of embeddings add up to the dense ones in the flat buffer, over micro-batches, tied to
+    the head or not.
+    """
     learner = llama() if tied else bert()
     dense = copy.deepcopy(learner)
     episode = episode_of(learner)
@@ -241,7 +265,10 @@ def test_embeddings_gather_the_rows_that_were_met(tied):
 @pytest.mark.parametrize("rule", ["fomaml", "reptile"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_direction_added_to_a_sum_is_the_same_direction(rule, bf16):
-    worker, other = worker_of(encoder("mean"), "prototype", bf16), worker_of(encoder("mean"), "prototype", bf16)
+    worker, other = (
+        worker_of(encoder("mean"), "prototype", bf16),
+        worker_of(encoder("mean"), "prototype", bf16),
+    )
     start = torch.linspace(-1, 1, worker.params.numel)
     total = start.clone()
     added = rule_of(rule, worker, "prototype").direction(worker, worker.read(), batches(), total)
@@ -259,7 +286,9 @@ def test_nothing_of_a_task_that_is_not_finite_is_added(rule, where):
     theta, total = worker.read(), torch.linspace(-1, 1, worker.params.numel)
     for batch in getattr(episode, where, []):
         batch.weights *= math.inf
-    direction = rule_of(rule, worker, "prototype", 1e38 if where == "steps" else LR).direction(worker, theta, episode, total)
+    direction = rule_of(rule, worker, "prototype", 1e38 if where == "steps" else LR).direction(
+        worker, theta, episode, total
+    )
     assert not direction.finite
     assert torch.equal(total, torch.linspace(-1, 1, worker.params.numel))
     assert torch.equal(worker.read(), theta)
@@ -277,11 +306,18 @@ def test_the_tap_shows_zeros_where_the_ranks_refuse():
     tap, shown = ShardOptimizer([{"params": params}]), []
     tap.where = {p.data_ptr(): slice(2 * i, 2 * i + 2) for i, p in enumerate(params)}
     tap.update = lambda shard, grad, where: shown.append((where, grad.tolist()))
-    for grads, said, wanted in (([1.0, math.nan], True, 0.0), ([1.0, 1.0], False, 1.0), ([1.0, 1.0], True, 0.0)):
+    for grads, said, wanted in (
+        ([1.0, math.nan], True, 0.0),
+        ([1.0, 1.0], False, 1.0),
+        ([1.0, 1.0], True, 0.0),
+    ):
         for param, value in zip(params, grads, strict=True):
             param.grad = torch.full((2,), value)
         heard = []
-        tap.bad, tap.reject_nonfinite = None, lambda bad, say=said, heard=heard: heard.append(bool(bad)) or torch.tensor(say)
+        tap.bad, tap.reject_nonfinite = (
+            None,
+            lambda bad, say=said, heard=heard: heard.append(bool(bad)) or torch.tensor(say),
+        )
         tap.step()
         assert heard == [any(map(math.isnan, grads))]
         assert shown == [(slice(0, 2), [wanted] * 2), (slice(2, 4), [wanted] * 2)]
@@ -291,12 +327,16 @@ def test_the_tap_shows_zeros_where_the_ranks_refuse():
 def test_untrained_parameters_are_left_out():
     model = encoder("mean")
     worker = worker_of(model)
-    assert {f.name for f in worker.params.fragments} == {n for n, p in model.named_parameters() if "pooler" not in n}
+    assert {f.name for f in worker.params.fragments} == {
+        n for n, p in model.named_parameters() if "pooler" not in n
+    }
 
 
 def test_parameter_groups():
     model = encoder("model")
-    groups = {group["name"]: group["params"] for group in param_groups(model, model.head_names, weight_decay=True)}
+    groups = {
+        group["name"]: group["params"] for group in param_groups(model, model.head_names, weight_decay=True)
+    }
     names = {id(param): name for name, param in model.named_parameters()}
     assert [names[id(p)] for p in groups["head"]] == list(model.head_names)
     assert all(p.ndim > 1 for p in groups["decay"])
@@ -356,7 +396,9 @@ def test_the_head_moves_only_if_learned(optimizer, head_init, moves):
     began = by_name(worker, theta)
     outer_of(worker, theta, outer_optimizer=optimizer, weight_decay=0.1).step(torch.ones_like(theta), 0)
     now = by_name(worker, theta)
-    assert {name for name in now if torch.equal(now[name], began[name])} == (set() if moves else set(model.head_names))
+    assert {name for name in now if torch.equal(now[name], began[name])} == (
+        set() if moves else set(model.head_names)
+    )
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
@@ -384,7 +426,9 @@ def test_lr_is_that_of_transformers(name, warmup):
         optimizer.step()
         scheduler.step()
     assert [outer.lr(step) for step in range(20)] == pytest.approx(wanted)
-    assert [outer.lr(step) for step in reversed(range(20))] == pytest.approx(wanted[::-1])  # a function of the step alone
+    assert [outer.lr(step) for step in reversed(range(20))] == pytest.approx(
+        wanted[::-1]
+    )  # a function of the step alone
 
 
 def test_outer_steps_are_those_of_torch():
@@ -401,14 +445,18 @@ def test_outer_steps_are_those_of_torch():
     torch.testing.assert_close(theta, param.detach())
 
 
-@pytest.mark.parametrize(("name", "make"), [
-    ("sgd", lambda p: torch.optim.SGD(p, lr=0.01)),
-    ("nesterov", lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.8, nesterov=True)),
-    ("adagrad", lambda p: torch.optim.Adagrad(p, lr=0.01, eps=1e-6)),
-    ("adamax", lambda p: torch.optim.Adamax(p, lr=0.01, eps=1e-6)),
-    ("nadam", lambda p: torch.optim.NAdam(p, lr=0.01, eps=1e-6)), ("radam", lambda p: torch.optim.RAdam(p, lr=0.01, eps=1e-6)),
-    ("rmsprop", lambda p: torch.optim.RMSprop(p, lr=0.01, eps=1e-6)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("sgd", lambda p: torch.optim.SGD(p, lr=0.01)),
+        ("nesterov", lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.8, nesterov=True)),
+        ("adagrad", lambda p: torch.optim.Adagrad(p, lr=0.01, eps=1e-6)),
+        ("adamax", lambda p: torch.optim.Adamax(p, lr=0.01, eps=1e-6)),
+        ("nadam", lambda p: torch.optim.NAdam(p, lr=0.01, eps=1e-6)),
+        ("radam", lambda p: torch.optim.RAdam(p, lr=0.01, eps=1e-6)),
+        ("rmsprop", lambda p: torch.optim.RMSprop(p, lr=0.01, eps=1e-6)),
+    ],
+)
 def test_other_outer_optimizers_are_those_of_torch(name, make):
     worker = worker_of(encoder("mean"))
     theta = worker.read()
@@ -428,14 +476,26 @@ def test_other_outer_optimizers_are_those_of_torch(name, make):
 def test_learned_rates_move_by_their_own_learning_rate(optimizer, learned):
     model = encoder("mean")
     worker = worker_of(model)
-    settings = {"inner_lr_learned": learned, "rates_lr": 0.03, "outer_optimizer": optimizer, "max_grad_norm": 0.0}
-    config = Config(**settings, lr_scheduler_type="linear", outer_steps=10, weight_decay=0.5, adam_epsilon=1e-6)
+    settings = {
+        "inner_lr_learned": learned,
+        "rates_lr": 0.03,
+        "outer_optimizer": optimizer,
+        "max_grad_norm": 0.0,
+    }
+    config = Config(
+        **settings, lr_scheduler_type="linear", outer_steps=10, weight_decay=0.5, adam_epsilon=1e-6
+    )
     inner = setup(config, worker, model.head_names, CLASSES, bf16=False).inner
     rates = inner.rates.meta_parameter
     param = nn.Parameter(rates.clone())
     kinds = {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop, "adamw": torch.optim.AdamW}
-    plain = (torch.optim.SGD([param], lr=1, momentum=0.9, nesterov=True) if optimizer == "nesterov" else
-             kinds[optimizer]([param], lr=1, weight_decay=0.0, **({} if optimizer == "sgd" else {"eps": 1e-6})))  # fmt: skip
+    plain = (
+        torch.optim.SGD([param], lr=1, momentum=0.9, nesterov=True)
+        if optimizer == "nesterov"
+        else kinds[optimizer](
+            [param], lr=1, weight_decay=0.0, **({} if optimizer == "sgd" else {"eps": 1e-6})
+        )
+    )
     outer = Outer(worker.read(), worker, config, inner)
     for step in range(3):
         param.grad = torch.randn(rates.shape, generator=RNG, dtype=rates.dtype)
@@ -450,7 +510,9 @@ def test_learned_rates_move_by_their_own_learning_rate(optimizer, learned):
 
 
 @pytest.mark.parametrize("learned", ["no", "layer", "element"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "nesterov", "adagrad", "adamax", "nadam", "radam", "rmsprop"])
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", "adamw", "nesterov", "adagrad", "adamax", "nadam", "radam", "rmsprop"]
+)
 def test_a_resumed_outer_goes_on_alike_with_learned_rates(optimizer, learned):
     model = encoder("mean")
     worker = worker_of(model, "zero")
@@ -469,7 +531,9 @@ def test_a_resumed_outer_goes_on_alike_with_learned_rates(optimizer, learned):
                 outer = Outer(theta, worker, config, inner)
                 outer.load_state(saved)
             rates = inner.rates.meta_parameter
-            extra = {} if rates is None else {"rates": torch.randn(rates.shape, generator=rng, dtype=rates.dtype)}
+            extra = (
+                {} if rates is None else {"rates": torch.randn(rates.shape, generator=rng, dtype=rates.dtype)}
+            )
             outer.step(grad.clone(), step, extra)
         ends.append((theta, inner.rates.meta_parameter))
     assert torch.equal(ends[0][0], ends[1][0])
@@ -479,7 +543,13 @@ def test_a_resumed_outer_goes_on_alike_with_learned_rates(optimizer, learned):
 def test_kept_moments_are_the_mean_over_tasks_and_survive_a_stop():
     model = encoder("mean")
     worker = worker_of(model, "zero")
-    config = Config(algorithm="reptile", inner_optimizer="adamw", inner_state="kept", inner_steps=STEPS, outer_optimizer="sgd")
+    config = Config(
+        algorithm="reptile",
+        inner_optimizer="adamw",
+        inner_state="kept",
+        inner_steps=STEPS,
+        outer_optimizer="sgd",
+    )
     parts = setup(config, worker, model.head_names, CLASSES, bf16=False)
     theta = worker.read()
     outer = Outer(theta, worker, config, parts.inner)
@@ -495,14 +565,22 @@ def test_kept_moments_are_the_mean_over_tasks_and_survive_a_stop():
     resumed = setup(config, worker, model.head_names, CLASSES, bf16=False)
     Outer(theta.clone(), worker, config, resumed.inner).load_state(outer.state())
     assert resumed.inner.rule.kept.count == STEPS
-    assert all(torch.equal(resumed.inner.rule.kept.vectors[name], kept.vectors[name]) for name in ("exp_avg", "exp_avg_sq"))
+    assert all(
+        torch.equal(resumed.inner.rule.kept.vectors[name], kept.vectors[name])
+        for name in ("exp_avg", "exp_avg_sq")
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_resumed_outer_goes_on_alike(optimizer):
     worker = worker_of(encoder("mean"), "zero")
     grads = [torch.randn(worker.params.numel, generator=RNG) for _ in range(4)]
-    settings = {"outer_optimizer": optimizer, "outer_lr": 0.01, "lr_scheduler_type": "cosine", "weight_decay": 0.1}
+    settings = {
+        "outer_optimizer": optimizer,
+        "outer_lr": 0.01,
+        "lr_scheduler_type": "cosine",
+        "weight_decay": 0.1,
+    }
     straight, broken = worker.read(), worker.read()
     outer = outer_of(worker, straight, **settings)
     for step, grad in enumerate(grads):
@@ -540,7 +618,9 @@ def test_evaluation_scores_before_and_after_and_leaves_theta():
     theta = worker.read()
     worker.write(torch.zeros_like(theta))  # evaluation puts theta in by itself
     tasks = [Task(0, f"t{i}", f"s{i}", 10 + i, (0, 0, 0, i)) for i in range(2)]
-    reader = EpisodeReader(lambda tasks: [LoadResult(task, batches()) for task in tasks], one_rank(), Config(), print)
+    reader = EpisodeReader(
+        lambda tasks: [LoadResult(task, batches()) for task in tasks], one_rank(), Config(), print
+    )
     held_out = HeldOut(Config(), worker, lambda source: source, one_rank(), Progress(speaks=False))
     scores = held_out.score_tasks(HeldOutScore, tasks, reader, "tasks", theta, inner_loop(worker, "zero"))
     assert torch.equal(worker.read(), theta)
@@ -550,8 +630,12 @@ def test_evaluation_scores_before_and_after_and_leaves_theta():
 
 
 def test_gains_are_paired_over_the_episodes_that_both_passes_have():
-    trained = [HeldOutScore(slot, "s", 0, 0, 1.0, accuracy) for slot, accuracy in [(0, 0.9), (1, 0.8), (3, 1.0)]]
-    started = [HeldOutScore(slot, "s", 0, 0, 1.5, accuracy) for slot, accuracy in [(1, 0.5), (2, 0.0), (3, 0.6)]]
+    trained = [
+        HeldOutScore(slot, "s", 0, 0, 1.0, accuracy) for slot, accuracy in [(0, 0.9), (1, 0.8), (3, 1.0)]
+    ]
+    started = [
+        HeldOutScore(slot, "s", 0, 0, 1.5, accuracy) for slot, accuracy in [(1, 0.5), (2, 0.0), (3, 0.6)]
+    ]
     compared = compare(trained, started)
     assert compared.episodes == 2
     assert compared.gain[0][0] == pytest.approx((0.3 + 0.4) / 2)
@@ -559,24 +643,37 @@ def test_gains_are_paired_over_the_episodes_that_both_passes_have():
 
 
 def test_summaries_of_scores():
-    """Quantiles of Student's t from a printed table: 4.303, 3.182 and 2.776 for 2, 3 and 4 degrees of freedom."""
-    for values, quantile in (([1.0, 2.0, 6.0], 4.303), ([1.0, 2.0, 3.0, 4.0], 3.182), ([1.0, 1.0, 1.0, 1.0, 6.0], 2.776)):
+    """Quantiles of Student's t from a printed table: 4.303, 3.182 and 2.776 for 2, 3 and 4 degrees of
+    freedom.
+    """
+    for values, quantile in (
+        ([1.0, 2.0, 6.0], 4.303),
+        ([1.0, 2.0, 3.0, 4.0], 3.182),
+        ([1.0, 1.0, 1.0, 1.0, 6.0], 2.776),
+    ):
         mean, half = mean_ci95(values)
         assert mean == pytest.approx(statistics.mean(values))
         assert half == pytest.approx(quantile * statistics.stdev(values) / math.sqrt(len(values)), rel=2e-4)
     assert mean_ci95([1.0])[0] == 1.0
     assert math.isnan(mean_ci95([1.0])[1])
     scores = [
-        HeldOutScore(i, stratum, 0, 0, 0, accuracy) for i, (stratum, accuracy) in enumerate([("b", 0.5), ("a", 1.0), ("b", 1.0)])
+        HeldOutScore(i, stratum, 0, 0, 0, accuracy)
+        for i, (stratum, accuracy) in enumerate([("b", 0.5), ("a", 1.0), ("b", 1.0)])
     ]
     assert per_stratum(scores) == {"a": 1.0, "b": 0.75}
 
 
 def test_one_held_out_episode_has_no_interval():
     shown: list[Sequence[str]] = []
-    compared = compare([HeldOutScore(0, "a", 1.0, 0.2, 0.5, 0.6)], [HeldOutScore(0, "a", 1.5, 0.1, 0.75, 0.4)])
+    compared = compare(
+        [HeldOutScore(0, "a", 1.0, 0.2, 0.5, 0.6)], [HeldOutScore(0, "a", 1.5, 0.1, 0.75, 0.4)]
+    )
     show(compared, Config(), lambda title, header, rows: shown.extend(rows))
-    assert [row[1:] for row in shown] == [["20.0 ± -", "1.0000"], ["40.0 ± -", "0.7500"], ["60.0 ± -", "0.5000"],
-                                          ["20.0 ± -", "0.2500 ± -"]]  # fmt: skip
+    assert [row[1:] for row in shown] == [
+        ["20.0 ± -", "1.0000"],
+        ["40.0 ± -", "0.7500"],
+        ["60.0 ± -", "0.5000"],
+        ["20.0 ± -", "0.2500 ± -"],
+    ]
     facts = json.loads(json.dumps(compared.facts(), allow_nan=False))
     assert facts["gain"] == {"accuracy": [pytest.approx(0.2), None], "loss": [0.25, None]}

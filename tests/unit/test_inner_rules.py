@@ -1,4 +1,6 @@
-"""Inner optimizers against torch's, on whole vectors and shard by shard; rates by layer, step and element; kept moments."""
+"""Inner optimizers against torch's, on whole vectors and shard by shard; rates by layer, step and element;
+kept moments.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,30 @@ def rates(*rows: tuple[float, float]) -> Rates:
     return Rates(LAYERS, torch.tensor(rows, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("settings", "make"), [
-    ({"inner_optimizer": "sgd"}, lambda p: torch.optim.SGD(p, lr=0.1)),
-    ({"inner_optimizer": "momentum", "inner_momentum": 0.7}, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.7)),
-    ({"inner_optimizer": "adamw", "algorithm": "reptile"}, lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0)),
-    ({"inner_optimizer": "adamw", "inner_weight_decay": 0.3, "inner_beta1": 0.0, "inner_beta2": 0.9, "inner_epsilon": 1e-3},
-     lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.0, 0.9), eps=1e-3, weight_decay=0.3)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "make"),
+    [
+        ({"inner_optimizer": "sgd"}, lambda p: torch.optim.SGD(p, lr=0.1)),
+        (
+            {"inner_optimizer": "momentum", "inner_momentum": 0.7},
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.7),
+        ),
+        (
+            {"inner_optimizer": "adamw", "algorithm": "reptile"},
+            lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0),
+        ),
+        (
+            {
+                "inner_optimizer": "adamw",
+                "inner_weight_decay": 0.3,
+                "inner_beta1": 0.0,
+                "inner_beta2": 0.9,
+                "inner_epsilon": 1e-3,
+            },
+            lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.0, 0.9), eps=1e-3, weight_decay=0.3),
+        ),
+    ],
+)
 @pytest.mark.parametrize("cuts", [[0, 9], [0, 4, 9]])
 def test_inner_steps_are_those_of_torch(settings, make, cuts):
     """However the vector is cut into shards."""
@@ -88,11 +107,16 @@ def test_proximal_gradient():
     assert pulled.tolist() == [2.5, 2.0, 1.5, 1.0]
 
 
-@pytest.mark.parametrize(("name", "layer"), [
-    ("hf.encoder.layer.3.attention.self.key.bias", "hf.encoder.layer.3"), 
-    ("hf.model.layers.11.mlp.up_proj.weight", "hf.model.layers.11"),
-    ("hf.embeddings.LayerNorm.weight", "hf.embeddings.LayerNorm"), ("head.weight", "head"), ("weight", "weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("hf.encoder.layer.3.attention.self.key.bias", "hf.encoder.layer.3"),
+        ("hf.model.layers.11.mlp.up_proj.weight", "hf.model.layers.11"),
+        ("hf.embeddings.LayerNorm.weight", "hf.embeddings.LayerNorm"),
+        ("head.weight", "head"),
+        ("weight", "weight"),
+    ],
+)
 def test_layers_by_name(name, layer):
     assert layer_of(name, ("head.weight", "head.bias")) == layer
     assert sorted(["l.10", "l.9", "e", "l.2"], key=natural) == ["e", "l.2", "l.9", "l.10"]
@@ -127,4 +151,6 @@ def test_a_pattern_that_fits_no_layer_is_refused():
     learner = learners.bert()
     config = config_of(learner, inner_lr_groups=["*embeddings*=0", "decoder=2"])
     said = refusal(setup_of, worker_of(learner, config), config)
-    assert said.startswith("inner_lr_groups=decoder=2 fits no layer; the layers are head, hf.embeddings.LayerNorm, ")
+    assert said.startswith(
+        "inner_lr_groups=decoder=2 fits no layer; the layers are head, hf.embeddings.LayerNorm, "
+    )

@@ -1,4 +1,6 @@
-"""Joint training of classifiers: labels over the classes of all tasks, plain multi-task fine-tuning, a head that stays behind."""
+"""Joint training of classifiers: labels over the classes of all tasks, plain multi-task fine-tuning, a head
+that stays behind.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,15 @@ def named(source, steps: int = 30) -> dict[tuple[str, str], set[int]]:
 
 
 def tasks_file(path, tasks: int = 3):
-    return write_rows(path, [{"task": f"t{t}", "text": f"{t} {c} {i}", "label": f"c{c}"}
-                             for t in range(tasks) for c in range(3) for i in range(4)])  # fmt: skip
+    return write_rows(
+        path,
+        [
+            {"task": f"t{t}", "text": f"{t} {c} {i}", "label": f"c{c}"}
+            for t in range(tasks)
+            for c in range(3)
+            for i in range(4)
+        ],
+    )
 
 
 def test_a_class_has_one_number_in_all_episodes(tmp_path):
@@ -62,7 +71,9 @@ def test_equal_names_in_other_tasks_and_data_sets_are_other_classes(tmp_path):
     for draw in numbers:
         by_task.setdefault(draw.task.name, set()).update(label for _, label in (*draw.support, *draw.query))
     assert sorted(by_task) == sorted(both.items.names)
-    assert all(both.classes[label].startswith(f"{task}/") for task, labels in by_task.items() for label in labels)
+    assert all(
+        both.classes[label].startswith(f"{task}/") for task, labels in by_task.items() for label in labels
+    )
     assert both.size(0, (0, 0, 0, 0)) == both.source.size(0, (0, 0, 0, 0))
 
 
@@ -70,9 +81,10 @@ def test_classes_of_task_files_are_not_known(tmp_path):
     for name in ("s/a.jsonl", "s/b.jsonl", "s/c.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         tasks_file(tmp_path / name, 1)
-    assert refusal(source_of, tmp_path) == (
-        "algorithm=joint needs the classes of all training tasks, and those of a folder of task files are not known before each "
-        "is drawn; put the tasks into one file with a task column"
+    assert (
+        refusal(source_of, tmp_path)
+        == "algorithm=joint needs the classes of all training tasks, and those of a folder of task files are"
+        " not known before each is drawn; put the tasks into one file with a task column"
     )
 
 
@@ -83,18 +95,40 @@ def bert(tmp_path_factory):
 
 
 def run(bert, folder, **settings):
-    fixed = {"algorithm": "joint", "n_way": 2, "k_shot": 2, "num_query": 3, "meta_batch_size": 3, "inner_steps": 2,
-             "outer_steps": 4, "lr_scheduler_type": "constant", "eval_episodes": 4, "save_steps": 0,
-             "max_grad_norm": 0.3}  # fmt: skip
-    config = Config(**{**fixed, "model_name_or_path": str(bert[0]), "dataset": [str(bert[1])], "output_dir": str(folder),
-                       **settings})  # fmt: skip
+    fixed = {
+        "algorithm": "joint",
+        "n_way": 2,
+        "k_shot": 2,
+        "num_query": 3,
+        "meta_batch_size": 3,
+        "inner_steps": 2,
+        "outer_steps": 4,
+        "lr_scheduler_type": "constant",
+        "eval_episodes": 4,
+        "save_steps": 0,
+        "max_grad_norm": 0.3,
+    }
+    config = Config(
+        **{
+            **fixed,
+            "model_name_or_path": str(bert[0]),
+            "dataset": [str(bert[1])],
+            "output_dir": str(folder),
+            **settings,
+        }
+    )
     MetaTrainer(config).train()
     return config, json.loads((folder / "run.json").read_text())["held_out"]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("outer", "at_most"), [({"outer_optimizer": "sgd", "outer_lr": 0.5, "weight_decay": 0.0}, 1e-5),
-                                                ({"outer_lr": 3e-3, "adam_epsilon": 1e-4}, 1e-4)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("outer", "at_most"),
+    [
+        ({"outer_optimizer": "sgd", "outer_lr": 0.5, "weight_decay": 0.0}, 1e-5),
+        ({"outer_lr": 3e-3, "adam_epsilon": 1e-4}, 1e-4),
+    ],
+)
 def test_it_is_plain_fine_tuning_on_the_rows_of_the_episodes(bert, tmp_path, outer, at_most):
     """An ordinary torch loop over an ordinary classifier with an output per training class; labels by name."""
     from transformers import AutoModelForSequenceClassification
@@ -109,10 +143,15 @@ def test_it_is_plain_fine_tuning_on_the_rows_of_the_episodes(bert, tmp_path, out
     for part in (model.classifier.weight, model.classifier.bias):
         part.data.zero_()
     params = list(model.parameters())
-    groups = [{"params": [p for p in params if p.ndim > 1], "weight_decay": config.weight_decay},
-              {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0}]  # fmt: skip
-    optimizer = (torch.optim.SGD(groups, lr=config.outer_lr) if config.outer_optimizer == "sgd" else
-                 torch.optim.AdamW(groups, lr=config.outer_lr, eps=config.adam_epsilon))  # fmt: skip
+    groups = [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = (
+        torch.optim.SGD(groups, lr=config.outer_lr)
+        if config.outer_optimizer == "sgd"
+        else torch.optim.AdamW(groups, lr=config.outer_lr, eps=config.adam_epsilon)
+    )
     began = {name: p.detach().clone() for name, p in model.named_parameters()}
     schedule = Schedule(source.items, config.meta_batch_size, config.seed)
     for step in range(config.outer_steps):
@@ -120,7 +159,9 @@ def test_it_is_plain_fine_tuning_on_the_rows_of_the_episodes(bert, tmp_path, out
         for task in schedule.meta_batch(step):
             draw = source.draw(task)
             for rows in (draw.support, draw.query):
-                batch = tokenizer([draw.store.text("left", row) for row, _ in rows], padding=True, return_tensors="pt")
+                batch = tokenizer(
+                    [draw.store.text("left", row) for row, _ in rows], padding=True, return_tensors="pt"
+                )
                 labels = torch.tensor([names.index(draw.store.text("right", row)) for row, _ in rows])
                 logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
                 loss = loss + F.cross_entropy(logits, labels) / 2 / config.meta_batch_size
@@ -131,7 +172,9 @@ def test_it_is_plain_fine_tuning_on_the_rows_of_the_episodes(bert, tmp_path, out
     found = load_file(tmp_path / "run" / "model" / "model.safetensors")
     body = [name for name in began if not name.startswith("classifier")]
     wanted = {name: model.get_parameter(name).detach().double() for name in body}
-    off, travelled = (sum(float((start[name] - wanted[name]).square().sum()) for name in body) for start in (found, began))
+    off, travelled = (
+        sum(float((start[name] - wanted[name]).square().sum()) for name in body) for start in (found, began)
+    )
     assert (off / travelled) ** 0.5 < at_most
     assert float(model.classifier.weight.detach().abs().max()) > 0.01
     assert found["classifier.weight"].shape == (2, 32)  # the head stays behind
@@ -142,9 +185,24 @@ def test_it_is_plain_fine_tuning_on_the_rows_of_the_episodes(bert, tmp_path, out
 @pytest.mark.parametrize("head", ["zero", "prototype"])
 def test_held_out_tasks_start_as_they_do_without_training(bert, tmp_path, head):
     """Evaluating the exported folder as it is gives what the run said of its own end."""
-    inner_lr, model = (0.1, bert[0]) if head == "zero" else (0.01, "tiny")  # class means over the trained BERT err nowhere
-    _, joint = run((model, bert[1]), tmp_path / "run", outer_lr=1e-2, adam_epsilon=1e-4, head_init=head, inner_lr=inner_lr)
-    _, none = run((tmp_path / "run" / "model", bert[1]), tmp_path / "none", algorithm="none", head_init=head, inner_lr=inner_lr)
+    inner_lr, model = (
+        (0.1, bert[0]) if head == "zero" else (0.01, "tiny")
+    )  # class means over the trained BERT err nowhere
+    _, joint = run(
+        (model, bert[1]),
+        tmp_path / "run",
+        outer_lr=1e-2,
+        adam_epsilon=1e-4,
+        head_init=head,
+        inner_lr=inner_lr,
+    )
+    _, none = run(
+        (tmp_path / "run" / "model", bert[1]),
+        tmp_path / "none",
+        algorithm="none",
+        head_init=head,
+        inner_lr=inner_lr,
+    )
     row = "after adaptation, meta-trained"
     assert joint[row]["loss"][0] == pytest.approx(none[row]["loss"][0], rel=1e-5)
     assert joint["before adaptation, meta-trained"]["loss"][0] == pytest.approx(
@@ -165,8 +223,23 @@ def test_adapters_leave_the_head_behind_too(bert, tmp_path):
 def test_the_merged_model_has_the_head_that_is_exported(tmp_path, bert):
     """Zeros for the classes of an episode, not the head over all training classes."""
     model, data = bert
-    MetaTrainer(Config(model_name_or_path=str(model), dataset=[str(data)], algorithm="joint", pooling="model", n_way=2, k_shot=1,
-                       num_query=1, outer_steps=1, eval_episodes=0, save_steps=0, lora_r=2, lora_merge=True, outer_lr=0.1,
-                       output_dir=str(tmp_path / "run"))).train()  # fmt: skip
+    MetaTrainer(
+        Config(
+            model_name_or_path=str(model),
+            dataset=[str(data)],
+            algorithm="joint",
+            pooling="model",
+            n_way=2,
+            k_shot=1,
+            num_query=1,
+            outer_steps=1,
+            eval_episodes=0,
+            save_steps=0,
+            lora_r=2,
+            lora_merge=True,
+            outer_lr=0.1,
+            output_dir=str(tmp_path / "run"),
+        )
+    ).train()
     head = load_file(tmp_path / "run" / "merged" / "model.safetensors")["classifier.weight"]
     assert torch.equal(head, torch.zeros(2, 32))

@@ -18,42 +18,81 @@ from fmmeta.planning import auto_group_size
 from fmmeta.planning.auto_group_size import Sizes, check_group_size, choose_group_size, estimate
 from tests.unit.helpers import refusal
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
-            "MASTER_ADDR": "n0", "MASTER_PORT": "1234"}  # fmt: skip
-DEEPSPEED = {**{name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}, "LOCAL_SIZE": "2"}
-SLURM = {"SLURM_PROCID": "6", "SLURM_NTASKS": "8", "SLURM_LOCALID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-         "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "41234"}  # fmt: skip
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "n0",
+    "MASTER_PORT": "1234",
+}
+DEEPSPEED = {
+    **{name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"},
+    "LOCAL_SIZE": "2",
+}
+SLURM = {
+    "SLURM_PROCID": "6",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_JOB_ID": "41234",
+}
 
 
-@pytest.mark.parametrize(("env", "launch"), [
-    ({}, Launch(0, 1, 0, 1)),
-    (TORCHRUN, Launch(5, 8, 1, 4, "n0", 1234)),
-    (DEEPSPEED, Launch(5, 8, 1, 2, "n0", 1234)),
-    ({"RANK": "1", "WORLD_SIZE": "2"}, Launch(1, 2, 0, 2, "127.0.0.1", 29500)),
-    (SLURM, Launch(6, 8, 2, 4, "gpu03", 20000 + 41234 % 20000)),
-    ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "7"}, Launch(6, 8, 2, 4, "head", 7)),
-    ({**SLURM, **TORCHRUN}, Launch(5, 8, 1, 4, "n0", 1234)),  # torchrun under srun
-    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Launch(0, 1, 0, 1)),  # a batch script's own process
-    ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Launch(0, 1, 0, 1)),  # srun -n1 in a larger job
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("env", "launch"),
+    [
+        ({}, Launch(0, 1, 0, 1)),
+        (TORCHRUN, Launch(5, 8, 1, 4, "n0", 1234)),
+        (DEEPSPEED, Launch(5, 8, 1, 2, "n0", 1234)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Launch(1, 2, 0, 2, "127.0.0.1", 29500)),
+        (SLURM, Launch(6, 8, 2, 4, "gpu03", 20000 + 41234 % 20000)),
+        ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "7"}, Launch(6, 8, 2, 4, "head", 7)),
+        ({**SLURM, **TORCHRUN}, Launch(5, 8, 1, 4, "n0", 1234)),  # torchrun under srun
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Launch(0, 1, 0, 1)),  # a batch script's own process
+        (
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+            Launch(0, 1, 0, 1),
+        ),  # srun -n1 in a larger job
+    ],
+)
 def test_launch_from_variables(env, launch):
     assert Launch.from_env(env) == launch
 
 
-@pytest.mark.parametrize(("env", "said"), [
-    ({**TORCHRUN, "RANK": "8"}, "RANK=8 is not below WORLD_SIZE=8; check the launcher"),
-    ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not below WORLD_SIZE=8; check the launcher"),
-    ({**TORCHRUN, "WORLD_SIZE": "eight"}, "environment variable WORLD_SIZE=eight is not a number; check the launcher"),
-    ({**SLURM, "SLURM_PROCID": ""}, "environment variable SLURM_PROCID= is not a number; check the launcher"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({**TORCHRUN, "RANK": "8"}, "RANK=8 is not below WORLD_SIZE=8; check the launcher"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not below WORLD_SIZE=8; check the launcher"),
+        (
+            {**TORCHRUN, "WORLD_SIZE": "eight"},
+            "environment variable WORLD_SIZE=eight is not a number; check the launcher",
+        ),
+        (
+            {**SLURM, "SLURM_PROCID": ""},
+            "environment variable SLURM_PROCID= is not a number; check the launcher",
+        ),
+    ],
+)
 def test_bad_variables(env, said):
     assert refusal(Launch.from_env, env) == said
 
 
-@pytest.mark.parametrize(("nodelist", "host"), [
-    ("node7", "node7"), ("a1,a2", "a1"), ("gpu[03-05,09],cpu1", "gpu03"), ("gpu[7,9]", "gpu7"), ("n[1-2]-ib,n3-ib", "n1-ib"),
-    ("rack-a-[001-004]", "rack-a-001"), ("x[12]", "x12"), ("login.cluster,b", "login.cluster"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node7", "node7"),
+        ("a1,a2", "a1"),
+        ("gpu[03-05,09],cpu1", "gpu03"),
+        ("gpu[7,9]", "gpu7"),
+        ("n[1-2]-ib,n3-ib", "n1-ib"),
+        ("rack-a-[001-004]", "rack-a-001"),
+        ("x[12]", "x12"),
+        ("login.cluster,b", "login.cluster"),
+    ],
+)
 def test_first_host(nodelist, host):
     assert first_host(nodelist) == host
 
@@ -65,18 +104,22 @@ def test_a_list_without_hosts(nodelist):
 
 @given(st.integers(1, 12), st.integers(1, 12))
 def test_groups_are_runs_of_ranks(num_groups, group_size):
-    layouts = [Layout(Launch(rank, num_groups * group_size), group_size) for rank in range(num_groups * group_size)]
+    layouts = [
+        Layout(Launch(rank, num_groups * group_size), group_size) for rank in range(num_groups * group_size)
+    ]
     assert {layout.num_groups for layout in layouts} == {num_groups}
     places = [(layout.group_index, layout.group_rank) for layout in layouts]
     assert places == [(g, m) for g in range(num_groups) for m in range(group_size)]
 
 
 @pytest.mark.parametrize(
-    ("group_size", "world_size", "use"), [(3, 8, "1, 2, 4 or 8"), (2, 7, "1 or 7"), (2, 1, "1"), (0, 4, "1, 2 or 4")]
+    ("group_size", "world_size", "use"),
+    [(3, 8, "1, 2, 4 or 8"), (2, 7, "1 or 7"), (2, 1, "1"), (0, 4, "1, 2 or 4")],
 )
 def test_group_size_divides_the_world(group_size, world_size, use):
-    assert refusal(Layout, Launch(0, world_size), group_size) == (
-        f"group_size={group_size} does not divide world_size={world_size}; use {use}"
+    assert (
+        refusal(Layout, Launch(0, world_size), group_size)
+        == f"group_size={group_size} does not divide world_size={world_size}; use {use}"
     )
 
 
@@ -89,18 +132,28 @@ SIZES = Sizes(params=1000, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=
 ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
 
 
-@pytest.mark.parametrize(("stage", "bf16", "group_size", "kinds", "buffers", "staging"), [
-    (0, False, 4, (4000, 4000, 0, 20000), 0, 4000),  # in fp32 the weights are the masters; gradients flattened for a reduction
-    (0, True, 4, (2000, 2000, 4000, 20000), 0, 6000),  # flattened, and once more in fp32
-    (0, False, 1, (4000, 4000, 0, 20000), 0, 0),
-    (0, True, 1, (2000, 4000, 4000, 20000), 2000, 6000),  # autograd's in bf16, added up in fp32
-    (1, False, 4, (4000, 4000, 1000, 5000), 0, 4000 + 1000),  # flattened, and the rank's part
-    (1, True, 4, (2000, 6000, 1000, 5000), 0, 4000),  # all of them in bf16 and in fp32
-    (2, False, 4, (4000, 1000, 1000, 5000), 4000, 8000),  # a bucket of all gradients, flattened
-    (2, True, 4, (2000, 1000, 1000, 5000), 2000, 2000 + 6000),
-    (3, True, 4, (500, 1000, 1000, 5000), 4000, 8000),
-    (3, False, 1, (4000, 4000, 4000, 20000), 4000, 8000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "bf16", "group_size", "kinds", "buffers", "staging"),
+    [
+        (
+            0,
+            False,
+            4,
+            (4000, 4000, 0, 20000),
+            0,
+            4000,
+        ),  # in fp32 the weights are the masters; gradients flattened for a reduction
+        (0, True, 4, (2000, 2000, 4000, 20000), 0, 6000),  # flattened, and once more in fp32
+        (0, False, 1, (4000, 4000, 0, 20000), 0, 0),
+        (0, True, 1, (2000, 4000, 4000, 20000), 2000, 6000),  # autograd's in bf16, added up in fp32
+        (1, False, 4, (4000, 4000, 1000, 5000), 0, 4000 + 1000),  # flattened, and the rank's part
+        (1, True, 4, (2000, 6000, 1000, 5000), 0, 4000),  # all of them in bf16 and in fp32
+        (2, False, 4, (4000, 1000, 1000, 5000), 4000, 8000),  # a bucket of all gradients, flattened
+        (2, True, 4, (2000, 1000, 1000, 5000), 2000, 2000 + 6000),
+        (3, True, 4, (500, 1000, 1000, 5000), 4000, 8000),
+        (3, False, 1, (4000, 4000, 4000, 20000), 4000, 8000),
+    ],
+)
 def test_estimate_by_hand(stage, bf16, group_size, kinds, buffers, staging):
     found = estimate(SIZES, DeepSpeedSettings(stage, bf16, False), group_size)
     assert (found.weights, found.gradients, found.master, found.meta) == kinds
@@ -117,12 +170,18 @@ def test_the_peak_is_the_fuller_of_two_moments():
     assert found.total == 4000 + 1000 + 1000 + 5000 + 8000  # the reduction, when activations are gone
     assert str(found).split(" = ")[0].split(" + ")[-1].startswith("staging")
     early = estimate(SIZES, DeepSpeedSettings(2, False, False, bucket=100), 4)
-    assert (early.buffers, early.staging) == (8 * 100, 1000)  # reduced while the backward pass runs; then a step's own copy
+    assert (early.buffers, early.staging) == (
+        8 * 100,
+        1000,
+    )  # reduced while the backward pass runs; then a step's own copy
     assert (
         estimate(SIZES, DeepSpeedSettings(2, False, False, bucket=0), 4).buffers == 8 * 8**2
     )  # "auto": the square of the hidden size
     whole = estimate(replace(SIZES, lazy=False), DeepSpeedSettings(1, False, False), 4)
-    assert (whole.buffers, whole.staging) == (4 * 5 * 10**8, 4 * 5 * 10**8 + 1000)  # a GPU has the bucket whole
+    assert (whole.buffers, whole.staging) == (
+        4 * 5 * 10**8,
+        4 * 5 * 10**8 + 1000,
+    )  # a GPU has the bucket whole
 
 
 def test_shards_that_algorithms_keep():
@@ -150,14 +209,20 @@ def test_logits_are_counted_for_language_models():
 
 def test_estimate_reads_as_a_sum():
     sizes = Sizes(params=2**28, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
-    assert str(estimate(sizes, DeepSpeedSettings(0, False, False), 1)) == "weights 1 + gradients 1 + meta 4 = 6 GiB"
+    assert (
+        str(estimate(sizes, DeepSpeedSettings(0, False, False), 1))
+        == "weights 1 + gradients 1 + meta 4 = 6 GiB"
+    )
 
 
 def world_of(monkeypatch, world_size: int, local_world_size: int, free: int) -> World:
     """A world of one process that believes in more ranks, `free` bytes on each."""
     world = World(Launch(), torch.device("cpu"))
     world.launch = Launch(0, world_size, 0, local_world_size)
-    world.nodes = Nodes(tuple(rank // local_world_size for rank in range(world_size)), ("n",) * (world_size // local_world_size))
+    world.nodes = Nodes(
+        tuple(rank // local_world_size for rank in range(world_size)),
+        ("n",) * (world_size // local_world_size),
+    )
     monkeypatch.setattr(auto_group_size, "free_bytes", lambda device, local: free)
     return world
 
@@ -176,16 +241,19 @@ def test_a_group_stays_inside_a_node_and_divides_the_world(monkeypatch):
     precision = DeepSpeedSettings(3, False, False)
     free = int(estimate(SIZES, precision, 4).total / auto_group_size.HEADROOM) + 1
     assert choose_group_size(world_of(monkeypatch, 6, 6, free), SIZES, precision)[0] == 6
-    assert "2 ranks of a group need" in refusal(choose_group_size, world_of(monkeypatch, 16, 2, free), SIZES, precision)
+    assert "2 ranks of a group need" in refusal(
+        choose_group_size, world_of(monkeypatch, 16, 2, free), SIZES, precision
+    )
 
 
 def test_no_room_at_all(monkeypatch):
     sizes = Sizes(params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
     world = world_of(monkeypatch, 8, 4, 2**32)
-    assert refusal(choose_group_size, world, sizes, DeepSpeedSettings(2, False, False)) == (
-        "group_size=auto finds no room: 4 ranks of a group need weights 4 + gradients 1 + master 1 + meta 4 + buffers 3.73 "
-        "= 13.7 GiB each at ZeRO 2, and 4 GiB are free; use a higher ZeRO stage, offload, more GPUs or a smaller "
-        "--micro_batch_size"
+    assert (
+        refusal(choose_group_size, world, sizes, DeepSpeedSettings(2, False, False))
+        == "group_size=auto finds no room: 4 ranks of a group need weights 4 + gradients 1 + master 1 + meta"
+        " 4 + buffers 3.73 = 13.7 GiB each at ZeRO 2, and 4 GiB are free; use a higher ZeRO stage,"
+        " offload, more GPUs or a smaller --micro_batch_size"
     )
 
 
@@ -205,17 +273,24 @@ def test_places_in_a_group(stages, data, tensor):
 
 
 def test_a_group_holds_whole_models():
-    assert refusal(GroupCoordinates, 0, 4, 3) == "group_size=4 is not a multiple of pipeline_stages=3; use 3 or 6"
-    assert refusal(GroupCoordinates, 0, 3, 1, 2) == "group_size=3 is not a multiple of tensor_parallel_size=2; use 2 or 4"
+    assert (
+        refusal(GroupCoordinates, 0, 4, 3)
+        == "group_size=4 is not a multiple of pipeline_stages=3; use 3 or 6"
+    )
+    assert (
+        refusal(GroupCoordinates, 0, 3, 1, 2)
+        == "group_size=3 is not a multiple of tensor_parallel_size=2; use 2 or 4"
+    )
 
 
 def test_a_group_size_that_cannot_hold_the_model_is_refused(monkeypatch):
     sizes = Sizes(params=2**28, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
     world = world_of(monkeypatch, 8, 8, 4 * 2**30)
     precision = DeepSpeedSettings(3, False, False, 2**26, bucket=2**24)
-    assert refusal(check_group_size, world, sizes, precision, 1) == (
-        "group_size=1 needs weights 1 + gradients 1 + meta 4 = 6 GiB per rank at ZeRO 0, and 4 GiB are free; use group_size 4 "
-        "or 8"
+    assert (
+        refusal(check_group_size, world, sizes, precision, 1)
+        == "group_size=1 needs weights 1 + gradients 1 + meta 4 = 6 GiB per rank at ZeRO 0, and 4 GiB are"
+        " free; use group_size 4 or 8"
     )
     check_group_size(world, sizes, precision, 4)
     check_group_size(world, sizes, DeepSpeedSettings(3, False, True), 1)  # offloaded: not all of it lies here

@@ -30,10 +30,14 @@ def changed(folder, source, **values):
     return folder
 
 
-@pytest.mark.parametrize(("pooling", "head"), [
-    ("model", ("hf.classifier.weight", "hf.classifier.bias")), ("mean", ("head.weight", "head.bias")),
-    ("cls", ("head.weight", "head.bias")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pooling", "head"),
+    [
+        ("model", ("hf.classifier.weight", "hf.classifier.bias")),
+        ("mean", ("head.weight", "head.bias")),
+        ("cls", ("head.weight", "head.bias")),
+    ],
+)
 @pytest.mark.parametrize("head_init", ["zero", "learned", "prototype"])
 def test_heads(bert, pooling, head, head_init):
     config = Config(model_name_or_path=str(bert), pooling=pooling, head_init=head_init, n_way=4)
@@ -44,7 +48,9 @@ def test_heads(bert, pooling, head, head_init):
     for (name, a), (_, b) in zip(learners[0].named_parameters(), learners[1].named_parameters(), strict=True):
         assert torch.equal(a, b), name  # a fresh head follows the seed
     empty = empty_learner(config, describe(config))
-    assert [(n, p.shape) for n, p in empty.named_parameters()] == [(n, p.shape) for n, p in learners[0].named_parameters()]
+    assert [(n, p.shape) for n, p in empty.named_parameters()] == [
+        (n, p.shape) for n, p in learners[0].named_parameters()
+    ]
 
 
 def test_dropout_is_off_in_training(bert):
@@ -56,23 +62,55 @@ def test_dropout_is_off_in_training(bert):
     assert {module.p for module in learner.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
 
 
-@pytest.mark.parametrize(("family", "sizes", "own"), [
-    ("xlnet", {"n_layer": 1, "n_head": 2, "d_model": 16, "d_inner": 16}, {"dropout": 0.0, "summary_last_dropout": 0.5}),
-    ("mpt", {"n_layers": 1, "n_heads": 2, "d_model": 16}, {"emb_pdrop": 0.5, "resid_pdrop": 0.5}),
-    ("seed_oss", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
-                  "intermediate_size": 16}, {"attention_dropout": 0.0, "residual_dropout": 0.5}),
-    ("opt", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 16, "word_embed_proj_dim": 16},
-     {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.5}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "sizes", "own"),
+    [
+        (
+            "xlnet",
+            {"n_layer": 1, "n_head": 2, "d_model": 16, "d_inner": 16},
+            {"dropout": 0.0, "summary_last_dropout": 0.5},
+        ),
+        ("mpt", {"n_layers": 1, "n_heads": 2, "d_model": 16}, {"emb_pdrop": 0.5, "resid_pdrop": 0.5}),
+        (
+            "seed_oss",
+            {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "intermediate_size": 16,
+            },
+            {"attention_dropout": 0.0, "residual_dropout": 0.5},
+        ),
+        (
+            "opt",
+            {
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "ffn_dim": 16,
+                "word_embed_proj_dim": 16,
+            },
+            {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.5},
+        ),
+    ],
+)
 def test_no_dropout_is_left_whatever_its_name(family, sizes, own, tmp_path):
     import transformers
 
-    hf_config = transformers.AutoConfig.for_model(family, **sizes, **own, vocab_size=259, pad_token_id=0, num_labels=3)
+    hf_config = transformers.AutoConfig.for_model(
+        family, **sizes, **own, vocab_size=259, pad_token_id=0, num_labels=3
+    )
     causal = family in ("mpt", "seed_oss")
     auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSequenceClassification
     save(auto.from_config(hf_config), tmp_path)
-    config = Config(model_name_or_path=str(tmp_path), n_way=3, task_type="causal_lm" if causal else "classification",
-                    head_init=None if causal else "learned")  # fmt: skip
+    config = Config(
+        model_name_or_path=str(tmp_path),
+        n_way=3,
+        task_type="causal_lm" if causal else "classification",
+        head_init=None if causal else "learned",
+    )
     description = describe(config)
     assert description.dropouts.items() >= own.items()
     learner = load_learner(config, description)
@@ -81,10 +119,15 @@ def test_no_dropout_is_left_whatever_its_name(family, sizes, own, tmp_path):
     assert all(torch.equal(learner(ids, torch.ones_like(ids)), first) for _ in range(4))
 
 
-@pytest.mark.parametrize(("modes", "pooling"), [
-    (None, "model"), ({"pooling_mode_cls_token": True}, "cls"), ({"pooling_mode_mean_tokens": True}, "mean"),
-    ({"pooling_mode": "mean"}, "mean"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("modes", "pooling"),
+    [
+        (None, "model"),
+        ({"pooling_mode_cls_token": True}, "cls"),
+        ({"pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode": "mean"}, "mean"),
+    ],
+)
 def test_pooling_auto_follows_the_folder(tmp_path, bert, modes, pooling):
     changed(tmp_path, bert)
     if modes is not None:
@@ -98,18 +141,25 @@ def test_other_poolings_are_refused(tmp_path, bert):
     (tmp_path / "1_Pooling").mkdir()
     file = tmp_path / "1_Pooling" / "config.json"
     file.write_text('{"pooling_mode_max_tokens": true}')
-    assert refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert)))) == (
-        f"pooling=auto: {file} asks for a pooling that is not mean or cls; choose one with --pooling"
+    assert (
+        refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert))))
+        == f"pooling=auto: {file} asks for a pooling that is not mean or cls; choose one with --pooling"
     )
 
 
-@pytest.mark.parametrize(("values", "said"), [
-    ({"num_experts": 8}, "is a mixture of experts (bert), which is not supported yet; use a dense model"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "is quantised, and its weights cannot be trained; use the full one"),
-    ({"model_type": "nonsense"}, "cannot be read: "),
-    ({"hidden_size": "many"}, "cannot be read: "),
-    ({"num_labels": "two"}, "cannot be read: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_experts": 8}, "is a mixture of experts (bert), which is not supported yet; use a dense model"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "is quantised, and its weights cannot be trained; use the full one",
+        ),
+        ({"model_type": "nonsense"}, "cannot be read: "),
+        ({"hidden_size": "many"}, "cannot be read: "),
+        ({"num_labels": "two"}, "cannot be read: "),
+    ],
+)
 def test_models_that_cannot_be_trained(tmp_path, bert, values, said):
     message = refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert, **values))))
     assert message.startswith(f"model_name_or_path={tmp_path} {said}")
@@ -124,24 +174,30 @@ def test_models_without_a_padding_token(tmp_path):
     config = Config(model_name_or_path=str(tmp_path), task_type="causal_lm")
     assert describe(config).hf_config.pad_token_id == 7
     transformers.Gemma3Config().save_pretrained(tmp_path)
-    assert refusal(describe, config) == (
-        f"model_name_or_path={tmp_path} is a gemma3, a text model with others around it; give a text model alone"
+    assert (
+        refusal(describe, config)
+        == f"model_name_or_path={tmp_path} is a gemma3, a text model with others around it; give a text model"
+        " alone"
     )
 
 
 def test_folders_without_a_model(tmp_path):
-    assert refusal(describe, Config(model_name_or_path=str(tmp_path))) == (
-        f"model_name_or_path={tmp_path} holds no config.json; give a Hugging Face folder or hub id"
+    assert (
+        refusal(describe, Config(model_name_or_path=str(tmp_path)))
+        == f"model_name_or_path={tmp_path} holds no config.json; give a Hugging Face folder or hub id"
     )
     for missing in (str(tmp_path / "none"), "./none", "a/b/c"):
-        assert refusal(describe, Config(model_name_or_path=missing)) == (
-            f"model_name_or_path={missing} is not a folder; check the path"
+        assert (
+            refusal(describe, Config(model_name_or_path=missing))
+            == f"model_name_or_path={missing} is not a folder; check the path"
         )
 
 
 def test_weights_that_are_not_there(tmp_path, bert):
     config = Config(model_name_or_path=str(changed(tmp_path, bert)))
-    assert refusal(load_learner, config, describe(config)).startswith(f"model_name_or_path={tmp_path} cannot be loaded: ")
+    assert refusal(load_learner, config, describe(config)).startswith(
+        f"model_name_or_path={tmp_path} cannot be loaded: "
+    )
 
 
 def test_weights_that_ended_early(tmp_path, bert):
@@ -150,28 +206,38 @@ def test_weights_that_ended_early(tmp_path, bert):
     file = tmp_path / "model.safetensors"
     file.write_bytes((bert / "model.safetensors").read_bytes()[:-100])
     config = Config(model_name_or_path=str(tmp_path))
-    assert refusal(load_learner, config, describe(config)).startswith(f"model_name_or_path={tmp_path} cannot be loaded: ")
+    assert refusal(load_learner, config, describe(config)).startswith(
+        f"model_name_or_path={tmp_path} cannot be loaded: "
+    )
     assert refusal(open_lazy_model, config, describe(config)).startswith(
         f"model_name_or_path={tmp_path}: {file} cannot be read ("
     )
     file.unlink()
     for text in ("{", "{}"):
         (tmp_path / "model.safetensors.index.json").write_text(text)
-        assert refusal(load_learner, config, describe(config)).startswith(f"model_name_or_path={tmp_path} cannot be loaded: ")
+        assert refusal(load_learner, config, describe(config)).startswith(
+            f"model_name_or_path={tmp_path} cannot be loaded: "
+        )
         message = refusal(open_lazy_model, config, describe(config))
         assert message.startswith(f"model_name_or_path={tmp_path}: {file}.index.json cannot be read (")
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("1_Pooling/config.json", "pooling=auto: {} cannot be read ("), ("modules.json", "model_name_or_path={} cannot be read ("),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("1_Pooling/config.json", "pooling=auto: {} cannot be read ("),
+        ("modules.json", "model_name_or_path={} cannot be read ("),
+    ],
+)
 @pytest.mark.parametrize("text", ["{", "[1]", "7", "[" * 100_000])
 def test_broken_files_of_sentence_transformers_are_found_at_the_start(name, said, text, tmp_path, bert):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     (tmp_path / name).write_text(text)
     where = tmp_path / name if name.startswith("1") else f"{tmp_path}: {name}"
-    assert refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert)))).startswith(said.format(where))
+    assert refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert)))).startswith(
+        said.format(where)
+    )
 
 
 def test_a_checkpoint_without_tokenizer_reads_bytes(tmp_path, bert):
@@ -181,9 +247,10 @@ def test_a_checkpoint_without_tokenizer_reads_bytes(tmp_path, bert):
     assert notices == [f"{tmp_path} has no tokenizer: texts are read as bytes"]
     assert tokenizer.decode(tokenizer("über")["input_ids"], skip_special_tokens=True) == "über"
     changed(tmp_path, bert, vocab_size=100)
-    assert refusal(load_tokenizer, config, describe(config), notices.append) == (
-        f"model_name_or_path={tmp_path} has no tokenizer, and its vocab_size=100 is below the byte tokenizer's 259; "
-        "add a tokenizer"
+    assert (
+        refusal(load_tokenizer, config, describe(config), notices.append)
+        == f"model_name_or_path={tmp_path} has no tokenizer, and its vocab_size=100 is below the byte"
+        " tokenizer's 259; add a tokenizer"
     )
 
 
@@ -191,14 +258,18 @@ def test_a_model_without_a_linear_classifier(bert):
     from transformers import AutoModelForSequenceClassification
 
     hf = AutoModelForSequenceClassification.from_pretrained(bert)
-    assert refusal(NativeClassifier, hf, 99) == (
-        f"model_name_or_path={bert} (BertForSequenceClassification) has no linear classifier on top; use --pooling mean"
+    assert (
+        refusal(NativeClassifier, hf, 99)
+        == f"model_name_or_path={bert} (BertForSequenceClassification) has no linear classifier on top; use"
+        " --pooling mean"
     )
 
 
 def test_a_decoder_as_classifier(tmp_path):
     """A decoder scores the last token that is no padding, and its features are those of that token."""
-    config = Config(model_name_or_path=str(save_llama(tmp_path)), n_way=3, pooling="model", head_init="learned")
+    config = Config(
+        model_name_or_path=str(save_llama(tmp_path)), n_way=3, pooling="model", head_init="learned"
+    )
     learner = load_learner(config, describe(config))
     assert learner.head_names == ("hf.score.weight",)
     ids, mask = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11]]), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
@@ -208,7 +279,9 @@ def test_a_decoder_as_classifier(tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_padding_is_the_tokenizers_for_the_model_too(kind, tmp_path):
-    """A sequence classifier looks for the last token that is no padding: what a row gets does not depend on its neighbours."""
+    """A sequence classifier looks for the last token that is no padding: what a row gets does not depend on
+    its neighbours.
+    """
     folder = save_family(tmp_path / kind, kind, layers=1)
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**facts, "pad_token_id": None}))
@@ -223,8 +296,11 @@ def test_padding_is_the_tokenizers_for_the_model_too(kind, tmp_path):
 
 def test_an_encoder_is_no_language_model(bert, tmp_path):
     text = refusal(describe, Config(model_name_or_path=str(bert), task_type="causal_lm"))
-    assert text == (f"model_name_or_path={bert} is a bert, whose tokens see those behind them, answers included; give a decoder, "
-                    "or use --task_type classification")  # fmt: skip
+    assert (
+        text
+        == f"model_name_or_path={bert} is a bert, whose tokens see those behind them, answers included; give"
+        " a decoder, or use --task_type classification"
+    )
     facts = json.loads((bert / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**facts, "is_decoder": True}))
     assert describe(Config(model_name_or_path=str(tmp_path), task_type="causal_lm")).hf_config.is_decoder
@@ -234,4 +310,6 @@ def test_prototypes_need_a_bias(tmp_path):
     """Decoders' classifiers have none, so that class means cannot be written into them."""
     config = Config(model_name_or_path=str(save_llama(tmp_path / "llama")), head_init="prototype")
     message = refusal(load_learner, config, describe(config))
-    assert message.startswith("head_init=prototype needs a head with a bias, and that of LlamaForSequenceClassification has none")
+    assert message.startswith(
+        "head_init=prototype needs a head with a bias, and that of LlamaForSequenceClassification has none"
+    )

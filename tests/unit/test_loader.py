@@ -1,4 +1,6 @@
-"""Episodes ahead of time: the same with any number of processes, from any position, past errors and dead processes."""
+"""Episodes ahead of time: the same with any number of processes, from any position, past errors and dead
+processes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ TOKENIZER = byte_tokenizer()
 
 
 class Trouble(TaskSource):
-    """A source, with an error for some items. `troubles`: item -> what happens, and how often (a file counts).
+    """A source, with an error for some items. `troubles`: item -> what happens, and how often (a file
+    counts).
 
     ("wait", other): draw the item after `other` has killed a process.
     """
@@ -57,8 +60,11 @@ class Trouble(TaskSource):
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "exit":
                 os._exit(0)
-            raise {"io": OSError(5, "Input/output error", "a.jsonl"), "row": UsageError("a.jsonl:3 is bad; mend it"),
-                   "bug": ZeroDivisionError("division by zero")}[what]  # fmt: skip
+            raise {
+                "io": OSError(5, "Input/output error", "a.jsonl"),
+                "row": UsageError("a.jsonl:3 is bad; mend it"),
+                "bug": ZeroDivisionError("division by zero"),
+            }[what]
         return self.source.draw(task)
 
 
@@ -83,11 +89,21 @@ def die() -> None:
 def made(tmp_path_factory):
     """A source, a schedule over it, and its first twelve tasks."""
     path = write_classes(tmp_path_factory.mktemp("data") / "c.jsonl")
-    config = Config(dataset=[str(path)], n_way=2, k_shot=1, num_query=1,
-                    example_transforms=["fmmeta.tasks.augment:swap_words"])  # fmt: skip
+    config = Config(
+        dataset=[str(path)],
+        n_way=2,
+        k_shot=1,
+        num_query=1,
+        example_transforms=["fmmeta.tasks.augment:swap_words"],
+    )
     source = load_sources(config, TOKENIZER, lambda text: None).train
     schedule = Schedule(source.items, 3, 1)
-    return source, schedule, [task for step in range(4) for task in schedule.meta_batch(step)], Transforms.of(config, TOKENIZER)
+    return (
+        source,
+        schedule,
+        [task for step in range(4) for task in schedule.meta_batch(step)],
+        Transforms.of(config, TOKENIZER),
+    )
 
 
 @pytest.fixture
@@ -104,7 +120,9 @@ def upcoming(schedule: Schedule):
     return of
 
 
-def loader_of(made, num_workers: str = "0", source: TaskSource | None = None, sleeps: list[float] | None = None) -> EpisodeLoader:
+def loader_of(
+    made, num_workers: str = "0", source: TaskSource | None = None, sleeps: list[float] | None = None
+) -> EpisodeLoader:
     load = LoadEpisode(source or made[0], Batcher(0), made[3], 2, sleep=Sleep(sleeps))
     return EpisodeLoader(load, upcoming(made[1]), num_workers)
 
@@ -122,10 +140,15 @@ class Sleep:
 def same(a: list[LoadResult], b: list[LoadResult]) -> bool:
     def tensors(loaded: LoadResult):
         assert loaded.batches is not None, loaded.error
-        return [t for batch in (*loaded.batches.support, *loaded.batches.query)
-                for t in (batch.input_ids, batch.attention_mask, batch.labels, batch.weights)]  # fmt: skip
+        return [
+            t
+            for batch in (*loaded.batches.support, *loaded.batches.query)
+            for t in (batch.input_ids, batch.attention_mask, batch.labels, batch.weights)
+        ]
 
-    return all(x.task == y.task and all(map(torch.equal, tensors(x), tensors(y))) for x, y in zip(a, b, strict=True))
+    return all(
+        x.task == y.task and all(map(torch.equal, tensors(x), tensors(y))) for x, y in zip(a, b, strict=True)
+    )
 
 
 @pytest.mark.parametrize("num_workers", ["1", "2"])
@@ -149,7 +172,10 @@ def test_augmentation_differs_between_outer_steps(made):
     draw = source.draw(task)
     same_rows = Draw(again, draw.store, draw.support, draw.query, draw.classes)
     assert transforms(draw) == transforms(draw)
-    assert transforms(draw).support + transforms(draw).query != transforms(same_rows).support + transforms(same_rows).query
+    assert (
+        transforms(draw).support + transforms(draw).query
+        != transforms(same_rows).support + transforms(same_rows).query
+    )
 
 
 def test_input_errors_are_tried_again_with_longer_and_longer_waits(made, tmp_path):
@@ -160,11 +186,14 @@ def test_input_errors_are_tried_again_with_longer_and_longer_waits(made, tmp_pat
     assert sleeps == [0.1, 0.5]
 
 
-@pytest.mark.parametrize(("what", "said", "crash", "waits"), [
-    ("io", "OSError: [Errno 5] Input/output error: 'a.jsonl'", False, 3),
-    ("row", "a.jsonl:3 is bad; mend it", False, 0),
-    ("bug", "ZeroDivisionError: division by zero", True, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "said", "crash", "waits"),
+    [
+        ("io", "OSError: [Errno 5] Input/output error: 'a.jsonl'", False, 3),
+        ("row", "a.jsonl:3 is bad; mend it", False, 0),
+        ("bug", "ZeroDivisionError: division by zero", True, 0),
+    ],
+)
 def test_what_cannot_be_had_leaves_the_others_where_they_were(made, tmp_path, what, said, crash, waits):
     sleeps: list[float] = []
     tasks, bad = made[2][:6], made[2][1].item
@@ -182,14 +211,18 @@ def test_a_killed_process_is_replaced(made, tmp_path, impatient):
     try:
         assert same(loader.fetch(tasks), loader_of(made).fetch(tasks))
         assert len(loader.warnings) == 1
-        assert re.fullmatch(r"a loader process died and was replaced: process \d+ was killed by SIGKILL", loader.warnings[0])
+        assert re.fullmatch(
+            r"a loader process died and was replaced: process \d+ was killed by SIGKILL", loader.warnings[0]
+        )
         assert loader.folder is not None
         assert len(os.listdir(loader.folder.path)) < 9  # what was received is gone
     finally:
         loader.close()
 
 
-@pytest.mark.parametrize(("what", "ended"), [("kill", "was killed by SIGKILL"), ("exit", "exited with code 0")])
+@pytest.mark.parametrize(
+    ("what", "ended"), [("kill", "was killed by SIGKILL"), ("exit", "exited with code 0")]
+)
 def test_a_task_that_ends_every_process_is_given_up(made, tmp_path, impatient, what, ended):
     tasks = made[2][:6]
     loader = loader_of(made, "1", Trouble(made[0], {tasks[2].item: (what, 99)}, tmp_path))
@@ -208,7 +241,9 @@ def test_a_task_that_ends_every_process_is_given_up(made, tmp_path, impatient, w
 
 
 def test_a_death_counts_against_the_task_that_was_prepared_alone(made, tmp_path, impatient):
-    """The second task kills its process while the trainer waits for the first task, which another process prepares."""
+    """The second task kills its process while the trainer waits for the first task, which another process
+    prepares.
+    """
     tasks = made[2][:3]
     first, second = tasks[0].item, tasks[1].item
     loader = loader_of(made, "2", Trouble(made[0], {first: ("wait", second), second: ("kill", 99)}, tmp_path))
@@ -243,7 +278,9 @@ def test_a_folder_that_is_removed_costs_no_task(made):
     finally:
         loader.close()
     assert same(loaded, loader_of(made).fetch(made[2]))
-    assert loader.warnings == [f"{folder.path} was removed while it was in use; the loader processes start again"]
+    assert loader.warnings == [
+        f"{folder.path} was removed while it was in use; the loader processes start again"
+    ]
 
 
 def test_no_error_of_the_loader_ends_this_rank_alone(made):
@@ -261,25 +298,45 @@ def test_no_error_of_the_loader_ends_this_rank_alone(made):
 
 @pytest.mark.parametrize("full", ["from the start", "later"])
 def test_a_full_shared_memory_costs_no_task(made, tmp_path, full):
-    """A /dev/shm in which no semaphore, or no episode, has room: the training process loads, and one line says what to do."""
+    """A /dev/shm in which no semaphore, or no episode, has room: the training process loads, and one line
+    says what to do.
+    """
     (tmp_path / "made.pickle").write_bytes(pickle.dumps((made[0], made[2], made[3])))
-    mount = f'mount -t tmpfs -o size=1m none /dev/shm && exec {sys.executable} -m tests.unit.full_memory "{tmp_path}" "{full}"'
-    ended = subprocess.run(["unshare", "-rm", "sh", "-c", mount], cwd=ROOT, env=environment(), capture_output=True, text=True,
-                           timeout=100, check=False)  # fmt: skip
+    mount = (
+        f"mount -t tmpfs -o size=1m none /dev/shm && exec {sys.executable} -m tests.unit.full_memory"
+        f' "{tmp_path}" "{full}"'
+    )
+    ended = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     if "unshare" in ended.stderr or "mount:" in ended.stderr:
         pytest.skip("no mount namespaces here")
     what, *told = ended.stdout.splitlines()
     assert what == "same episodes", ended.stderr
     wrong = {
-        "from the start": "failed 3 times in a row, last: [Errno 28] No space left on device; the training process loads all",
+        "from the start": (
+            "failed 3 times in a row, last: [Errno 28] No space left on device; the training process"
+            " loads all"
+        ),
         "later": "cannot write to /dev/shm (No space left on device); the training process loads missing",
     }
-    remedy = "/dev/shm has 0 MiB free: free room there, start the container with --shm-size=8g, or use --num_workers 0"
+    remedy = (
+        "/dev/shm has 0 MiB free: free room there, start the container with --shm-size=8g, or use"
+        " --num_workers 0"
+    )
     assert told == [f"num_workers=1: loader processes {wrong[full]} episodes; {remedy}"]
     assert "Exception ignored" not in ended.stderr
 
 
-@pytest.mark.parametrize(("load_s", "budget", "chosen"), [(0.05, 8, 0), (2.0, 8, 1), (6.0, 8, 3), (9.0, 4, 4), (9.0, 0, 0)])
+@pytest.mark.parametrize(
+    ("load_s", "budget", "chosen"), [(0.05, 8, 0), (2.0, 8, 1), (6.0, 8, 3), (9.0, 4, 4), (9.0, 0, 0)]
+)
 def test_auto_starts_as_many_processes_as_loading_asks_for(made, load_s, budget, chosen):
     """`load_s` of 10 s in two outer steps after the first, which warms up and does not count."""
     loader = EpisodeLoader(LoadEpisode(made[0], Batcher(0)), upcoming(made[1]), "auto", budget=budget)
@@ -304,6 +361,8 @@ def test_a_few_classes_of_many_are_told_to_the_loss(tmp_path):
             assert loaded.batches is not None
             assert {batch.classes for batch in loaded.batches.support} == {0 if ways == 5 else ways}
             assert [sum(label == c for _, label in draw.query) for c in range(ways)] == [1] * ways
-            assert task.tokens == round(source.row_tokens[task.item] * (sum(shots) + ways))  # known before the rows are
+            assert task.tokens == round(
+                source.row_tokens[task.item] * (sum(shots) + ways)
+            )  # known before the rows are
             seen |= {("ways", ways), *(("shots", n) for n in shots)}
     assert seen == {("ways", n) for n in (2, 3, 4, 5)} | {("shots", n) for n in (1, 2, 3)}

@@ -1,4 +1,6 @@
-"""LoRA: what is trained and what is not, the formula, the folder that plain peft reads, and every refusal by its text."""
+"""LoRA: what is trained and what is not, the formula, the folder that plain peft reads, and every refusal by
+its text.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,12 @@ def save_roberta(folder: Path) -> Path:
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    return save(RobertaForSequenceClassification(RobertaConfig(**sizes, vocab_size=259, pad_token_id=0, num_labels=3)), folder)
+    return save(
+        RobertaForSequenceClassification(
+            RobertaConfig(**sizes, vocab_size=259, pad_token_id=0, num_labels=3)
+        ),
+        folder,
+    )
 
 
 def learner_of(source: str, **settings):
@@ -50,16 +57,31 @@ def learner_of(source: str, **settings):
     return load_learner(config, describe(config))
 
 
-@pytest.mark.parametrize(("base", "settings", "beside", "adapters"), [
-    ("llama", {"task_type": "causal_lm"}, set(), {"q_proj", "v_proj"}),
-    ("llama", {"pooling": "model"}, {"hf.score.weight"}, {"q_proj", "v_proj"}),
-    ("bert", {"pooling": "model"}, {"hf.classifier.weight", "hf.classifier.bias"}, {"query", "value"}),
-    ("bert", {"pooling": "mean"}, {"head.weight", "head.bias"}, {"query", "value"}),
-    ("bert", {"pooling": "cls", "lora_target_modules": ["all-linear"]}, {"head.weight", "head.bias"},
-     {"query", "key", "value", "dense"}),
-    ("roberta", {"pooling": "model", "lora_target_modules": ["dense", "key"]},
-     {f"hf.classifier.{layer}.{part}" for layer in ("dense", "out_proj") for part in ("weight", "bias")}, {"key", "dense"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("base", "settings", "beside", "adapters"),
+    [
+        ("llama", {"task_type": "causal_lm"}, set(), {"q_proj", "v_proj"}),
+        ("llama", {"pooling": "model"}, {"hf.score.weight"}, {"q_proj", "v_proj"}),
+        ("bert", {"pooling": "model"}, {"hf.classifier.weight", "hf.classifier.bias"}, {"query", "value"}),
+        ("bert", {"pooling": "mean"}, {"head.weight", "head.bias"}, {"query", "value"}),
+        (
+            "bert",
+            {"pooling": "cls", "lora_target_modules": ["all-linear"]},
+            {"head.weight", "head.bias"},
+            {"query", "key", "value", "dense"},
+        ),
+        (
+            "roberta",
+            {"pooling": "model", "lora_target_modules": ["dense", "key"]},
+            {
+                f"hf.classifier.{layer}.{part}"
+                for layer in ("dense", "out_proj")
+                for part in ("weight", "bias")
+            },
+            {"key", "dense"},
+        ),
+    ],
+)
 def test_adapters_and_head_are_trained_and_nothing_else(sources, base, settings, beside, adapters):
     learner = learner_of(sources[base], **settings)
     trained = {name for name, param in learner.named_parameters() if param.requires_grad}
@@ -68,7 +90,9 @@ def test_adapters_and_head_are_trained_and_nothing_else(sources, base, settings,
     assert not any("pooler" in name for name in trained - beside) or settings["pooling"] == "model"
     logits = learner(torch.tensor([[1, 5, 6]]), torch.ones(1, 3, dtype=torch.long))
     (logits * torch.randn_like(logits)).sum().backward()
-    assert {name for name, param in learner.named_parameters() if param.grad is not None} == trained  # each is reached
+    assert {
+        name for name, param in learner.named_parameters() if param.grad is not None
+    } == trained  # each is reached
     config = Config(model_name_or_path=sources[base], **{"lora_r": 4, "n_way": 3, **settings})
     empty = empty_learner(config, describe(config))
     assert [(n, p.shape, p.requires_grad) for n, p in empty.named_parameters()] == [
@@ -77,10 +101,14 @@ def test_adapters_and_head_are_trained_and_nothing_else(sources, base, settings,
 
 
 @pytest.mark.parametrize(
-    ("base", "settings"), [("llama", {"task_type": "causal_lm"}), ("bert", {"pooling": "mean", "head_init": "learned"})]
+    ("base", "settings"),
+    [("llama", {"task_type": "causal_lm"}), ("bert", {"pooling": "mean", "head_init": "learned"})],
 )
 def test_the_output_is_that_of_w_plus_alpha_over_r_b_a(sources, base, settings):
-    adapted, plain = learner_of(sources[base], lora_alpha=6, **settings), learner_of(sources[base], lora_r=0, **settings)
+    adapted, plain = (
+        learner_of(sources[base], lora_alpha=6, **settings),
+        learner_of(sources[base], lora_r=0, **settings),
+    )
     batch = inputs(Path(sources[base]))
     with torch.no_grad():
         assert torch.equal(adapted(**batch), plain(**batch))  # B is zero: the start is the checkpoint
@@ -101,15 +129,28 @@ def test_adapters_follow_the_seed(sources):
     assert all(float(value.detach().std()) > 0.01 for value in values.values())
 
 
-@pytest.mark.parametrize(("base", "auto", "settings"), [
-    ("llama", "AutoModelForCausalLM", {"task_type": "causal_lm"}),
-    ("llama", "AutoModelForSequenceClassification", {"pooling": "model"}),
-    ("bert", "AutoModelForSequenceClassification", {"pooling": "model", "head_init": "learned"}),
-    ("roberta", "AutoModelForSequenceClassification", {"pooling": "model", "lora_target_modules": ["all-linear"]}),
-    ("bert", "AutoModel", {"pooling": "mean", "head_init": "learned", "lora_target_modules": ["all-linear"]}),
-    ("tiny", "AutoModel", {}),
-])  # fmt: skip
-def test_export_is_read_by_plain_peft_and_merged_by_plain_transformers(tmp_path, sources, base, auto, settings):
+@pytest.mark.parametrize(
+    ("base", "auto", "settings"),
+    [
+        ("llama", "AutoModelForCausalLM", {"task_type": "causal_lm"}),
+        ("llama", "AutoModelForSequenceClassification", {"pooling": "model"}),
+        ("bert", "AutoModelForSequenceClassification", {"pooling": "model", "head_init": "learned"}),
+        (
+            "roberta",
+            "AutoModelForSequenceClassification",
+            {"pooling": "model", "lora_target_modules": ["all-linear"]},
+        ),
+        (
+            "bert",
+            "AutoModel",
+            {"pooling": "mean", "head_init": "learned", "lora_target_modules": ["all-linear"]},
+        ),
+        ("tiny", "AutoModel", {}),
+    ],
+)
+def test_export_is_read_by_plain_peft_and_merged_by_plain_transformers(
+    tmp_path, sources, base, auto, settings
+):
     import transformers
     from peft import PeftModel
 
@@ -134,8 +175,11 @@ def test_export_is_read_by_plain_peft_and_merged_by_plain_transformers(tmp_path,
     assert not any("lora" in name for name in load_file(tmp_path / "merged" / "model.safetensors"))
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["inference_mode"]) == (3, 5, True)
-    assert (folder / "head.safetensors").exists() == (tmp_path / "merged" / "head.safetensors").exists() == (auto == "AutoModel"
-            and settings.get("head_init") == "learned")  # fmt: skip
+    assert (
+        (folder / "head.safetensors").exists()
+        == (tmp_path / "merged" / "head.safetensors").exists()
+        == (auto == "AutoModel" and settings.get("head_init") == "learned")
+    )
 
 
 def test_export_is_a_sentence_transformers_folder(tmp_path, sources):
@@ -151,8 +195,18 @@ def test_export_is_a_sentence_transformers_folder(tmp_path, sources):
 
 def test_a_run_saves_adapters_alone_and_goes_on_from_them(tmp_path, sources):
     data = write_classes(tmp_path / "rows.jsonl", classes=15)
-    config = {"model_name_or_path": sources["bert"], "dataset": [str(data)], "k_shot": 1, "num_query": 2, "outer_steps": 4,
-              "eval_episodes": 0, "save_steps": 2, "lora_r": 2, "head_init": "learned", "pooling": "mean"}  # fmt: skip
+    config = {
+        "model_name_or_path": sources["bert"],
+        "dataset": [str(data)],
+        "k_shot": 1,
+        "num_query": 2,
+        "outer_steps": 4,
+        "eval_episodes": 0,
+        "save_steps": 2,
+        "lora_r": 2,
+        "head_init": "learned",
+        "pooling": "mean",
+    }
     MetaTrainer(Config(**config, output_dir=str(tmp_path / "whole"))).train()
     shard = load_file(tmp_path / "whole" / "checkpoint-2" / "shard-00000.safetensors")
     assert {name.split("/")[0] for name in shard} == {"theta", "exp_avg", "exp_avg_sq"}
@@ -170,18 +224,27 @@ def test_a_run_saves_adapters_alone_and_goes_on_from_them(tmp_path, sources):
 
 
 def test_the_estimate_counts_frozen_weights_once(tmp_path, sources, monkeypatch):
-    """Full: 4 bytes of weight, 4 of gradient, 20 of meta state per parameter; LoRA: the base's weights and nothing else of it."""
+    """Full: 4 bytes of weight, 4 of gradient, 20 of meta state per parameter; LoRA: the base's weights and
+    nothing else of it.
+    """
     from fmmeta.planning import auto_group_size
 
     seen = []
     monkeypatch.setattr(
-        auto_group_size, "choose_group_size", lambda world, sizes, precision, model_ranks: (seen.append(sizes), (1, ""))[1]
+        auto_group_size,
+        "choose_group_size",
+        lambda world, sizes, precision, model_ranks: (seen.append(sizes), (1, ""))[1],
     )
     data = write_classes(tmp_path / "rows.jsonl", classes=15)
     world = World(Launch(), torch.device("cpu"))
     for lora_r in (0, 2):
         config = Config(
-            model_name_or_path=sources["bert"], dataset=[str(data)], k_shot=1, num_query=2, pooling="mean", lora_r=lora_r
+            model_name_or_path=sources["bert"],
+            dataset=[str(data)],
+            k_shot=1,
+            num_query=2,
+            pooling="mean",
+            lora_r=lora_r,
         )
         form_groups(config, plan(config, world, lambda text: None), world, lambda text: None)
     full, lora = seen
@@ -202,14 +265,33 @@ def test_missing_peft_names_the_extra(sources, monkeypatch):
     describe(Config())  # nobody else needs it
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"lora_target_modules": ["nix"]}, "lora_target_modules=nix: BertModel has no layer 'nix' to adapt; its linear"),
-    ({"lora_target_modules": ["query", "nix"]},
-     "lora_target_modules=query nix: BertModel has no layer 'nix' to adapt; its linear layers are dense, key, query, value"),
-    ({"lora_target_modules": ["word_embeddings"]},
-     "lora_target_modules=word_embeddings: embeddings.word_embeddings holds the weight of an embedding; name linear layers"),
-    ({"lora_target_modules": ["LayerNorm"]}, "lora_target_modules=LayerNorm cannot be adapted in BertModel: Target mod"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"lora_target_modules": ["nix"]},
+            "lora_target_modules=nix: BertModel has no layer 'nix' to adapt; its linear",
+        ),
+        (
+            {"lora_target_modules": ["query", "nix"]},
+            (
+                "lora_target_modules=query nix: BertModel has no layer 'nix' to adapt; its linear layers are"
+                " dense, key, query, value"
+            ),
+        ),
+        (
+            {"lora_target_modules": ["word_embeddings"]},
+            (
+                "lora_target_modules=word_embeddings: embeddings.word_embeddings holds the weight of an"
+                " embedding; name linear layers"
+            ),
+        ),
+        (
+            {"lora_target_modules": ["LayerNorm"]},
+            "lora_target_modules=LayerNorm cannot be adapted in BertModel: Target mod",
+        ),
+    ],
+)
 def test_targets_that_cannot_be(sources, settings, said):
     assert refusal(learner_of, sources["bert"], pooling="mean", **settings).startswith(said)
 
@@ -220,7 +302,9 @@ def test_a_tied_output_layer_is_no_target(sources):
 
 
 def test_a_head_is_no_target(sources):
-    message = refusal(learner_of, sources["bert"], pooling="model", lora_target_modules=["query", "classifier"])
+    message = refusal(
+        learner_of, sources["bert"], pooling="model", lora_target_modules=["query", "classifier"]
+    )
     assert "has no layer 'classifier' to adapt; its linear layers are dense, key, query, value" in message
 
 
@@ -231,14 +315,20 @@ def test_an_architecture_that_peft_does_not_know_needs_targets(tmp_path):
     message = refusal(learner_of, str(tmp_path), task_type="causal_lm")
     assert message.startswith("lora_target_modules=(peft's choice) cannot be adapted in CTRLLMHeadModel: ")
     assert message.endswith("; name its linear layers, or use all-linear")
-    assert any("lora_A" in name for name, _ in learner_of(str(tmp_path), task_type="causal_lm",
-                                                          lora_target_modules=["Wq"]).named_parameters())  # fmt: skip
+    assert any(
+        "lora_A" in name
+        for name, _ in learner_of(
+            str(tmp_path), task_type="causal_lm", lora_target_modules=["Wq"]
+        ).named_parameters()
+    )
 
 
 @pytest.mark.parametrize("source", ["bert", "llama"])
 def test_an_adapter_folder_is_read_as_its_merged_model(source, tmp_path, sources):
     exported(sources[source], tmp_path / "model", lora_r=3, lora_merge=True)
-    config, merged = (Config(model_name_or_path=str(tmp_path / name), head_init="learned") for name in ("model", "merged"))
+    config, merged = (
+        Config(model_name_or_path=str(tmp_path / name), head_init="learned") for name in ("model", "merged")
+    )
     ours = load_learner(config, describe(config)).state_dict()
     theirs = load_learner(merged, describe(merged)).state_dict()
     assert set(ours) == set(theirs)
@@ -253,28 +343,52 @@ def test_adapters_are_gone_on_with(source, tmp_path, sources):
     stored = {name: param for name, param in worker.model.named_parameters() if param.requires_grad}
     assert {name for name, param in learner.named_parameters() if param.requires_grad} == set(stored)
     heads = set(worker.model.head_names)
-    assert all(torch.equal(learner.get_parameter(name), param) for name, param in stored.items() if name not in heads)
+    assert all(
+        torch.equal(learner.get_parameter(name), param) for name, param in stored.items() if name not in heads
+    )
     assert settings_of(learner, config).base_model_name_or_path == sources[source]
-    for other, rank in (({"lora_r": 4, "lora_alpha": 5}, 4), ({"lora_r": 3}, 3),
-                        ({"lora_r": 3, "lora_alpha": 5, "lora_target_modules": ["all-linear"]}, 3)):  # fmt: skip
+    for other, rank in (
+        ({"lora_r": 4, "lora_alpha": 5}, 4),
+        ({"lora_r": 3}, 3),
+        ({"lora_r": 3, "lora_alpha": 5, "lora_target_modules": ["all-linear"]}, 3),
+    ):
         config = Config(model_name_or_path=str(tmp_path / "model"), **other)
         layers = len([name for name in stored if "lora_A" in name])
-        assert refusal(lambda config: load_learner(config, describe(config)), config) == (
-            f"lora_r={rank}: {tmp_path / 'model'} holds adapters of rank 3, alpha 5 and of {layers} layers, not these; give "
-            "the same --lora_r, --lora_alpha and --lora_target_modules to go on with them, or a merged/ folder for others"
+        assert (
+            refusal(lambda config: load_learner(config, describe(config)), config)
+            == f"lora_r={rank}: {tmp_path / 'model'} holds adapters of rank 3, alpha 5 and of {layers}"
+            " layers, not these; give the same --lora_r, --lora_alpha and --lora_target_modules to go on"
+            " with them, or a merged/ folder for others"
         )
 
 
 @pytest.mark.parametrize("algorithm", ["fomaml", "anil"])
 def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, sources):
-    """The numbers of the table at the end of the run, from its folder alone; without adapters its rates fit no layer."""
+    """The numbers of the table at the end of the run, from its folder alone; without adapters its rates fit
+    no layer.
+    """
     data = write_classes(tmp_path / "rows.jsonl", classes=15)
     shared = {"n_way": 3, "k_shot": 2, "num_query": 2}
-    config = Config(model_name_or_path=sources["bert"], dataset=[str(data)], algorithm=algorithm, lora_r=2, lora_alpha=3,
-                    lora_target_modules=["key"], inner_lr=0.5, outer_lr=0.05, outer_steps=2, meta_batch_size=2, save_steps=0,
-                    test_episodes=3, output_dir=str(tmp_path / "run"), **shared)  # fmt: skip
+    config = Config(
+        model_name_or_path=sources["bert"],
+        dataset=[str(data)],
+        algorithm=algorithm,
+        lora_r=2,
+        lora_alpha=3,
+        lora_target_modules=["key"],
+        inner_lr=0.5,
+        outer_lr=0.05,
+        outer_steps=2,
+        meta_batch_size=2,
+        save_steps=0,
+        test_episodes=3,
+        output_dir=str(tmp_path / "run"),
+        **shared,
+    )
     MetaTrainer(config).train()
-    table = json.loads((tmp_path / "run" / "run.json").read_text())["held_out"]["after adaptation, meta-trained"]
+    table = json.loads((tmp_path / "run" / "run.json").read_text())["held_out"][
+        "after adaptation, meta-trained"
+    ]
     model, given = str(tmp_path / "run" / "model"), {**shared, "n_way": "3", "k_shot": [2], "episodes": 3}
     [cell] = evaluate(model, str(data), **given)["cells"]
     assert cell["accuracy"] == pytest.approx(table["accuracy"][0])
@@ -282,18 +396,27 @@ def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, s
     [prototypes] = evaluate(model, str(data), method=["prototype"], **given)["cells"]
     assert 0 < prototypes["accuracy"] <= 1
     said = refusal(evaluate, model, str(data), lora_r=0, **given)
-    assert said == (f"model_name_or_path={model}: the inner rates in fmmeta.json are of other layers than lora_r=0 trains; leave "
-                    "--lora_r out, or give --inner_lr")  # fmt: skip
+    assert (
+        said
+        == f"model_name_or_path={model}: the inner rates in fmmeta.json are of other layers than lora_r=0"
+        " trains; leave --lora_r out, or give --inner_lr"
+    )
 
 
 def test_an_adapted_adapter_stands_beside_the_base(tmp_path, sources):
     data = write_classes(tmp_path / "rows.jsonl", classes=3)
     exported(sources["bert"], tmp_path / "model", lora_r=3, lora_alpha=5)
-    adapted = adapt(str(tmp_path / "model"), str(data), output_dir=str(tmp_path / "own"), early_stopping=False)
+    adapted = adapt(
+        str(tmp_path / "model"), str(data), output_dir=str(tmp_path / "own"), early_stopping=False
+    )
     settings = json.loads((tmp_path / "own" / "adapter_config.json").read_text())
     assert (settings["r"], settings["base_model_name_or_path"]) == (3, sources["bert"])
     before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("model", "own"))
-    moved = [float((after[name] - value).norm() / value.norm()) for name, value in before.items() if "lora_A" in name]
+    moved = [
+        float((after[name] - value).norm() / value.norm())
+        for name, value in before.items()
+        if "lora_A" in name
+    ]
     assert 0 < max(moved) < 0.5  # it began where the other ended
     texts = ["alpha beta", "gamma"]
     again = answer(predict_from(PredictConfig(model_name_or_path=str(tmp_path / "own"))), texts, 8)
@@ -312,7 +435,9 @@ def test_the_tokenizer_of_a_folder_that_peft_saved_is_that_of_its_base(tmp_path,
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(["river"])
     tokenizer.save_pretrained(base)
-    peft.get_peft_model(AutoModel.from_pretrained(base), peft.LoraConfig(r=2)).save_pretrained(tmp_path / "adapters")
+    peft.get_peft_model(AutoModel.from_pretrained(base), peft.LoraConfig(r=2)).save_pretrained(
+        tmp_path / "adapters"
+    )
     config = Config(model_name_or_path=str(tmp_path / "adapters"), pooling="mean")
     found = load_tokenizer(config, describe(config), pytest.fail)
     assert found("river")["input_ids"] == tokenizer("river")["input_ids"]
@@ -321,6 +446,8 @@ def test_the_tokenizer_of_a_folder_that_peft_saved_is_that_of_its_base(tmp_path,
 
 def test_a_broken_adapter_folder_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert refusal(describe, Config(model_name_or_path=str(tmp_path))) == (
-        f"model_name_or_path={tmp_path}: adapter_config.json cannot be read ('base_model_name_or_path'); mend it"
+    assert (
+        refusal(describe, Config(model_name_or_path=str(tmp_path)))
+        == f"model_name_or_path={tmp_path}: adapter_config.json cannot be read ('base_model_name_or_path');"
+        " mend it"
     )

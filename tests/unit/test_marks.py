@@ -1,4 +1,6 @@
-"""The suite `marks`: balanced support sets, queries without marks, held-out tasks of other kinds, and what is refused."""
+"""The suite `marks`: balanced support sets, queries without marks, held-out tasks of other kinds, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def drawn(source, steps: int = 20):
     for step in range(steps):
         for task in Schedule(source.items, 2, 0).meta_batch(step):
             draw = source.draw(task)
-            yield [[(draw.store.text("left", row), label) for row, label in rows] for rows in (draw.support, draw.query)]
+            yield [
+                [(draw.store.text("left", row), label) for row, label in rows]
+                for rows in (draw.support, draw.query)
+            ]
 
 
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
@@ -57,7 +62,9 @@ def test_without_the_marks_the_support_set_says_nothing(sources, split):
 def test_a_mark_says_how_far_a_label_is_off():
     rows, _ = marks()
     kinds = {
-        (row.values["task"], row.values["label"]): kind(row.values["text"]) for row in rows if not part_of(row.values["text"])
+        (row.values["task"], row.values["label"]): kind(row.values["text"])
+        for row in rows
+        if not part_of(row.values["text"])
     }
     for row in rows:
         task, label, text = row.values["task"], int(row.values["label"].split()[1]), row.values["text"]
@@ -68,8 +75,11 @@ def test_a_mark_says_how_far_a_label_is_off():
 def test_tasks_have_kinds_of_their_own_and_no_text_twice():
     rows, splits = marks()
     assert {split: len(tasks) for split, tasks in splits.items()} == {"train": 80, "valid": 12, "test": 24}
-    sets = [frozenset(kind(row.values["text"]) for row in rows if row.values["task"] == task)
-            for tasks in splits.values() for task in tasks]  # fmt: skip
+    sets = [
+        frozenset(kind(row.values["text"]) for row in rows if row.values["task"] == task)
+        for tasks in splits.values()
+        for task in tasks
+    ]
     assert len(set(sets)) == len(sets) == 116
     assert len({(row.values["task"], row.values["label"], row.values["text"]) for row in rows}) == len(rows)
 
@@ -85,27 +95,43 @@ def test_the_first_order_gradient_does_not_know_the_marks():
     """Exactly zero on their embeddings, where the exact gradient is not; both move the letters'."""
     found = {}
     for algorithm in ("fomaml", "maml"):
-        config = Config(dataset=["marks"], n_way=3, k_shot=6, algorithm=algorithm, inner_steps=1, inner_lr=1.0)
-        tokenizer, learner = load_tokenizer(config, describe(config), print), load_learner(config, describe(config))
+        config = Config(
+            dataset=["marks"], n_way=3, k_shot=6, algorithm=algorithm, inner_steps=1, inner_lr=1.0
+        )
+        tokenizer, learner = (
+            load_tokenizer(config, describe(config), print),
+            load_learner(config, describe(config)),
+        )
         source = load_sources(config, tokenizer, print).train
         episode = source.episode(Schedule(source.items, 1, 0).meta_batch(0)[0])
         worker = worker_of(learner, config)
         rule = RULES[algorithm](setup(config, worker, learner.head_names, 3, False), 0)
         told = by_name(worker, rule.direction(worker, worker.read(), batches_of(episode, 32)).shards)
         table = told["hf.embeddings.word_embeddings.weight"]
-        marks_of, letters = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (MARKS, "".join(KIND_OF)))
+        marks_of, letters = (
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (MARKS, "".join(KIND_OF))
+        )
         found[algorithm] = float(table[marks_of].abs().max()), float(table[letters].abs().max())
     assert found["fomaml"][0] == 0
     assert found["maml"][0] > 1e-3 * found["maml"][1]
     assert found["fomaml"][1] > 0
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"k_shot": 37}, "k_shot=37 is above the 36 texts of a class of dataset=marks; lower it"),
-    ({"k_shot": 3, "k_shot_max": 40}, "k_shot=40 is above the 36 texts of a class of dataset=marks; lower it"),
-    ({"num_query": 21}, "num_query=21 is above the 20 texts of a class of dataset=marks; lower it"),
-    ({"task_type": "causal_lm"}, "dataset=marks has classes and no answers, and task_type=causal_lm; use classification"),
-    ({"n_way": 4}, "n_way=4 is above the 3 classes of task 'train-0'; lower n_way"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"k_shot": 37}, "k_shot=37 is above the 36 texts of a class of dataset=marks; lower it"),
+        (
+            {"k_shot": 3, "k_shot_max": 40},
+            "k_shot=40 is above the 36 texts of a class of dataset=marks; lower it",
+        ),
+        ({"num_query": 21}, "num_query=21 is above the 20 texts of a class of dataset=marks; lower it"),
+        (
+            {"task_type": "causal_lm"},
+            "dataset=marks has classes and no answers, and task_type=causal_lm; use classification",
+        ),
+        ({"n_way": 4}, "n_way=4 is above the 3 classes of task 'train-0'; lower n_way"),
+    ],
+)
 def test_episodes_that_it_does_not_have_are_refused(settings, said):
     assert refusal(load, **settings) == said

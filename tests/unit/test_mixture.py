@@ -43,7 +43,10 @@ def tasks_of(config: Config, sources: Sources, count: int):
 
 
 def test_data_sets_of_a_mixture_are_strata_and_keep_to_themselves(tmp_path):
-    first, second = write_classes(tmp_path / "first.jsonl"), write_classes(tmp_path / "second.jsonl", classes=9, strata=1)
+    first, second = (
+        write_classes(tmp_path / "first.jsonl"),
+        write_classes(tmp_path / "second.jsonl", classes=9, strata=1),
+    )
     config, sources = load(first, second)
     parts = {"first": load(first)[1], "second": load(second)[1]}
     assert set(sources.train.items.strata) == {"first", "second"}
@@ -58,13 +61,19 @@ def test_data_sets_of_a_mixture_are_strata_and_keep_to_themselves(tmp_path):
     assert sources.fingerprint not in {part.fingerprint for part in parts.values()}
 
 
-@pytest.mark.parametrize(("settings", "wanted"), [
-    ({"mix_weights": [3.0, 1.0]}, {"first": 300, "second": 100}),
-    ({"mix_temperature": float("inf")}, {"first": 200, "second": 200}),
-    ({}, {"first": 291, "second": 109}),  # 8 of 11 training classes
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"mix_weights": [3.0, 1.0]}, {"first": 300, "second": 100}),
+        ({"mix_temperature": float("inf")}, {"first": 200, "second": 200}),
+        ({}, {"first": 291, "second": 109}),  # 8 of 11 training classes
+    ],
+)
 def test_weights_and_temperature_set_the_shares(tmp_path, settings, wanted):
-    first, second = write_classes(tmp_path / "first.jsonl"), write_classes(tmp_path / "second.jsonl", classes=7, strata=1)
+    first, second = (
+        write_classes(tmp_path / "first.jsonl"),
+        write_classes(tmp_path / "second.jsonl", classes=7, strata=1),
+    )
     config, sources = load(first, second, **settings)
     drawn = Counter(task.stratum for task in tasks_of(config, sources, 400))
     assert {name: pytest.approx(count, abs=4) for name, count in wanted.items()} == drawn
@@ -88,8 +97,10 @@ def test_a_data_set_without_training_tasks_is_named(tmp_path):
     (tmp_path / "second").mkdir()
     write_classes(tmp_path / "second" / "rows.jsonl")
     (tmp_path / "second" / "class_splits.json").write_text(json.dumps({"train": [], "test": ["c0", "c1"]}))
-    assert refusal(load, first, tmp_path / "second") == (
-        f"dataset={tmp_path / 'second'} has nothing to train on: its train split is empty; mend the split file"
+    assert (
+        refusal(load, first, tmp_path / "second")
+        == f"dataset={tmp_path / 'second'} has nothing to train on: its train split is empty; mend the split"
+        " file"
     )
 
 
@@ -105,14 +116,19 @@ def test_files_of_a_folder_of_folders_are_tasks(tmp_path):
         assert task.stratum == stratum
         assert sorted(episode.classes) == ["a", "b"]
         word = WORDS[int(file[1:])]
-        texts = [TOKENIZER.decode(row.input_ids, skip_special_tokens=True) for row in episode.support + episode.query]
+        texts = [
+            TOKENIZER.decode(row.input_ids, skip_special_tokens=True)
+            for row in episode.support + episode.query
+        ]
         assert all(text.startswith(word) for text in texts)
 
 
 def test_pairs_in_files_need_no_task_column(tmp_path):
     (tmp_path / "tasks" / "s").mkdir(parents=True)
     for name in "abc":
-        write_rows(tmp_path / "tasks" / "s" / f"{name}.jsonl", [{"input": f"{i}", "output": name} for i in range(5)])
+        write_rows(
+            tmp_path / "tasks" / "s" / f"{name}.jsonl", [{"input": f"{i}", "output": name} for i in range(5)]
+        )
     config, sources = load(tmp_path / "tasks", task_type="causal_lm")
     for task in tasks_of(config, sources, 3):
         row = sources.train.episode(task).query[0]
@@ -138,12 +154,22 @@ def test_no_file_is_read_before_its_task_is_drawn(tmp_path):
     assert pickle.loads(pickle.dumps(sources.train)).opened == {}
 
 
-@pytest.mark.parametrize(("rows", "said"), [
-    ([{"text": "x", "label": "a"}, {"text": "y", "label": "b"}],
-     "{path}: k_shot=1 and num_query=2 need 3 rows, but class 'a' of task 's0/t0' has 1; mend or remove the file"),
-    ([{"text": f"x{i}", "label": "a"} for i in range(4)],
-     "{path}: n_way=2 is above the 1 classes of task 's0/t0'; mend or remove the file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [{"text": "x", "label": "a"}, {"text": "y", "label": "b"}],
+            (
+                "{path}: k_shot=1 and num_query=2 need 3 rows, but class 'a' of task 's0/t0' has 1; mend or"
+                " remove the file"
+            ),
+        ),
+        (
+            [{"text": f"x{i}", "label": "a"} for i in range(4)],
+            "{path}: n_way=2 is above the 1 classes of task 's0/t0'; mend or remove the file",
+        ),
+    ],
+)
 def test_a_file_without_an_episode_in_it_is_named(tmp_path, rows, said):
     (tmp_path / "tasks" / "s0").mkdir(parents=True)
     path = write_rows(tmp_path / "tasks" / "s0" / "t0.jsonl", rows)

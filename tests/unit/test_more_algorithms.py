@@ -1,4 +1,6 @@
-"""ANIL, BOIL, Proto-MAML, Meta-SGD, iMAML and the baselines against the oracle; iMAML against a dense solve; what they cost."""
+"""ANIL, BOIL, Proto-MAML, Meta-SGD, iMAML and the baselines against the oracle; iMAML against a dense solve;
+what they cost.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ from fmmeta.training import final_table
 from fmmeta.training.step_metrics import StepMetrics
 from tests.unit import learners
 from tests.unit.helpers import one_rank
-from tests.unit.learners import against_oracle, batches_of, by_name, config_of, episode_of, setup_of, worker_of
+from tests.unit.learners import (
+    against_oracle,
+    batches_of,
+    by_name,
+    config_of,
+    episode_of,
+    setup_of,
+    worker_of,
+)
 from tests.unit.test_algorithms import LEARNERS, PROTOTYPE, identity, passes_of
 
 PROTOTYPE_HEAD = {"head_init": "prototype"}
@@ -29,9 +39,11 @@ HEADS = [{}, {"head_init": "learned"}, PROTOTYPE, THROUGH]
 
 @pytest.mark.parametrize("model", ["bert", "classifier"])
 @pytest.mark.parametrize("head", HEADS, ids=identity)
-@pytest.mark.parametrize("extra", [{}, {"first_order_steps": 5}, {"inner_optimizer": "momentum"},
-                                   {"inner_lr_schedule": "linear"}],
-                         ids=identity)  # fmt: skip
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"first_order_steps": 5}, {"inner_optimizer": "momentum"}, {"inner_lr_schedule": "linear"}],
+    ids=identity,
+)
 def test_anil_is_autograd_through_the_head_alone(model, head, extra):
     """To rounding: nothing is approximated."""
     cosine, error = against_oracle(LEARNERS[model], algorithm="anil", **head, **extra)
@@ -41,7 +53,9 @@ def test_anil_is_autograd_through_the_head_alone(model, head, extra):
 
 @pytest.mark.parametrize("model", ["bert", "classifier"])
 def test_anil_adapts_as_it_is_trained(model):
-    """Evaluation runs the ordinary inner loop with rates of zero on the body; both reach the same head and first loss."""
+    """Evaluation runs the ordinary inner loop with rates of zero on the body; both reach the same head and
+    first loss.
+    """
     learner = LEARNERS[model]
     config, episode = config_of(learner, algorithm="anil", head_init="learned"), episode_of(learner)
     found, worker = learners.found_by_rule(learner, config, episode)
@@ -52,10 +66,16 @@ def test_anil_adapts_as_it_is_trained(model):
     assert found.query.loss == pytest.approx(worker.forward(batches_of(episode).query).loss, rel=1e-6)
 
 
-@pytest.mark.parametrize(("settings", "calls"), [
-    ({"algorithm": "anil"}, 2 + 3), ({"algorithm": "anil", **PROTOTYPE_HEAD}, 2 + 3),
-    ({"algorithm": "fomaml", **PROTOTYPE_HEAD}, 3 + 4 * 2 + 3 * 3), ({"algorithm": "imaml"}, 4 * 2 + 3 * 3),
-], ids=identity)  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "calls"),
+    [
+        ({"algorithm": "anil"}, 2 + 3),
+        ({"algorithm": "anil", **PROTOTYPE_HEAD}, 2 + 3),
+        ({"algorithm": "fomaml", **PROTOTYPE_HEAD}, 3 + 4 * 2 + 3 * 3),
+        ({"algorithm": "imaml"}, 4 * 2 + 3 * 3),
+    ],
+    ids=identity,
+)
 def test_a_path_is_the_query_set_after_every_number_of_steps(settings, calls):
     """9 + 6 rows in micro-batches of 4: 3 and 2. Where the body stays, each goes through it once."""
     learner = LEARNERS["bert"]
@@ -80,10 +100,15 @@ def test_anil_costs_the_same_for_any_number_of_steps(steps, monkeypatch):
     bert = LEARNERS["bert"]
     assert passes_of(bert, monkeypatch, algorithm="anil", inner_steps=steps) == (2, 0)
     assert passes_of(bert, monkeypatch, algorithm="anil", inner_steps=steps, first_order_steps=9) == (1, 1)
-    assert passes_of(bert, monkeypatch, algorithm="anil", inner_steps=steps, micro_batch_size=29) == (2, 1)  # of 15 + 15 rows
+    assert passes_of(bert, monkeypatch, algorithm="anil", inner_steps=steps, micro_batch_size=29) == (
+        2,
+        1,
+    )  # of 15 + 15 rows
 
 
-@pytest.mark.parametrize("settings", [{}, {"head_init": "learned"}, THROUGH, {"first_order_steps": 5}], ids=identity)
+@pytest.mark.parametrize(
+    "settings", [{}, {"head_init": "learned"}, THROUGH, {"first_order_steps": 5}], ids=identity
+)
 def test_anil_adds_to_a_sum_what_it_returns(settings):
     learner = LEARNERS["bert"]
     config, episode = config_of(learner, algorithm="anil", **settings), batches_of(episode_of(learner))
@@ -123,15 +148,32 @@ def test_anil_of_fewer_classes_than_the_head_has(settings):
         for batch in [*batches.support, *batches.query]:
             batch.classes = learners.CLASSES
         told = rule.direction(worker, worker.read(), batches)
-        found += [by_name(worker, told.shards)["hf.embeddings.word_embeddings.weight"], torch.tensor(told.query.loss)]
+        found += [
+            by_name(worker, told.shards)["hf.embeddings.word_embeddings.weight"],
+            torch.tensor(told.query.loss),
+        ]
     torch.testing.assert_close(wide, narrow, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("settings", [{"algorithm": "anil"}, {"algorithm": "anil", **PROTOTYPE, "inner_optimizer": "momentum"},
-                                      {"algorithm": "fomaml", "inner_lr_groups": ["head=1", "*=0"], "inner_optimizer": "adamw",
-                                       "head_init": "learned", "inner_lr_schedule": "linear"}], ids=identity)  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": "anil"},
+        {"algorithm": "anil", **PROTOTYPE, "inner_optimizer": "momentum"},
+        {
+            "algorithm": "fomaml",
+            "inner_lr_groups": ["head=1", "*=0"],
+            "inner_optimizer": "adamw",
+            "head_init": "learned",
+            "inner_lr_schedule": "linear",
+        },
+    ],
+    ids=identity,
+)
 def test_steps_of_a_head_alone_see_the_body_once(settings, monkeypatch):
-    """The same phi, losses and accuracies as steps of the whole model at rates of zero on the body; one forward for all."""
+    """The same phi, losses and accuracies as steps of the whole model at rates of zero on the body; one
+    forward for all.
+    """
     learner = LEARNERS["bert"]
     config, episode = config_of(learner, **settings), batches_of(episode_of(learner))
 
@@ -149,7 +191,9 @@ def test_steps_of_a_head_alone_see_the_body_once(settings, monkeypatch):
     torch.testing.assert_close(phi, wanted, rtol=1e-5, atol=1e-6)
     assert losses == pytest.approx(loss, rel=1e-5)
     assert right == others
-    means = 1 if settings.get("head_init") == "prototype" else 0  # of several micro-batches: a pass of their own
+    means = (
+        1 if settings.get("head_init") == "prototype" else 0
+    )  # of several micro-batches: a pass of their own
     assert (few, many) == (len(episode.support), (3 + means) * len(episode.support))
 
 
@@ -160,7 +204,9 @@ def test_the_first_step_goes_on_from_the_pass_of_the_class_means(monkeypatch):
     for kept in (True, False):
         worker, calls = worker_of(learner, config), []
         support, call = batches_of(episode_of(learner), 32).support, worker._call
-        monkeypatch.setattr(worker, "_call", lambda *a, calls=calls, call=call, **k: calls.append(0) or call(*a, **k))
+        monkeypatch.setattr(
+            worker, "_call", lambda *a, calls=calls, call=call, **k: calls.append(0) or call(*a, **k)
+        )
         monkeypatch.setattr(worker, "can_defer_backward", kept)
         setup_of(worker, config).inner.adapt(worker, worker.read(), support)
         found.append((worker.read(), len(calls)))
@@ -169,18 +215,33 @@ def test_the_first_step_goes_on_from_the_pass_of_the_class_means(monkeypatch):
     torch.testing.assert_close(phi, wanted, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize(("algorithm", "model", "settings", "at_most"), [
-    ("boil", "bert", {}, 1e-3), ("boil", "classifier", {"inner_lr": 0.3}, 1e-3), ("boil", "bert", {"first_order_steps": 9}, 1e-5),
-    ("proto_maml", "bert", {"inner_lr": 0.02}, 1e-3),
-    ("proto_maml", "classifier", {"inner_lr": 0.02, "prototype_gradient": True}, 1e-3),
-    ("proto_maml", "bert", {"inner_lr": 0.02, "prototype_gradient": True, "first_order_steps": 9}, 1e-5),
-    ("meta_sgd", "llama", {}, 1e-3), ("meta_sgd", "bert", {}, 1e-3), ("meta_sgd", "llama", {"first_order_steps": 9}, 1e-5),
-    ("protonet", "bert", {}, 1e-5), ("protonet", "classifier", {}, 1e-5), ("protonet", "bert", {"inner_steps": 0}, 1e-5),
-    ("joint", "llama", {}, 1e-5),
-    ("imaml", "llama", {"proximal_weight": 300.0, "inner_lr": 0.003}, 1e-3),
-    ("imaml", "bert", {"proximal_weight": 10.0, "inner_lr": 0.05, "head_init": "learned", "cg_damping": 0.5}, 1e-3),
-    ("imaml", "bert", {**THROUGH, "proximal_weight": 400.0, "inner_lr": 0.002}, 1e-3),
-], ids=identity)  # fmt: skip
+@pytest.mark.parametrize(
+    ("algorithm", "model", "settings", "at_most"),
+    [
+        ("boil", "bert", {}, 1e-3),
+        ("boil", "classifier", {"inner_lr": 0.3}, 1e-3),
+        ("boil", "bert", {"first_order_steps": 9}, 1e-5),
+        ("proto_maml", "bert", {"inner_lr": 0.02}, 1e-3),
+        ("proto_maml", "classifier", {"inner_lr": 0.02, "prototype_gradient": True}, 1e-3),
+        ("proto_maml", "bert", {"inner_lr": 0.02, "prototype_gradient": True, "first_order_steps": 9}, 1e-5),
+        ("meta_sgd", "llama", {}, 1e-3),
+        ("meta_sgd", "bert", {}, 1e-3),
+        ("meta_sgd", "llama", {"first_order_steps": 9}, 1e-5),
+        ("protonet", "bert", {}, 1e-5),
+        ("protonet", "classifier", {}, 1e-5),
+        ("protonet", "bert", {"inner_steps": 0}, 1e-5),
+        ("joint", "llama", {}, 1e-5),
+        ("imaml", "llama", {"proximal_weight": 300.0, "inner_lr": 0.003}, 1e-3),
+        (
+            "imaml",
+            "bert",
+            {"proximal_weight": 10.0, "inner_lr": 0.05, "head_init": "learned", "cg_damping": 0.5},
+            1e-3,
+        ),
+        ("imaml", "bert", {**THROUGH, "proximal_weight": 400.0, "inner_lr": 0.002}, 1e-3),
+    ],
+    ids=identity,
+)
 def test_meta_gradient_is_that_of_the_oracle(algorithm, model, settings, at_most):
     cosine, error = against_oracle(LEARNERS[model], algorithm=algorithm, **settings)
     assert cosine > 0.9999
@@ -197,7 +258,9 @@ def test_boil_leaves_the_head_alone():
     assert still - {f"hf.pooler.dense.{part}" for part in ("weight", "bias")} == set(learner.head_names)
 
 
-@pytest.mark.parametrize("algorithm", ["anil", "boil", "proto_maml", "meta_sgd", "imaml", "protonet", "joint"])
+@pytest.mark.parametrize(
+    "algorithm", ["anil", "boil", "proto_maml", "meta_sgd", "imaml", "protonet", "joint"]
+)
 @pytest.mark.parametrize("poison", ["support", "query"])
 def test_a_task_that_is_not_finite_says_so_and_leaves_theta(algorithm, poison):
     learner = LEARNERS["llama" if algorithm == "joint" else "bert"]
@@ -206,7 +269,9 @@ def test_a_task_that_is_not_finite_says_so_and_leaves_theta(algorithm, poison):
     theta, rule = worker.read(), RULES[algorithm](setup_of(worker, config), 0)
     for batch in getattr(episode, poison):
         batch.weights *= math.inf
-    if algorithm in ("anil", "protonet") and poison == "support":  # they weigh no support rows; make the features bad instead
+    if (
+        algorithm in ("anil", "protonet") and poison == "support"
+    ):  # they weigh no support rows; make the features bad instead
         pytest.skip("features do not depend on the weights of rows")
     assert not rule.direction(worker, theta, episode).finite
     assert torch.equal(worker.read(), theta)
@@ -219,7 +284,10 @@ def test_a_task_that_is_not_finite_says_so_and_leaves_theta(algorithm, poison):
 def test_rows_that_only_fill_a_batch_do_not_count(algorithm):
     """A rank without rows of its own runs one of weight 0; here it is laid beside the others."""
     learner = LEARNERS["bert"]
-    config, episode = config_of(learner, algorithm=algorithm, inner_lr=0.05, **PROTOTYPE_HEAD), episode_of(learner)
+    config, episode = (
+        config_of(learner, algorithm=algorithm, inner_lr=0.05, **PROTOTYPE_HEAD),
+        episode_of(learner),
+    )
     worker = worker_of(learner, config)
     rule, found = RULES[algorithm](setup_of(worker, config), 0), []
     for fillers in (0, 1):
@@ -235,9 +303,18 @@ def small() -> PooledClassifier:
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(4)
-    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=40,
-                        max_position_embeddings=8, type_vocab_size=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-                        initializer_range=0.3)  # fmt: skip
+    config = BertConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        vocab_size=40,
+        max_position_embeddings=8,
+        type_vocab_size=1,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.3,
+    )
     return PooledClassifier(BertModel(config), learners.CLASSES, "mean")
 
 
@@ -262,11 +339,18 @@ def dense():
     phi = {name: value.double().requires_grad_() for name, value in by_name(worker, worker.read()).items()}
     gradient = set_gradient(exact, phi, episode.support, False, create_graph=True)
     flat = torch.cat([gradient[name].reshape(-1) for name in phi])
-    rows = torch.autograd.grad(flat, list(phi.values()), torch.eye(len(flat), dtype=flat.dtype), is_grads_batched=True,
-                               materialize_grads=True)  # fmt: skip
+    rows = torch.autograd.grad(
+        flat,
+        list(phi.values()),
+        torch.eye(len(flat), dtype=flat.dtype),
+        is_grads_batched=True,
+        materialize_grads=True,
+    )
     hessian = torch.cat([of.reshape(len(flat), -1) for of in rows], 1)
     torch.testing.assert_close(hessian, hessian.T)
-    return hessian, torch.cat([x.reshape(-1) for x in set_gradient(exact, phi, episode.query, False).values()])
+    return hessian, torch.cat(
+        [x.reshape(-1) for x in set_gradient(exact, phi, episode.query, False).values()]
+    )
 
 
 @pytest.mark.parametrize("damping", [0.0, 1.0])
@@ -290,8 +374,15 @@ def test_imaml_is_the_dense_solution(dense, damping):
 def test_imaml_is_the_slope_of_the_proximal_minimum():
     """Lemma 1 of the paper: theta moved, the proximal problem solved to the end again, in fp64."""
     learner = small().double()
-    config = config_of(learner, algorithm="imaml", head_init="learned", proximal_weight=8.0, inner_lr=0.05, inner_steps=60,
-                       cg_steps=40)  # fmt: skip
+    config = config_of(
+        learner,
+        algorithm="imaml",
+        head_init="learned",
+        proximal_weight=8.0,
+        inner_lr=0.05,
+        inner_steps=60,
+        cg_steps=40,
+    )
     episode = episode_of(learner)
     theta = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
     from fmmeta.meta.reference import direction
@@ -304,7 +395,9 @@ def test_imaml_is_the_slope_of_the_proximal_minimum():
         phi = began = {name: theta[name] + step * along[name] for name in theta}
         for _ in range(60):  # each leaves 0.6 of the way
             gradient = set_gradient(learner, phi, episode.support, False)
-            phi = {name: phi[name] - 0.05 * (gradient[name] + 8.0 * (phi[name] - began[name])) for name in phi}
+            phi = {
+                name: phi[name] - 0.05 * (gradient[name] + 8.0 * (phi[name] - began[name])) for name in phi
+            }
         return float(set_loss(learner, phi, episode.query, False))
 
     slope = sum(float((wanted[name] * along[name]).sum()) for name in theta)
@@ -320,19 +413,24 @@ def test_imaml_meets_negative_curvature_and_the_run_says_so():
     tally = StepMetrics(imaml.NUMBERS)
     tally.add(found, 1)
     tally.add(
-        learners.found_by_rule(learner, config_of(learner, algorithm="imaml", proximal_weight=300.0, inner_lr=0.003), episode)[0],
+        learners.found_by_rule(
+            learner, config_of(learner, algorithm="imaml", proximal_weight=300.0, inner_lr=0.003), episode
+        )[0],
         1,
     )
     tally.agree(one_rank())
     assert tally.values["too_little_proximal_weight"] == 0.5
     said = imaml.warning(0.05, tally.values)
     assert said.startswith(
-        "proximal_weight=0.05 is too small: on 50 % of this outer step's tasks the support loss curves downwards"
+        "proximal_weight=0.05 is too small: on 50 % of this outer step's tasks the support loss curves"
+        " downwards"
     )
     assert "raise --proximal_weight" in said
     quiet = {"too_little_proximal_weight": 0.0, "cg_residual": 0.01}
     assert imaml.warning(2.0, quiet) is None
-    assert "they leave 420 % of the right-hand side; raise" in imaml.warning(2.0, {**quiet, "cg_residual": 4.2})
+    assert "they leave 420 % of the right-hand side; raise" in imaml.warning(
+        2.0, {**quiet, "cg_residual": 4.2}
+    )
 
 
 def test_imaml_cost_in_passes(monkeypatch):
@@ -346,7 +444,10 @@ def test_other_costs_in_passes(monkeypatch):
     assert passes_of(bert, monkeypatch, algorithm="boil", inner_steps=4) == (15, 0)
     assert passes_of(bert, monkeypatch, algorithm="meta_sgd", inner_steps=4) == (15, 0)
     assert passes_of(bert, monkeypatch, algorithm="proto_maml", inner_steps=4) == (15, 0)
-    assert passes_of(bert, monkeypatch, algorithm="proto_maml", inner_steps=4, prototype_gradient=True) == (16, 0)
+    assert passes_of(bert, monkeypatch, algorithm="proto_maml", inner_steps=4, prototype_gradient=True) == (
+        16,
+        0,
+    )
     assert passes_of(bert, monkeypatch, algorithm="protonet") == (2, 0)
     assert passes_of(llama, monkeypatch, algorithm="joint") == (2, 0)
 
@@ -355,8 +456,16 @@ def test_other_costs_in_passes(monkeypatch):
 def test_imaml_in_a_run_writes_its_numbers(tmp_path, capsys):
     from fmmeta import Config, MetaTrainer
 
-    config = Config(algorithm="imaml", outer_steps=2, eval_episodes=0, meta_batch_size=2, output_dir=str(tmp_path / "run"),
-                    proximal_weight=0.001, cg_steps=2, inner_steps=2)  # fmt: skip
+    config = Config(
+        algorithm="imaml",
+        outer_steps=2,
+        eval_episodes=0,
+        meta_batch_size=2,
+        output_dir=str(tmp_path / "run"),
+        proximal_weight=0.001,
+        cg_steps=2,
+        inner_steps=2,
+    )
     MetaTrainer(config).train()
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert set(imaml.NUMBERS) <= set(line)
@@ -366,7 +475,13 @@ def test_imaml_in_a_run_writes_its_numbers(tmp_path, capsys):
 def run_of(tmp_path, **settings):
     from fmmeta import Config, MetaTrainer
 
-    fixed = {"eval_episodes": 3, "meta_batch_size": 2, "output_dir": str(tmp_path / "run"), "outer_steps": 2, "inner_steps": 2}
+    fixed = {
+        "eval_episodes": 3,
+        "meta_batch_size": 2,
+        "output_dir": str(tmp_path / "run"),
+        "outer_steps": 2,
+        "inner_steps": 2,
+    }
     result = MetaTrainer(Config(**{**fixed, **settings})).train()
     return result, json.loads((tmp_path / "run" / "run.json").read_text())["held_out"]
 
@@ -376,7 +491,9 @@ def test_none_trains_nothing_and_evaluates(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(final_table, "choose_loop", lambda *of: final_table.BaselineLoop(1.0, 2))
     result, held_out = run_of(tmp_path, algorithm="none")
     assert "algorithm=none trains nothing: the weights are evaluated as they are" in capsys.readouterr().out
-    assert result.after == result.after_from_start == held_out["after adaptation, meta-trained"]["accuracy"][0]
+    assert (
+        result.after == result.after_from_start == held_out["after adaptation, meta-trained"]["accuracy"][0]
+    )
     assert held_out["gain"]["loss"] == [0, 0]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     trained, _ = run_of(tmp_path / "other", algorithm="fomaml")
@@ -434,10 +551,18 @@ def test_in_context_scores_the_query_with_and_without_the_support_set():
 def test_in_context_is_a_run(tmp_path):
     from tests.models import save_llama, write_pairs
 
-    _, held_out = run_of(tmp_path, algorithm="in_context", task_type="causal_lm", k_shot=2, num_query=3,
-                              model_name_or_path=str(save_llama(tmp_path / "llama")),
-                              dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))])  # fmt: skip
-    rows = {name: value["loss"][0] for name, value in held_out.items() if name.startswith(("before", "after"))}
+    _, held_out = run_of(
+        tmp_path,
+        algorithm="in_context",
+        task_type="causal_lm",
+        k_shot=2,
+        num_query=3,
+        model_name_or_path=str(save_llama(tmp_path / "llama")),
+        dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))],
+    )
+    rows = {
+        name: value["loss"][0] for name, value in held_out.items() if name.startswith(("before", "after"))
+    }
     assert rows["after adaptation, meta-trained"] != rows["before adaptation, meta-trained"]
 
 

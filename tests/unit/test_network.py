@@ -13,8 +13,12 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.network import Interface, check_and_choose_interface, chosen, findings, gloo_interface
 from tests.unit.helpers import refusal
 
-LO, ETH, IB, DOWN = (Interface("lo", True, ("127.0.0.1", "::1")), Interface("eth0", True, ("10.0.0.5",)),
-                     Interface("ib0", True, ("10.1.0.5",)), Interface("eth1", False, ("10.2.0.5",)))  # fmt: skip
+LO, ETH, IB, DOWN = (
+    Interface("lo", True, ("127.0.0.1", "::1")),
+    Interface("eth0", True, ("10.0.0.5",)),
+    Interface("ib0", True, ("10.1.0.5",)),
+    Interface("eth1", False, ("10.2.0.5",)),
+)
 BARE = Interface("dummy0", True, ())
 KNOWN = [LO, ETH, IB, DOWN, BARE]
 HERE = platform.node()
@@ -29,10 +33,20 @@ def said(nccl=False, **env):
     return [str(one) for one in findings(env, KNOWN, nccl)]
 
 
-@pytest.mark.parametrize(("wanted", "left"), [
-    ("", "eth0 eth1 ib0 docker0"), ("eth", "eth0 eth1"), ("eth0", "eth0"), ("=eth", ""), ("=eth1,ib0", "eth1 ib0"),
-    ("^docker,eth", "ib0"), ("^=eth0", "eth1 ib0 docker0"), ("ib,eth1", "eth1 ib0"), ("wlan", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wanted", "left"),
+    [
+        ("", "eth0 eth1 ib0 docker0"),
+        ("eth", "eth0 eth1"),
+        ("eth0", "eth0"),
+        ("=eth", ""),
+        ("=eth1,ib0", "eth1 ib0"),
+        ("^docker,eth", "ib0"),
+        ("^=eth0", "eth1 ib0 docker0"),
+        ("ib,eth1", "eth1 ib0"),
+        ("wlan", ""),
+    ],
+)
 def test_names_as_nccl_reads_them(wanted, left):
     assert chosen(wanted, ["eth0", "eth1", "ib0", "docker0"]) == left.split()
 
@@ -51,39 +65,63 @@ def test_an_interface_that_is_not_there_is_one_line():
 
 
 def test_adapters(monkeypatch, tmp_path):
-    assert said(True, NCCL_IB_HCA="mlx5") == [f"NCCL_IB_HCA=mlx5 leaves no adapter of {HERE}; there is none: leave it out"]
+    assert said(True, NCCL_IB_HCA="mlx5") == [
+        f"NCCL_IB_HCA=mlx5 leaves no adapter of {HERE}; there is none: leave it out"
+    ]
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
     assert said(True, NCCL_IB_HCA="mlx5") == said(True, NCCL_IB_HCA="=mlx5_0:1") == []
-    assert said(True, NCCL_IB_HCA="=mlx5_1:1") == [f"NCCL_IB_HCA==mlx5_1:1 leaves no adapter of {HERE}; use mlx5_0"]
+    assert said(True, NCCL_IB_HCA="=mlx5_1:1") == [
+        f"NCCL_IB_HCA==mlx5_1:1 leaves no adapter of {HERE}; use mlx5_0"
+    ]
 
 
 def test_timeouts_and_the_flight_recorder(tmp_path):
-    assert said(NCCL_IB_TIMEOUT="22", TORCH_FR_BUFFER_SIZE="2000", TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "fr_")) == []
+    assert (
+        said(NCCL_IB_TIMEOUT="22", TORCH_FR_BUFFER_SIZE="2000", TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "fr_"))
+        == []
+    )
     assert said(NCCL_IB_TIMEOUT="long") == ["NCCL_IB_TIMEOUT=long is not a number; use one, or leave it out"]
     file = tmp_path / "gone" / "fr_"
     assert said(TORCH_NCCL_TRACE_BUFFER_SIZE="2000", TORCH_NCCL_DEBUG_INFO_TEMP_FILE=str(file)) == [
-        f"TORCH_NCCL_DEBUG_INFO_TEMP_FILE={file} lies in {file.parent}, which cannot be written to; choose another folder"
+        f"TORCH_NCCL_DEBUG_INFO_TEMP_FILE={file} lies in {file.parent}, which cannot be written to; choose"
+        " another folder"
     ]
     assert said(TORCH_FR_DUMP_TEMP_FILE="/tmp/fr_") == [
-        "TORCH_FR_DUMP_TEMP_FILE=/tmp/fr_ names a file, and nothing is recorded for it; set TORCH_FR_BUFFER_SIZE=2000"
+        "TORCH_FR_DUMP_TEMP_FILE=/tmp/fr_ names a file, and nothing is recorded for it; set"
+        " TORCH_FR_BUFFER_SIZE=2000"
     ]
 
 
 def test_what_only_costs_something_is_no_refusal():
-    found = list(findings({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "0"}, KNOWN, True))
+    found = list(
+        findings(
+            {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "0"},
+            KNOWN,
+            True,
+        )
+    )
     assert [one.fatal for one in found] == [False, False]
-    assert str(found[0]).startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 leaves ranks waiting in NCCL when another one fails; ")
-    assert str(found[1]) == "NCCL_P2P_DISABLE=1: GPUs of a node talk through host memory; leave it out where the hardware works"
+    assert str(found[0]).startswith(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 leaves ranks waiting in NCCL when another one fails; "
+    )
+    assert (
+        str(found[1])
+        == "NCCL_P2P_DISABLE=1: GPUs of a node talk through host memory; leave it out where the hardware"
+        " works"
+    )
 
 
-@pytest.mark.parametrize(("own", "source", "name"), [
-    ("10.0.0.5", "10.1.0.5", None),  # gloo's own choice can be reached
-    ("127.0.0.1", "10.1.0.5", "ib0"),
-    ("10.2.0.5", "10.0.0.5", "eth0"),  # of an interface that is down
-    (None, "10.0.0.5", "eth0"),  # the name is not known
-    ("127.0.0.1", "127.0.0.1", None),  # "nodes" that are one machine
-    ("127.0.0.1", None, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("own", "source", "name"),
+    [
+        ("10.0.0.5", "10.1.0.5", None),  # gloo's own choice can be reached
+        ("127.0.0.1", "10.1.0.5", "ib0"),
+        ("10.2.0.5", "10.0.0.5", "eth0"),  # of an interface that is down
+        (None, "10.0.0.5", "eth0"),  # the name is not known
+        ("127.0.0.1", "127.0.0.1", None),  # "nodes" that are one machine
+        ("127.0.0.1", None, None),
+    ],
+)
 def test_gloo_is_told_the_interface_that_reaches_the_others(own, source, name, monkeypatch):
     def resolve(host, *of, **given):
         if own is None:
@@ -132,12 +170,17 @@ def test_a_start_on_several_nodes_chooses_and_says_so(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     store = Store({"network/1": b""})
     (text,) = check_and_choose_interface(store, Launch(0, 2, 0, 1), False)
-    assert text == "GLOO_SOCKET_IFNAME=ib0: the name of this host stands for an address that other nodes cannot reach"
+    assert (
+        text
+        == "GLOO_SOCKET_IFNAME=ib0: the name of this host stands for an address that other nodes cannot reach"
+    )
     assert network.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     assert check_and_choose_interface(store, Launch(0, 2, 0, 2, "head"), False) == []  # one node
     assert network.os.environ["GLOO_SOCKET_IFNAME"] == ""
-    assert check_and_choose_interface(store, Launch(0, 2, 0, 2, "127.0.0.1"), False) == []  # and no other one has to reach it
+    assert (
+        check_and_choose_interface(store, Launch(0, 2, 0, 2, "127.0.0.1"), False) == []
+    )  # and no other one has to reach it
     assert network.os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 

@@ -27,7 +27,10 @@ class Told:
 
 
 def nodes_of(*sizes: int) -> Nodes:
-    return Nodes(tuple(n for n, size in enumerate(sizes) for _ in range(size)), tuple(f"gpu{n}" for n in range(len(sizes))))
+    return Nodes(
+        tuple(n for n, size in enumerate(sizes) for _ in range(size)),
+        tuple(f"gpu{n}" for n in range(len(sizes))),
+    )
 
 
 def test_nodes_are_counted_by_their_first_ranks():
@@ -38,10 +41,15 @@ def test_nodes_are_counted_by_their_first_ranks():
     assert [found.second(rank) for rank in range(4)] == [False, False, True, True]
 
 
-@pytest.mark.parametrize(("env", "node"), [
-    ({"RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "3"}, "3"), ({"RANK": "0", "WORLD_SIZE": "2", "CROSS_RANK": "1"}, "1"),
-    ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NODEID": "5"}, "5"), ({"RANK": "0", "WORLD_SIZE": "2"}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("env", "node"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "3"}, "3"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "CROSS_RANK": "1"}, "1"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NODEID": "5"}, "5"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ""),
+    ],
+)
 def test_launchers_number_the_nodes(env, node):
     launch = Launch.from_env(env)
     assert launch.node == node
@@ -65,10 +73,11 @@ def test_a_group_that_fits_on_every_node_lies_on_one_or_is_refused(sizes, group_
 
 
 def test_the_refusal_names_group_nodes_and_sizes_that_work():
-    assert refusal(nodes_of(6, 6).check, 4) == (
-        "group_size=4 fits on a node, but group 1 (ranks 4 to 7) lies on gpu0 and gpu1, and all that it sends in every pass "
-        "would cross the network; use group_size 1, 2, 3, 6 or 12, or start consecutive ranks on each node (srun "
-        "--distribution=block), as many as whole groups have"
+    assert (
+        refusal(nodes_of(6, 6).check, 4)
+        == "group_size=4 fits on a node, but group 1 (ranks 4 to 7) lies on gpu0 and gpu1, and all that it"
+        " sends in every pass would cross the network; use group_size 1, 2, 3, 6 or 12, or start"
+        " consecutive ranks on each node (srun --distribution=block), as many as whole groups have"
     )
     cyclic = Nodes((0, 1, 0, 1), ("a", "a"))
     assert "group 0 (ranks 0 and 1) lies on a (node 0) and a (node 1)" in refusal(cyclic.check, 2)
@@ -85,17 +94,23 @@ def test_the_map(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert nodes_of(4, 4).map(2, "gradients", 614_400, "cuda") == [
-        "group 0: ranks 0 and 1 on gpu0", "group 1: ranks 2 and 3 on gpu0",
-        "group 2: ranks 4 and 5 on gpu1", "group 3: ranks 6 and 7 on gpu1",
+        "group 0: ranks 0 and 1 on gpu0",
+        "group 1: ranks 2 and 3 on gpu0",
+        "group 2: ranks 4 and 5 on gpu1",
+        "group 3: ranks 6 and 7 on gpu1",
         "inside groups, inside a node: gradients, in every pass",
-        "across groups, between nodes (NCCL_SOCKET_IFNAME=ib): 614 kB of meta-gradient per rank, once per outer step",
+        (
+            "across groups, between nodes (NCCL_SOCKET_IFNAME=ib): 614 kB of meta-gradient per rank, once per"
+            " outer step"
+        ),
         "all ranks, between nodes: agreement and numbers of each outer step (gloo)",
-    ]  # fmt: skip
+    ]
     assert nodes_of(2).map(1, "nothing", 4e9, "cpu") == [
-        "group 0: rank 0 on gpu0", "group 1: rank 1 on gpu0",
+        "group 0: rank 0 on gpu0",
+        "group 1: rank 1 on gpu0",
         "across groups, inside a node: 4 GB of meta-gradient per rank, once per outer step",
         "all ranks, inside a node: agreement and numbers of each outer step (gloo)",
-    ]  # fmt: skip
+    ]
     wide = nodes_of(2, 2).map(4, "weights", 1, "cpu")
     assert wide[:2] == [
         "group 0: ranks 0 to 3 on gpu0 and gpu1",
@@ -128,14 +143,28 @@ def test_groups_chosen_automatically_stay_inside_nodes():
         world.launch = Launch(0, sum(sizes), 0, sizes[0])
         for least in divisors(sum(sizes)):
             free = (
-                int(auto_group_size.estimate(SIZES, DeepSpeedSettings(3, False, False), least).total / auto_group_size.HEADROOM)
+                int(
+                    auto_group_size.estimate(SIZES, DeepSpeedSettings(3, False, False), least).total
+                    / auto_group_size.HEADROOM
+                )
                 + 1,
             ) * 2
-            world.comm = type("Comm", (), {"gather_bytes": lambda self, own, free=free: [json.dumps(free).encode()]})()
+            world.comm = type(
+                "Comm", (), {"gather_bytes": lambda self, own, free=free: [json.dumps(free).encode()]}
+            )()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(auto_group_size, "free_bytes", lambda device, local: 1)
-                wanted = [s for s in divisors(sum(sizes)) if s >= least and s <= min(sizes) and all(n % s == 0 for n in sizes)]
+                wanted = [
+                    s
+                    for s in divisors(sum(sizes))
+                    if s >= least and s <= min(sizes) and all(n % s == 0 for n in sizes)
+                ]
                 if wanted:
-                    assert auto_group_size.choose_group_size(world, SIZES, DeepSpeedSettings(3, False, False))[0] == wanted[0]
+                    assert (
+                        auto_group_size.choose_group_size(world, SIZES, DeepSpeedSettings(3, False, False))[0]
+                        == wanted[0]
+                    )
                 else:
-                    refusal(auto_group_size.choose_group_size, world, SIZES, DeepSpeedSettings(3, False, False))
+                    refusal(
+                        auto_group_size.choose_group_size, world, SIZES, DeepSpeedSettings(3, False, False)
+                    )

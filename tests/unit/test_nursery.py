@@ -1,4 +1,6 @@
-"""What the nursery starts behaves as what an interpreter starts: arguments, environment, streams, exit codes, exit handlers."""
+"""What the nursery starts behaves as what an interpreter starts: arguments, environment, streams, exit codes,
+exit handlers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from tests.launch import Ended, environment, imported, python, run_ranks
 from tests.mother import PRELOADED
 from tests.nursery import shared
 
-SHOW = "import os, sys; print(sys.argv, os.getcwd(), os.environ.get('X'), os.environ.get('RANK'), sys.stdin.read()); "
+SHOW = (
+    "import os, sys; print(sys.argv, os.getcwd(), os.environ.get('X'), os.environ.get('RANK'),"
+    " sys.stdin.read()); "
+)
 ENDS = {
     "nothing": "",
     "a number": "sys.exit(75)",
@@ -22,7 +27,9 @@ ENDS = {
     "None": "sys.exit(None)",
     "an error": "1 / 0",
     "at exit": "import atexit; atexit.register(print, 'late')",
-    "a thread": "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('later'))).start()",
+    "a thread": (
+        "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('later'))).start()"
+    ),
     "at once": "os._exit(3)",
     "a signal": "import signal; os.kill(os.getpid(), signal.SIGTERM)",
     "stderr": "print('aside', file=sys.stderr)",
@@ -33,7 +40,13 @@ ENDS = {
 def test_a_process_ends_as_one_of_an_interpreter(code, tmp_path):
     words, env = ["-c", SHOW + code, "--flag", "x"], environment(X="1")
     wanted = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, env=env, input="given", capture_output=True, text=True, check=False
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=env,
+        input="given",
+        capture_output=True,
+        text=True,
+        check=False,
     )
     found = python(words, tmp_path, cwd=tmp_path, stdin="given", X="1")
     assert (found.returncode, found.stdout) == (wanted.returncode, wanted.stdout)
@@ -41,10 +54,21 @@ def test_a_process_ends_as_one_of_an_interpreter(code, tmp_path):
 
 
 def test_a_process_ends_with_its_mother(tmp_path):
-    order = {"env": {}, "cwd": str(tmp_path), "stdin": os.devnull, "log": "log", "errors": "log", "before": ""}
-    code = (f"import os, time; from tests.mother import furnish; out = os.dup(1); pid = os.fork(); pid or furnish({order}); "
-            "os.write(out, b'%d\\n' % pid) if pid else open('there', 'w'); time.sleep(100)")  # fmt: skip
-    mother = subprocess.Popen([sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True)
+    order = {
+        "env": {},
+        "cwd": str(tmp_path),
+        "stdin": os.devnull,
+        "log": "log",
+        "errors": "log",
+        "before": "",
+    }
+    code = (
+        "import os, time; from tests.mother import furnish; out = os.dup(1); pid = os.fork(); pid or"
+        f" furnish({order}); os.write(out, b'%d\\n' % pid) if pid else open('there', 'w'); time.sleep(100)"
+    )
+    mother = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True
+    )
     assert mother.stdout is not None
     pid = int(mother.stdout.readline())
     until((tmp_path / "there").exists)
@@ -61,7 +85,9 @@ def test_modules_and_files_are_main(tmp_path):
 
 
 def test_ranks_have_places_and_hashes_of_their_own():
-    code = "import os, random, numpy; print(os.environ['RANK'], hash('x'), random.random(), numpy.random.rand())"
+    code = (
+        "import os, random, numpy; print(os.environ['RANK'], hash('x'), random.random(), numpy.random.rand())"
+    )
     ended = run_ranks(["-c", code], 2, per_rank={1: {"OTHER": "1"}}).ok()
     first, second = (text.split() for text in ended.output)
     assert (first[0], second[0]) == ("0", "1")
@@ -69,7 +95,9 @@ def test_ranks_have_places_and_hashes_of_their_own():
 
 
 def test_a_function_comes_first():
-    assert run_ranks(["-c", "import os; print(os.environ['BEFORE'])"], 1, before=before).ok().output == ["yes\n"]
+    assert run_ranks(["-c", "import os; print(os.environ['BEFORE'])"], 1, before=before).ok().output == [
+        "yes\n"
+    ]
 
 
 def before() -> None:
@@ -91,7 +119,9 @@ def test_failures_are_shown():
 
 
 def test_what_imports_read_starts_an_interpreter():
-    """Forked, a process has the libraries from the beginning; with another cache for them it imports them itself."""
+    """Forked, a process has the libraries from the beginning; with another cache for them it imports them
+    itself.
+    """
     code = f"import sys; print({PRELOADED[0]!r} in sys.modules)"
     assert run_ranks(["-c", code], 1).ok().output == ["True\n"]
     assert run_ranks(["-c", code], 1, per_rank={0: {"HF_HOME": "/nowhere"}}).ok().output == ["False\n"]

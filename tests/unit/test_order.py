@@ -1,4 +1,6 @@
-"""The order of tasks: epochs that are complete, shares that are kept, positions without history, and a million tasks."""
+"""The order of tasks: epochs that are complete, shares that are kept, positions without history, and a
+million tasks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def items_of(sizes: list[int]) -> Items:
     return Items.of(Item(f"{s}-{i}", f"s{s}", 100) for s, size in enumerate(sizes) for i in range(size))
 
 
-def order_of(sizes: list[int], seed: int, wanted: np.ndarray | None = None, shuffle: bool = True) -> StratifiedOrder:
+def order_of(
+    sizes: list[int], seed: int, wanted: np.ndarray | None = None, shuffle: bool = True
+) -> StratifiedOrder:
     codes = codes_of(sizes)
     return StratifiedOrder(np.arange(len(codes)), codes, (seed, 0), wanted, shuffle)
 
@@ -67,7 +71,11 @@ def test_virtual_epochs_keep_the_shares_and_use_up_a_stratum_before_repeating(si
 @given(STRATA, SEEDS)
 def test_without_shuffling_every_epoch_and_seed_is_the_listed_order(sizes, seed):
     first, codes = order_of(sizes, seed, shuffle=False), codes_of(sizes)
-    assert first.epoch(0).tolist() == first.epoch(3).tolist() == order_of(sizes, seed + 1, shuffle=False).epoch(0).tolist()
+    assert (
+        first.epoch(0).tolist()
+        == first.epoch(3).tolist()
+        == order_of(sizes, seed + 1, shuffle=False).epoch(0).tolist()
+    )
     for code in range(len(sizes)):
         own = [member for member in first.epoch(0).tolist() if codes[member] == code]
         assert own == sorted(own)
@@ -79,7 +87,9 @@ def test_epochs_passes_and_seeds_are_shuffled_differently():
 
 
 def test_every_member_is_first_equally_often():
-    """A biased shuffle would show: 5 members, 4000 epochs, each first 800 times give or take 5 standard deviations."""
+    """A biased shuffle would show: 5 members, 4000 epochs, each first 800 times give or take 5 standard
+    deviations.
+    """
     order = order_of([5], 3)
     first = Counter(int(order.epoch(epoch)[0]) for epoch in range(4000))
     assert all(abs(count - 800) < 5 * (4000 * 0.2 * 0.8) ** 0.5 for count in first.values())
@@ -114,9 +124,15 @@ def test_quotas_add_up_and_leave_nobody_out():
     assert made[3] == 1
 
 
-@pytest.mark.parametrize(("weights", "temperature", "wanted"), [
-    ({}, 1.0, None), ({}, 2.0, [4 / 6, 2 / 6]), ({}, float("inf"), [0.5, 0.5]), ({"s0": 1.0, "s1": 3.0}, 1.0, [0.25, 0.75]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "temperature", "wanted"),
+    [
+        ({}, 1.0, None),
+        ({}, 2.0, [4 / 6, 2 / 6]),
+        ({}, float("inf"), [0.5, 0.5]),
+        ({"s0": 1.0, "s1": 3.0}, 1.0, [0.25, 0.75]),
+    ],
+)
 def test_shares_by_weight_and_temperature(weights, temperature, wanted):
     made = shares(items_of([16, 4]), weights, temperature)
     assert made is None if wanted is None else made.tolist() == pytest.approx(wanted)
@@ -150,9 +166,10 @@ def test_a_node_draws_from_its_own_part_alone(sizes, seed, step):
 
 
 def test_tasks_that_nodes_cannot_share_are_refused():
-    assert refusal(Schedule, items_of([9]), 5, 0, nodes=2) == (
-        "meta_batch_size: 5 tasks per outer step cannot be shared evenly by 2 nodes (task_sharding=node); use a multiple "
-        "of their number, or --task_sharding global"
+    assert (
+        refusal(Schedule, items_of([9]), 5, 0, nodes=2)
+        == "meta_batch_size: 5 tasks per outer step cannot be shared evenly by 2 nodes (task_sharding=node);"
+        " use a multiple of their number, or --task_sharding global"
     )
 
 
@@ -173,10 +190,14 @@ def test_shares_of_groups_do_not_depend_on_what_was_asked_before(sizes, seed, pe
 
 @given(SEEDS, st.sampled_from([2, 4]), st.sampled_from([4, 8, 10, 16]))
 def test_strata_of_like_tasks_reach_every_group_alike(seed, num_groups, per_step):
-    """Ten strata of 15, as in CLINC150: over an epoch no group is further than about one task from its share of a stratum."""
+    """Ten strata of 15, as in CLINC150: over an epoch no group is further than about one task from its share
+    of a stratum.
+    """
     schedule = Schedule(items_of([15] * 10), per_step, seed)
-    seen = [Counter(t.stratum for step in range(-(-150 // per_step)) for t in schedule.share(step, num_groups, g))
-            for g in range(num_groups)]  # fmt: skip
+    seen = [
+        Counter(t.stratum for step in range(-(-150 // per_step)) for t in schedule.share(step, num_groups, g))
+        for g in range(num_groups)
+    ]
     whole = sum(seen, Counter())
     assert max(abs(own[stratum] - whole[stratum] / num_groups) for own in seen for stratum in whole) <= 1
 
@@ -189,7 +210,12 @@ def test_task_sampler_goes_on_where_it_is_told():
     assert [next(later) for _ in range(5)] == tasks[begin : begin + 5]
 
 
-@given(st.lists(st.integers(0, 5), min_size=3, max_size=40), st.integers(0, 9), st.integers(0, 30), st.integers(0, 5))
+@given(
+    st.lists(st.integers(0, 5), min_size=3, max_size=40),
+    st.integers(0, 9),
+    st.integers(0, 30),
+    st.integers(0, 5),
+)
 def test_every_class_is_in_each_batch(labels, more, first, seed):
     classes = len(set(labels))
     sampler = iter(EveryClassBatches(labels, classes + more, seed, first))
@@ -213,7 +239,10 @@ def test_small_batches_and_shuffled_schedules_are_refused():
 
 
 def test_sequential_tasks_end_and_repeat():
-    made = [[task.item for task in SequentialTasks(Schedule(items_of([3, 2]), 2, seed, shuffle=False), 7)] for seed in (0, 1)]
+    made = [
+        [task.item for task in SequentialTasks(Schedule(items_of([3, 2]), 2, seed, shuffle=False), 7)]
+        for seed in (0, 1)
+    ]
     assert made[0] == made[1]
     assert sorted(made[0][:5]) == [0, 1, 2, 3, 4]
     assert made[0][5:] == made[0][:2]

@@ -1,4 +1,6 @@
-"""Packed rows: nothing is lost, nobody sees a neighbour, loss, accuracy and gradients stay; models that cannot are refused."""
+"""Packed rows: nothing is lost, nobody sees a neighbour, loss, accuracy and gradients stay; models that
+cannot are refused.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,25 @@ from tests.models import save, save_llama
 from tests.unit.helpers import refusal
 
 VOCAB = 50
-SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
-         "max_position_embeddings": 64, "pad_token_id": 0}  # fmt: skip
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 
 
 @st.composite
 def sets(draw) -> list[Example]:
     rows = []
     for number, length in enumerate(draw(st.lists(st.integers(2, 12), min_size=1, max_size=12))):
-        ids = [number + 1, *draw(st.lists(st.integers(1, VOCAB - 1), min_size=length - 1, max_size=length - 1))]
+        ids = [
+            number + 1,
+            *draw(st.lists(st.integers(1, VOCAB - 1), min_size=length - 1, max_size=length - 1)),
+        ]
         prompt = draw(st.integers(1, length - 1))
         rows.append(Example(ids, [IGNORE] * prompt + ids[prompt:]))
     return sorted(rows, key=lambda row: len(row.input_ids), reverse=True)
@@ -42,7 +54,9 @@ def unpacked(sequence: Example) -> list[tuple[tuple[int, ...], tuple[int, ...]]]
     found = []
     for number in range(1, max(numbers) + 1):
         places = [i for i, n in enumerate(numbers) if n == number]
-        found.append((tuple(sequence.input_ids[i] for i in places), tuple(sequence.labels[i] for i in places)))
+        found.append(
+            (tuple(sequence.input_ids[i] for i in places), tuple(sequence.labels[i] for i in places))
+        )
     return found
 
 
@@ -77,23 +91,41 @@ def test_positions_begin_anew_with_each_row():
 def families() -> dict[str, tuple]:
     import transformers as hf
 
-    gpt2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0}
+    gpt2 = {
+        "vocab_size": VOCAB,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "pad_token_id": 0,
+    }
     return {
         "llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**SMALL, num_key_value_heads=2)),
-        "mistral": (hf.MistralForCausalLM, hf.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=4)),
+        "mistral": (
+            hf.MistralForCausalLM,
+            hf.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=4),
+        ),
         "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config(**SMALL, num_key_value_heads=2)),
         "neox": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(**SMALL)),
         "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(**gpt2)),
     }
 
 
-# Eager Mistral gives no numbers in fp64 for padding that lies outside of its window, unpacked; fp32 and bf16 do.
-CASES = [(name, attention) for name in families() for attention in ("sdpa", "eager") if (name, attention) != ("mistral", "eager")]
+# Eager Mistral gives no numbers in fp64 for padding that lies outside of its window, unpacked; fp32 and bf16
+# do.
+CASES = [
+    (name, attention)
+    for name in families()
+    for attention in ("sdpa", "eager")
+    if (name, attention) != ("mistral", "eager")
+]
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_loss_accuracy_and_gradients_are_those_of_rows_by_themselves(name, attention):
-    """Parts of the loss summed over two ranks, packed and not, in fp64: nothing but the order of additions may differ."""
+    """Parts of the loss summed over two ranks, packed and not, in fp64: nothing but the order of additions
+    may differ.
+    """
     make, config = families()[name]
     torch.manual_seed(0)
     config._attn_implementation = attention
@@ -126,7 +158,9 @@ def test_loss_accuracy_and_gradients_are_those_of_rows_by_themselves(name, atten
         return pack(rows, least, 24)
 
     (loss, right, count), gradients, cells = passes(CausalLearner(hf), None)
-    (packed_loss, *packed_counts), packed_gradients, packed_cells = passes(CausalLearner(hf, packed=True), packing)
+    (packed_loss, *packed_counts), packed_gradients, packed_cells = passes(
+        CausalLearner(hf, packed=True), packing
+    )
     assert packed_loss == pytest.approx(loss, rel=2e-6)  # objective takes its log-softmax in fp32
     assert packed_counts == [right, count]
     assert (right >= 1, count) == (True, 12)
@@ -144,7 +178,9 @@ def test_a_model_that_keeps_rows_apart_is_accepted(tmp_path):
     learner = learner_of(save_llama(tmp_path))
     assert learner.packed
     assert learner.hf.config._attn_implementation == "sdpa"
-    learner.hf.config._attn_implementation = "flash_attention_2"  # cannot run here, and need not for the check
+    learner.hf.config._attn_implementation = (  # cannot run here, and need not for the check
+        "flash_attention_2"
+    )
     check_packing(learner)
 
 
@@ -153,8 +189,9 @@ def test_a_model_without_positions_is_refused_before_its_weights_are_read(tmp_pa
 
     BloomConfig(vocab_size=259, hidden_size=8, n_layer=1, n_head=2).save_pretrained(tmp_path)
     config = Config(model_name_or_path=str(tmp_path), task_type="causal_lm", packing=True)
-    assert refusal(empty_learner, config, describe(config)) == (
-        "packing=True: BloomForCausalLM takes no position_ids, which keep packed rows apart; leave it out"
+    assert (
+        refusal(empty_learner, config, describe(config))
+        == "packing=True: BloomForCausalLM takes no position_ids, which keep packed rows apart; leave it out"
     )
 
 
@@ -166,9 +203,14 @@ def test_a_model_whose_rows_see_each_other_is_refused(tmp_path):
     sizes = {**SMALL, "vocab_size": 259, "num_key_value_heads": 2}
     save(Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"])), tmp_path)
     message = refusal(learner_of, tmp_path)
-    assert message.startswith("packing=True: rows that share a sequence see each other in Lfm2ForCausalLM (logits move by ")
+    assert message.startswith(
+        "packing=True: rows that share a sequence see each other in Lfm2ForCausalLM (logits move by "
+    )
     assert message.endswith(" of their spread); leave it out")
 
 
 def test_classification_is_not_packed():
-    assert refusal(Config, packing=True) == "packing=True means nothing for task_type=classification; leave it out"
+    assert (
+        refusal(Config, packing=True)
+        == "packing=True means nothing for task_type=classification; leave it out"
+    )

@@ -1,4 +1,6 @@
-"""`fmmeta plan`: its counts against counts of real models, its commands against the command line, its messages."""
+"""`fmmeta plan`: its counts against counts of real models, its commands against the command line, its
+messages.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,13 @@ SMALL = ["--gpus", "2", "--gpu_memory_gib", "8"]
 
 
 def plan_of(**given) -> PlanConfig:
-    fixed = {"gpus": 4, "gpu_memory_gib": 1.0, "gpus_per_node": 4, "simulate_steps": 2, "dataset": ["rows.jsonl"]}
+    fixed = {
+        "gpus": 4,
+        "gpu_memory_gib": 1.0,
+        "gpus_per_node": 4,
+        "simulate_steps": 2,
+        "dataset": ["rows.jsonl"],
+    }
     return PlanConfig(**{**fixed, **given})
 
 
@@ -66,7 +74,9 @@ def planned(folders):
 
 
 @pytest.mark.parametrize("lora_r", [0, 4])
-@pytest.mark.parametrize(("family", "task"), [("llama", "causal_lm"), ("bert", "classification"), ("gpt2", "causal_lm")])
+@pytest.mark.parametrize(
+    ("family", "task"), [("llama", "causal_lm"), ("bert", "classification"), ("gpt2", "causal_lm")]
+)
 def test_parameters_are_those_of_the_real_model(tmp_path, family, task, lora_r):
     config = Config(model_name_or_path=str(save_family(tmp_path, family)), task_type=task, lora_r=lora_r)
     description = describe(config)
@@ -77,11 +87,18 @@ def test_parameters_are_those_of_the_real_model(tmp_path, family, task, lora_r):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("family", "task"), [("llama", "causal_lm"), ("bert", "classification"), ("gpt2", "causal_lm")])
+@pytest.mark.parametrize(
+    ("family", "task"), [("llama", "causal_lm"), ("bert", "classification"), ("gpt2", "causal_lm")]
+)
 def test_flops_are_those_that_torch_counts(tmp_path, family, task, checkpointing):
     """Matrix products and attention of forward and backward passes, to the last one."""
-    config = Config(model_name_or_path=str(save_family(tmp_path, family)), task_type=task, attn_implementation="eager",
-                    gradient_checkpointing=checkpointing, n_way=2)  # fmt: skip
+    config = Config(
+        model_name_or_path=str(save_family(tmp_path, family)),
+        task_type=task,
+        attn_implementation="eager",
+        gradient_checkpointing=checkpointing,
+        n_way=2,
+    )
     learner = load_learner(config, describe(config))
     rows, tokens = 3, 20
     ids = torch.randint(3, 200, (rows, tokens))
@@ -90,21 +107,32 @@ def test_flops_are_those_that_torch_counts(tmp_path, family, task, checkpointing
     with FlopCounterMode(display=False) as backward:
         logits.float().sum().backward()
     asked = products(learner, config)
-    found = rows * tokens * asked.flops(tokens, False, False), rows * tokens * asked.flops(tokens, True, checkpointing)
+    found = (
+        rows * tokens * asked.flops(tokens, False, False),
+        rows * tokens * asked.flops(tokens, True, checkpointing),
+    )
     counted = forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
-    slack = 0.08 if family == "bert" or checkpointing else 1e-9  # a pooler sees one token; torch skips a layer's last product
+    slack = (
+        0.08 if family == "bert" or checkpointing else 1e-9
+    )  # a pooler sees one token; torch skips a layer's last product
     assert found == pytest.approx(counted, rel=slack)
 
 
 def test_frozen_weights_cost_no_gradients_of_their_own(tmp_path):
-    config = Config(model_name_or_path=str(save_family(tmp_path, "llama", layers=6)), task_type="causal_lm", lora_r=2,
-                    attn_implementation="eager")  # fmt: skip
+    config = Config(
+        model_name_or_path=str(save_family(tmp_path, "llama", layers=6)),
+        task_type="causal_lm",
+        lora_r=2,
+        attn_implementation="eager",
+    )
     learner = load_learner(config, describe(config))
     ids = torch.randint(3, 200, (3, 20))
     with FlopCounterMode(display=False) as counted:
         learner(ids, torch.ones_like(ids)).float().sum().backward()
     found = 60 * products(learner, config).flops(20, True, False)
-    assert found == pytest.approx(counted.get_total_flops(), rel=0.05)  # nothing is asked of the first layer's input
+    assert found == pytest.approx(
+        counted.get_total_flops(), rel=0.05
+    )  # nothing is asked of the first layer's input
 
 
 ALGORITHMS = [
@@ -129,11 +157,15 @@ def test_passes_are_those_of_the_real_rules(model, given, monkeypatch):
     learner = LEARNERS[model]
     asked = {**given} if given["algorithm"] in ("protonet", "joint") else {**given, "inner_steps": 4}
     found = costs.passes(config_of(learner, **asked))
-    assert (found.training, found.support_forwards + found.query_forwards) == passes_of(learner, monkeypatch, **asked)
+    assert (found.training, found.support_forwards + found.query_forwards) == passes_of(
+        learner, monkeypatch, **asked
+    )
 
 
 def test_bytes_are_those_of_a_real_worker():
-    """Weights, gradients, theta, the sum of directions, moments: each tensor of a plain worker, counted one by one."""
+    """Weights, gradients, theta, the sum of directions, moments: each tensor of a plain worker, counted one
+    by one.
+    """
     learner = LEARNERS["llama"]
     for name in OPTIMIZERS:
         config = config_of(learner, outer_optimizer=name, outer_lr=1e-3)
@@ -164,18 +196,25 @@ def test_micro_batches_are_those_of_the_dealer(rows, data, most):
 RATES = Profile("round", "cuda", 1e12, 1e12, 1e9, 1e9, 5e8, 1e8, 1e8, 0.0, 0.0, 0.0, 0.0, "made up")
 
 
-def seconds_of(config: Config, stage: int, group_size: int, groups: int = 1, profile: Profile = RATES, tasks: float = 1):
+def seconds_of(
+    config: Config, stage: int, group_size: int, groups: int = 1, profile: Profile = RATES, tasks: float = 1
+):
     learner = empty_learner(config, describe(config))
     hf_config = learner.hf.config
     sizes = part_sizes(config, hf_config, held(config, learner, hf_config), False, group_size)
-    precision, room = DeepSpeedSettings(stage, False, False), Topology(group_size, group_size, groups, True, groups == 1)
+    precision, room = (
+        DeepSpeedSettings(stage, False, False),
+        Topology(group_size, group_size, groups, True, groups == 1),
+    )
     task = task_work(config, precision, sizes, products(learner, config), group_size, 16)
     one = task_seconds(task, sizes, precision, room, profile)
     return sizes, one, step_seconds(one, tasks, sizes, precision, room, profile)
 
 
 def test_one_rank_computes_and_nothing_else(folders):
-    config = Config(model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=4, inner_steps=3)
+    config = Config(
+        model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=4, inner_steps=3
+    )
     learner = empty_learner(config, describe(config))
     per_token = 6 * products(learner, config).whole + 12 * 3 * 32 * 16
     _, one, step = seconds_of(config, 0, 1, tasks=2)
@@ -186,19 +225,29 @@ def test_one_rank_computes_and_nothing_else(folders):
 
 
 def test_bytes_on_the_wire_take_their_time(folders):
-    config = Config(model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=8, inner_steps=3)
+    config = Config(
+        model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=8, inner_steps=3
+    )
     sizes, one, _ = seconds_of(config, 0, 4)
-    assert one.group == pytest.approx(4 * 2 * 3 / 4 * 4 * sizes.params / 1e9)  # 3 + 1 ring all-reduces of all gradients
+    assert one.group == pytest.approx(
+        4 * 2 * 3 / 4 * 4 * sizes.params / 1e9
+    )  # 3 + 1 ring all-reduces of all gradients
     sizes, one, _ = seconds_of(config, 1, 4)
-    assert one.group == pytest.approx(4 * (2 * 3 / 4 * 4 + 3 / 4 * 4) * sizes.params / 1e9)  # and a gather of the weights
+    assert one.group == pytest.approx(
+        4 * (2 * 3 / 4 * 4 + 3 / 4 * 4) * sizes.params / 1e9
+    )  # and a gather of the weights
     sizes, one, _ = seconds_of(config, 3, 4)
-    assert one.group == pytest.approx(4 * (3 / 4 * 4 + 3 / 4 * 4) * sizes.params / 1e9)  # a gather and a scatter
+    assert one.group == pytest.approx(
+        4 * (3 / 4 * 4 + 3 / 4 * 4) * sizes.params / 1e9
+    )  # a gather and a scatter
     slow = seconds_of(config, 3, 4, profile=replace(RATES, device="cpu"))[1]
     assert slow.group == pytest.approx(1.5 * one.group)  # gloo scatters by an all-reduce
     hidden = seconds_of(config, 3, 4, profile=replace(RATES, matmul_fp32=1e3, hidden=0.5))[1]
     assert hidden.group == pytest.approx(0.5 * one.group)
     sizes, one, step = seconds_of(config, 2, 4, groups=8)
-    assert step.group == pytest.approx(one.group + 3 / 4 * 4 * sizes.params / 1e9)  # the outer step's weights are gathered too
+    assert step.group == pytest.approx(
+        one.group + 3 / 4 * 4 * sizes.params / 1e9
+    )  # the outer step's weights are gathered too
     assert step.cross == pytest.approx(2 * 7 / 8 * 4 * (sizes.params // 4) / 5e8)  # once, between nodes
     half = seconds_of(replace(config, reduce_dtype="bf16"), 2, 4, groups=8)[2]
     assert half.cross == pytest.approx(step.cross / 2)
@@ -209,10 +258,13 @@ def test_bytes_on_the_wire_take_their_time(folders):
 
 @pytest.mark.parametrize(("stage", "copies", "gathers"), [(0, 1, 0), (1, 2, 1), (2, 2, 1), (3, 2, 2)])
 def test_what_is_made_anew_costs_page_faults(folders, stage, copies, gathers):
-    """The flattened gradients of each of four passes (and their bucket), what gloo gathers (and the parameters that ZeRO 3 makes
-    of it); after the outer step AdamW's two temporaries, and one gather more at ZeRO 1 and 2.
+    """The flattened gradients of each of four passes (and their bucket), what gloo gathers (and the
+    parameters that ZeRO 3 makes of it); after the outer step AdamW's two temporaries, and one gather more at
+    ZeRO 1 and 2.
     """
-    config = Config(model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=8, inner_steps=3)
+    config = Config(
+        model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=8, inner_steps=3
+    )
     sizes, before, ended = seconds_of(config, stage, 2, tasks=5)
     _, one, step = seconds_of(config, stage, 2, profile=replace(RATES, page_in=1e-9), tasks=5)
     assert one.shards - before.shards == pytest.approx(4 * (copies + gathers) * 4 * sizes.params * 1e-9)
@@ -223,7 +275,9 @@ def test_what_is_made_anew_costs_page_faults(folders, stage, copies, gathers):
 
 
 def test_offloaded_weights_come_for_every_micro_batch(folders):
-    config = Config(model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=8, micro_batch_size=2)
+    config = Config(
+        model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=8, micro_batch_size=2
+    )
     learner = empty_learner(config, describe(config))
     sizes = part_sizes(config, learner.hf.config, held(config, learner, learner.hf.config), False)
     room = Topology(1, 1, 1, True, True)
@@ -251,15 +305,34 @@ def test_micro_batches_are_reduced_one_by_one_at_zero_2(folders):
 def test_every_way_to_spread_is_there(folders):
     found = list(strategies(plan_of(model_name_or_path=folders["llama"], gpus=8, gpus_per_node=4)))
     assert {way.group_size for way in found} == {1, 2, 4, 8}  # 8 spans two nodes
-    assert {(way.stages, way.tensor) for way in found if way.group_size == 4} == {(1, 1), (2, 1), (4, 1), (1, 2), (1, 4)}
+    assert {(way.stages, way.tensor) for way in found if way.group_size == 4} == {
+        (1, 1),
+        (2, 1),
+        (4, 1),
+        (1, 2),
+        (1, 4),
+    }
     assert max(way.tensor for way in found) == 4  # inside a node
     assert {way.zero_stage for way in found if way.stages > 1} == {0, 1}
     assert {way.zero_stage for way in found if way.group_size == 2 and way.data == 2} == {0, 1, 2, 3}
     assert {way.zero_stage for way in found if way.group_size == 1 and not way.offload} == {0}
     assert {(way.lora_r, way.checkpointing, way.offload_outer) for way in found} == {
-        (lora, check, outer) for lora in (0, 8) for check in (False, True) for outer in (False, True)}  # fmt: skip
-    kept = list(strategies(plan_of(group_size="2", zero_stage=[3], lora_r=4, gradient_checkpointing=True, offload_outer=False,
-                             pipeline_stages=1, tensor_parallel_size=1, offload=False)))  # fmt: skip
+        (lora, check, outer) for lora in (0, 8) for check in (False, True) for outer in (False, True)
+    }
+    kept = list(
+        strategies(
+            plan_of(
+                group_size="2",
+                zero_stage=[3],
+                lora_r=4,
+                gradient_checkpointing=True,
+                offload_outer=False,
+                pipeline_stages=1,
+                tensor_parallel_size=1,
+                offload=False,
+            )
+        )
+    )
     assert kept == [Strategy(2, 3, lora_r=4, checkpointing=True)]
 
 
@@ -282,8 +355,13 @@ def test_best_comes_first(planned):
 def test_less_memory_leaves_fewer_layouts(folders):
     most = {}
     for gib in (1.0, 0.0025):
-        plan = plan_of(model_name_or_path=folders["llama"], task_type="causal_lm", gpu_memory_gib=gib, zero_stage=[0, 3],
-                       offload=False)  # fmt: skip
+        plan = plan_of(
+            model_name_or_path=folders["llama"],
+            task_type="causal_lm",
+            gpu_memory_gib=gib,
+            zero_stage=[0, 3],
+            offload=False,
+        )
         planner = Planner(plan, replace(PROFILES["h100"], device="cpu"))
         fits = [one for one in planner.layouts() if not one.lacking]
         most[gib] = len(fits)
@@ -298,15 +376,29 @@ def test_every_command_is_one_that_train_takes(planned):
         wanted = planner.config_of(one.way)
         assert replace(config, deepspeed=None) == replace(wanted, deepspeed=None), one.way
         assert (config.deepspeed is None) == (one.way.group_size == 1 and not one.way.offload)
-    starts = {gpus: show.command(Planner(plan_of(gpus=gpus), PROFILES["h100"]), Strategy(1, 0)) for gpus in (4, 16)}
+    starts = {
+        gpus: show.command(Planner(plan_of(gpus=gpus), PROFILES["h100"]), Strategy(1, 0)) for gpus in (4, 16)
+    }
     assert starts[4].startswith("deepspeed --num_gpus 4 launch/train.py ")
-    assert starts[16].startswith("torchrun --nnodes 4 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint $HEAD:29500 launch/")
+    assert starts[16].startswith(
+        "torchrun --nnodes 4 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint $HEAD:29500 launch/"
+    )
 
 
 def test_failures_and_spread_cost_time(folders):
     def first(**given):
-        plan = plan_of(model_name_or_path=folders["llama"], task_type="causal_lm", group_size="1", lora_r=0, meta_batch_size=16,
-                       zero_stage=[0], offload=False, offload_outer=False, gradient_checkpointing=False, **given)  # fmt: skip
+        plan = plan_of(
+            model_name_or_path=folders["llama"],
+            task_type="causal_lm",
+            group_size="1",
+            lora_r=0,
+            meta_batch_size=16,
+            zero_stage=[0],
+            offload=False,
+            offload_outer=False,
+            gradient_checkpointing=False,
+            **given,
+        )
         (layout,) = Planner(plan, PROFILES["h100"]).layouts()
         return layout.step_seconds
 
@@ -327,12 +419,32 @@ def ended(capfd, argv: list[str]) -> tuple[int, str, str]:
 
 
 def test_the_command_prints_table_bars_and_commands(capfd, folders, tmp_path):
-    argv = ["plan", "--model_name_or_path", folders["llama"], "--gpus", "2", "--gpu_memory_gib", "8", "--task_type", "causal_lm",
-            "--picture", str(tmp_path / "plan.svg"), "--dataset", "my rows.jsonl"]  # fmt: skip
+    argv = [
+        "plan",
+        "--model_name_or_path",
+        folders["llama"],
+        "--gpus",
+        "2",
+        "--gpu_memory_gib",
+        "8",
+        "--task_type",
+        "causal_lm",
+        "--picture",
+        str(tmp_path / "plan.svg"),
+        "--dataset",
+        "my rows.jsonl",
+    ]
     code, text, error = ended(capfd, argv)
     assert (code, error) == (0, "")
-    for words in ("2 GPUs of 8 GiB", "from data sheets", "all weights", "adapters (LoRA)", "'my rows.jsonl'", "W weights",
-                  "deepspeed --num_gpus 2 launch/train.py"):  # fmt: skip
+    for words in (
+        "2 GPUs of 8 GiB",
+        "from data sheets",
+        "all weights",
+        "adapters (LoRA)",
+        "'my rows.jsonl'",
+        "W weights",
+        "deepspeed --num_gpus 2 launch/train.py",
+    ):
         assert words in text
     picture = ElementTree.parse(tmp_path / "plan.svg").getroot()
     assert picture.tag.endswith("svg")
@@ -347,7 +459,9 @@ def test_json_says_all_of_it(capfd, folders):
     assert (told["gpus"], told["profile"]["name"]) == (2, "a100")
     one = told["layouts"][0]
     assert one["fits"]
-    assert {"weights", "master", "theta", "meta_gradient", "moments", "activations", "total"} <= set(one["bytes_per_rank"])
+    assert {"weights", "master", "theta", "meta_gradient", "moments", "activations", "total"} <= set(
+        one["bytes_per_rank"]
+    )
     assert set(one["bytes_per_outer_step"]) == {"gather", "reduce", "tensor", "send", "cross"}
     assert one["step_seconds"] > 0
     assert "launch/train.py" in one["command"]
@@ -359,34 +473,75 @@ def test_bars_add_up(planned):
     for one in layouts:
         assert sum(show.bar_of(one.memory).values()) == one.memory.total
     drawn = svg(layouts[:3], 1.0, "memory")
-    widths = [float(part.get("width", 0)) for part in ElementTree.fromstring(drawn) if part.tag.endswith("rect")]
+    widths = [
+        float(part.get("width", 0)) for part in ElementTree.fromstring(drawn) if part.tag.endswith("rect")
+    ]
     assert len(widths) > 3
     assert planner.plan.gpus == 4
 
 
-@pytest.mark.parametrize(("argv", "said"), [
-    ([], "gpus is not given; say what there is, such as --gpus 8 --gpu_memory_gib 80"),
-    (["--gpus", "8"], "gpu_memory_gib is not given; say what there is, such as --gpus 8 --gpu_memory_gib 80"),
-    (["--gpus", "0", "--gpu_memory_gib", "80"], "gpus=0 is below 1; use 1 or more"),
-    (["--gpus", "8", "--gpu_memory_gib", "-1"], "gpu_memory_gib=-1.0 is no positive number; use one, such as 80"),
-    (["--gpus", "9", "--gpu_memory_gib", "80"], "gpus=9 is not a multiple of gpus_per_node=8; give whole nodes"),
-    (["--gpus", "8", "--gpu_memory_gib", "80", "--zero_stage", "4"], "zero_stage=4 is unknown; use 0, 1, 2 or 3"),
-    (["--gpus", "8", "--gpu_memory_gib", "80", "--task_spread", "-1"], "task_spread=-1.0 is no number from 0 on; use 0.5, say"),
-    (["--gpus", "8", "--gpu_memory_gib", "80", "--profile", "b300"],
-     "profile=b300 is neither a file nor one of a100, h100, h200; measure one with --calibrate --save_profile FILE.json"),
-    (["--gpus", "8", "--gpu_memory_gib", "80", "--profile", "h100", "--calibrate"],
-     "profile=h100 and calibrate=True both say what the machine can do; leave one out"),
-    (["--gpus", "8", "--gpu_memory_gib", "80", "--save_profile", "p.json"],
-     "save_profile=p.json keeps what --calibrate measures; add it, or leave this out"),
-    (["--gpus", "8", "--gpu_memory_gib", "80", "--algorithm", "none"],
-     "algorithm=none trains nothing, so that there is no outer step to plan; use fomaml"),
-    (["--gpus", "8", "--gpu_memory_gib", "80", "--elastic"],
-     "elastic=True is a setting of a launch; use --on_failure elastic to plan for groups that come and go"),
-    (["--gpus", "8", "--gpu_memory_gib", "80", "--n_way", "1"], "n_way=1 is below 2; use 2 or more"),
-    (["--gpus", "8", "--gpu_memory_gib", "80", "--group_size", "3"], "group_size=3 does not divide gpus=8; use 1, 2, 4, 8"),
-    (["--gpus", "8", "--gpu_memory_gib", "80", "--model_name_or_path", "./none"],
-     "model_name_or_path=./none is not a folder; check the path"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "gpus is not given; say what there is, such as --gpus 8 --gpu_memory_gib 80"),
+        (
+            ["--gpus", "8"],
+            "gpu_memory_gib is not given; say what there is, such as --gpus 8 --gpu_memory_gib 80",
+        ),
+        (["--gpus", "0", "--gpu_memory_gib", "80"], "gpus=0 is below 1; use 1 or more"),
+        (
+            ["--gpus", "8", "--gpu_memory_gib", "-1"],
+            "gpu_memory_gib=-1.0 is no positive number; use one, such as 80",
+        ),
+        (
+            ["--gpus", "9", "--gpu_memory_gib", "80"],
+            "gpus=9 is not a multiple of gpus_per_node=8; give whole nodes",
+        ),
+        (
+            ["--gpus", "8", "--gpu_memory_gib", "80", "--zero_stage", "4"],
+            "zero_stage=4 is unknown; use 0, 1, 2 or 3",
+        ),
+        (
+            ["--gpus", "8", "--gpu_memory_gib", "80", "--task_spread", "-1"],
+            "task_spread=-1.0 is no number from 0 on; use 0.5, say",
+        ),
+        (
+            ["--gpus", "8", "--gpu_memory_gib", "80", "--profile", "b300"],
+            (
+                "profile=b300 is neither a file nor one of a100, h100, h200; measure one with --calibrate"
+                " --save_profile FILE.json"
+            ),
+        ),
+        (
+            ["--gpus", "8", "--gpu_memory_gib", "80", "--profile", "h100", "--calibrate"],
+            "profile=h100 and calibrate=True both say what the machine can do; leave one out",
+        ),
+        (
+            ["--gpus", "8", "--gpu_memory_gib", "80", "--save_profile", "p.json"],
+            "save_profile=p.json keeps what --calibrate measures; add it, or leave this out",
+        ),
+        (
+            ["--gpus", "8", "--gpu_memory_gib", "80", "--algorithm", "none"],
+            "algorithm=none trains nothing, so that there is no outer step to plan; use fomaml",
+        ),
+        (
+            ["--gpus", "8", "--gpu_memory_gib", "80", "--elastic"],
+            (
+                "elastic=True is a setting of a launch; use --on_failure elastic to plan for groups that come"
+                " and go"
+            ),
+        ),
+        (["--gpus", "8", "--gpu_memory_gib", "80", "--n_way", "1"], "n_way=1 is below 2; use 2 or more"),
+        (
+            ["--gpus", "8", "--gpu_memory_gib", "80", "--group_size", "3"],
+            "group_size=3 does not divide gpus=8; use 1, 2, 4, 8",
+        ),
+        (
+            ["--gpus", "8", "--gpu_memory_gib", "80", "--model_name_or_path", "./none"],
+            "model_name_or_path=./none is not a folder; check the path",
+        ),
+    ],
+)
 def test_bad_input_is_one_line_and_code_2(capfd, argv, said):
     assert ended(capfd, ["plan", *argv]) == (2, "", f"fmmeta: error: {said}\n")
 
@@ -405,7 +560,9 @@ def test_a_model_that_fits_nowhere_says_what_is_lacking(capfd, folders):
     ]
     code, text, error = ended(capfd, argv)
     assert (code, text) == (2, "")
-    assert error.startswith(f"fmmeta: error: gpu_memory_gib=0.001 holds no layout of {folders['llama']} on 2 GPUs; the nearest (")
+    assert error.startswith(
+        f"fmmeta: error: gpu_memory_gib=0.001 holds no layout of {folders['llama']} on 2 GPUs; the nearest ("
+    )
     assert "GiB more than 90 % of it; use more GPUs or memory, a shorter --max_length, or --lora_r" in error
     assert error.count("\n") == 1
     code, text, _ = ended(capfd, [*argv, "--json"])
@@ -415,8 +572,22 @@ def test_a_model_that_fits_nowhere_says_what_is_lacking(capfd, folders):
 
 
 def test_a_host_that_is_too_small_is_named(capfd, folders):
-    argv = ["plan", "--model_name_or_path", folders["llama"], "--gpus", "2", "--gpu_memory_gib", "8", "--task_type", "causal_lm",
-            "--offload", "--host_memory_gib", "0.0001", "--bf16", "false"]  # fmt: skip
+    argv = [
+        "plan",
+        "--model_name_or_path",
+        folders["llama"],
+        "--gpus",
+        "2",
+        "--gpu_memory_gib",
+        "8",
+        "--task_type",
+        "causal_lm",
+        "--offload",
+        "--host_memory_gib",
+        "0.0001",
+        "--bf16",
+        "false",
+    ]
     code, _, error = ended(capfd, argv)
     assert code == 2
     assert "host_memory_gib=0.0001 holds no layout of" in error
@@ -426,7 +597,10 @@ def test_settings_that_no_layout_goes_with(capfd, folders):
     argv = ["plan", "--model_name_or_path", folders["bert"], *SMALL, "--tensor_parallel_size", "2"]
     code, _, error = ended(capfd, argv)
     assert code == 2
-    assert "no layout goes with these settings (tensor_parallel_size=2: model_type=bert has no plan of its own" in error
+    assert (
+        "no layout goes with these settings (tensor_parallel_size=2: model_type=bert has no plan of its own"
+        in error
+    )
 
 
 def test_profiles_from_files(tmp_path):
@@ -435,11 +609,13 @@ def test_profiles_from_files(tmp_path):
     assert machines.find(str(path)) == PROFILES["a100"]
     values = asdict(PROFILES["a100"])
     listed = ", ".join(values)
-    for change, said in (({"memory": 0}, "sets memory=0, which is no rate; give a positive number"),
-                         ({"memory": True}, "sets memory=true, which is no rate; give a positive number"),
-                         ({"hidden": 2}, "sets hidden=2, which is no rate; give a positive number up to 1"),
-                         ({"device": "tpu"}, 'sets device="tpu"; use cuda or cpu'),
-                         ({"speed": 1}, f"sets speed; it holds {listed}")):  # fmt: skip
+    for change, said in (
+        ({"memory": 0}, "sets memory=0, which is no rate; give a positive number"),
+        ({"memory": True}, "sets memory=true, which is no rate; give a positive number"),
+        ({"hidden": 2}, "sets hidden=2, which is no rate; give a positive number up to 1"),
+        ({"device": "tpu"}, 'sets device="tpu"; use cuda or cpu'),
+        ({"speed": 1}, f"sets speed; it holds {listed}"),
+    ):
         path.write_text(json.dumps({**values, **change}))
         assert refusal(machines.find, str(path)) == f"profile={path} {said}"
     path.write_text(json.dumps({key: value for key, value in values.items() if key != "latency"}))
@@ -449,4 +625,6 @@ def test_profiles_from_files(tmp_path):
     for text in ("[]", "3"):
         path.write_text(text)
         assert refusal(machines.find, str(path)) == f"profile={path} lacks name; it holds {listed}"
-    assert refusal(machines.save, PROFILES["a100"], str(tmp_path)).startswith(f"save_profile={tmp_path} cannot be written (")
+    assert refusal(machines.save, PROFILES["a100"], str(tmp_path)).startswith(
+        f"save_profile={tmp_path} cannot be written ("
+    )

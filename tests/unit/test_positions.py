@@ -1,4 +1,6 @@
-"""A text is never longer than the positions of the model: a length that is asked for is refused, the default is lowered."""
+"""A text is never longer than the positions of the model: a length that is asked for is refused, the default
+is lowered.
+"""
 
 from __future__ import annotations
 
@@ -27,34 +29,55 @@ def short(tmp_path_factory):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     folders = {}
-    for family, auto in (("bert", AutoModelForSequenceClassification), ("roberta", AutoModelForSequenceClassification),
-                         ("gpt2", AutoModelForCausalLM)):  # fmt: skip
-        config = AutoConfig.for_model(family, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,
-                                      vocab_size=259, max_position_embeddings=64, pad_token_id=0,
-                                      bos_token_id=1, eos_token_id=2)  # fmt: skip
+    for family, auto in (
+        ("bert", AutoModelForSequenceClassification),
+        ("roberta", AutoModelForSequenceClassification),
+        ("gpt2", AutoModelForCausalLM),
+    ):
+        config = AutoConfig.for_model(
+            family,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            intermediate_size=48,
+            vocab_size=259,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
         folders[family] = tmp_path_factory.mktemp(family)
         auto.from_config(config).save_pretrained(folders[family])
         byte_tokenizer(512).save_pretrained(folders[family])
     return folders
 
 
-@pytest.mark.parametrize(("family", "task_type", "most"), [("bert", "classification", 64), ("roberta", "classification", 63),
-                                                           ("gpt2", "causal_lm", 64)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "task_type", "most"),
+    [("bert", "classification", 64), ("roberta", "classification", 63), ("gpt2", "causal_lm", 64)],
+)
 def test_every_command_stays_within_the_positions(short, tmp_path, family, task_type, most):
     folder, out, rows = short[family], tmp_path / "out", tmp_path / "rows.jsonl"
     names = ("input", "output", "task") if task_type == "causal_lm" else ("text", "label", "group")
     write_rows(rows, [dict(zip(names, (*pair, pair[1]), strict=True)) for pair in PAIRS])
-    adapted = fmmeta.adapt(folder, PAIRS[:12], output_dir=out, task_type=task_type, inner_steps=1, early_stopping=False)
+    adapted = fmmeta.adapt(
+        folder, PAIRS[:12], output_dir=out, task_type=task_type, inner_steps=1, early_stopping=False
+    )
     assert len(adapted.predict([LONG], max_new_tokens=1)) == 1
     assert json.loads((out / "fmmeta.json").read_text())["max_length"] == most
     assert predict.answer(predict.load(PredictConfig(str(out))), [LONG], 1)
     shots = {"k_shot": 1, "num_query": 1, "episodes": 1, "inner_steps": 1}
-    assert fmmeta.evaluate(folder, rows, part="train", task_type=task_type, n_way=5 if task_type == "causal_lm" else 2, **shots)
-    for call in (lambda **of: fmmeta.adapt(folder, PAIRS[:12], task_type=task_type, **of),
-                 lambda **of: fmmeta.evaluate(folder, rows, task_type=task_type, **of),
-                 lambda **of: predict.load(PredictConfig(str(out), **of)),
-                 lambda **of: train(Config(model_name_or_path=str(folder), task_type=task_type, dataset=[str(rows)],
-                                           **of))):  # fmt: skip
+    assert fmmeta.evaluate(
+        folder, rows, part="train", task_type=task_type, n_way=5 if task_type == "causal_lm" else 2, **shots
+    )
+    for call in (
+        lambda **of: fmmeta.adapt(folder, PAIRS[:12], task_type=task_type, **of),
+        lambda **of: fmmeta.evaluate(folder, rows, task_type=task_type, **of),
+        lambda **of: predict.load(PredictConfig(str(out), **of)),
+        lambda **of: train(
+            Config(model_name_or_path=str(folder), task_type=task_type, dataset=[str(rows)], **of)
+        ),
+    ):
         message = refusal(call, max_length=100)
         assert message.startswith(f"max_length=100 is above the {most} positions of model_name_or_path=")
         assert message.endswith(f"; use {most} or less")
@@ -62,9 +85,19 @@ def test_every_command_stays_within_the_positions(short, tmp_path, family, task_
 
 def test_a_run_lowers_the_default_and_its_model_remembers_it(short, tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": text, "label": label} for text, label in PAIRS])
-    config = Config(model_name_or_path=str(short["bert"]), dataset=[str(rows)], n_way=2, k_shot=1, num_query=1,
-                    outer_steps=1, meta_batch_size=1, inner_steps=1, eval_episodes=0, save_steps=0,
-                    output_dir=str(tmp_path / "run"))  # fmt: skip
+    config = Config(
+        model_name_or_path=str(short["bert"]),
+        dataset=[str(rows)],
+        n_way=2,
+        k_shot=1,
+        num_query=1,
+        outer_steps=1,
+        meta_batch_size=1,
+        inner_steps=1,
+        eval_episodes=0,
+        save_steps=0,
+        output_dir=str(tmp_path / "run"),
+    )
     result = train(config)
     assert json.loads((result.output_dir / "model" / "fmmeta.json").read_text())["max_length"] == 64
     assert f"fmmeta: max_length 64: {short['bert']} has no more positions\n" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""`fmmeta predict`: every file that `adapt` reads, answers that appear when they are whole, and models that cannot answer."""
+"""`fmmeta predict`: every file that `adapt` reads, answers that appear when they are whole, and models that
+cannot answer.
+"""
 
 from __future__ import annotations
 
@@ -53,34 +55,61 @@ def test_the_files_that_adapt_reads(adapted, tmp_path, name):
     same(answers(folder, write_rows(tmp_path / name, rows), tmp_path), expected)
 
 
-@pytest.mark.parametrize(("name", "data"), [
-    ("a.txt", "\n".join(TEXTS).encode()),
-    ("a.txt", b"\xef\xbb\xbf" + "\r\n".join(TEXTS).encode()),  # a byte order mark, before text and before JSON
-    ("a.jsonl", b"\xef\xbb\xbf" + "\n".join(json.dumps({"text": text}) for text in TEXTS).encode()),
-    ("a.txt.gz", gzip.compress("\n".join(TEXTS).encode(), mtime=0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.txt", "\n".join(TEXTS).encode()),
+        (
+            "a.txt",
+            b"\xef\xbb\xbf" + "\r\n".join(TEXTS).encode(),
+        ),  # a byte order mark, before text and before JSON
+        ("a.jsonl", b"\xef\xbb\xbf" + "\n".join(json.dumps({"text": text}) for text in TEXTS).encode()),
+        ("a.txt.gz", gzip.compress("\n".join(TEXTS).encode(), mtime=0)),
+    ],
+)
 def test_lines(adapted, tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
     same(answers(adapted[0], tmp_path / name, tmp_path), adapted[1])
 
 
 def test_standard_input_with_a_byte_order_mark(adapted, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + "\n".join(json.dumps({"text": text}) for text in TEXTS)))
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("\ufeff" + "\n".join(json.dumps({"text": text}) for text in TEXTS))
+    )
     same(answers(adapted[0], "-", tmp_path), adapted[1])
 
 
-@pytest.mark.parametrize(("name", "data", "said"), [
-    ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', ":2 has half of a surrogate pair (\\ud800) in text; mend it"),
-    ("a.jsonl", b'{"text": "a"}\n{"text": 5}\n', ":2 has no text under text, sentence, utterance, input, prompt, question; name "
-                                               "the key with --text_column"),
-    ("a.jsonl", b'{"text": "a"}\n{"text": ""}\n', ":2 has no text in text, which is empty; mend it"),
-    ("a.csv", b"text,label\na,x\n,y\n", ":3 has no text in text, which is empty; mend it"),
-    ("a.csv", b"words,label\nx,y\n", ":2 has no text under text, sentence, utterance, input, prompt, question; name the key with "
-                                     "--text_column"),
-    ("a.csv", b"text,label\nx\n", ":2 has another number of fields than the header; mend the line"),
-    ("a.txt", b"x\n\xff\n", "input is not UTF-8 at line"),
-    ("a.txt.gz", b"plain", " cannot be read: Not a gzipped file (b'pl'); mend it, or give another file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "\\ud800"}\n',
+            ":2 has half of a surrogate pair (\\ud800) in text; mend it",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": 5}\n',
+            (
+                ":2 has no text under text, sentence, utterance, input, prompt, question; name "
+                "the key with --text_column"
+            ),
+        ),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ""}\n', ":2 has no text in text, which is empty; mend it"),
+        ("a.csv", b"text,label\na,x\n,y\n", ":3 has no text in text, which is empty; mend it"),
+        (
+            "a.csv",
+            b"words,label\nx,y\n",
+            (
+                ":2 has no text under text, sentence, utterance, input, prompt, question; name the key with "
+                "--text_column"
+            ),
+        ),
+        ("a.csv", b"text,label\nx\n", ":2 has another number of fields than the header; mend the line"),
+        ("a.txt", b"x\n\xff\n", "input is not UTF-8 at line"),
+        ("a.txt.gz", b"plain", " cannot be read: Not a gzipped file (b'pl'); mend it, or give another file"),
+    ],
+)
 def test_what_cannot_be_read_leaves_the_answers_of_before(adapted, tmp_path, name, data, said):
     source, target = tmp_path / name, tmp_path / "answers.jsonl"
     source.write_bytes(data)
@@ -101,35 +130,52 @@ def test_answers_never_replace_the_input(tmp_path):
 
 def test_answers_that_cannot_be_written(adapted, tmp_path):
     source = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
-    for target, reason in ((tmp_path, "Is a directory"), (tmp_path / "none" / "b", "No such file or directory")):
+    for target, reason in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "none" / "b", "No such file or directory"),
+    ):
         message = refusal(predict.run, PredictConfig(str(adapted[0]), input=str(source), output=str(target)))
         assert message == f"output={target} cannot be opened: {reason}; give another file"
 
 
 def test_a_head_that_has_learned_nothing_does_not_answer(bert, tmp_path):
-    """The built-in model, an encoder without a head, a head beside the model's own, and what a meta-trained run leaves."""
+    """The built-in model, an encoder without a head, a head beside the model's own, and what a meta-trained
+    run leaves.
+    """
     plain, run = shutil.copytree(bert, tmp_path / "plain"), shutil.copytree(bert, tmp_path / "run")
     config = json.loads((plain / "config.json").read_text())
     (plain / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"]}))
     (run / "fmmeta.json").write_text(json.dumps({"algorithm": "fomaml", "head_init": "zero", "n_way": 5}))
     for name, pooling in (("tiny", "auto"), (plain, "auto"), (bert, "mean"), (run, "auto")):
-        assert refusal(predict.load, PredictConfig(str(name), pooling=pooling)) == (
-            f"model_name_or_path={name} has no trained head, and would answer at random; run fmmeta adapt first, and give the "
-            "folder that it writes")  # fmt: skip
+        assert (
+            refusal(predict.load, PredictConfig(str(name), pooling=pooling))
+            == f"model_name_or_path={name} has no trained head, and would answer at random; run fmmeta adapt"
+            " first, and give the folder that it writes"
+        )
 
 
 def test_a_head_of_other_features_does_not_answer(bert, adapted, tmp_path):
     """A folder is read with the pooling that it was adapted with, and its head must be there."""
-    fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "mean", pooling="mean", inner_steps=1, early_stopping=False)
-    for folder, own, others in ((adapted[0], "model", ("mean", "cls")), (tmp_path / "mean", "mean", ("model", "cls"))):
+    fmmeta.adapt(
+        bert, PAIRS, output_dir=tmp_path / "mean", pooling="mean", inner_steps=1, early_stopping=False
+    )
+    for folder, own, others in (
+        (adapted[0], "model", ("mean", "cls")),
+        (tmp_path / "mean", "mean", ("model", "cls")),
+    ):
         for other in others:
-            assert refusal(predict.load, PredictConfig(str(folder), pooling=other)) == (
-                f"pooling={other} does not fit the head of model_name_or_path={folder}, which was trained with {own}; use "
-                f"--pooling {own}")  # fmt: skip
+            assert (
+                refusal(predict.load, PredictConfig(str(folder), pooling=other))
+                == f"pooling={other} does not fit the head of model_name_or_path={folder}, which was trained"
+                f" with {own}; use --pooling {own}"
+            )
         assert predict.load(PredictConfig(str(folder), pooling=own)).description.pooling == own
     (tmp_path / "mean" / "head.safetensors").unlink()
-    assert refusal(predict.load, PredictConfig(str(tmp_path / "mean"))) == (
-        f"model_name_or_path={tmp_path / 'mean'} holds no head.safetensors, where its classes are; fetch it again")  # fmt: skip
+    assert (
+        refusal(predict.load, PredictConfig(str(tmp_path / "mean")))
+        == f"model_name_or_path={tmp_path / 'mean'} holds no head.safetensors, where its classes are; fetch"
+        " it again"
+    )
 
 
 def test_a_classifier_of_other_origin_answers(bert):
@@ -142,7 +188,10 @@ def test_a_classifier_of_other_origin_answers(bert):
 
 
 def test_what_predict_does_not_read_is_refused(bert):
-    assert refusal(predict.load, PredictConfig(str(bert), max_length=0)) == "max_length=0 is below 4; use 4 or more"
+    assert (
+        refusal(predict.load, PredictConfig(str(bert), max_length=0))
+        == "max_length=0 is below 4; use 4 or more"
+    )
     for flag, value in (("--lora_r", "4"), ("--head_init", "zero"), ("--gradient_checkpointing", "true")):
         message = refusal(parse, ["--model_name_or_path", "x", flag, value], "predict")
         assert message.startswith(f"{flag} is not a flag")
@@ -156,8 +205,10 @@ def test_scores_that_are_not_finite_are_not_answers(bert, tmp_path):
     weights["classifier.bias"][0] = float("nan")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     single = predict.load(PredictConfig(str(broken)))
-    assert refusal(predict.answer, single, ["a"], 1) == (
-        f"model_name_or_path={broken} gives no finite scores for 'a'; adapt it with a lower --inner_lr")  # fmt: skip
+    assert (
+        refusal(predict.answer, single, ["a"], 1)
+        == f"model_name_or_path={broken} gives no finite scores for 'a'; adapt it with a lower --inner_lr"
+    )
 
 
 def test_a_text_without_tokens_is_no_input(bert, tmp_path, monkeypatch):
@@ -170,8 +221,10 @@ def test_a_text_without_tokens_is_no_input(bert, tmp_path, monkeypatch):
     tokenizer.save_pretrained(folder)
     single = predict.load(PredictConfig(str(folder)))
     assert len(predict.answer(single, ["a"], 1)) == 1
-    assert refusal(predict.answer, single, ["a", " "], 1) == (
-        f"text=' ' has no tokens for model_name_or_path={folder}; mend or remove it")  # fmt: skip
+    assert (
+        refusal(predict.answer, single, ["a", " "], 1)
+        == f"text=' ' has no tokens for model_name_or_path={folder}; mend or remove it"
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"text": "a"}\n{"text": ""}\n'))
     said = refusal(predict.run, PredictConfig(str(folder), output=str(tmp_path / "told")))
     assert said == "input line 2 has no text in text, which is empty; mend it"
@@ -179,7 +232,9 @@ def test_a_text_without_tokens_is_no_input(bert, tmp_path, monkeypatch):
 
 def test_a_language_model_answers_a_table(tmp_path):
     source = write_rows(tmp_path / "a.csv", [{"input": "stone", "output": "not read"}])
-    (one,) = answers(save_llama(tmp_path / "llama"), source, tmp_path, task_type="causal_lm", max_new_tokens=2)
+    (one,) = answers(
+        save_llama(tmp_path / "llama"), source, tmp_path, task_type="causal_lm", max_new_tokens=2
+    )
     assert one["input"] == "stone"
 
 
@@ -188,12 +243,21 @@ def not_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize(("leave", "code", "said"), [("closed", 141, ""), ("interrupted", 130, "fmmeta: interrupted")])
+@pytest.mark.parametrize(
+    ("leave", "code", "said"), [("closed", 141, ""), ("interrupted", 130, "fmmeta: interrupted")]
+)
 def test_a_reader_that_leaves_and_ctrl_c_end_it_quietly(adapted, leave, code, said):
     """As `fmmeta predict | head -1` does, and Ctrl-C while standard input is waited for."""
-    process = subprocess.Popen([sys.executable, "-m", "fmmeta", "predict", "--model_name_or_path", str(adapted[0])],
-                               env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, bufsize=1, preexec_fn=not_ignored)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fmmeta", "predict", "--model_name_or_path", str(adapted[0])],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        preexec_fn=not_ignored,
+    )
     assert process.stdin
     assert process.stdout
     assert process.stderr
@@ -215,18 +279,37 @@ def test_a_reader_that_leaves_and_ctrl_c_end_it_quietly(adapted, leave, code, sa
 def test_a_stop_removes_answers_that_are_not_all_there(adapted, tmp_path):
     file = tmp_path / "answers.jsonl"
     file.write_text("earlier\n")
-    process = subprocess.Popen([sys.executable, "-m", "fmmeta", "predict", "--model_name_or_path", str(adapted[0]), "--output",
-                                str(file)], env=environment(),
-                               stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)  # fmt: skip
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "fmmeta",
+            "predict",
+            "--model_name_or_path",
+            str(adapted[0]),
+            "--output",
+            str(file),
+        ],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
     assert process.stdin
     assert process.stderr
     try:
         process.stdin.write("first\n")
-        while not any(one.stat().st_size for one in tmp_path.glob(".answers*.tmp")) and process.poll() is None:
+        while (
+            not any(one.stat().st_size for one in tmp_path.glob(".answers*.tmp")) and process.poll() is None
+        ):
             time.sleep(0.05)  # a file sends no event
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75
-        assert process.stderr.read().strip() == "fmmeta: stopped by SIGTERM; outputs that were not finished are removed"
+        assert (
+            process.stderr.read().strip()
+            == "fmmeta: stopped by SIGTERM; outputs that were not finished are removed"
+        )
         assert [one.name for one in tmp_path.iterdir()] == ["answers.jsonl"]
         assert file.read_text() == "earlier\n"
     finally:

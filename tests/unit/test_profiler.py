@@ -1,4 +1,6 @@
-"""--profile: shares that add up to one outer step, a trace that says the same, nothing left behind; several ranks too."""
+"""--profile: shares that add up to one outer step, a trace that says the same, nothing left behind; several
+ranks too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from fmmeta.parallel.process_groups import pending_type
 from fmmeta.training.profiler import KINDS, Clock, wrapped
 from tests.launch import run_ranks
 
-SHORT = {"outer_steps": 4, "meta_batch_size": 2, "inner_steps": 3, "eval_episodes": 0, "save_steps": 0, "num_workers": "0"}
+SHORT = {
+    "outer_steps": 4,
+    "meta_batch_size": 2,
+    "inner_steps": 3,
+    "eval_episodes": 0,
+    "save_steps": 0,
+    "num_workers": "0",
+}
 
 
 class Hands:
@@ -52,9 +61,12 @@ def test_waiting_inside_the_cross_group_reduction_is_part_of_it_and_an_error_unw
             raise ValueError("gone")
 
     thing, clock = Thing(), Clock(hands)
-    with pytest.raises(ValueError, match="gone"), wrapped(thing, "reduce", clock, "cross-group"):  # noqa: SIM117
-        with wrapped(thing, "wait", clock, "group communication"):
-            thing.reduce()
+    with (
+        pytest.raises(ValueError, match="gone"),
+        wrapped(thing, "reduce", clock, "cross-group"),
+        wrapped(thing, "wait", clock, "group communication"),
+    ):
+        thing.reduce()
     assert clock.stop() == {**dict.fromkeys(KINDS, 0), "cross-group": 3}
     assert vars(thing) == {}
 
@@ -80,13 +92,23 @@ def test_one_step_is_profiled_and_everything_is_as_before(tmp_path, capsys):
     assert profile["outer_step"] == 3
     assert list(profile["seconds"]) == list(KINDS)
     assert sum(profile["seconds"].values()) < lines[2]["seconds"]  # which also holds the writing of the trace
-    assert min(profile["seconds"][kind] for kind in ("data", "forward", "backward", "role switch", "outer step")) > 0
+    assert (
+        min(profile["seconds"][kind] for kind in ("data", "forward", "backward", "role switch", "outer step"))
+        > 0
+    )
     assert profile["seconds"]["group communication"] == profile["seconds"]["cross-group"] == 0
     events = json.loads((tmp_path / profile["trace"]).read_text())["traceEvents"]
-    traced = {kind: [event for event in events if event.get("name") == kind and event.get("ph") == "X"] for kind in KINDS}
+    traced = {
+        kind: [event for event in events if event.get("name") == kind and event.get("ph") == "X"]
+        for kind in KINDS
+    }
     backward = [event for event in traced["backward"] if event["dur"]]
-    assert len(backward) == 2 * 2 * (3 + 1)  # the worker's and, inside it, torch's: 2 tasks of 3 inner steps and a query
-    assert sum(event["dur"] for event in backward) / 2e6 == pytest.approx(profile["seconds"]["backward"], rel=0.3)
+    assert len(backward) == 2 * 2 * (
+        3 + 1
+    )  # the worker's and, inside it, torch's: 2 tasks of 3 inner steps and a query
+    assert sum(event["dur"] for event in backward) / 2e6 == pytest.approx(
+        profile["seconds"]["backward"], rel=0.3
+    )
     shown = capsys.readouterr().out
     assert "where the time of outer step 3 went" in shown
     assert "role switch" in shown
@@ -98,16 +120,32 @@ def test_a_run_of_one_step_profiles_that_one(tmp_path):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("group_size", "extra", "busy", "idle"), [
-    ("2", ["--deepspeed", "ds_configs/zero3.json"], "group communication", None),
-    ("2", ["--pipeline_stages", "2"], "group communication", None),
-    ("1", [], "cross-group", "group communication"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("group_size", "extra", "busy", "idle"),
+    [
+        ("2", ["--deepspeed", "ds_configs/zero3.json"], "group communication", None),
+        ("2", ["--pipeline_stages", "2"], "group communication", None),
+        ("1", [], "cross-group", "group communication"),
+    ],
+)
 def test_ranks_tell_their_shares(tmp_path, group_size, extra, busy, idle):
     flags = [f"--{name}={value}" for name, value in SHORT.items()]
     folder = tmp_path / "run"
-    run_ranks(["-m", "fmmeta", "train", *flags, *extra, f"--group_size={group_size}", "--profile=True", "--task_type=causal_lm",
-               f"--output_dir={folder}"], 2, timeout_s=150).ok()  # fmt: skip
+    run_ranks(
+        [
+            "-m",
+            "fmmeta",
+            "train",
+            *flags,
+            *extra,
+            f"--group_size={group_size}",
+            "--profile=True",
+            "--task_type=causal_lm",
+            f"--output_dir={folder}",
+        ],
+        2,
+        timeout_s=150,
+    ).ok()
     profile = json.loads((folder / "run.json").read_text())["profile"]
     assert len(profile["seconds_by_rank"]) == 2
     assert (folder / "trace-rank0.json").is_file()

@@ -16,7 +16,8 @@ from fmmeta.tasks.data.encode import encode_pairs
 from tests.models import save_llama, write_pairs
 from tests.unit.helpers import refusal
 
-# Three shapes that real templates come in. ChatML with a default system turn, and thinking that can be turned off (Qwen3).
+# Three shapes that real templates come in. ChatML with a default system turn, and thinking that can be turned
+# off (Qwen3).
 CHATML = """{%- if messages[0].role != 'system' %}
 {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{% endif %}
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
@@ -34,37 +35,48 @@ ENDED = """{% for message in messages %}{{ '<|' + message.role + '|>' + message.
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"""
 
 CHATS = {
-    "chatml": (CHATML, "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n"
-               "<|im_start|>assistant\n<think>\n\n</think>\n\n", "<|im_end|>"),
+    "chatml": (
+        CHATML,
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n",
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        "<|im_end|>",
+    ),
     "brackets": (BRACKETS, "<bos>[SYSTEM]It is 2024-07-26.[/SYSTEM][INST] ", " [/INST] ", "<eos>"),
     "ended": (ENDED, "<|user|>", "<|end|><|assistant|>", "<|end|><eos>"),
-}  # fmt: skip
+}
 
 
 def chatting(template: str | None):
     """The byte tokenizer with a chat template, and tokens of its own for turns, as chat models have."""
     tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|end|>", "<|assistant|>"]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|end|>", "<|assistant|>"]}
+    )
     tokenizer.chat_template = template
     return tokenizer
 
 
 def parts(tokenizer, row: Example) -> tuple[str, str]:
-    """The text without loss, and the text with it; labels repeat the tokens and the loss is on one run at the end."""
+    """The text without loss, and the text with it; labels repeat the tokens and the loss is on one run at the
+    end.
+    """
     labels = list(row.labels)
     begin = next(i for i, label in enumerate(labels) if label != IGNORE)
     assert labels == [IGNORE] * begin + list(row.input_ids)[begin:]
     return tokenizer.decode(row.input_ids[:begin]), tokenizer.decode(row.input_ids[begin:])
 
 
-@pytest.mark.parametrize(("template", "asked", "answered"), [
-    ("plain", "Input: 2 + 2\nOutput:", " 4"),
-    ("Q: {input}\\nA:", "Q: 2 + 2\nA:", " 4"),
-    ("Q: {input}\nA: {output}", "Q: 2 + 2\nA:", " 4"),
-    ("### {input}\\n\\n", "### 2 + 2\n\n", "4"),
-    ("{input} -> {input} ={output}!\\tdone", "2 + 2 -> 2 + 2 =", "4!\tdone"),
-    ("{curly} {0} {input}", "{curly} {0} 2 + 2", " 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "asked", "answered"),
+    [
+        ("plain", "Input: 2 + 2\nOutput:", " 4"),
+        ("Q: {input}\\nA:", "Q: 2 + 2\nA:", " 4"),
+        ("Q: {input}\nA: {output}", "Q: 2 + 2\nA:", " 4"),
+        ("### {input}\\n\\n", "### 2 + 2\n\n", "4"),
+        ("{input} -> {input} ={output}!\\tdone", "2 + 2 -> 2 + 2 =", "4!\tdone"),
+        ("{curly} {0} {input}", "{curly} {0} 2 + 2", " 4"),
+    ],
+)
 def test_text_prompts(template, asked, answered):
     tokenizer = byte_tokenizer()
     (row,) = encode_pairs(tokenizer, ["2 + 2"], ["4"], 64, template)
@@ -88,12 +100,16 @@ def test_chats_are_what_the_template_makes_of_them(name):
     whole = tokenizer.apply_chat_template(turns, tokenize=False).replace(today, "2024-07-26").rstrip()
     assert tokenizer.decode(row.input_ids) == whole
     if name != "brackets":  # what the model is asked with is the generation prompt
-        asked = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, enable_thinking=False, return_dict=False)
+        asked = tokenizer.apply_chat_template(
+            turns[:1], add_generation_prompt=True, enable_thinking=False, return_dict=False
+        )
         assert list(row.input_ids[: len(asked)]) == asked
 
 
 def test_the_answer_is_tokenised_with_its_prompt():
-    """A template's own tokens stay whole, and a vocabulary that joins across the seam does so as it does for the whole text."""
+    """A template's own tokens stay whole, and a vocabulary that joins across the seam does so as it does for
+    the whole text.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -101,7 +117,9 @@ def test_the_answer_is_tokenised_with_its_prompt():
     tokenizer = Tokenizer(models.BPE(vocab={**letters, ":a": 5, "<eos>": 6}, merges=[(":", "a")]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    fast.chat_template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}:{% else %}>{% endif %}{% endfor %}"
+    fast.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}:{% else %}>{% endif %}{% endfor %}"
+    )
     (row,) = encode_pairs(fast, ["b"], ["a"], 9, "chat")
     assert (list(row.input_ids), list(row.labels)) == ([2, 5, 0], [IGNORE, 5, 0])
 
@@ -132,36 +150,55 @@ def test_no_chat_is_longer_than_it_may_be(text, output, max_length):
     assert row.label_tokens >= 1
 
 
-@pytest.mark.parametrize(("template", "said"), [
-    (None, "needs a chat template, and the tokenizer has none; use plain or a format string such as 'Q: {input}\\nA:'"),
-    ("{{ raise_exception('only pictures') }}", "the tokenizer's chat template fails (only pictures); use plain or a format"),
-    ("{{ messages[0].content }}", "the tokenizer's chat template does not show an assistant's answer; use plain or a format"),
-    ("{% if %}", "the tokenizer's chat template fails ("),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            None,
+            (
+                "needs a chat template, and the tokenizer has none; use plain or a format string such as 'Q:"
+                " {input}\\nA:'"
+            ),
+        ),
+        (
+            "{{ raise_exception('only pictures') }}",
+            "the tokenizer's chat template fails (only pictures); use plain or a format",
+        ),
+        (
+            "{{ messages[0].content }}",
+            "the tokenizer's chat template does not show an assistant's answer; use plain or a format",
+        ),
+        ("{% if %}", "the tokenizer's chat template fails ("),
+    ],
+)
 def test_tokenizers_that_cannot_chat(template, said):
     message = refusal(encode_pairs, chatting(template), ["a"], ["b"], 64, "chat")
     assert message.removeprefix("prompt_template=chat").lstrip(": ").startswith(said)
 
 
 def test_a_frame_longer_than_an_example():
-    assert refusal(encode_pairs, chatting(ENDED), ["a"], ["b"], 10, "chat") == (
-        "max_length=10 leaves no room: the chat template takes 10 tokens by itself; raise it"
+    assert (
+        refusal(encode_pairs, chatting(ENDED), ["a"], ["b"], 10, "chat")
+        == "max_length=10 leaves no room: the chat template takes 10 tokens by itself; raise it"
     )
 
 
 @pytest.mark.parametrize(
-    "template", ["text", "{output} {input}", "{input} {output} {output}", "{output}", "{input} {output} {input}"]
+    "template",
+    ["text", "{output} {input}", "{input} {output} {output}", "{output}", "{input} {output} {input}"],
 )
 def test_format_strings_are_checked(template):
-    assert refusal(Config, task_type="causal_lm", prompt_template=template) == (
-        f"prompt_template={template} is neither plain nor chat, and no format string with {{input}} before an only {{output}}; "
-        "write one such as 'Q: {input}\\nA: {output}'"
+    assert (
+        refusal(Config, task_type="causal_lm", prompt_template=template)
+        == f"prompt_template={template} is neither plain nor chat, and no format string with {{input}} before"
+        " an only {output}; write one such as 'Q: {input}\\nA: {output}'"
     )
 
 
 def test_classification_has_no_prompt():
-    assert refusal(Config, prompt_template="chat") == (
-        "prompt_template=chat means nothing for task_type=classification; leave it out"
+    assert (
+        refusal(Config, prompt_template="chat")
+        == "prompt_template=chat means nothing for task_type=classification; leave it out"
     )
 
 
@@ -173,8 +210,18 @@ def test_a_run_learns_chats_and_remembers_how(tmp_path):
     seen = {}
     for template in ("plain", "chat"):
         folder = tmp_path / template
-        MetaTrainer(Config(model_name_or_path=str(model), dataset=[str(data)], task_type="causal_lm", prompt_template=template,
-                           outer_steps=1, eval_episodes=0, save_steps=0, output_dir=str(folder))).train()  # fmt: skip
+        MetaTrainer(
+            Config(
+                model_name_or_path=str(model),
+                dataset=[str(data)],
+                task_type="causal_lm",
+                prompt_template=template,
+                outer_steps=1,
+                eval_episodes=0,
+                save_steps=0,
+                output_dir=str(folder),
+            )
+        ).train()
         assert json.loads((folder / "model" / "fmmeta.json").read_text())["prompt_template"] == template
         seen[template] = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["tokens"]
     assert seen["plain"] != seen["chat"]

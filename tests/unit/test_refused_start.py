@@ -14,8 +14,11 @@ from tests.unit.helpers import one_rank, refusal
 
 
 @pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize("settings", [{"group_size": "2"}, {"resume_from_checkpoint": "none"}],
-                         ids=["after the folder is open", "while it is opened"])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [{"group_size": "2"}, {"resume_from_checkpoint": "none"}],
+    ids=["after the folder is open", "while it is opened"],
+)
 def test_of_train(tmp_path, settings, there):
     run = tmp_path / "runs" / "a"
     if there:

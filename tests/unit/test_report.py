@@ -1,4 +1,6 @@
-"""report.html tells what run.json and metrics.jsonl say, to the last digit, and nothing that a reader could be harmed by."""
+"""report.html tells what run.json and metrics.jsonl say, to the last digit, and nothing that a reader could
+be harmed by.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ VOID = {"meta", "link", "br"}
 
 
 class Page(HTMLParser):
-    """The elements of a page: (path of names and ids, attributes, text); fails where they are not closed in order."""
+    """The elements of a page: (path of names and ids, attributes, text); fails where they are not closed in
+    order.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -34,7 +38,12 @@ class Page(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, name, attributes):
-        element = [name, dict(attributes), "", [one[1].get("aria-labelledby") for one in self.open if one[0] == "section"]]
+        element = [
+            name,
+            dict(attributes),
+            "",
+            [one[1].get("aria-labelledby") for one in self.open if one[0] == "section"],
+        ]
         self.elements.append(element)
         if name not in VOID:
             self.open.append(element)
@@ -71,19 +80,29 @@ def page_of(folder) -> Page:
 def test_the_table_is_that_of_run_json(run):
     page, told = page_of(run), held_out()
     expected = []
-    for name in ("before adaptation, meta-trained", "after adaptation, weights at the start", "after adaptation, meta-trained",
-                 "gain"):  # fmt: skip
+    for name in (
+        "before adaptation, meta-trained",
+        "after adaptation, weights at the start",
+        "after adaptation, meta-trained",
+        "gain",
+    ):
         sign = "+" if name == "gain" else ""
         (accuracy, wide), (loss, far) = told[name]["accuracy"], told[name]["loss"]
-        expected += [(accuracy, f"{100 * accuracy:{sign}.1f}"), (wide, f"{100 * wide:.1f}"),
-                     (loss, f"{loss:{sign}.4f}"), (far, f"{far:.4f}")]  # fmt: skip
+        expected += [
+            (accuracy, f"{100 * accuracy:{sign}.1f}"),
+            (wide, f"{100 * wide:.1f}"),
+            (loss, f"{loss:{sign}.4f}"),
+            (far, f"{far:.4f}"),
+        ]
     assert page.numbers("held-out") == expected
     assert "37 held-out 5-way 5-shot episodes" in page.all("caption", "held-out")[0][2]
 
 
 def test_strata_are_those_of_run_json_and_the_largest_gain_comes_first(run):
     page, told = page_of(run), held_out()
-    order = sorted(told["per_stratum"], key=lambda name: told["per_stratum_at_start"][name] - told["per_stratum"][name])
+    order = sorted(
+        told["per_stratum"], key=lambda name: told["per_stratum_at_start"][name] - told["per_stratum"][name]
+    )
     pairs = [(told["per_stratum_at_start"][name], told["per_stratum"][name]) for name in order]
     assert page.numbers("strata") == [(value, f"{100 * value:.1f}") for pair in pairs for value in pair]
     assert [one[2] for one in page.all("th", "strata")][4:] == order
@@ -93,7 +112,16 @@ def test_strata_are_those_of_run_json_and_the_largest_gain_comes_first(run):
 
 def test_the_numbers_of_the_curves_are_those_of_metrics(run):
     page, lines = page_of(run), metrics()
-    keys = ("support_loss", "query_loss", "accuracy", "valid_loss", "valid_accuracy", "grad_norm", "lr", "skipped_tasks")
+    keys = (
+        "support_loss",
+        "query_loss",
+        "accuracy",
+        "valid_loss",
+        "valid_accuracy",
+        "grad_norm",
+        "lr",
+        "skipped_tasks",
+    )
     by_step: dict[int, dict] = {}
     for line in lines:
         by_step.setdefault(line["step"], {}).update(line)
@@ -106,7 +134,11 @@ def test_the_numbers_of_the_curves_are_those_of_metrics(run):
 def test_curves_go_through_the_points(run):
     """The validation line's path, solved for steps and values again."""
     page, lines = page_of(run), [line for line in metrics() if "valid_loss" in line]
-    (path,) = [one[1]["d"] for one in page.all("path", "training") if one[1]["class"] == "curve c" and len(one[1]["d"]) > 10][:1]
+    (path,) = [
+        one[1]["d"]
+        for one in page.all("path", "training")
+        if one[1]["class"] == "curve c" and len(one[1]["d"]) > 10
+    ][:1]
     drawn = [tuple(map(float, pair)) for pair in re.findall(r"[ML]([\d.]+) ([\d.]+)", path)]
     assert [round((x - 45) / (360 - 55) * 100) for x, _ in drawn] == [25, 50, 75, 100]
     heights, losses = [y for _, y in drawn], [line["valid_loss"] for line in lines]
@@ -145,7 +177,11 @@ def test_a_quiet_run_says_that_nothing_went_wrong(tmp_path):
 
 
 def test_spikes_are_those_that_the_run_marked():
-    lines = [{"step": 1, "query_loss": 1.0}, {"step": 2, "query_loss": 9.0, "loss_spike": 7.5}, {"step": 3, "query_loss": 50.0}]
+    lines = [
+        {"step": 1, "query_loss": 1.0},
+        {"step": 2, "query_loss": 9.0, "loss_spike": 7.5},
+        {"step": 3, "query_loss": 50.0},
+    ]
     assert spikes(lines) == [(2, 9.0)]
     assert spikes([{"step": 4, "query_loss": None, "loss_spike": 7.0}]) == []
 
@@ -153,13 +189,20 @@ def test_spikes_are_those_that_the_run_marked():
 def test_the_time_of_a_step_adds_up(run):
     found = times(read(run).steps)
     assert found is not None
-    assert (found.steps, found.first_left_out, found.whole, found.data) == (99, True, pytest.approx(2.0), pytest.approx(0.3))
+    assert (found.steps, found.first_left_out, found.whole, found.data) == (
+        99,
+        True,
+        pytest.approx(2.0),
+        pytest.approx(0.3),
+    )
     for group in range(2):
         assert found.computing(group) + found.data + found.waiting[group] == pytest.approx(2.0)
     page = page_of(run)
     shown = sorted(value for value, _ in page.numbers("time"))
     assert shown == pytest.approx(sorted([1.65, 0.3, 0.05, 1.6, 0.3, 0.1]))
-    widths = [float(one[1]["width"].rstrip("%")) for one in page.all("rect", "time") if one[1].get("y") == "15%"]
+    widths = [
+        float(one[1]["width"].rstrip("%")) for one in page.all("rect", "time") if one[1].get("y") == "15%"
+    ]
     assert widths == pytest.approx([82.5, 15, 2.5, 80, 15, 5])
 
 
@@ -176,9 +219,15 @@ def test_confusion_is_that_of_run_json(run, tmp_path):
     assert cells == ["4", "1", "·", "·", "5", "·", "2", "2", "1"]
     assert "10 of 15 query examples right" in page.all("p", "confusion")[0][2]
     told = json.loads((run / "run.json").read_text())
-    told["held_out"]["confusion"] = {"left_out": "pipeline_stages=2: only the last stage sees what the model answers"}
+    told["held_out"]["confusion"] = {
+        "left_out": "pipeline_stages=2: only the last stage sees what the model answers"
+    }
     (run / "run.json").write_text(json.dumps(told))
-    assert page_of(run).all("p", "confusion")[0][2].startswith("No confusion matrix: pipeline_stages=2: only the last stage")
+    assert (
+        page_of(run)
+        .all("p", "confusion")[0][2]
+        .startswith("No confusion matrix: pipeline_stages=2: only the last stage")
+    )
 
 
 def test_everything_is_text(tmp_path):
@@ -200,9 +249,13 @@ def test_everything_is_text(tmp_path):
 
 def test_the_page_asks_nobody(run):
     page = page_of(run)
-    (policy,) = [one[1]["content"] for one in page.all("meta") if one[1].get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = [
+        one[1]["content"] for one in page.all("meta") if one[1].get("http-equiv") == "Content-Security-Policy"
+    ]
     assert policy.startswith("default-src 'none'")
-    outside = [one for one in page.elements for key in ("src", "href", "xlink:href", "action") if one[1].get(key)]
+    outside = [
+        one for one in page.elements for key in ("src", "href", "xlink:href", "action") if one[1].get(key)
+    ]
     assert [one[1]["href"] for one in outside] == ["data:,"]
     (sheet,) = page.all("style")
     assert "url(" not in sheet[2]
@@ -213,11 +266,16 @@ def test_the_page_can_be_heard(run):
     page = page_of(run)
     ids = [one[1]["id"] for one in page.elements if "id" in one[1]]
     assert len(ids) == len(set(ids))
-    named = " ".join(one[1]["aria-labelledby"] for one in page.elements if "aria-labelledby" in one[1]).split()
+    named = " ".join(
+        one[1]["aria-labelledby"] for one in page.elements if "aria-labelledby" in one[1]
+    ).split()
     assert set(named) <= set(ids)
     drawings = [one for one in page.all("svg") if one[1].get("aria-hidden") != "true"]
     assert len(drawings) == 6
-    assert all(one[1]["role"] == "img" and (one[1].get("aria-labelledby") or one[1].get("aria-label")) for one in drawings)
+    assert all(
+        one[1]["role"] == "img" and (one[1].get("aria-labelledby") or one[1].get("aria-label"))
+        for one in drawings
+    )
     described = [one[2] for one in page.all("desc")]
     assert any("query: 1.6" in text and "1 spikes" in text for text in described)
     assert page.all("html")[0][1]["lang"] == "en"
@@ -225,8 +283,11 @@ def test_the_page_can_be_heard(run):
 
 
 def test_secrets_are_not_shown(tmp_path):
-    folder = write_run(tmp_path / "run", dataset=["https://me:pa55word@host.test/data?token=abc123"],
-                       model_name_or_path="hf_abcdefghijklmnopqrstuv")  # fmt: skip
+    folder = write_run(
+        tmp_path / "run",
+        dataset=["https://me:pa55word@host.test/data?token=abc123"],
+        model_name_or_path="hf_abcdefghijklmnopqrstuv",
+    )
     text = write(folder).read_text()
     for secret in ("pa55word", "abc123", "abcdefghijklmnopqrstuv"):
         assert secret not in text
@@ -264,14 +325,20 @@ def test_a_long_line_keeps_its_peaks_and_gaps():
     assert len(kept) <= 301
     assert (1234, 99.0) in kept
     assert (4000, None) in kept
-    assert [step for step, _ in kept if step not in (4000,)] == sorted(step for step, _ in kept if step not in (4000,))
+    assert [step for step, _ in kept if step not in (4000,)] == sorted(
+        step for step, _ in kept if step not in (4000,)
+    )
     assert smooth([(0, 1.0), (1, None), (2, 3.0), (3, 5.0)], 2) == [(0, 1.0), (2, 2.0), (3, 4.0)]
 
 
-@pytest.mark.parametrize(("low", "high", "marks"), [
-    (0, 150, [0, 50, 100, 150]),
-    (0.0, 1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (1.38, 1.62, [1.4, 1.45, 1.5, 1.55, 1.6]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("low", "high", "marks"),
+    [
+        (0, 150, [0, 50, 100, 150]),
+        (0.0, 1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (1.38, 1.62, [1.4, 1.45, 1.5, 1.55, 1.6]),
+    ],
+)
 def test_marks_are_round(low, high, marks):
     assert marks_between(low, high, 5) == pytest.approx(marks)
 
@@ -302,7 +369,9 @@ def test_the_command(run, capsys, tmp_path):
     assert Page((run / "report.html").read_text()).all("h1")[0][2] == "fomaml on letters"
     none = tmp_path / "none"
     assert ended("--output_dir", str(none)) == (
-        2, f"fmmeta: error: output_dir={none} holds no run.json; give the folder of a run")  # fmt: skip
+        2,
+        f"fmmeta: error: output_dir={none} holds no run.json; give the folder of a run",
+    )
     assert ended() == (2, "fmmeta: error: output_dir is not given; name the folder of a run")
     assert ended("--output_dri", "x") == (
         2,
@@ -310,14 +379,18 @@ def test_the_command(run, capsys, tmp_path):
     )
     (run / "run.json").write_text("{")
     assert ended("--output_dir", str(run)) == (
-        2, f"fmmeta: error: {run / 'run.json'} cannot be read; mend it, or give another output_dir")  # fmt: skip
+        2,
+        f"fmmeta: error: {run / 'run.json'} cannot be read; mend it, or give another output_dir",
+    )
 
 
 def test_a_report_that_fails_ends_no_run(run, monkeypatch):
     said = []
     monkeypatch.setattr(facts_of.Facts, "outer_step", property(lambda self: 1 / 0))
     keep(run, True, said.append)
-    assert said == [f"{run / 'report.html'} could not be written (ZeroDivisionError: division by zero); the run goes on"]
+    assert said == [
+        f"{run / 'report.html'} could not be written (ZeroDivisionError: division by zero); the run goes on"
+    ]
     keep(run, False, said.append)  # another rank
     assert len(said) == 1
 

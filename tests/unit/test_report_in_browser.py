@@ -1,4 +1,6 @@
-"""report.html in a headless Chromium: no request, no message of the console, no sideways scrolling on a phone, light and dark."""
+"""report.html in a headless Chromium: no request, no message of the console, no sideways scrolling on a
+phone, light and dark.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,17 @@ from fmmeta.report.style import DARK, LIGHT
 from tests.browser import Browser, find
 from tests.runs import held_out, write_run
 
-pytestmark = pytest.mark.skipif(find() is None, reason="no chromium; install one, or name it by FMMETA_CHROMIUM")
+pytestmark = pytest.mark.skipif(
+    find() is None, reason="no chromium; install one, or name it by FMMETA_CHROMIUM"
+)
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     long = "a_class_whose_name_is_much_longer_than_a_telephone_is_wide_and_has_no_place_to_break"
-    return write(write_run(tmp_path_factory.mktemp("run") / long, dataset=[long], model_name_or_path=f"/models/{long}"))
+    return write(
+        write_run(tmp_path_factory.mktemp("run") / long, dataset=[long], model_name_or_path=f"/models/{long}")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,26 +53,43 @@ def test_report(browser, file, width, scheme):
     assert browser.ask("getComputedStyle(document.body).color") == rgb(colours["ink"])
     assert browser.ask("getComputedStyle(document.querySelector('.curve.a')).stroke") == rgb(colours["a"])
     text = browser.ask("document.body.innerText")
-    for expected in ("Finished", "Before and after", "By stratum", "Training", "Where the time goes", "One held-out episode"):
+    for expected in (
+        "Finished",
+        "Before and after",
+        "By stratum",
+        "Training",
+        "Where the time goes",
+        "One held-out episode",
+    ):
         assert expected in text
     accuracy, half = held_out()["after adaptation, meta-trained"]["accuracy"]
     assert f"{100 * accuracy:.1f} ± {100 * half:.1f}" in text
-    smallest = browser.ask("Math.min(...[...document.querySelectorAll('svg text')].filter(one => !one.closest('.tip'))"
-                           ".map(one => one.getBoundingClientRect().height))")  # fmt: skip
+    smallest = browser.ask(
+        "Math.min(...[...document.querySelectorAll('svg text')].filter(one => !one.closest('.tip'))"
+        ".map(one => one.getBoundingClientRect().height))"
+    )
     assert smallest > 11  # of a line of text, in pixels
     told = [event["method"] for event in browser.events]
-    asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
+    asked = [
+        e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"
+    ]
     assert {url for url in asked if not url.startswith("data:")} == {file.resolve().as_uri()}
-    assert not {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"} & set(told), browser.events
+    assert not {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"} & set(told), (
+        browser.events
+    )
 
 
 def test_values_show_under_the_pointer(browser, file):
     browser.open(file, 1200, "light")
-    box = browser.ask("(() => { const all = document.querySelectorAll('figure > svg')[0].querySelectorAll('.strip');"
-                      " all[49].scrollIntoView({block: 'center'});"
-                      " const at = all[49].querySelector('.area').getBoundingClientRect();"
-                      " return [at.x + at.width / 2, at.y + at.height / 2] })()")  # fmt: skip
-    shown = "[...document.querySelectorAll('.tip')].filter(one => getComputedStyle(one).visibility == 'visible')"
+    box = browser.ask(
+        "(() => { const all = document.querySelectorAll('figure > svg')[0].querySelectorAll('.strip');"
+        " all[49].scrollIntoView({block: 'center'});"
+        " const at = all[49].querySelector('.area').getBoundingClientRect();"
+        " return [at.x + at.width / 2, at.y + at.height / 2] })()"
+    )
+    shown = (
+        "[...document.querySelectorAll('.tip')].filter(one => getComputedStyle(one).visibility == 'visible')"
+    )
     assert browser.ask(f"{shown}.length") == 0
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
     (text,) = browser.ask(f"{shown}.map(one => one.textContent)")

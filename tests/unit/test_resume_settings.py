@@ -1,4 +1,6 @@
-"""What changes theta beside the flags is compared on resume: precision, the DeepSpeed file, the code of transforms."""
+"""What changes theta beside the flags is compared on resume: precision, the DeepSpeed file, the code of
+transforms.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from fmmeta.training.build import plan
 from fmmeta.training.run_folder import accept_changes, find_start
 from tests.unit.helpers import refusal
 
-STORED = ("precision", "float32_matmul_precision", "deepspeed_values", "deepspeed_layout", "transforms_fingerprint")
+STORED = (
+    "precision",
+    "float32_matmul_precision",
+    "deepspeed_values",
+    "deepspeed_layout",
+    "transforms_fingerprint",
+)
 TRANSFORM = """
 from dataclasses import replace
 
@@ -43,8 +51,16 @@ def config(tmp_path, ds):
     """Of a run that has made one outer step of two."""
 
     def make(**settings: Any) -> Config:
-        return Config(output_dir=str(tmp_path / "run"), outer_steps=1, inner_steps=1, meta_batch_size=1, num_workers="0",
-                      eval_episodes=0, deepspeed=str(ds), **settings)  # fmt: skip
+        return Config(
+            output_dir=str(tmp_path / "run"),
+            outer_steps=1,
+            inner_steps=1,
+            meta_batch_size=1,
+            num_workers="0",
+            eval_episodes=0,
+            deepspeed=str(ds),
+            **settings,
+        )
 
     train(make())
     edit(tmp_path / "run" / "run.json", {"finished": False})
@@ -54,7 +70,10 @@ def config(tmp_path, ds):
 def test_an_edited_file_that_changes_the_precision_is_refused(config, ds, capsys):
     edit(ds, {"bf16": {"enabled": True}})
     message = refusal(train, config())
-    assert "holds a run with other settings (precision: fp32 -> bf16); use these, another output_dir, or --accept" in message
+    assert (
+        "holds a run with other settings (precision: fp32 -> bf16); use these, another output_dir, or"
+        " --accept" in message
+    )
     train(config(accept_changed_settings=["precision"]))
     assert "accepted from here on: precision: fp32 -> bf16" in capsys.readouterr().out
 
@@ -101,7 +120,10 @@ def test_a_run_of_0_1_0_is_continued(config, ds, tmp_path):
     edit(file, {"settings": settings})
     now = {"precision": "bf16", "deepspeed_values": {}, "deepspeed_layout": {}}
     assert accept_changes(settings, config(), settings["dataset_fingerprint"], "here", now) == []
-    assert find_start(config(), settings["dataset_fingerprint"], None, now).checkpoint == tmp_path / "run" / "checkpoint-1"
+    assert (
+        find_start(config(), settings["dataset_fingerprint"], None, now).checkpoint
+        == tmp_path / "run" / "checkpoint-1"
+    )
     assert "bf16: False -> True" in refusal(train, config(bf16=True))
     train(config())
     assert json.loads(file.read_text())["settings"]["precision"] == "bf16"

@@ -9,7 +9,11 @@ import pytest
 from fmmeta.tasks.data.rows import read_rows
 from tests.unit.helpers import refusal, write_rows
 
-ROWS = [{"text": 'Grüße, "du"', "label": "a"}, {"text": "two\nlines", "label": "b"}, {"text": "plain", "label": "a"}]
+ROWS = [
+    {"text": 'Grüße, "du"', "label": "a"},
+    {"text": "two\nlines", "label": "b"},
+    {"text": "plain", "label": "a"},
+]
 FORMATS = [".jsonl", ".csv", ".parquet", ".jsonl.gz", ".csv.gz", ".parquet.gz"]
 
 
@@ -29,25 +33,51 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     assert [row.values for row in read_rows(str(tmp_path))] == [ROWS[1], ROWS[0], ROWS[2]]
 
 
-@pytest.mark.parametrize(("name", "text"), [
-    ("d.jsonl", b'\xef\xbb\xbf{"text": "x", "label": "y"}\n\n\n'),  # a byte order mark, empty lines
-    ("d.csv", b"\xef\xbb\xbftext,label\r\n\r\nx,y\r\n"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("d.jsonl", b'\xef\xbb\xbf{"text": "x", "label": "y"}\n\n\n'),  # a byte order mark, empty lines
+        ("d.csv", b"\xef\xbb\xbftext,label\r\n\r\nx,y\r\n"),
+    ],
+)
 def test_what_editors_add_does_no_harm(tmp_path, name, text):
     (tmp_path / name).write_bytes(text)
     assert [row.values for row in read_rows(str(tmp_path / name))] == [{"text": "x", "label": "y"}]
 
 
-@pytest.mark.parametrize(("name", "data", "line", "said"), [
-    ("d.jsonl", b'{"a": 1}\n\n{"a": \n', 3, "is not a line of JSON (Expecting value: line"),
-    ("d.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', 2, "is not a line of JSON ('utf-8' codec can't decode byte 0xff"),
-    ("d.jsonl", b'{"a": 1}\n[1]\n', 2, 'is no JSON object; write {"text": ..., "label": ...}'),
-    ("d.csv", b"a,b\n1,2\n3\n", 3, "has another number of fields than the header; mend the line"),
-    ("d.csv", b"a,b\n1,2\n\n3,4,5\n", 4, "has another number of fields than the header; mend the line"),
-    ("d.csv", b'a,b\n1,2\n3,"4"4\n5,6\n', 3, "is not a line of CSV (',' expected after '\"'); mend the line"),
-    ("d.csv", b'a,b\n1,2\n3,"4\n5,6\n', 3, "is not a line of CSV (unexpected end of data); mend the line"),
-    ("d.csv", b"a,b\n1,2\n3,\xff\n5,6\n", 3, "is not a line of CSV ('utf-8' codec can't decode byte 0xff"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "data", "line", "said"),
+    [
+        ("d.jsonl", b'{"a": 1}\n\n{"a": \n', 3, "is not a line of JSON (Expecting value: line"),
+        (
+            "d.jsonl",
+            b'{"a": 1}\n{"a": "\xff"}\n',
+            2,
+            "is not a line of JSON ('utf-8' codec can't decode byte 0xff",
+        ),
+        ("d.jsonl", b'{"a": 1}\n[1]\n', 2, 'is no JSON object; write {"text": ..., "label": ...}'),
+        ("d.csv", b"a,b\n1,2\n3\n", 3, "has another number of fields than the header; mend the line"),
+        ("d.csv", b"a,b\n1,2\n\n3,4,5\n", 4, "has another number of fields than the header; mend the line"),
+        (
+            "d.csv",
+            b'a,b\n1,2\n3,"4"4\n5,6\n',
+            3,
+            "is not a line of CSV (',' expected after '\"'); mend the line",
+        ),
+        (
+            "d.csv",
+            b'a,b\n1,2\n3,"4\n5,6\n',
+            3,
+            "is not a line of CSV (unexpected end of data); mend the line",
+        ),
+        (
+            "d.csv",
+            b"a,b\n1,2\n3,\xff\n5,6\n",
+            3,
+            "is not a line of CSV ('utf-8' codec can't decode byte 0xff",
+        ),
+    ],
+)
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_bad_line_is_named(tmp_path, name, data, line, said, compressed):
     path = tmp_path / (name + ".gz" * compressed)
@@ -57,10 +87,19 @@ def test_a_bad_line_is_named(tmp_path, name, data, line, said, compressed):
     assert message.endswith("mend the line") or "; write {" in message
 
 
-@pytest.mark.parametrize(("name", "data"), [
-    ("d.jsonl", b""), ("d.jsonl", b"\n  \n"), ("d.csv", b""), ("d.csv", b"text,label\n"),
-    ("d.jsonl.gz", gzip.compress(b"", mtime=0)),  # a time of its own would give every process another test
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("d.jsonl", b""),
+        ("d.jsonl", b"\n  \n"),
+        ("d.csv", b""),
+        ("d.csv", b"text,label\n"),
+        (
+            "d.jsonl.gz",
+            gzip.compress(b"", mtime=0),
+        ),  # a time of its own would give every process another test
+    ],
+)
 def test_an_empty_file_is_refused(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
     assert refusal(read_rows, str(tmp_path / name)) == f"{tmp_path / name} is empty; remove it or fill it"
@@ -78,13 +117,16 @@ def test_an_empty_parquet_is_refused(tmp_path):
 GOOD = gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)
 
 
-@pytest.mark.parametrize(("name", "data", "said"), [
-    ("d.jsonl.gz", b"plain", "cannot be read: Not a gzipped file"),
-    ("d.jsonl.gz", GOOD[:-20], "cannot be read: Compressed file ended before"),
-    ("d.jsonl.gz", GOOD[:14] + b"\xff" * 9 + GOOD[23:], "cannot be read: Error -3 while decompressing"),
-    ("d.parquet", b"plain", "is not a parquet file ("),
-    ("d.parquet.gz", gzip.compress(b"plain", mtime=0), "is not a parquet file ("),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("d.jsonl.gz", b"plain", "cannot be read: Not a gzipped file"),
+        ("d.jsonl.gz", GOOD[:-20], "cannot be read: Compressed file ended before"),
+        ("d.jsonl.gz", GOOD[:14] + b"\xff" * 9 + GOOD[23:], "cannot be read: Error -3 while decompressing"),
+        ("d.parquet", b"plain", "is not a parquet file ("),
+        ("d.parquet.gz", gzip.compress(b"plain", mtime=0), "is not a parquet file ("),
+    ],
+)
 def test_a_damaged_file_is_refused(tmp_path, name, data, said):
     (tmp_path / name).write_bytes(data)
     message = refusal(read_rows, str(tmp_path / name))
@@ -101,7 +143,9 @@ def test_a_missing_path_is_refused(tmp_path, monkeypatch, missing):
 def test_other_files_and_empty_folders_are_refused(tmp_path):
     kinds = ".jsonl, .csv, .parquet file (.gz too)"
     other = tmp_path / "data.txt"
-    assert refusal(read_rows, str(tmp_path)) == f"dataset={tmp_path} holds no {kinds}; name a folder that does"
+    assert (
+        refusal(read_rows, str(tmp_path)) == f"dataset={tmp_path} holds no {kinds}; name a folder that does"
+    )
     other.write_text("text")
     assert refusal(read_rows, str(other)) == f"dataset={other} is no {kinds}; convert it to one of them"
 
@@ -109,13 +153,20 @@ def test_other_files_and_empty_folders_are_refused(tmp_path):
 def test_hub_rows_carry_class_names(monkeypatch):
     import datasets
 
-    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
     part = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
     asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a: asked.append(a) or datasets.DatasetDict(train=part))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a: asked.append(a) or datasets.DatasetDict(train=part)
+    )
     rows = read_rows("owner/set", "english")
     assert asked == [("owner/set", "english")]
-    assert [(row.values["label"], row.origin) for row in rows] == [("yes", "owner/set[train]:1"), ("no", "owner/set[train]:2")]
+    assert [(row.values["label"], row.origin) for row in rows] == [
+        ("yes", "owner/set[train]:1"),
+        ("no", "owner/set[train]:2"),
+    ]
 
 
 def test_an_unreadable_hub_set_is_refused(monkeypatch):
@@ -125,6 +176,7 @@ def test_an_unreadable_hub_set_is_refused(monkeypatch):
         raise ConnectionError("no\nnetwork")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    assert refusal(read_rows, "owner/set") == (
-        "dataset=owner/set is neither a path nor a readable hub data set (no network); check the name"
+    assert (
+        refusal(read_rows, "owner/set")
+        == "dataset=owner/set is neither a path nor a readable hub data set (no network); check the name"
     )

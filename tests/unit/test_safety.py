@@ -38,10 +38,14 @@ def test_secrets_are_not_written(tmp_path, monkeypatch, capfd):
     url = "https://me:hunter2-url@host/set"
     config = Config(dataset=[f"{url}/hunter2-HF_TOKEN"])
     write_run(tmp_path, config, "f", "one rank")
-    Metrics(tmp_path, 0, writes=True).write({"step": 1, "bad_tasks": [{"error": "token hunter2-WANDB_API_KEY refused"}]})
+    Metrics(tmp_path, 0, writes=True).write(
+        {"step": 1, "bad_tasks": [{"error": "token hunter2-WANDB_API_KEY refused"}]}
+    )
     with pytest.raises(SystemExit):
         main(["train", f"--{'hunter2-AWS_SECRET_ACCESS_KEY'}=1"])
-    texts = [(tmp_path / name).read_text() for name in ("run.json", "metrics.jsonl")] + [capfd.readouterr().err]
+    texts = [(tmp_path / name).read_text() for name in ("run.json", "metrics.jsonl")] + [
+        capfd.readouterr().err
+    ]
     assert all("hunter2" not in text and "***" in text for text in texts)
     assert redact("a banana") == "a banana"
 
@@ -61,7 +65,9 @@ def test_links_out_of_a_folder_are_refused_and_a_hub_cache_is_not(tmp_path):
     (root / "again.jsonl").symlink_to(root / "own.jsonl")
     assert len(data_files(str(root)) or []) == 2
     (root / "x.jsonl").symlink_to(outside)
-    assert refusal(data_files, str(root)).startswith(f"{root / 'x.jsonl'} is a link that leaves its folder (to {outside}); ")
+    assert refusal(data_files, str(root)).startswith(
+        f"{root / 'x.jsonl'} is a link that leaves its folder (to {outside}); "
+    )
     tasks = tmp_path / "tasks"
     (tasks / "s").mkdir(parents=True)
     (tasks / "s" / "t.jsonl").symlink_to(outside)
@@ -84,8 +90,10 @@ def test_a_stratum_or_a_split_file_that_links_out_of_the_data_is_refused(tmp_pat
     (tasks / "again").symlink_to(tasks / "own")
     assert [file.name for file in task_files(str(tasks), 64) or []] == ["again/t", "own/t"]
     (tasks / "stratum").symlink_to(outside)
-    assert refusal(task_files, str(tasks), 64) == (
-        f"{tasks / 'stratum'} is a link that leaves its folder (to {outside}); copy the file, or remove the link"
+    assert (
+        refusal(task_files, str(tasks), 64)
+        == f"{tasks / 'stratum'} is a link that leaves its folder (to {outside}); copy the file, or remove"
+        " the link"
     )
     (tasks / "stratum").unlink()
     (outside / "splits.json").write_text('{"train": ["own/t", "again/t"]}')
@@ -155,8 +163,9 @@ def test_a_bomb_does_not_unpack(tmp_path):
         file.write(b"\n" + ROW)
     assert bomb.stat().st_size < 2**17
     assert len(read_file(bomb)) == 1
-    assert refusal(read_file, bomb, most_gib=1 / 64) == (
-        f"{bomb} unpacks to more than max_file_gib=0.015625; raise it if you trust the file"
+    assert (
+        refusal(read_file, bomb, most_gib=1 / 64)
+        == f"{bomb} unpacks to more than max_file_gib=0.015625; raise it if you trust the file"
     )
 
 
@@ -186,7 +195,18 @@ def test_doctor_has_a_line_and_a_fix_for_each_question(tmp_path, monkeypatch, ca
     lines = capsys.readouterr().out.splitlines()
     assert ended.value.code == 2
     names = {line.split()[1].rstrip(":") for line in lines[:-1]}
-    assert {"python", "torch", "deepspeed", "accelerator", "gloo", "compilers", "build", "disk", "shared", "open"} <= names
+    assert {
+        "python",
+        "torch",
+        "deepspeed",
+        "accelerator",
+        "gloo",
+        "compilers",
+        "build",
+        "disk",
+        "shared",
+        "open",
+    } <= names
     assert {"host", "launcher", "loopback"} <= names
     assert all(line.split()[0] in ("ok", "warning", "problem") for line in lines[:-1])
     assert all(";" in line for line in lines[:-1] if line.startswith(("warning", "problem")))
@@ -207,7 +227,9 @@ def test_doctor_survives_what_it_looks_at(monkeypatch):
 
 
 def test_doctor_knows_the_tested_range(monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda package: {"torch": "2.14.1+cu128"}.get(package, "5.0"))
+    monkeypatch.setattr(
+        "importlib.metadata.version", lambda package: {"torch": "2.14.1+cu128"}.get(package, "5.0")
+    )
     torch = doctor.versions()[0]
     assert str(torch) == "warning  torch: 2.14.1+cu128; tested are 2.6 to below 2.14; pip install -e ."
     lines = (Path(doctor.__file__).parents[1] / "setup.py").read_text().splitlines()

@@ -27,7 +27,17 @@ from fmmeta.training.run_folder import accept_changes, find_start, lock_folder, 
 from fmmeta.training.run_record import write_run
 from tests.launch import ROOT, environment
 from tests.unit.helpers import one_rank, refusal
-from tests.unit.test_checkpoint_export import CUT, SHAPES, WHOLE, assert_holds, laid_out, list_again, parameters, saved, state_of
+from tests.unit.test_checkpoint_export import (
+    CUT,
+    SHAPES,
+    WHOLE,
+    assert_holds,
+    laid_out,
+    list_again,
+    parameters,
+    saved,
+    state_of,
+)
 
 TABLE = {"rates": torch.tensor([[0.5, 0.25]])}
 
@@ -41,8 +51,12 @@ def with_table(folder: Path, step: int = 3) -> Path:
 
 def test_what_we_write_is_safetensors(tmp_path):
     file = tmp_path / "x.safetensors"
-    tensors = {"a": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0), "b": torch.arange(10.0)[::2],
-               "c": torch.tensor([[1 / 3]], dtype=torch.float64)}  # fmt: skip
+    tensors = {
+        "a": torch.arange(6.0).view(2, 3),
+        "empty": torch.zeros(0),
+        "b": torch.arange(10.0)[::2],
+        "c": torch.tensor([[1 / 3]], dtype=torch.float64),
+    }
     entry = write.write_tensors(file, tensors, {"shapes": "{}"})
     assert all(torch.equal(value, tensors[name]) for name, value in load_file(file).items())
     assert safe_open(file, "pt").metadata() == {"shapes": "{}"}
@@ -69,14 +83,26 @@ def test_any_flipped_byte_is_found(tmp_path):
     assert checkpoint.find_corruption(folder, one_rank().world) == ""
 
 
-@pytest.mark.parametrize(("harm", "said"), [
-    (lambda f: (f / "shard-00000.safetensors").unlink(), "shard-00000.safetensors cannot be read: No such file or directory"),
-    (lambda f: os.truncate(f / "shard-00000.safetensors", 100), "shard-00000.safetensors has 100 bytes instead of "),
-    (lambda f: os.truncate(f / "state.json", 7), "state.json has 7 bytes instead of "),
-    (lambda f: os.truncate(f / "manifest.json", 40), "manifest.json is damaged"),
-    (lambda f: (f / "manifest.json").write_text('{"files": {"../x": {"bytes": 1, "sha256": ""}}}'), "manifest.json is damaged"),
-    (lambda f: (f / "manifest.json").write_text("[" * 100000), "manifest.json is damaged"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (
+            lambda f: (f / "shard-00000.safetensors").unlink(),
+            "shard-00000.safetensors cannot be read: No such file or directory",
+        ),
+        (
+            lambda f: os.truncate(f / "shard-00000.safetensors", 100),
+            "shard-00000.safetensors has 100 bytes instead of ",
+        ),
+        (lambda f: os.truncate(f / "state.json", 7), "state.json has 7 bytes instead of "),
+        (lambda f: os.truncate(f / "manifest.json", 40), "manifest.json is damaged"),
+        (
+            lambda f: (f / "manifest.json").write_text('{"files": {"../x": {"bytes": 1, "sha256": ""}}}'),
+            "manifest.json is damaged",
+        ),
+        (lambda f: (f / "manifest.json").write_text("[" * 100000), "manifest.json is damaged"),
+    ],
+)
 def test_harm_is_named_and_an_older_one_is_taken(tmp_path, harm, said):
     run, config = tmp_path / "run", Config(output_dir=str(tmp_path / "run"))
     run.mkdir()
@@ -88,21 +114,28 @@ def test_harm_is_named_and_an_older_one_is_taken(tmp_path, harm, said):
     start.lock.close()
     assert start.checkpoint == run / "checkpoint-4"
     assert start.said[0].startswith(f"{run / 'checkpoint-8'} is refused: {said}")
-    assert start.said[1] == f"{run / 'checkpoint-8'} was renamed to aside-checkpoint-8: the run goes on from an older one"
+    assert (
+        start.said[1]
+        == f"{run / 'checkpoint-8'} was renamed to aside-checkpoint-8: the run goes on from an older one"
+    )
     assert (run / "aside-checkpoint-8").is_dir()  # neither lost nor chosen again
     harm(run / "checkpoint-4")
     message = refusal(open_run, config, "f", one_rank().world)
     assert message.startswith(
         f"output_dir={run} holds no whole checkpoint to go on from ({run / 'checkpoint-4'} is refused: {said}"
     )
-    explicit = Config(output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(run / "aside-checkpoint-8"))
+    explicit = Config(
+        output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(run / "aside-checkpoint-8")
+    )
     if "state" not in said:
         message = refusal(open_run, explicit, "f", one_rank().world)
         assert "aside-checkpoint-8 is not whole: " in message or "other settings" in message
 
 
 def test_a_checkpoint_that_another_group_removes_is_not_the_last_word(tmp_path, monkeypatch):
-    """An elastic group chooses while the writer saves: its checkpoint is gone when it is verified, and a newer one is there."""
+    """An elastic group chooses while the writer saves: its checkpoint is gone when it is verified, and a
+    newer one is there.
+    """
     run, config = tmp_path / "run", Config(output_dir=str(tmp_path / "run"), elastic=True)
     run.mkdir()
     write_run(run, config, "f", "", finished=False)
@@ -124,7 +157,9 @@ def test_tables_that_are_gone_are_not_taken_for_none(tmp_path):
     folder = with_table(tmp_path)
     assert set(checkpoint.load_tables(folder)) == {"rates"}
     (folder / "tables.safetensors").unlink()
-    assert refusal(checkpoint.load_tables, folder).startswith(f"{folder / 'tables.safetensors'} cannot be read (")
+    assert refusal(checkpoint.load_tables, folder).startswith(
+        f"{folder / 'tables.safetensors'} cannot be read ("
+    )
     shutil.rmtree(folder)
     assert "manifest.json cannot be read" in refusal(checkpoint.load_tables, folder)
 
@@ -133,12 +168,14 @@ def test_another_models_checkpoint_is_one_line(tmp_path):
     folder = saved(tmp_path, WHOLE)
     turned = tuple(replace(f, shape=(3, 4)) if f.name == "a" else f for f in WHOLE.fragments)
     other = replace(WHOLE, fragments=turned)
-    assert refusal(checkpoint.load, folder, ["theta"], other, torch.zeros(other.numel)) == (
-        f"{folder} is of another model: a is [4, 3] there and [3, 4] here; give a checkpoint of this one"
+    assert (
+        refusal(checkpoint.load, folder, ["theta"], other, torch.zeros(other.numel))
+        == f"{folder} is of another model: a is [4, 3] there and [3, 4] here; give a checkpoint of this one"
     )
     smaller = replace(WHOLE, fragments=WHOLE.fragments[:2], numel=17)
-    assert refusal(checkpoint.same_size, folder, smaller) == (
-        f"{folder} is of another model: it has c, which is not here; give a checkpoint of this one"
+    assert (
+        refusal(checkpoint.same_size, folder, smaller)
+        == f"{folder} is of another model: it has c, which is not here; give a checkpoint of this one"
     )
     checkpoint.same_size(folder, WHOLE)
 
@@ -223,8 +260,15 @@ whole = [folder.name for folder in checkpoint.list_complete(run)]
 print(whole, checkpoint.find_corruption(good, one_rank().world), os.statvfs(run).f_bavail == free)
 """
     mount = f'mount -t tmpfs -o size=2m none {tmp_path} && exec {sys.executable} -c "$CODE"'
-    ended = subprocess.run(["unshare", "-rm", "sh", "-c", mount], cwd=ROOT, text=True,
-                           env=environment(CODE=code), capture_output=True, timeout=100, check=False)  # fmt: skip
+    ended = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount],
+        cwd=ROOT,
+        text=True,
+        env=environment(CODE=code),
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
     if "unshare" in ended.stderr or "mount:" in ended.stderr:
         pytest.skip("no namespaces here")
     lines = ended.stdout.splitlines()
@@ -245,7 +289,10 @@ def test_quota_and_read_only_are_told_alike(tmp_path, monkeypatch, number):
 
     monkeypatch.setattr(os, "fsync", refuse)
     message = refusal(saved, tmp_path, WHOLE, 4)
-    assert message == f"{tmp_path / 'checkpoint-4'} could not be written: {os.strerror(number)}; free room or mend it"
+    assert (
+        message
+        == f"{tmp_path / 'checkpoint-4'} could not be written: {os.strerror(number)}; free room or mend it"
+    )
     monkeypatch.undo()
     assert checkpoint.list_complete(tmp_path) == [good]
     assert not (tmp_path / "tmp-checkpoint-4").exists()
@@ -286,12 +333,17 @@ def test_an_unexpected_error_of_the_thread_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(write, "shapes", lambda params: 1 / 0)
     saver.save(tmp_path / "checkpoint-1", {"theta": torch.zeros(WHOLE.numel)}, state_of(1), {})
     saver.wait()
-    assert said == [f"{tmp_path / 'checkpoint-1'}: ZeroDivisionError: division by zero; training goes on, there is no whole one"]
+    assert said == [
+        f"{tmp_path / 'checkpoint-1'}: ZeroDivisionError: division by zero; training goes on, there is no"
+        " whole one"
+    ]
 
 
 def test_a_folder_in_use_is_waited_for_and_then_refused(tmp_path):
     held = lock_folder(tmp_path)
-    assert refusal(lock_folder, tmp_path, 0.3).startswith(f"output_dir={tmp_path} is in use by process {os.getpid()} on ")
+    assert refusal(lock_folder, tmp_path, 0.3).startswith(
+        f"output_dir={tmp_path} is in use by process {os.getpid()} on "
+    )
     threading.Timer(0.4, held.close).start()
     began = time.monotonic()
     lock_folder(tmp_path, 10).close()
@@ -305,14 +357,26 @@ def test_changes_are_named_and_dangerous_ones_need_a_word():
         "accepted from here on: outer_lr: 0.1 -> 0.2",
         "settings that differ, and do not change theta: save_steps: 5 -> 6",
     ]
-    message = refusal(accept_changes, before, Config(outer_lr=0.2, seed=1, accept_changed_settings=["outer_lr"]), "f", "here")
-    assert message == ("here holds a run with other settings (seed: 42 -> 1); use these, another output_dir, or "
-                       "--accept_changed_settings with their names")  # fmt: skip
-    assert refusal(Config, accept_changed_settings=["outer_rl"]).startswith("accept_changed_settings=outer_rl is no setting")
+    message = refusal(
+        accept_changes,
+        before,
+        Config(outer_lr=0.2, seed=1, accept_changed_settings=["outer_lr"]),
+        "f",
+        "here",
+    )
+    assert (
+        message == "here holds a run with other settings (seed: 42 -> 1); use these, another output_dir, or "
+        "--accept_changed_settings with their names"
+    )
+    assert refusal(Config, accept_changed_settings=["outer_rl"]).startswith(
+        "accept_changed_settings=outer_rl is no setting"
+    )
 
 
 def test_the_bare_command_goes_on_in_its_own_folder(tmp_path, monkeypatch):
-    """Without --output_dir: the newest unfinished run with these settings and a checkpoint that nobody works on."""
+    """Without --output_dir: the newest unfinished run with these settings and a checkpoint that nobody works
+    on.
+    """
     monkeypatch.chdir(tmp_path)
     config = Config()
     begun = [Path("runs") / f"20260101-00000{n}-fomaml-letters" for n in range(4)]

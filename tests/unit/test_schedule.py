@@ -1,4 +1,6 @@
-"""The task schedule: a pure function of (seed, outer_step), stratified, dealt to groups without communication."""
+"""The task schedule: a pure function of (seed, outer_step), stratified, dealt to groups without
+communication.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,15 @@ TOKENS = st.lists(st.integers(1, 500), max_size=24)
 
 
 def items_of(sizes: list[int]) -> Items:
-    return Items.of(Item(f"{s}-{i}", f"s{s}", 10 + s + i) for s, size in enumerate(sizes) for i in range(size))
+    return Items.of(
+        Item(f"{s}-{i}", f"s{s}", 10 + s + i) for s, size in enumerate(sizes) for i in range(size)
+    )
 
 
 def tasks_of(tokens: list[int], strata: str = "") -> list[Task]:
-    return [Task(i, f"t{i}", strata[i] if strata else f"s{i % 3}", n, (0, 0, 0, i)) for i, n in enumerate(tokens)]
+    return [
+        Task(i, f"t{i}", strata[i] if strata else f"s{i % 3}", n, (0, 0, 0, i)) for i, n in enumerate(tokens)
+    ]
 
 
 def stream(schedule: Schedule, steps: int) -> list[Task]:
@@ -48,7 +54,9 @@ def test_each_epoch_holds_each_item_once(sizes, per_step, seed):
 
 @given(STRATA, st.integers(0, 99), st.data())
 def test_every_stretch_of_an_epoch_is_stratified(sizes, seed, data):
-    """Off from its share by 1 - f + f (S - 1) at most, for a stratum with a share f of the items, among S strata."""
+    """Off from its share by 1 - f + f (S - 1) at most, for a stratum with a share f of the items, among S
+    strata.
+    """
     n = sum(sizes)
     end = data.draw(st.integers(1, n))
     begin = data.draw(st.integers(0, end - 1))
@@ -74,7 +82,9 @@ def test_epochs_seeds_and_streams_differ():
 
 
 def test_every_slot_has_a_seed_of_its_own():
-    tasks = stream(Schedule(items_of([3]), 4, seed=1), 50) + stream(Schedule(items_of([3]), 4, seed=1, stream=1), 50)
+    tasks = stream(Schedule(items_of([3]), 4, seed=1), 50) + stream(
+        Schedule(items_of([3]), 4, seed=1, stream=1), 50
+    )
     assert len({task.seed for task in tasks}) == 400
 
 
@@ -90,18 +100,30 @@ def test_shares_are_disjoint_complete_and_in_order(tokens, num_groups):
 
 @given(TOKENS, st.integers(1, 6))
 def test_shares_are_balanced_in_tokens(tokens, num_groups):
-    """Largest first, to a group within 5 % of the mean of the least loaded: no two groups differ by more than this."""
+    """Largest first, to a group within 5 % of the mean of the least loaded: no two groups differ by more than
+    this.
+    """
     loads = [sum(task.tokens for task in share) for share in assign_to_groups(tasks_of(tokens), num_groups)]
     assert max(loads) - min(loads) <= max(tokens, default=0) + 0.05 * sum(tokens) / num_groups
 
 
-@pytest.mark.parametrize(("tokens", "num_groups", "loads"), [
-    ([100, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10], 2, [100, 100]),  # one large task against ten small ones
-    ([10, 20, 30, 40, 50, 60], 3, [70, 70, 70]),
-    ([70], 3, [0, 0, 70]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "num_groups", "loads"),
+    [
+        (
+            [100, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10],
+            2,
+            [100, 100],
+        ),  # one large task against ten small ones
+        ([10, 20, 30, 40, 50, 60], 3, [70, 70, 70]),
+        ([70], 3, [0, 0, 70]),
+    ],
+)
 def test_largest_first(tokens, num_groups, loads):
-    assert sorted(sum(task.tokens for task in share) for share in assign_to_groups(tasks_of(tokens), num_groups)) == loads
+    assert (
+        sorted(sum(task.tokens for task in share) for share in assign_to_groups(tasks_of(tokens), num_groups))
+        == loads
+    )
 
 
 @pytest.mark.parametrize("strata", ["ABABABAB", "AAAABBBB", "ABBABAAB"])

@@ -15,13 +15,17 @@ from fmmeta.tasks.schedule.meta_batches import Task, assign_to_groups
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 9), st.lists(st.lists(st.integers(1, 400), min_size=7, max_size=7), min_size=1, max_size=4))
+@given(
+    st.integers(1, 9), st.lists(st.lists(st.integers(1, 400), min_size=7, max_size=7), min_size=1, max_size=4)
+)
 def test_all_steps_at_once_are_dealt_as_a_run_deals_one(groups, rows):
     found = deal_steps(np.array(rows), groups)
     for row, owner in zip(rows, found, strict=True):
         tasks = [Task(i, f"t{i}", "s", tokens, (i,)) for i, tokens in enumerate(row)]
         shares = assign_to_groups(tasks, groups)
-        assert [[task.item for task in share] for share in shares] == [np.flatnonzero(owner == g).tolist() for g in range(groups)]
+        assert [[task.item for task in share] for share in shares] == [
+            np.flatnonzero(owner == g).tolist() for g in range(groups)
+        ]
 
 
 @pytest.mark.parametrize("groups", [8, 64])
@@ -31,7 +35,9 @@ def test_many_tasks_are_dealt_alike(groups, monkeypatch):
     found = deal_steps(tokens, groups)
     for row, owner in zip(tokens.tolist(), found, strict=True):
         shares = assign_to_groups([Task(i, f"t{i}", "s", size, (i,)) for i, size in enumerate(row)], groups)
-        assert [[task.item for task in share] for share in shares] == [np.flatnonzero(owner == g).tolist() for g in range(groups)]
+        assert [[task.item for task in share] for share in shares] == [
+            np.flatnonzero(owner == g).tolist() for g in range(groups)
+        ]
 
 
 @pytest.mark.parametrize("groups", [1, 8, 1024])
@@ -50,7 +56,9 @@ def test_one_exponential_task_each_is_a_harmonic_number(groups):
     """E max of G exponentials of mean 1 is 1 + 1/2 + ... + 1/G, and what is useful is 1."""
     rng = np.random.default_rng(1)
     taken = rng.exponential(size=(20_000, groups))
-    found = outcome(SimulatedCluster(groups, groups), group_times(np.ones_like(taken), taken, groups), taken, rng)
+    found = outcome(
+        SimulatedCluster(groups, groups), group_times(np.ones_like(taken), taken, groups), taken, rng
+    )
     harmonic = sum(1 / k for k in range(1, groups + 1))
     assert found.step == pytest.approx(harmonic, rel=0.01)
     assert found.efficiency == pytest.approx(1 / harmonic, rel=0.01)
@@ -58,7 +66,9 @@ def test_one_exponential_task_each_is_a_harmonic_number(groups):
 
 
 def test_stragglers():
-    assert simulate.simulate(SimulatedCluster(8, 8, slow_share=1, slow_by=1.5)).efficiency == pytest.approx(1 / 1.5)
+    assert simulate.simulate(SimulatedCluster(8, 8, slow_share=1, slow_by=1.5)).efficiency == pytest.approx(
+        1 / 1.5
+    )
     some = simulate.simulate(SimulatedCluster(16, 16, slow_share=0.01, slow_by=3), steps=20_000)
     at_least_one = 1 - 0.99**16
     assert some.step == pytest.approx(1 + 2 * at_least_one, rel=0.01)
@@ -83,7 +93,9 @@ def test_a_static_failure_costs_a_restart_and_half_an_interval():
 
 
 def test_an_elastic_failure_costs_a_step_and_a_smaller_world():
-    """In a step of length 1 some group fails with G lambda, costs the step, and G / (G - 1) for the steps away."""
+    """In a step of length 1 some group fails with G lambda, costs the step, and G / (G - 1) for the steps
+    away.
+    """
     world = SimulatedCluster(32, 32, failure_rate=1e-4, elastic=True, away=20)
     found = even(world, 20_000, 4)
     assert found.failing / (1 - found.failing) == pytest.approx(32e-4 * (1 + 21 / 31), rel=0.1)
@@ -102,5 +114,9 @@ def test_known_sizes_are_balanced_and_unknown_ones_are_not():
 @pytest.mark.timeout(60)
 def test_a_thousand_groups_are_quick():
     began = time.process_time()
-    assert 0.6 < simulate.simulate(SimulatedCluster(1024, 4096, spread=0.5, noise=0.1), steps=20).efficiency < 0.75
+    assert (
+        0.6
+        < simulate.simulate(SimulatedCluster(1024, 4096, spread=0.5, noise=0.1), steps=20).efficiency
+        < 0.75
+    )
     assert time.process_time() - began < 20

@@ -1,4 +1,6 @@
-"""From data to episodes: columns, refusals by their text, episodes as pure functions of their seed, and the real data."""
+"""From data to episodes: columns, refusals by their text, episodes as pure functions of their seed, and the
+real data.
+"""
 
 from __future__ import annotations
 
@@ -62,13 +64,17 @@ def test_episode_of_a_labelled_set(classes):
         assert not support & query
         assert len(support) + len(query) == 15
     assert len({e.classes.index(e.task.name) for e in episodes(sources)}) == 3  # labels are permuted
-    assert sorted(item.name for item in sources.train.items) == sorted({e.task.name for e in episodes(sources, 12)})
+    assert sorted(item.name for item in sources.train.items) == sorted(
+        {e.task.name for e in episodes(sources, 12)}
+    )
 
 
 def test_rows_carry_the_label_of_their_class(classes):
     class_of = {row["text"]: row["label"] for row in map(json.loads, classes.read_text().splitlines())}
     for episode in episodes(load(classes)):
-        assert all(class_of[text_of(row)] == episode.classes[row.labels] for row in episode.support + episode.query)
+        assert all(
+            class_of[text_of(row)] == episode.classes[row.labels] for row in episode.support + episode.query
+        )
 
 
 def test_episode_of_named_pairs(pairs):
@@ -76,7 +82,11 @@ def test_episode_of_named_pairs(pairs):
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     for episode in episodes(sources):
         texts = [text_of(row) for row in episode.support + episode.query]
-        of_task = [f"Input: {row['input']}\nOutput: {row['output']}" for row in rows if row["task"] == episode.task.name]
+        of_task = [
+            f"Input: {row['input']}\nOutput: {row['output']}"
+            for row in rows
+            if row["task"] == episode.task.name
+        ]
         assert (len(episode.support), len(episode.query), len(set(texts))) == (2, 3, 5)
         assert set(texts) <= set(of_task)
         assert episode.classes == ()
@@ -90,7 +100,9 @@ def test_named_tasks_keep_their_classes_apart():
         assert {name.split()[0] for name in episode.classes} == {family}
     names = [{item.name for item in source.items} for source in (sources.train, sources.valid, sources.test)]
     assert sum(map(len, names)) == len(set.union(*names))
-    assert len({item.stratum for item in sources.train.items}) == len({name.split("-")[0] for name in names[0]})
+    assert len({item.stratum for item in sources.train.items}) == len(
+        {name.split("-")[0] for name in names[0]}
+    )
 
 
 def test_items_know_their_expected_tokens(tmp_path):
@@ -116,11 +128,17 @@ def test_repeated_rows_are_left_out_with_a_notice(tmp_path):
     assert "36 rows" in sources.summary
 
 
-@pytest.mark.parametrize(("columns", "settings"), [
-    ({"text": "sentence", "label": "intent"}, {}),
-    ({"text": "utterance", "label": "class"}, {}),
-    ({"text": "body", "label": "y", "stratum": "z"}, {"text_column": "body", "label_column": "y", "stratum_column": "z"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("columns", "settings"),
+    [
+        ({"text": "sentence", "label": "intent"}, {}),
+        ({"text": "utterance", "label": "class"}, {}),
+        (
+            {"text": "body", "label": "y", "stratum": "z"},
+            {"text_column": "body", "label_column": "y", "stratum_column": "z"},
+        ),
+    ],
+)
 def test_columns_by_usual_or_given_name(tmp_path, classes, columns, settings):
     rows = [json.loads(line) for line in classes.read_text().splitlines()]
     renamed = [{columns.get(key, key): value for key, value in row.items()} for row in rows]
@@ -128,16 +146,35 @@ def test_columns_by_usual_or_given_name(tmp_path, classes, columns, settings):
     assert load(path, **settings).fingerprint == load(classes).fingerprint
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"text_column": "body"}, "text_column=body is no column of dataset={path}; it has label, stratum, text"),
-    ({"stratum_column": "x"}, "stratum_column=x is no column of dataset={path}; it has label, stratum, text"),
-    ({"task_type": "causal_lm"},
-     "dataset={path} has none of the columns task; it has label, stratum, text: name one with --task_column"),
-    ({"k_shot": 4},
-     "k_shot=4 and num_query=3 need 7 rows, but class 'c{any}' has 6; lower them or leave it out of the {any} split"),
-    ({"n_way": 13}, "n_way=13 is above the 12 classes of the train split; lower n_way"),
-    ({"split": "01"}, "split=01 needs a file of splits; give one with --class_splits"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"text_column": "body"},
+            "text_column=body is no column of dataset={path}; it has label, stratum, text",
+        ),
+        (
+            {"stratum_column": "x"},
+            "stratum_column=x is no column of dataset={path}; it has label, stratum, text",
+        ),
+        (
+            {"task_type": "causal_lm"},
+            (
+                "dataset={path} has none of the columns task; it has label, stratum, text: name one with"
+                " --task_column"
+            ),
+        ),
+        (
+            {"k_shot": 4},
+            (
+                "k_shot=4 and num_query=3 need 7 rows, but class 'c{any}' has 6; lower them or leave it out"
+                " of the {any} split"
+            ),
+        ),
+        ({"n_way": 13}, "n_way=13 is above the 12 classes of the train split; lower n_way"),
+        ({"split": "01"}, "split=01 needs a file of splits; give one with --class_splits"),
+    ],
+)
 def test_settings_that_do_not_fit_the_data(classes, settings, said):
     message = refusal(load, classes, **settings)
     begin, *rest = said.format(path=classes, any="\0").split("\0")
@@ -147,40 +184,67 @@ def test_settings_that_do_not_fit_the_data(classes, settings, said):
 
 def test_missing_columns_are_named(tmp_path):
     path = write_rows(tmp_path / "d.jsonl", [{"body": "x", "label": "y"}])
-    assert refusal(load, path) == (
-        f"dataset={path} has none of the columns text, sentence, utterance; it has body, label: name one with --text_column"
+    assert (
+        refusal(load, path)
+        == f"dataset={path} has none of the columns text, sentence, utterance; it has body, label: name one"
+        " with --text_column"
     )
-    assert refusal(load, path, text_column="body", label_column="kind") == (
-        f"label_column=kind is no column of dataset={path}; it has body, label"
+    assert (
+        refusal(load, path, text_column="body", label_column="kind")
+        == f"label_column=kind is no column of dataset={path}; it has body, label"
     )
 
 
-@pytest.mark.parametrize(("value", "shown"), [(None, "None"), ("", "''"), ([1], "[1]"), ({"a": 1}, "{'a': 1}")])
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, "None"), ("", "''"), ([1], "[1]"), ({"a": 1}, "{'a': 1}")]
+)
 def test_a_cell_without_text_is_named(tmp_path, value, shown):
     path = write_rows(tmp_path / "d.jsonl", [{"text": "x", "label": "y"}, {"text": value, "label": "y"}])
     assert refusal(load, path) == f"{path}:2 has text={shown}, which is no text; mend the row"
 
 
 def test_too_small_tasks_are_named(tmp_path):
-    few = write_rows(tmp_path / "few.jsonl", [{"task": "t", "input": str(i), "output": "o"} for i in range(4)])
-    assert refusal(load, few, task_type="causal_lm") == (
-        "k_shot=2 and num_query=3 need 5 rows, but task 't' has 4; lower them or leave it out of the train split"
+    few = write_rows(
+        tmp_path / "few.jsonl", [{"task": "t", "input": str(i), "output": "o"} for i in range(4)]
+    )
+    assert (
+        refusal(load, few, task_type="causal_lm")
+        == "k_shot=2 and num_query=3 need 5 rows, but task 't' has 4; lower them or leave it out of the train"
+        " split"
     )
     one = [{"task": "t", "text": str(i), "label": "only"} for i in range(5)]
-    assert refusal(load, write_rows(tmp_path / "one.jsonl", one)) == "n_way=2 is above the 1 classes of task 't'; lower n_way"
-    assert refusal(load, write_rows(tmp_path / "four.jsonl", one[:4])) == (
-        "k_shot=2 and num_query=3 need 5 rows, but class 'only' of task 't' has 4; lower them or leave it out of the train split"
+    assert (
+        refusal(load, write_rows(tmp_path / "one.jsonl", one))
+        == "n_way=2 is above the 1 classes of task 't'; lower n_way"
+    )
+    assert (
+        refusal(load, write_rows(tmp_path / "four.jsonl", one[:4]))
+        == "k_shot=2 and num_query=3 need 5 rows, but class 'only' of task 't' has 4; lower them or leave it"
+        " out of the train split"
     )
 
 
-@pytest.mark.parametrize(("splits", "said"), [
-    ({"train": ["c0", "c1", "c99"]},
-     "the train split names the class 'c99', which the data set does not have; mend the split file"),
-    ({"train": ["c0", "c1"], "test": ["c1", "c2"]}, "the class 'c1' is in the train and the test split; keep it in one"),
-    ({"train": ["c0", "c1"], "valid": ["c2"]}, "n_way=2 is above the 1 classes of the valid split; lower n_way"),
-    ({"train": [], "test": ["c1", "c2"]},
-     "dataset={path} has nothing to train on: its train split is empty; mend the split file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("splits", "said"),
+    [
+        (
+            {"train": ["c0", "c1", "c99"]},
+            "the train split names the class 'c99', which the data set does not have; mend the split file",
+        ),
+        (
+            {"train": ["c0", "c1"], "test": ["c1", "c2"]},
+            "the class 'c1' is in the train and the test split; keep it in one",
+        ),
+        (
+            {"train": ["c0", "c1"], "valid": ["c2"]},
+            "n_way=2 is above the 1 classes of the valid split; lower n_way",
+        ),
+        (
+            {"train": [], "test": ["c1", "c2"]},
+            "dataset={path} has nothing to train on: its train split is empty; mend the split file",
+        ),
+    ],
+)
 def test_splits_that_do_not_fit_the_data(tmp_path, classes, splits, said):
     file = tmp_path / "splits.json"
     file.write_text(json.dumps(splits))
@@ -195,13 +259,16 @@ def test_splits_divide_the_classes(tmp_path, classes):
     assert sources.valid is None
     assert [item.name for item in sources.test.items] == ["c1", "c2", "c4"]
     file.write_text(json.dumps({"train": ["c0", "c3"], "test": ["c1", "c2"]}))
-    assert load(classes, class_splits=str(file)).fingerprint != sources.fingerprint  # a run is not continued with other splits
+    assert (
+        load(classes, class_splits=str(file)).fingerprint != sources.fingerprint
+    )  # a run is not continued with other splits
 
 
 @pytest.mark.parametrize("setting", ["class_splits", "task_splits", "split"])
 def test_the_builtin_suite_takes_no_other_splits(setting):
-    assert refusal(load, "letters", **{setting: "01"}) == (
-        "dataset=letters has splits of its own; leave --class_splits, --task_splits and --split out"
+    assert (
+        refusal(load, "letters", **{setting: "01"})
+        == "dataset=letters has splits of its own; leave --class_splits, --task_splits and --split out"
     )
 
 
@@ -225,9 +292,14 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data sets a
 
 
 @needs_data
-@pytest.mark.parametrize(("name", "split", "classes", "strata"), [
-    ("banking77", "01", (25, 25, 27), 1), ("banking77", "05", (25, 25, 27), 1), ("clinc150", "03", (50, 50, 50), 10),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "split", "classes", "strata"),
+    [
+        ("banking77", "01", (25, 25, 27), 1),
+        ("banking77", "05", (25, 25, 27), 1),
+        ("clinc150", "03", (50, 50, 50), 10),
+    ],
+)
 def test_real_classes_load_with_their_own_splits(name, split, classes, strata):
     sources = load(DATA / name, n_way=5, k_shot=5, num_query=15, split=split)
     wanted = json.loads((DATA / name / "class_splits.json").read_text())[split]

@@ -12,7 +12,10 @@ from fmmeta.config.settings import Config
 from fmmeta.tasks.data.splits import check_splits, own_splits, read_splits
 from tests.unit.helpers import refusal
 
-FIVE = {"01": {"train": ["a"], "valid": ["b"], "test": ["c"]}, "02": {"train": ["c"], "valid": ["a"], "test": ["b"]}}
+FIVE = {
+    "01": {"train": ["a"], "valid": ["b"], "test": ["c"]},
+    "02": {"train": ["c"], "valid": ["a"], "test": ["b"]},
+}
 
 
 def config_for(path, **settings) -> Config:
@@ -25,9 +28,14 @@ def written(tmp_path, value) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("value", "settings", "train"), [
-    (FIVE, {}, ["a"]), (FIVE, {"split": "02"}, ["c"]), ({"train": [1, 2], "test": []}, {}, ["1", "2"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "settings", "train"),
+    [
+        (FIVE, {}, ["a"]),
+        (FIVE, {"split": "02"}, ["c"]),
+        ({"train": [1, 2], "test": []}, {}, ["1", "2"]),
+    ],
+)
 def test_the_chosen_split_is_read(tmp_path, value, settings, train):
     splits = read_splits("data", config_for(written(tmp_path, value), **settings), False, pytest.fail)
     assert splits is not None
@@ -38,19 +46,46 @@ def test_the_chosen_split_is_read(tmp_path, value, settings, train):
 def test_the_folder_brings_its_own(tmp_path, file, named_tasks):
     (tmp_path / f"{file}.json").write_text(json.dumps({"train": ["a"]}))
     notices: list[str] = []
-    assert read_splits(str(tmp_path), Config(dataset=[str(tmp_path)]), named_tasks, notices.append) == {"train": ["a"]}
+    assert read_splits(str(tmp_path), Config(dataset=[str(tmp_path)]), named_tasks, notices.append) == {
+        "train": ["a"]
+    }
     assert notices == [f"{file}: {tmp_path / file}.json"]
-    assert read_splits(str(tmp_path), Config(dataset=[str(tmp_path)]), not named_tasks, notices.append) is None
+    assert (
+        read_splits(str(tmp_path), Config(dataset=[str(tmp_path)]), not named_tasks, notices.append) is None
+    )
 
 
-@pytest.mark.parametrize(("value", "settings", "said"), [
-    (FIVE, {"split": "07"}, "split=07 is not in {path}; it has 01, 02"),
-    (FIVE["01"], {"split": "01"}, "split=01 does not fit: {path} holds one split only; leave --split out"),
-    ([1], {}, 'class_splits={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}'),
-    ({}, {}, 'class_splits={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}'),
-    ({"01": {"test": ["a"]}}, {}, 'class_splits={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}'),
-    ({"train": "abc"}, {}, 'class_splits={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "settings", "said"),
+    [
+        (FIVE, {"split": "07"}, "split=07 is not in {path}; it has 01, 02"),
+        (
+            FIVE["01"],
+            {"split": "01"},
+            "split=01 does not fit: {path} holds one split only; leave --split out",
+        ),
+        (
+            [1],
+            {},
+            'class_splits={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}',
+        ),
+        (
+            {},
+            {},
+            'class_splits={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}',
+        ),
+        (
+            {"01": {"test": ["a"]}},
+            {},
+            'class_splits={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}',
+        ),
+        (
+            {"train": "abc"},
+            {},
+            'class_splits={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}',
+        ),
+    ],
+)
 def test_a_file_that_does_not_fit_is_refused(tmp_path, value, settings, said):
     path = written(tmp_path, value)
     assert refusal(read_splits, "data", config_for(path, **settings), False, print) == said.format(path=path)
@@ -62,36 +97,42 @@ def test_an_unreadable_file_is_refused(tmp_path):
     assert message.startswith(f"class_splits={path} is not JSON (Expecting property name")
     assert message.endswith("; mend the file")
     none = tmp_path / "none.json"
-    assert refusal(read_splits, "data", config_for(none), False, print) == (
-        f"class_splits={none} is not a file; give a JSON file of splits"
+    assert (
+        refusal(read_splits, "data", config_for(none), False, print)
+        == f"class_splits={none} is not a file; give a JSON file of splits"
     )
 
 
 def test_the_other_kind_of_splits_is_refused(tmp_path):
     path = written(tmp_path, FIVE)
     tasks = Config(dataset=["data"], task_splits=path)
-    assert refusal(read_splits, "data", config_for(path), True, print) == (
-        f"class_splits={path} does not fit: dataset=data names its tasks; use --task_splits"
+    assert (
+        refusal(read_splits, "data", config_for(path), True, print)
+        == f"class_splits={path} does not fit: dataset=data names its tasks; use --task_splits"
     )
-    assert refusal(read_splits, "data", tasks, False, print) == (
-        f"task_splits={path} does not fit: dataset=data has no task column; use --class_splits"
+    assert (
+        refusal(read_splits, "data", tasks, False, print)
+        == f"task_splits={path} does not fit: dataset=data has no task column; use --class_splits"
     )
 
 
 def test_a_split_without_a_file_is_refused():
-    assert refusal(read_splits, "data", Config(dataset=["data"], split="01"), False, print) == (
-        "split=01 needs a file of splits; give one with --class_splits"
+    assert (
+        refusal(read_splits, "data", Config(dataset=["data"], split="01"), False, print)
+        == "split=01 needs a file of splits; give one with --class_splits"
     )
 
 
 def test_members_must_exist_and_be_in_one_split():
     strata = {"a": "s", "b": "s"}
     check_splits({"train": ["a"], "test": ["b"]}, strata, "class")
-    assert refusal(check_splits, {"train": ["a"], "valid": ["x"]}, strata, "class") == (
-        "the valid split names the class 'x', which the data set does not have; mend the split file"
+    assert (
+        refusal(check_splits, {"train": ["a"], "valid": ["x"]}, strata, "class")
+        == "the valid split names the class 'x', which the data set does not have; mend the split file"
     )
-    assert refusal(check_splits, {"train": ["a", "b"], "test": ["b"]}, strata, "task") == (
-        "the task 'b' is in the train and the test split; keep it in one"
+    assert (
+        refusal(check_splits, {"train": ["a", "b"], "test": ["b"]}, strata, "task")
+        == "the task 'b' is in the train and the test split; keep it in one"
     )
 
 
@@ -107,5 +148,9 @@ def test_own_splits_share_out_every_member(names, least):
         assert "too few to hold out" in notices[0]
     else:
         held_out = max(least, len(names) // 5)
-        assert [len(splits[name]) for name in ("train", "valid", "test")] == [len(names) - 2 * held_out, held_out, held_out]
+        assert [len(splits[name]) for name in ("train", "valid", "test")] == [
+            len(names) - 2 * held_out,
+            held_out,
+            held_out,
+        ]
         assert f"{held_out} valid, {held_out} test" in notices[0]

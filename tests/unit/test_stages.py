@@ -1,4 +1,6 @@
-"""Cutting a model into stages, and reading it tensor by tensor: in one process, compared with the whole model."""
+"""Cutting a model into stages, and reading it tensor by tensor: in one process, compared with the whole
+model.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,11 @@ CASES = [
     ("gpt2", 2, {"pooling": "model", "head_init": "learned"}),
     *((family, 3, {"lora_r": 2}) for family in (*DECODERS, *ENCODERS)),
     ("bert", 2, {"lora_r": 2, "pooling": "mean", "head_init": "learned"}),
-    ("llama", 3, {"lora_r": 2, "lora_target_modules": ["layers.1.self_attn.q_proj"]}),  # two stages train nothing
+    (
+        "llama",
+        3,
+        {"lora_r": 2, "lora_target_modules": ["layers.1.self_attn.q_proj"]},
+    ),  # two stages train nothing
 ]
 
 
@@ -119,8 +125,11 @@ def test_a_stage_reads_its_own_tensors_only(saved, monkeypatch):
 
 
 def test_adapters_are_those_that_the_whole_model_gets(saved):
-    for family, settings in (("gpt2", {"lora_target_modules": ["all-linear"]}), ("bert", {"head_init": "learned"}),
-                             ("bert", {"head_init": "learned", "pooling": "mean"})):  # fmt: skip
+    for family, settings in (
+        ("gpt2", {"lora_target_modules": ["all-linear"]}),
+        ("bert", {"head_init": "learned"}),
+        ("bert", {"head_init": "learned", "pooling": "mean"}),
+    ):
         assert_same_start(config_of(saved(family), family, lora_r=3, seed=7, **settings))
 
 
@@ -142,7 +151,9 @@ def test_a_fresh_head_is_drawn_as_transformers_draws_it(tmp_path, saved):
     config = config_of(saved("bert"), "bert", head_init="learned")
     assert_same_start(config)
     tensors = load_file(saved("bert") / "model.safetensors")
-    kept = {name: value for name, value in tensors.items() if not name.startswith(("classifier", "bert.pooler"))}
+    kept = {
+        name: value for name, value in tensors.items() if not name.startswith(("classifier", "bert.pooler"))
+    }
     (tmp_path / "config.json").write_text((saved("bert") / "config.json").read_text())
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert_same_start(config_of(tmp_path, "bert", head_init="learned", pooling="model"))
@@ -155,9 +166,13 @@ def assert_same_start(config: Config) -> None:
 
 
 def test_names_of_the_base_model_and_old_names_are_found(tmp_path, saved):
-    """GPT-2's hub checkpoint lacks the prefix, BERT's oldest call LayerNorm's weight gamma, and files may be several."""
-    for family, rename in (("gpt2", lambda n: n.removeprefix("transformer.")),
-                           ("bert", lambda n: n.replace("LayerNorm.weight", "LayerNorm.gamma"))):  # fmt: skip
+    """GPT-2's hub checkpoint lacks the prefix, BERT's oldest call LayerNorm's weight gamma, and files may be
+    several.
+    """
+    for family, rename in (
+        ("gpt2", lambda n: n.removeprefix("transformer.")),
+        ("bert", lambda n: n.replace("LayerNorm.weight", "LayerNorm.gamma")),
+    ):
         folder = tmp_path / family
         folder.mkdir()
         tensors = {rename(n): v for n, v in load_file(saved(family) / "model.safetensors").items()}
@@ -172,8 +187,9 @@ def test_names_of_the_base_model_and_old_names_are_found(tmp_path, saved):
         assert_same_start(config_of(folder, family))
         os.remove(folder / "b.safetensors")
         config = config_of(folder, family)
-        assert refusal(open_lazy_model, config, describe(config)) == (
-            f"model_name_or_path={folder} lacks b.safetensors, which its index names; fetch it again"
+        assert (
+            refusal(open_lazy_model, config, describe(config))
+            == f"model_name_or_path={folder} lacks b.safetensors, which its index names; fetch it again"
         )
 
 
@@ -188,28 +204,50 @@ def test_frozen_tensors_of_a_stage(saved):
     frozen = []
     for _, _, cut, stream in held_stages(config, 2):
         stage = len(frozen)
-        frozen.append(sorted(frozen_tensors(stream.learner, [name for name, owner in cut.owner.items() if owner == stage])))
+        frozen.append(
+            sorted(
+                frozen_tensors(stream.learner, [name for name, owner in cut.owner.items() if owner == stage])
+            )
+        )
     assert frozen == [[], ["hf.pooler.dense.bias", "hf.pooler.dense.weight"]]
 
 
 def test_what_cannot_be_cut_is_refused(tmp_path, saved):
     learner = empty_learner(config := config_of(saved("llama"), "llama"), describe(config))
-    assert refusal(plan_stages, learner, 4) == "pipeline_stages=4 is above the 3 layers of the model; use 3 or fewer"
+    assert (
+        refusal(plan_stages, learner, 4)
+        == "pipeline_stages=4 is above the 3 layers of the model; use 3 or fewer"
+    )
     other = tmp_path / "config.json"
-    other.write_text(json.dumps({"model_type": "electra", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-                                 "embedding_size": 32, "intermediate_size": 48, "vocab_size": 259}))  # fmt: skip
+    other.write_text(
+        json.dumps(
+            {
+                "model_type": "electra",
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "embedding_size": 32,
+                "intermediate_size": 48,
+                "vocab_size": 259,
+            }
+        )
+    )
     learner = empty_learner(config := config_of(tmp_path, "bert"), describe(config))
-    assert refusal(plan_stages, learner, 2) == (
-        "pipeline_stages: model_type=electra is not cut into stages; use one of llama, mistral, qwen2, qwen3, gpt2, gpt_neox, "
-        "bert, roberta, or --group_size with ZeRO 3 for this one"
+    assert (
+        refusal(plan_stages, learner, 2)
+        == "pipeline_stages: model_type=electra is not cut into stages; use one of llama, mistral, qwen2,"
+        " qwen3, gpt2, gpt_neox, bert, roberta, or --group_size with ZeRO 3 for this one"
     )
     config = config_of(tmp_path, "bert")
-    assert refusal(open_lazy_model, config, describe(config)) == (
-        f"model_name_or_path={tmp_path} has no model.safetensors; convert its weights to safetensors"
+    assert (
+        refusal(open_lazy_model, config, describe(config))
+        == f"model_name_or_path={tmp_path} has no model.safetensors; convert its weights to safetensors"
     )
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
     message = refusal(open_lazy_model, config, describe(config))
-    assert message.startswith(f"model_name_or_path={tmp_path}: {tmp_path / 'model.safetensors'} cannot be read (")
+    assert message.startswith(
+        f"model_name_or_path={tmp_path}: {tmp_path / 'model.safetensors'} cannot be read ("
+    )
 
 
 def test_a_tensor_of_another_shape_is_refused_in_a_language_model(tmp_path, saved):
@@ -218,7 +256,8 @@ def test_a_tensor_of_another_shape_is_refused_in_a_language_model(tmp_path, save
     (tmp_path / "config.json").write_text((saved("llama") / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = config_of(tmp_path, "llama")
-    assert refusal(open_lazy_model, config, describe(config)) == (
-        f"model_name_or_path={tmp_path} holds model.norm.weight of shape [31], and its configuration says [32]; mend the "
-        "checkpoint"
+    assert (
+        refusal(open_lazy_model, config, describe(config))
+        == f"model_name_or_path={tmp_path} holds model.norm.weight of shape [31], and its configuration says"
+        " [32]; mend the checkpoint"
     )

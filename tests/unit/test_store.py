@@ -1,4 +1,6 @@
-"""Prepared rows: written once, the same for every reader, whole or not there, and found again by what they hold."""
+"""Prepared rows: written once, the same for every reader, whole or not there, and found again by what they
+hold.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,14 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 def made(path: Path, **settings) -> TokenStore:
     config = Config(dataset=[str(path)], **settings)
-    return prepare(str(path), files_digest([path]), lambda bad: read_file(path, bad), config, TOKENIZER, lambda text: None)
+    return prepare(
+        str(path),
+        files_digest([path]),
+        lambda bad: read_file(path, bad),
+        config,
+        TOKENIZER,
+        lambda text: None,
+    )
 
 
 def never(bad):
@@ -52,12 +61,17 @@ def test_rows_come_back_as_they_went_in(tmp_path):
         firsts.setdefault((row["task"], row["input"], row["output"]), number)
     assert len(store) == len(firsts)
     for number, same in enumerate(firsts.values()):
-        assert (store.text("left", number), store.text("right", number)) == (rows[same]["input"], rows[same]["output"])
+        assert (store.text("left", number), store.text("right", number)) == (
+            rows[same]["input"],
+            rows[same]["output"],
+        )
         assert TokenStore.cell(store.ids, number).tolist() == wanted[same].input_ids
         assert TokenStore.cell(store.labels, number).tolist() == wanted[same].labels
         assert store.task.names[store.task.codes[number]] == rows[same]["task"]
         assert store.stratum.names[store.stratum.codes[number]] == rows[same]["category"]
-    assert store.lengths().tolist() == [len(TokenStore.cell(store.ids, number)) for number in range(len(store))]
+    assert store.lengths().tolist() == [
+        len(TokenStore.cell(store.ids, number)) for number in range(len(store))
+    ]
 
 
 def test_rows_of_later_batches_are_found(tmp_path, monkeypatch):
@@ -66,7 +80,9 @@ def test_rows_of_later_batches_are_found(tmp_path, monkeypatch):
     store = made(path)
     texts = [store.text("left", number) for number in range(len(store))]
     assert len(store.ids) == -(-len(store) // 7)
-    assert [TokenStore.cell(store.ids, n).tolist() for n in range(len(store))] == encode_texts(TOKENIZER, texts, 128)
+    assert [TokenStore.cell(store.ids, n).tolist() for n in range(len(store))] == encode_texts(
+        TOKENIZER, texts, 128
+    )
 
 
 def test_a_store_is_made_once_and_mapped_afterwards(tmp_path, cache):
@@ -82,7 +98,12 @@ def test_a_store_is_made_once_and_mapped_afterwards(tmp_path, cache):
 
 def test_what_a_store_depends_on(tmp_path):
     path, other = write_classes(tmp_path / "c.jsonl"), write_classes(tmp_path / "d.jsonl", classes=11)
-    files = {made(path).path, made(other).path, made(path, max_length=9).path, made(path, on_bad_task="skip").path}
+    files = {
+        made(path).path,
+        made(other).path,
+        made(path, max_length=9).path,
+        made(path, on_bad_task="skip").path,
+    }
     assert len(files) == 4
     assert made(path, n_way=3, seed=5).path in files  # neither changes a token
 
@@ -111,8 +132,11 @@ def test_a_broken_store_is_made_anew(tmp_path, damage):
 
 def test_a_store_that_shrinks_under_way_is_an_error_and_no_crash(tmp_path):
     """Reading a mapping past the end of its file would kill the process (SIGBUS)."""
-    sources = load_sources(Config(dataset=[str(write_classes(tmp_path / "c.jsonl"))], k_shot=1, num_query=2, n_way=2),
-                           TOKENIZER, lambda text: None)  # fmt: skip
+    sources = load_sources(
+        Config(dataset=[str(write_classes(tmp_path / "c.jsonl"))], k_shot=1, num_query=2, n_way=2),
+        TOKENIZER,
+        lambda text: None,
+    )
     draw = sources.train.draw(Schedule(sources.train.items, 1, 0).meta_batch(0)[0])
     size = draw.store.bytes
     os.truncate(draw.store.path, 64)
@@ -142,15 +166,24 @@ def bad_file(tmp_path: Path, lines: list[bytes]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("line", "said"), [
-    (b'{"text": "a\x00b", "label": "a"}', ":41 is not a line of JSON (Invalid control character"),
-    (b'{"text": "a\\u0000b", "label": "a"}', ":41 has NUL bytes in text; mend the row"),
-    ('{"text": "gr\u00fcn", "label": "a"}'.encode("latin-1"), ":41 is not a line of JSON ('utf-8' codec can't decode byte"),
-    ('{"text": "x", "label": "a"}'.encode("utf-16"), ":41 is not a line of JSON ('utf-8' codec can't decode byte"),
-    (b'{"text": "cut', ":41 is not a line of JSON (Invalid control character"),
-    (b'{"text": "", "label": "a"}', ":41 has text='', which is no text; mend the row"),
-    (b'{"label": "a"}', ":41 has text=None, which is no text; mend the row"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"text": "a\x00b", "label": "a"}', ":41 is not a line of JSON (Invalid control character"),
+        (b'{"text": "a\\u0000b", "label": "a"}', ":41 has NUL bytes in text; mend the row"),
+        (
+            '{"text": "gr\u00fcn", "label": "a"}'.encode("latin-1"),
+            ":41 is not a line of JSON ('utf-8' codec can't decode byte",
+        ),
+        (
+            '{"text": "x", "label": "a"}'.encode("utf-16"),
+            ":41 is not a line of JSON ('utf-8' codec can't decode byte",
+        ),
+        (b'{"text": "cut', ":41 is not a line of JSON (Invalid control character"),
+        (b'{"text": "", "label": "a"}', ":41 has text='', which is no text; mend the row"),
+        (b'{"label": "a"}', ":41 has text=None, which is no text; mend the row"),
+    ],
+)
 def test_bad_rows_are_refused_or_left_out(tmp_path, line, said):
     path = bad_file(tmp_path, [line])
     assert f"{path}{said}" in refusal(made, path)
@@ -164,7 +197,9 @@ def test_bad_rows_are_refused_or_left_out(tmp_path, line, said):
 def test_too_many_bad_rows_stop(tmp_path):
     path = bad_file(tmp_path, [b"{"] * 10)
     said = refusal(made, path, on_bad_task="skip")
-    assert said.startswith(f"dataset={path}: 10 of 50 rows cannot be used; the first: {path}:41 is not a line of JSON")
+    assert said.startswith(
+        f"dataset={path}: 10 of 50 rows cannot be used; the first: {path}:41 is not a line of JSON"
+    )
     assert said.endswith("(max_bad_share=0.05)")
     assert len(made(path, on_bad_task="skip", max_bad_share=0.2)) == 40
 
@@ -196,7 +231,14 @@ def test_rows_from_anywhere_can_be_prepared():
 def path_of(tokenizer, path: Path, **settings) -> Path:
     """Where the store of a file lies that is made with this tokenizer."""
     config = Config(dataset=[str(path)], **settings)
-    return prepare(str(path), files_digest([path]), lambda bad: read_file(path, bad), config, tokenizer, lambda text: None).path
+    return prepare(
+        str(path),
+        files_digest([path]),
+        lambda bad: read_file(path, bad),
+        config,
+        tokenizer,
+        lambda text: None,
+    ).path
 
 
 CHAT = "{% for message in messages %}{{ bos_token + message.content + eos_token }}{% endfor %}"
@@ -217,7 +259,10 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_tokenizer_with_another_setting_has_another_store(tmp_path, change):
     """A base and an instruct checkpoint may share tokenizer.json and differ in the token that ends an answer."""
-    path, settings = write_pairs(tmp_path / "pairs.jsonl"), {"task_type": "causal_lm", "prompt_template": "chat"}
+    path, settings = (
+        write_pairs(tmp_path / "pairs.jsonl"),
+        {"task_type": "causal_lm", "prompt_template": "chat"},
+    )
     first, other = byte_tokenizer(), byte_tokenizer()
     first.chat_template = other.chat_template = CHAT
     CHANGES[change](other)
@@ -248,9 +293,14 @@ def recording(value, seen: set[str]):
     return found
 
 
-@pytest.mark.parametrize("settings", [
-    {"task_type": "classification"}, {"task_type": "causal_lm"}, {"task_type": "causal_lm", "prompt_template": "chat"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"task_type": "classification"},
+        {"task_type": "causal_lm"},
+        {"task_type": "causal_lm", "prompt_template": "chat"},
+    ],
+)
 def test_all_that_encoding_reads_is_in_the_key(tmp_path, settings):
     """A new read, here or in another transformers, fails this test until store.py knows the attribute."""
     tokenizer, seen = byte_tokenizer(), set[str]()
@@ -258,9 +308,15 @@ def test_all_that_encoding_reads_is_in_the_key(tmp_path, settings):
     watched = recording(tokenizer, seen)
     encode(watched, Config(dataset=["d"], max_length=24, **settings), ["a long text " * 9], ["an answer"])
     harmless = {"model_input_names", "model_max_length", "verbose", "deprecation_warnings"}  # change no token
-    inner = {"_tokenizer", "_special_tokens_map", "_in_target_context_manager"}  # the backend, and what others are made of
+    inner = {
+        "_tokenizer",
+        "_special_tokens_map",
+        "_in_target_context_manager",
+    }  # the backend, and what others are made of
     data = {
-        name for name in seen if not name.isupper() and not name.startswith("__") and not callable(getattr(tokenizer, name, len))
+        name
+        for name in seen
+        if not name.isupper() and not name.startswith("__") and not callable(getattr(tokenizer, name, len))
     }
     assert data - harmless - inner <= {*stores.OF_TOKENIZER, "chat_template"}
     assert seen & {"split_special_tokens", "eos_token_id"}
@@ -272,7 +328,9 @@ def test_all_settings_that_rows_depend_on_are_in_the_key(tmp_path, task_type):
     write = write_pairs if task_type == "causal_lm" else write_classes
     file = gzip_of(write(tmp_path / "t.jsonl"), tmp_path / "s" / "t.jsonl.gz")
     config, seen = (
-        Config(dataset=[str(tmp_path)], task_type=task_type, on_bad_task="skip", n_way=2, k_shot=1, num_query=1),
+        Config(
+            dataset=[str(tmp_path)], task_type=task_type, on_bad_task="skip", n_way=2, k_shot=1, num_query=1
+        ),
         set[str](),
     )
     files = task_files(str(tmp_path), config.max_length) or []
@@ -296,23 +354,35 @@ def test_bounds_are_judged_again_when_they_change(tmp_path):
     packed = gzip_of(write_classes(tmp_path / "c.jsonl"), tmp_path / "c.jsonl.gz")
     small = {"dataset": [str(packed)], "n_way": 2, "k_shot": 1, "num_query": 1}
     load_sources(Config(**small), TOKENIZER, lambda text: None)
-    assert "unpacks to more than" in refusal(load_sources, Config(**small, max_file_gib=1e-6), TOKENIZER, lambda text: None)
+    assert "unpacks to more than" in refusal(
+        load_sources, Config(**small, max_file_gib=1e-6), TOKENIZER, lambda text: None
+    )
 
 
 def test_the_bound_of_unpacked_bytes_is_that_of_parquet_files_too(tmp_path):
     path = write_rows(tmp_path / "rows.parquet", [{"text": f"text {i}", "label": "a"} for i in range(200)])
     assert len(read_file(path)) == 200
     message = refusal(read_file, path, most_gib=1e-7)
-    assert re.fullmatch(rf"{re.escape(str(path))} unpacks to \d+ bytes, more than max_file_gib=1e-07; raise it if you trust the "
-                        "file", message)  # fmt: skip
+    assert re.fullmatch(
+        rf"{re.escape(str(path))} unpacks to \d+ bytes, more than max_file_gib=1e-07; raise it if you trust"
+        r" the "
+        "file",
+        message,
+    )
 
 
 def test_a_store_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """A name that is on the disk before its bytes are would lead to a file of zeros after a power cut."""
     events: list[tuple[str, str]] = []
     synced, renamed = os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda file: (events.append(("sync", os.readlink(f"/proc/self/fd/{file}"))), synced(file)))
-    monkeypatch.setattr(Path, "replace", lambda self, to: (events.append(("name", str(self))), renamed(self, to))[1])
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda file: (events.append(("sync", os.readlink(f"/proc/self/fd/{file}"))), synced(file)),
+    )
+    monkeypatch.setattr(
+        Path, "replace", lambda self, to: (events.append(("name", str(self))), renamed(self, to))[1]
+    )
     store = made(write_classes(tmp_path / "c.jsonl"))
     passing = next(path for kind, path in events if kind == "name")
     assert events == [("sync", passing), ("name", passing), ("sync", str(store.path.parent))]
@@ -333,7 +403,9 @@ def test_the_print_of_a_slow_tokenizer_knows_its_merges(tmp_path):
     prints, ids = set(), []
     for merges in ("#\na b</w>\n", "#\n\n"):
         (tmp_path / "merges.txt").write_text(merges)
-        tokenizer = CTRLTokenizer(vocab_file=str(tmp_path / "vocab.json"), merges_file=str(tmp_path / "merges.txt"))
+        tokenizer = CTRLTokenizer(
+            vocab_file=str(tmp_path / "vocab.json"), merges_file=str(tmp_path / "merges.txt")
+        )
         prints.add(tokenizer_print(tokenizer))
         ids.append(tokenizer("ab")["input_ids"])
     assert ids == [[3], [1, 2]]

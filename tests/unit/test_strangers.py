@@ -1,4 +1,6 @@
-"""What processes that are no part of a run can do to it by way of its ports: where it listens, notes, members."""
+"""What processes that are no part of a run can do to it by way of its ports: where it listens, notes,
+members.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,15 @@ def test_members_that_do_not_know_the_secret_are_no_members():
         with ThreadPoolExecutor(3) as pool:
             odd.begin_beating("127.0.0.1:1", 1)
             rolls = [pool.submit(crew.form, 3, 30.0), pool.submit(stranger.form, 99, 30.0)]
-            asked = pool.submit(odd.ask, 30.0, address="", store_address="127.0.0.1:1", step=9, world_size=1, shrink_only=False)
+            asked = pool.submit(
+                odd.ask,
+                30.0,
+                address="",
+                store_address="127.0.0.1:1",
+                step=9,
+                world_size=1,
+                shrink_only=False,
+            )
             assert len(asked.result().participants) == 3
             for found, who in zip(rolls, (crew, stranger), strict=True):
                 assert [member.name for member in found.result().members] == [who.name]

@@ -34,7 +34,10 @@ def test_lines_of_metrics(tmp_path):
     first, second = (strictly(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first == {"step": 1, "query_loss": None, "wait_seconds_by_group": [0.5, None]}
     assert second == {"step": 2, "valid_loss": None, "valid_accuracy": 0.5}
-    assert [flat(line) for line in told] == [{"step": 1, "wait_seconds_by_group/0": 0.5}, {"step": 2, "valid_accuracy": 0.5}]
+    assert [flat(line) for line in told] == [
+        {"step": 1, "wait_seconds_by_group/0": 0.5},
+        {"step": 2, "valid_accuracy": 0.5},
+    ]
     assert Metrics(tmp_path, 1, True).last == 1
 
 
@@ -66,12 +69,26 @@ def test_a_loss_that_is_not_finite_is_the_worst_of_equals_and_stays_so_after_a_r
 
 def test_all_files_of_a_run(tmp_path):
     """One held-out episode has no interval, and an inner loop of such steps no finite loss."""
-    config = Config(output_dir=str(tmp_path / "run"), mix_temperature=math.inf, outer_steps=2, inner_steps=2, inner_lr=1e30,
-                    meta_batch_size=1, eval_steps=1, eval_episodes=1, save_steps=1, load_best_model_at_end=True,
-                    num_workers="0", max_bad_steps=9, logging_steps=1)  # fmt: skip
+    config = Config(
+        output_dir=str(tmp_path / "run"),
+        mix_temperature=math.inf,
+        outer_steps=2,
+        inner_steps=2,
+        inner_lr=1e30,
+        meta_batch_size=1,
+        eval_steps=1,
+        eval_episodes=1,
+        save_steps=1,
+        load_best_model_at_end=True,
+        num_workers="0",
+        max_bad_steps=9,
+        logging_steps=1,
+    )
     train(config)
     files = sorted(file for end in ("json", "jsonl") for file in (tmp_path / "run").rglob(f"*.{end}"))
-    assert {"run.json", "metrics.jsonl", "state.json", "manifest.json", "fmmeta.json"} <= {file.name for file in files}
+    assert {"run.json", "metrics.jsonl", "state.json", "manifest.json", "fmmeta.json"} <= {
+        file.name for file in files
+    }
     for file in files:
         for text in file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]:
             strictly(text)

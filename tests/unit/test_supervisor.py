@@ -1,4 +1,6 @@
-"""How a supervisor of elastic groups ends: by what the run's folder says, whatever codes its groups have ended with."""
+"""How a supervisor of elastic groups ends: by what the run's folder says, whatever codes its groups have
+ended with.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ run = json.loads((folder / "run.json").read_text())
 
 
 class Scripted(Supervisor):
-    """Each group is a process that runs a script in place of `fmmeta train`. `scripts`: by the number of the group."""
+    """Each group is a process that runs a script in place of `fmmeta train`.
+
+    `scripts`: by the number of the group.
+    """
 
     def __init__(self, folder: Path, scripts: list[str], **settings) -> None:
         self.said: list[str] = []
@@ -46,19 +51,24 @@ class Scripted(Supervisor):
         return super().spawn(name, [sys.executable, "-c", self.scripts[int(name[-1])], str(self.folder)], env)
 
 
-@pytest.mark.parametrize(("scripts", "code"), [
-    (["", "import os; os._exit(9)"], 9),  # the one that was writing the model is dead, the other has left
-    (["", ""], 70),
-    ([FINISH, "import os; os._exit(9)"], 0),
-    (["", FINISH], 0),
-    (["import os; os._exit(2)", "import os; os._exit(2)"], 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scripts", "code"),
+    [
+        (["", "import os; os._exit(9)"], 9),  # the one that was writing the model is dead, the other has left
+        (["", ""], 70),
+        ([FINISH, "import os; os._exit(9)"], 0),
+        (["", FINISH], 0),
+        (["import os; os._exit(2)", "import os; os._exit(2)"], 2),
+    ],
+)
 def test_exit_code_and_record_agree(scripts, code, tmp_path):
     write_run(tmp_path, Config(), "f", "", finished=False)
     supervisor = Scripted(tmp_path, scripts)
     assert supervisor.run() == code
     assert json.loads((tmp_path / "run.json").read_text())["finished"] == (code == 0)
-    assert any(f"output_dir={tmp_path} holds no finished run" in line for line in supervisor.said) == (code != 0)
+    assert any(f"output_dir={tmp_path} holds no finished run" in line for line in supervisor.said) == (
+        code != 0
+    )
 
 
 def test_a_record_without_a_model_is_not_finished(tmp_path):
@@ -73,7 +83,9 @@ def test_groups_of_another_node_that_still_write_are_waited_for(tmp_path, monkey
     monkeypatch.setattr(module, "WRITER_S", 0.5)
     write_run(tmp_path, Config(), "f", "", finished=False)
     lock, codes = lock_folder(tmp_path), list[int]()
-    thread = threading.Thread(target=lambda: codes.append(Scripted(tmp_path, [""], lighthouse="http://head:1").run()))
+    thread = threading.Thread(
+        target=lambda: codes.append(Scripted(tmp_path, [""], lighthouse="http://head:1").run())
+    )
     thread.start()
     time.sleep(1.5)
     assert thread.is_alive()
@@ -89,8 +101,10 @@ def test_groups_of_another_node_that_still_write_are_waited_for(tmp_path, monkey
 def test_a_rank_that_is_dead_leaves_no_process_behind():
     """Its session is ended too, as that of a rank that lives."""
     commands = ["sleep 100 & echo $!; exit 1", "sleep 100 & echo $!; wait"]
-    ranks = [subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True, start_new_session=True)
-             for command in commands]  # fmt: skip
+    ranks = [
+        subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True, start_new_session=True)
+        for command in commands
+    ]
     below = [int(rank.stdout.readline()) for rank in ranks if rank.stdout]
     assert ranks[0].wait() == 1
     assert all(born(pid) for pid in below)

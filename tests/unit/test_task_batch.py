@@ -1,4 +1,6 @@
-"""--task_batch: several tasks in one pass give what each gives alone, against the oracle; nothing else is changed by it."""
+"""--task_batch: several tasks in one pass give what each gives alone, against the oracle; nothing else is
+changed by it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ from tests.unit.learners import (
     worker_of,
 )
 
-RARE = ((9, 6), (6, 6), (3, 9))  # support and query rows of three tasks: some have fewer micro-batches than others
+RARE = (
+    (9, 6),
+    (6, 6),
+    (3, 9),
+)  # support and query rows of three tasks: some have fewer micro-batches than others
 
 
 def adapted(kind: str, **settings):
@@ -41,7 +47,9 @@ def adapted(kind: str, **settings):
     with torch.no_grad():
         for name, param in learner.named_parameters():
             if "lora_B" in name:
-                param.copy_(0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(len(name))))
+                param.copy_(
+                    0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(len(name)))
+                )
     return learner, config
 
 
@@ -58,13 +66,20 @@ def found(learner, config, episodes, poison: int | None = None):
     return directions, worker, cut
 
 
-@pytest.mark.parametrize(("kind", "settings"), [
-    ("llama", {"algorithm": "fomaml"}),
-    ("llama", {"algorithm": "reptile", "inner_optimizer": "adamw", "inner_epsilon": 0.03, "inner_lr": 0.03}),
-    ("mean", {"algorithm": "fomaml", "head_init": "learned", "inner_optimizer": "momentum"}),
-    ("mean", {"algorithm": "fomaml", "head_init": "prototype", "inner_lr_schedule": "linear"}),
-    ("model", {"algorithm": "reptile", "head_init": "zero"}),
-], ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())))  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", {"algorithm": "fomaml"}),
+        (
+            "llama",
+            {"algorithm": "reptile", "inner_optimizer": "adamw", "inner_epsilon": 0.03, "inner_lr": 0.03},
+        ),
+        ("mean", {"algorithm": "fomaml", "head_init": "learned", "inner_optimizer": "momentum"}),
+        ("mean", {"algorithm": "fomaml", "head_init": "prototype", "inner_lr_schedule": "linear"}),
+        ("model", {"algorithm": "reptile", "head_init": "zero"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
 def test_each_task_gets_the_oracles_meta_gradient(kind, settings):
     learner, config = adapted(kind, **settings)
     episodes = [episode_of(learner, *rows, seed=seed) for seed, rows in enumerate(RARE)]
@@ -105,7 +120,13 @@ def test_every_layer_of_the_base_is_called_once_per_pass():
     counts = dict.fromkeys(["base", "lora"], 0)
     worker = worker_of(learner, config)
     for name, module in worker.model.named_modules():
-        kind = "lora" if ".lora_" in name and isinstance(module, nn.Linear) else "base" if name.endswith("base_layer") else None
+        kind = (
+            "lora"
+            if ".lora_" in name and isinstance(module, nn.Linear)
+            else "base"
+            if name.endswith("base_layer")
+            else None
+        )
         if kind:
             module.register_forward_hook(lambda *_, kind=kind: counts.update({kind: counts[kind] + 1}))
     layers = sum(name.endswith("base_layer") for name, _ in worker.model.named_modules())
@@ -139,18 +160,39 @@ def test_auto_takes_as_many_as_fit_a_micro_batch():
     assert most(5, task_batch="auto", micro_batch_size=32) == 1
     assert most(5, task_batch="8") == 8
     assert most(1, task_batch="1") == 1
-    assert most(1, task_batch="auto", micro_batch_size=32, algorithm="anil") == 2  # activations of 5 + 10 rows each
-    assert adapter_multi_task_rule(replace(config, task_batch="1"), worker, setup_of(worker, config).inner) is None
+    assert (
+        most(1, task_batch="auto", micro_batch_size=32, algorithm="anil") == 2
+    )  # activations of 5 + 10 rows each
+    assert (
+        adapter_multi_task_rule(replace(config, task_batch="1"), worker, setup_of(worker, config).inner)
+        is None
+    )
 
 
 @pytest.mark.parametrize(("rows", "tasks"), [(32, 8), (6, 1)])
 def test_auto_says_how_many(rows, tasks, tmp_path, capsys):
     data, model = write_classes(tmp_path / "rows.jsonl"), save_bert(tmp_path / "bert")
-    MetaTrainer(Config(model_name_or_path=str(model), dataset=[str(data)], algorithm="anil", task_batch="auto", n_way=2,
-                       k_shot=1, num_query=1, micro_batch_size=rows, meta_batch_size=2, outer_steps=1, eval_episodes=0,
-                       save_steps=0, num_workers="0", output_dir=str(tmp_path / "out"))).train()  # fmt: skip
+    MetaTrainer(
+        Config(
+            model_name_or_path=str(model),
+            dataset=[str(data)],
+            algorithm="anil",
+            task_batch="auto",
+            n_way=2,
+            k_shot=1,
+            num_query=1,
+            micro_batch_size=rows,
+            meta_batch_size=2,
+            outer_steps=1,
+            eval_episodes=0,
+            save_steps=0,
+            num_workers="0",
+            output_dir=str(tmp_path / "out"),
+        )
+    ).train()
     assert (
-        f"task_batch auto: {tasks} task(s) in a pass, as many as fit into micro_batch_size={rows} rows" in capsys.readouterr().out
+        f"task_batch auto: {tasks} task(s) in a pass, as many as fit into micro_batch_size={rows} rows"
+        in capsys.readouterr().out
     )
 
 
@@ -172,7 +214,12 @@ def test_per_task_products():
     draw = torch.Generator().manual_seed(0)
     x, w, b = (torch.randn(*shape, generator=draw) for shape in ((6, 4, 5), (3, 7, 5), (3, 7)))
     for bias in (None, b):
-        wanted = torch.cat([nn.functional.linear(x[2 * t : 2 * t + 2], w[t], None if bias is None else b[t]) for t in range(3)])
+        wanted = torch.cat(
+            [
+                nn.functional.linear(x[2 * t : 2 * t + 2], w[t], None if bias is None else b[t])
+                for t in range(3)
+            ]
+        )
         assert torch.allclose(per_task(x, w, bias), wanted, atol=1e-5)
 
 
@@ -181,13 +228,21 @@ def test_a_trained_layer_of_another_kind_is_refused_by_name():
     learner.hf.embeddings.LayerNorm.weight.requires_grad_(True)
     worker = worker_of(learner, config)
     text = refusal(adapter_multi_task_rule, config, worker, setup_of(worker, config).inner)
-    assert text == ("task_batch: hf.embeddings.LayerNorm.weight is trained, and belongs to no linear layer nor to an adapter of "
-                    "one; use --task_batch 1")  # fmt: skip
+    assert (
+        text
+        == "task_batch: hf.embeddings.LayerNorm.weight is trained, and belongs to no linear layer nor to an"
+        " adapter of one; use --task_batch 1"
+    )
 
 
 POOLED = [
     {"algorithm": "anil", "head_init": "learned"},
-    {"algorithm": "anil", "head_init": "prototype", "prototype_gradient": True, "inner_optimizer": "momentum"},
+    {
+        "algorithm": "anil",
+        "head_init": "prototype",
+        "prototype_gradient": True,
+        "inner_optimizer": "momentum",
+    },
     {"algorithm": "anil", "first_order_steps": 9, "inner_lr_schedule": "linear"},
     {"algorithm": "anil", "micro_batch_size": 4},  # the support set is not kept
     {"algorithm": "protonet"},
@@ -197,7 +252,9 @@ POOLED = [
 def pooled(settings, count: int = 3):
     """A worker, its rule, and episodes of which some have fewer micro-batches than others."""
     learner = bert("mean")
-    config = config_of(learner, task_batch="3", **{"micro_batch_size": 32, "k_shot": 3, "num_query": 3, **settings})
+    config = config_of(
+        learner, task_batch="3", **{"micro_batch_size": 32, "k_shot": 3, "num_query": 3, **settings}
+    )
     worker = worker_of(learner, config)
     episodes = [episode_of(learner, *rows, seed=seed) for seed, rows in enumerate(RARE[:count])]
     return learner, config, worker, RULES[config.algorithm](setup_of(worker, config), 0), episodes
@@ -237,7 +294,9 @@ def test_a_pooled_task_that_is_not_finite_leaves_the_others_alone(settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "calls"), [(POOLED[0], 2), (POOLED[3], 3 + 3 + 3), (POOLED[2], 2)], ids=["kept", "again", "first"]
+    ("settings", "calls"),
+    [(POOLED[0], 2), (POOLED[3], 3 + 3 + 3), (POOLED[2], 2)],
+    ids=["kept", "again", "first"],
 )
 def test_the_body_is_called_once_for_all_of_its_tasks(settings, calls):
     *_, worker, rule, episodes = pooled(settings)
@@ -249,23 +308,49 @@ def test_the_body_is_called_once_for_all_of_its_tasks(settings, calls):
     assert len(seen) == calls
 
 
-@pytest.mark.parametrize(("settings", "text"), [
-    ({}, "task_batch=4 is not implemented with lora_r=0, where tasks of fomaml need a whole model each"),
-    ({"lora_r": 4, "algorithm": "maml"},
-     "task_batch=4 is not implemented with algorithm=maml, which is neither of first order nor leaves the body alone"),
-    ({"algorithm": "anil", "max_task_norm": 3.0},
-     "task_batch=4 is not implemented with max_task_norm=3.0, which looks at each task's direction"),
-    ({"algorithm": "protonet", "max_task_loss": 3.0},
-     "task_batch=4 is not implemented with max_task_loss=3.0, which may drop a task of several"),
-    ({"lora_r": 4, "n_way_max": 7},
-     "task_batch=4 is not implemented with n_way_max=7, where tasks have heads of different sizes"),
-    ({"lora_r": 4, "pipeline_stages": 2}, "task_batch=4 is not implemented with pipeline_stages=2"),
-    ({"lora_r": 4, "packing": True, "task_type": "causal_lm"}, "task_batch=4 is not implemented with packing=True"),
-    ({"lora_r": 4, "inner_lr_learned": "layer"}, "task_batch=4 is not implemented with inner_lr_learned=layer"),
-    ({"lora_r": 4, "inner_lr_groups": ["head=10"]}, "task_batch=4 is not implemented with inner_lr_groups=head=10"),
-    ({"lora_r": 4, "multi_step_loss_steps": 3}, "task_batch=4 is not implemented with multi_step_loss_steps=3"),
-    ({"lora_r": 4, "offload_outer": True}, "task_batch=4 is not implemented with offload_outer=True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, "task_batch=4 is not implemented with lora_r=0, where tasks of fomaml need a whole model each"),
+        (
+            {"lora_r": 4, "algorithm": "maml"},
+            (
+                "task_batch=4 is not implemented with algorithm=maml, which is neither of first order nor"
+                " leaves the body alone"
+            ),
+        ),
+        (
+            {"algorithm": "anil", "max_task_norm": 3.0},
+            "task_batch=4 is not implemented with max_task_norm=3.0, which looks at each task's direction",
+        ),
+        (
+            {"algorithm": "protonet", "max_task_loss": 3.0},
+            "task_batch=4 is not implemented with max_task_loss=3.0, which may drop a task of several",
+        ),
+        (
+            {"lora_r": 4, "n_way_max": 7},
+            "task_batch=4 is not implemented with n_way_max=7, where tasks have heads of different sizes",
+        ),
+        ({"lora_r": 4, "pipeline_stages": 2}, "task_batch=4 is not implemented with pipeline_stages=2"),
+        (
+            {"lora_r": 4, "packing": True, "task_type": "causal_lm"},
+            "task_batch=4 is not implemented with packing=True",
+        ),
+        (
+            {"lora_r": 4, "inner_lr_learned": "layer"},
+            "task_batch=4 is not implemented with inner_lr_learned=layer",
+        ),
+        (
+            {"lora_r": 4, "inner_lr_groups": ["head=10"]},
+            "task_batch=4 is not implemented with inner_lr_groups=head=10",
+        ),
+        (
+            {"lora_r": 4, "multi_step_loss_steps": 3},
+            "task_batch=4 is not implemented with multi_step_loss_steps=3",
+        ),
+        ({"lora_r": 4, "offload_outer": True}, "task_batch=4 is not implemented with offload_outer=True"),
+    ],
+)
 def test_what_it_does_not_go_with_is_refused(settings, text):
     assert refusal(Config, task_batch="4", **settings) == f"{text}; leave it out, or use --task_batch 1"
 
@@ -286,9 +371,23 @@ def test_a_run_uses_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(AdapterMultiTaskRule, "directions", counting)
     data = write_classes(tmp_path / "rows.jsonl")
-    MetaTrainer(Config(model_name_or_path=str(save_bert(tmp_path / "bert")), dataset=[str(data)], lora_r=2,
-                       task_batch="2", meta_batch_size=5, outer_steps=1, inner_steps=1, eval_episodes=0, save_steps=0,
-                       k_shot=1, num_query=1, num_workers="0", output_dir=str(tmp_path / "out"))).train()  # fmt: skip
+    MetaTrainer(
+        Config(
+            model_name_or_path=str(save_bert(tmp_path / "bert")),
+            dataset=[str(data)],
+            lora_r=2,
+            task_batch="2",
+            meta_batch_size=5,
+            outer_steps=1,
+            inner_steps=1,
+            eval_episodes=0,
+            save_steps=0,
+            k_shot=1,
+            num_query=1,
+            num_workers="0",
+            output_dir=str(tmp_path / "out"),
+        )
+    ).train()
     assert seen == [2, 2, 1]
 
 
@@ -297,10 +396,26 @@ def test_a_run_of_pooled_tasks_ends_where_one_after_the_other_does(settings, tmp
     data, model, ends = write_classes(tmp_path / "rows.jsonl"), save_bert(tmp_path / "bert"), []
     for at_once in ("1", "3"):
         folder = tmp_path / at_once
-        MetaTrainer(Config(model_name_or_path=str(model), dataset=[str(data)], algorithm="anil", task_batch=at_once,
-                           meta_batch_size=5, outer_steps=2, n_way=2, outer_optimizer="sgd", outer_lr=0.5, eval_episodes=0,
-                           save_steps=0, k_shot=1, num_query=1, num_workers="0", output_dir=str(folder),
-                           **settings)).train()  # fmt: skip
+        MetaTrainer(
+            Config(
+                model_name_or_path=str(model),
+                dataset=[str(data)],
+                algorithm="anil",
+                task_batch=at_once,
+                meta_batch_size=5,
+                outer_steps=2,
+                n_way=2,
+                outer_optimizer="sgd",
+                outer_lr=0.5,
+                eval_episodes=0,
+                save_steps=0,
+                k_shot=1,
+                num_query=1,
+                num_workers="0",
+                output_dir=str(folder),
+                **settings,
+            )
+        ).train()
         ends.append(load_file(folder / "model" / "model.safetensors"))
     began = load_file(model / "model.safetensors")
     for name, value in ends[0].items():

@@ -23,8 +23,17 @@ def stream_of(folder, **settings):
 
 def test_a_large_head_takes_time_and_a_large_embedding_does_not(tmp_path):
     """Both have 8000 x 64 parameters: equal parts of parameters are not equal parts of time."""
-    config = LlamaConfig(hidden_size=64, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4, intermediate_size=96,
-                         vocab_size=8000, max_position_embeddings=128, tie_word_embeddings=False, pad_token_id=0)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=96,
+        vocab_size=8000,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    )
     learner = stream_of(save(LlamaForCausalLM(config), tmp_path), task_type="causal_lm")
     seconds = layer_seconds(learner, 8, 64, torch.device("cpu"), bf16=False)
     assert len(seconds) == 8
@@ -48,9 +57,15 @@ def test_every_family_is_tried_a_layer_at_a_time(tmp_path, monkeypatch, family):
     """Four stages: without layers, first, middle, last; Qwen2's middle layers differ in how far they look."""
     held = []
     ordinary = layer_timing.fill
-    monkeypatch.setattr(layer_timing, "fill", lambda stage, *rest: held.append(len(layers_of(stage))) or ordinary(stage, *rest))
+    monkeypatch.setattr(
+        layer_timing,
+        "fill",
+        lambda stage, *rest: held.append(len(layers_of(stage))) or ordinary(stage, *rest),
+    )
     settings = {"task_type": "causal_lm"} if family in DECODERS else {"n_way": 3}
-    learner = stream_of(save_family(tmp_path, family, layers=4), lora_r=2, gradient_checkpointing=family == "bert", **settings)
+    learner = stream_of(
+        save_family(tmp_path, family, layers=4), lora_r=2, gradient_checkpointing=family == "bert", **settings
+    )
     seconds = layer_seconds(learner, 2, 16, torch.device("cpu"), bf16=family == "gpt2")
     assert held == [0, 1, 1, 1]
     assert len(seconds) == 4
@@ -60,10 +75,27 @@ def test_every_family_is_tried_a_layer_at_a_time(tmp_path, monkeypatch, family):
 def layers_of(stage) -> list[str]:
     """Names of the transformer layers that a stage holds: those with a parameter in them."""
     paths = ("layers.", "h.", "encoder.layer.")
-    names = [name.split("body.")[1].removeprefix("hf.") for name, _ in stage.named_parameters() if name.startswith("body.")]
-    inner = [name.split(".", 1)[1] if name.startswith(("model.", "transformer.", "gpt_neox.", "bert.", "roberta.")) else name
-             for name in names]  # fmt: skip
-    return sorted({path + name.removeprefix(path).split(".")[0] for name in inner for path in paths if name.startswith(path)})
+    names = [
+        name.split("body.")[1].removeprefix("hf.")
+        for name, _ in stage.named_parameters()
+        if name.startswith("body.")
+    ]
+    inner = [
+        (
+            name.split(".", 1)[1]
+            if name.startswith(("model.", "transformer.", "gpt_neox.", "bert.", "roberta."))
+            else name
+        )
+        for name in names
+    ]
+    return sorted(
+        {
+            path + name.removeprefix(path).split(".")[0]
+            for name in inner
+            for path in paths
+            if name.startswith(path)
+        }
+    )
 
 
 def test_layers_that_look_differently_far_are_two_kinds(tmp_path):
@@ -75,5 +107,8 @@ def test_layers_that_look_differently_far_are_two_kinds(tmp_path):
 
 
 def test_balance_means_nothing_without_stages():
-    assert refusal(Config, pipeline_balance="time") == "pipeline_balance=time means nothing for pipeline_stages=1; leave it out"
+    assert (
+        refusal(Config, pipeline_balance="time")
+        == "pipeline_balance=time means nothing for pipeline_stages=1; leave it out"
+    )
     assert Config(pipeline_balance="time", pipeline_stages=2).pipeline_balance == "time"

@@ -1,6 +1,7 @@
 """Trackers get the lines of metrics.jsonl and no secret, start no process group, and never end a run.
 
-TensorBoard is read back; W&B, MLflow and trackio as far as they work without their servers, where they are installed.
+TensorBoard is read back; W&B, MLflow and trackio as far as they work without their servers, where they are
+installed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from fmmeta.training import trackers
 from fmmeta.training.trackers import Trackers, check_installed, flat, settings
 from tests.unit.helpers import refusal
 
-SMALL = {"outer_steps": 4, "eval_steps": 2, "eval_episodes": 2, "meta_batch_size": 2, "logging_steps": 1, "save_steps": 2}
+SMALL = {
+    "outer_steps": 4,
+    "eval_steps": 2,
+    "eval_episodes": 2,
+    "meta_batch_size": 2,
+    "logging_steps": 1,
+    "save_steps": 2,
+}
 
 
 def installed(name: str) -> pytest.MarkDecorator:
@@ -74,7 +82,9 @@ def test_tensorboard_gets_every_number_and_goes_on_after_a_stop(tmp_path):
         late.rename(tmp_path / "late")
     MetaTrainer(Config(**SMALL, output_dir=str(folder), report_to=["tensorboard"])).train()
     again, expected = tensorboard_of(folder), numbers_of(lines_of(folder))
-    assert {name: list(values) for name, values in expected.items()} == {name: list(again[name]) for name in expected}
+    assert {name: list(values) for name, values in expected.items()} == {
+        name: list(again[name]) for name in expected
+    }
     assert again["seconds"] == pytest.approx(expected["seconds"], rel=1e-6)
     assert len(list((folder / "tensorboard").rglob("hparams.yml"))) == 1
 
@@ -95,12 +105,18 @@ def test_extras_are_there():
     assert all(f'"{name}": [' in text for name in ("tensorboard", "wandb", "mlflow", "trackio"))
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    (["tensorbord"], "report_to=tensorbord is unknown; use none, tensorboard, wandb, mlflow or trackio"),
-    (["tensorboard", "tensorboard"], "report_to=tensorboard tensorboard names a tracker twice; name each once, or none"),
-    (["none", "wandb"], "report_to=none wandb names none and others; leave out none"),
-    ([], "report_to= names no tracker; name each once, or none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["tensorbord"], "report_to=tensorbord is unknown; use none, tensorboard, wandb, mlflow or trackio"),
+        (
+            ["tensorboard", "tensorboard"],
+            "report_to=tensorboard tensorboard names a tracker twice; name each once, or none",
+        ),
+        (["none", "wandb"], "report_to=none wandb names none and others; leave out none"),
+        ([], "report_to= names no tracker; name each once, or none"),
+    ],
+)
 def test_bad_names(given, said):
     assert refusal(Config, report_to=given) == said
 
@@ -138,8 +154,10 @@ def test_a_tracker_that_fails_ends_no_run_and_is_told_of_once(monkeypatch, tmp_p
     monkeypatch.setattr("fmmeta.train.check_installed", lambda config: None)
     MetaTrainer(Config(**SMALL, output_dir=str(tmp_path / "run"), report_to=["trackio"])).train()
     said = [line for line in capsys.readouterr().out.splitlines() if "trackio" in line]
-    assert said == ["fmmeta: trackio failed (ConnectionError: https://***@tracker.test answers not); the run goes on without it, "
-                    "metrics.jsonl has all numbers"]  # fmt: skip
+    assert said == [
+        "fmmeta: trackio failed (ConnectionError: https://***@tracker.test answers not); the run goes on"
+        " without it, metrics.jsonl has all numbers"
+    ]
     assert [step for step, _ in stub.told] == [1, 2]
     assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 2, 2, 3, 4, 4]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
@@ -149,8 +167,10 @@ def test_one_that_cannot_start_is_refused_at_the_start_and_noticed_later(monkeyp
     stub, said = Stub(start_error="no route to host"), []
     monkeypatch.setattr(trackers, "make", lambda *args: stub)
     config = Config(report_to=["wandb"])
-    assert refusal(Trackers(said.append).start, config, tmp_path, 0) == (
-        "report_to=wandb cannot start (ConnectionError: no route to host); mend that, or leave it out")  # fmt: skip
+    assert (
+        refusal(Trackers(said.append).start, config, tmp_path, 0)
+        == "report_to=wandb cannot start (ConnectionError: no route to host); mend that, or leave it out"
+    )
     assert said == []
     running = Trackers(said.append)
     running.start(config, tmp_path, 7)
@@ -165,7 +185,11 @@ def test_a_run_that_stops_finishes_its_trackers(monkeypatch, tmp_path):
     monkeypatch.setattr(trackers, "make", lambda *args: stub)
     monkeypatch.setattr("fmmeta.train.check_installed", lambda config: None)
     config = Config(
-        **{**SMALL, "save_steps": 0}, inner_lr=1e30, max_bad_steps=1, report_to=["trackio"], output_dir=str(tmp_path / "run")
+        **{**SMALL, "save_steps": 0},
+        inner_lr=1e30,
+        max_bad_steps=1,
+        report_to=["trackio"],
+        output_dir=str(tmp_path / "run"),
     )
     assert "no task was finite" in refusal(MetaTrainer(config).train)
     assert stub.finished == 1
@@ -173,16 +197,35 @@ def test_a_run_that_stops_finishes_its_trackers(monkeypatch, tmp_path):
 
 
 def test_only_numbers_are_told():
-    line = {"a": 1, "b": 2.5, "none": None, "nan": math.nan, "text": "x", "waits": [0.1, 0.2],
-            "bad_tasks": [{"task": "t"}, {"task": "u"}],
-            "held_out": {"loss": [1.0, 0.1]}, "right": True}  # fmt: skip
-    assert flat(line) == {"a": 1, "b": 2.5, "waits/0": 0.1, "waits/1": 0.2, "bad_tasks": 2, "held_out/loss/0": 1.0,
-                          "held_out/loss/1": 0.1, "right": True}  # fmt: skip
+    line = {
+        "a": 1,
+        "b": 2.5,
+        "none": None,
+        "nan": math.nan,
+        "text": "x",
+        "waits": [0.1, 0.2],
+        "bad_tasks": [{"task": "t"}, {"task": "u"}],
+        "held_out": {"loss": [1.0, 0.1]},
+        "right": True,
+    }
+    assert flat(line) == {
+        "a": 1,
+        "b": 2.5,
+        "waits/0": 0.1,
+        "waits/1": 0.2,
+        "bad_tasks": 2,
+        "held_out/loss/0": 1.0,
+        "held_out/loss/1": 0.1,
+        "right": True,
+    }
 
 
 def test_settings_hold_no_secrets():
     told = settings(
-        Config(dataset=["https://me:pa55word@host.test/d.jsonl?x=1&token=abc123", "b"], output_dir="hf_abcdefghijklmnopq")
+        Config(
+            dataset=["https://me:pa55word@host.test/d.jsonl?x=1&token=abc123", "b"],
+            output_dir="hf_abcdefghijklmnopq",
+        )
     )
     assert told["dataset"] == "https://***@host.test/d.jsonl?x=1&token=*** b"
     assert told["output_dir"] == "hf_***"
@@ -191,10 +234,16 @@ def test_settings_hold_no_secrets():
     assert told["seed"] == 42
 
 
-@pytest.mark.parametrize(("text", "shown"), [
-    ("ghp_0123456789abcdefghij", "ghp_***"), ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
-    ("/data/hf_models/run_1", "/data/hf_models/run_1"), ("http://host/a@b", "http://host/a@b"), ("2 @ 3://x", "2 @ 3://x"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("ghp_0123456789abcdefghij", "ghp_***"),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+        ("/data/hf_models/run_1", "/data/hf_models/run_1"),
+        ("http://host/a@b", "http://host/a@b"),
+        ("2 @ 3://x", "2 @ 3://x"),
+    ],
+)
 def test_tokens_in_texts_are_redacted(text, shown):
     assert redact(text) == shown
 

@@ -1,4 +1,6 @@
-"""Which classes a model was trained on: stored with it, held to by later commands, and never tested unnoticed."""
+"""Which classes a model was trained on: stored with it, held to by later commands, and never tested
+unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,28 @@ from fmmeta.tasks.sources.load import load_sources
 from tests.models import write_classes, write_pairs
 from tests.unit.helpers import refusal
 
-QUICK = {"k_shot": 1, "num_query": 1, "inner_steps": 1, "outer_steps": 1, "meta_batch_size": 1, "eval_episodes": 0,
-         "save_steps": 0}  # fmt: skip
+QUICK = {
+    "k_shot": 1,
+    "num_query": 1,
+    "inner_steps": 1,
+    "outer_steps": 1,
+    "meta_batch_size": 1,
+    "eval_episodes": 0,
+    "save_steps": 0,
+}
 ASKED = {"k_shot": [1], "num_query": 1, "episodes": 12}
 
 
 def train(folder: Path, model: Path | str, data: Path, **settings) -> Path:
-    config = Config(**{**QUICK, "model_name_or_path": str(model), "dataset": [str(data)], "output_dir": str(folder), **settings})
+    config = Config(
+        **{
+            **QUICK,
+            "model_name_or_path": str(model),
+            "dataset": [str(data)],
+            "output_dir": str(folder),
+            **settings,
+        }
+    )
     return MetaTrainer(config).train().output_dir / "model"
 
 
@@ -47,7 +64,11 @@ def splits_at(data: Path, n_way: int, **settings) -> dict[str, list[str]]:
     """Class names by part as a plain run with this n_way has them."""
     config = Config(dataset=[str(data)], n_way=n_way, k_shot=1, num_query=1, **settings)
     sources = load_sources(config, byte_tokenizer(), lambda text: None)
-    return {part: list(source.items.names) for part in ("train", "valid", "test") if (source := getattr(sources, part))}
+    return {
+        part: list(source.items.names)
+        for part in ("train", "valid", "test")
+        if (source := getattr(sources, part))
+    }
 
 
 def drawn(settings: EvaluateConfig) -> set[str]:
@@ -63,27 +84,52 @@ def test_the_parts_are_stored_with_the_model(model, classes):
     assert "/" not in one["dataset"]  # where it lay is no part of a model
 
 
-@pytest.mark.parametrize(("n_way", "part"), [("2", "test"), ("all", "test"), ("all", "valid"), ("3", "train")])
+@pytest.mark.parametrize(
+    ("n_way", "part"), [("2", "test"), ("all", "test"), ("all", "valid"), ("3", "train")]
+)
 def test_evaluation_keeps_the_splits_of_the_model(model, bert, classes, n_way, part):
-    settings = EvaluateConfig(model_name_or_path=str(model), dataset=[str(classes)], n_way=n_way, part=part, **ASKED)
+    settings = EvaluateConfig(
+        model_name_or_path=str(model), dataset=[str(classes)], n_way=n_way, part=part, **ASKED
+    )
     assert drawn(settings) == set(splits_at(classes, 3)[part])
 
 
-def test_more_classes_than_were_held_out_are_refused_and_not_taken_from_the_trained_ones(model, bert, classes):
+def test_more_classes_than_were_held_out_are_refused_and_not_taken_from_the_trained_ones(
+    model, bert, classes
+):
     wide = {"dataset": str(classes), "n_way": "5", "k_shot": 1, "num_query": 1, "episodes": 2}
-    assert len(set(splits_at(classes, 5)["test"]) & set(splits_at(classes, 3)["valid"])) == 2  # of the hash alone
+    assert (
+        len(set(splits_at(classes, 5)["test"]) & set(splits_at(classes, 3)["valid"])) == 2
+    )  # of the hash alone
     assert set(splits_at(classes, 5)["valid"]) & set(splits_at(classes, 3)["train"])
-    assert refusal(fmmeta.evaluate, model, **wide) == "n_way=5 is above the 3 classes of the valid split; lower n_way"
+    assert (
+        refusal(fmmeta.evaluate, model, **wide)
+        == "n_way=5 is above the 3 classes of the valid split; lower n_way"
+    )
     assert fmmeta.evaluate(bert, **wide)["episodes"] == 2
-    settings = TuneConfig(model_name_or_path=str(model), dataset=[str(classes)], n_way="5", inner_lrs=[0.1], max_steps=1, **ASKED)
+    settings = TuneConfig(
+        model_name_or_path=str(model),
+        dataset=[str(classes)],
+        n_way="5",
+        inner_lrs=[0.1],
+        max_steps=1,
+        **ASKED,
+    )
     assert "above the 3 classes of the valid split" in refusal(tune, settings, Progress(False))
 
 
 def test_tune_chooses_on_the_models_own_validation_classes(model, classes, tmp_path, monkeypatch):
     seen, folder = [], shutil.copytree(model, tmp_path / "model")
-    monkeypatch.setattr("fmmeta.evaluation.tune.episodes_of", lambda *args: seen.append(episodes_of(*args)) or seen[-1])
+    monkeypatch.setattr(
+        "fmmeta.evaluation.tune.episodes_of", lambda *args: seen.append(episodes_of(*args)) or seen[-1]
+    )
     settings = TuneConfig(
-        model_name_or_path=str(folder), dataset=[str(classes)], n_way="2", inner_lrs=[0.1], max_steps=1, **ASKED
+        model_name_or_path=str(folder),
+        dataset=[str(classes)],
+        n_way="2",
+        inner_lrs=[0.1],
+        max_steps=1,
+        **ASKED,
     )
     tune(settings, Progress(False))
     used = {name for draw in seen[0].draws() for name in draw.classes}
@@ -111,8 +157,12 @@ def notices(model: Path, data: Path, **settings) -> list[str]:
 def test_other_splits_that_test_trained_classes_are_named(model, classes, tmp_path):
     mine, file = splits_at(classes, 3), tmp_path / "splits.json"
     names = sorted(mine["train"])
-    file.write_text(json.dumps({"train": mine["valid"], "valid": names[:6], "test": [*mine["test"], names[6]]}))
-    remedy = "use the model's splits: leave class_splits and split out, or give its fmmeta.json as --class_splits"
+    file.write_text(
+        json.dumps({"train": mine["valid"], "valid": names[:6], "test": [*mine["test"], names[6]]})
+    )
+    remedy = (
+        "use the model's splits: leave class_splits and split out, or give its fmmeta.json as --class_splits"
+    )
     said = f"class_splits={file}: {{}} were trained on with dataset=rows.jsonl; {remedy}"
     assert notices(model, classes, n_way=2, class_splits=str(file)) == [
         said.format(f"6 of 6 valid classes ({', '.join(names[:5])} and 1 more)"),
@@ -123,11 +173,21 @@ def test_other_splits_that_test_trained_classes_are_named(model, classes, tmp_pa
 
 def test_a_memory_is_a_split_file(model, bert, classes):
     """So that a model that was not trained on the data is tested on the same classes."""
-    settings = EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], n_way="all",
-                              class_splits=str(model / "fmmeta.json"), **ASKED)  # fmt: skip
+    settings = EvaluateConfig(
+        model_name_or_path=str(bert),
+        dataset=[str(classes)],
+        n_way="all",
+        class_splits=str(model / "fmmeta.json"),
+        **ASKED,
+    )
     assert drawn(settings) == set(splits_at(classes, 3)["test"])
     (one,) = memory(model)["datasets"]
-    message = refusal(load_sources, Config(dataset=["letters"], class_splits=str(model / "fmmeta.json")), byte_tokenizer(), print)
+    message = refusal(
+        load_sources,
+        Config(dataset=["letters"], class_splits=str(model / "fmmeta.json")),
+        byte_tokenizer(),
+        print,
+    )
     assert "splits of its own" in message
     assert one["content"]
 
@@ -138,11 +198,14 @@ def test_a_split_of_several_is_kept_without_its_name(bert, classes, tmp_path):
     shutil.copy(classes, tmp_path / "data" / "rows.jsonl")
     first, second = [f"c{i}" for i in range(15)], [f"c{i}" for i in range(14, -1, -1)]
     both = {
-        name: {"train": names[:7], "valid": names[7:11], "test": names[11:]} for name, names in (("01", first), ("02", second))
+        name: {"train": names[:7], "valid": names[7:11], "test": names[11:]}
+        for name, names in (("01", first), ("02", second))
     }
     (tmp_path / "data" / "class_splits.json").write_text(json.dumps(both))
     model = train(tmp_path / "run", bert, tmp_path / "data", split="02", n_way=3)
-    settings = EvaluateConfig(model_name_or_path=str(model), dataset=[str(tmp_path / "data")], n_way="all", **ASKED)
+    settings = EvaluateConfig(
+        model_name_or_path=str(model), dataset=[str(tmp_path / "data")], n_way="all", **ASKED
+    )
     assert drawn(settings) == set(both["02"]["test"])
 
 
@@ -171,10 +234,17 @@ def test_a_folder_of_0_1_0_is_read_as_before(model, classes, tmp_path):
 NOTHING = {"dataset": "x", "content": "", "noun": "class", "digest": "", "trained": 1}
 
 
-@pytest.mark.parametrize("broken", [
-    1, [1], [{"dataset": "x"}], [{**NOTHING, "dataset": 1}], [{**NOTHING, "splits": {"train": "abc"}}],
-    [{**NOTHING, "held_out": "1"}],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "broken",
+    [
+        1,
+        [1],
+        [{"dataset": "x"}],
+        [{**NOTHING, "dataset": 1}],
+        [{**NOTHING, "splits": {"train": "abc"}}],
+        [{**NOTHING, "held_out": "1"}],
+    ],
+)
 def test_a_broken_memory_is_refused(model, classes, tmp_path, broken):
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / "fmmeta.json").write_text(json.dumps({**memory(model), "datasets": broken}))
@@ -195,10 +265,17 @@ def test_what_was_learned_before_stays_in_memory(model, classes, tmp_path):
 def test_adapt_names_the_classes_that_were_trained_on(model, classes, tmp_path, capsys):
     mine = splits_at(classes, 3)
     pairs = [(f"{name} {i}", name) for name in (mine["train"][0], mine["test"][0]) for i in range(3)]
-    settings = AdaptConfig(model_name_or_path=str(model), output_dir=str(tmp_path / "out"), early_stopping=False)
+    settings = AdaptConfig(
+        model_name_or_path=str(model), output_dir=str(tmp_path / "out"), early_stopping=False
+    )
     adapt(settings, Progress(True), pairs)
-    said = f"support: 1 of 2 classes ({mine['train'][0]}) have names of classes that the model was trained on with dataset=rows"
-    assert f"fmmeta: {said}.jsonl; its accuracy on them says nothing of new classes\n" in capsys.readouterr().out
+    said = (
+        f"support: 1 of 2 classes ({mine['train'][0]}) have names of classes that the model was trained on"
+        " with dataset=rows"
+    )
+    assert (
+        f"fmmeta: {said}.jsonl; its accuracy on them says nothing of new classes\n" in capsys.readouterr().out
+    )
     assert memory(tmp_path / "out")["datasets"] == memory(model)["datasets"]
     adapt(replace(settings, output_dir=""), Progress(True), [(text, f"new {label}") for text, label in pairs])
     assert "were trained on" not in capsys.readouterr().out
@@ -218,11 +295,16 @@ def test_of_very_many_names_a_digest_and_the_rule_are_stored(classes, tmp_path, 
     assert later.used == first.used
     file, said = tmp_path / "splits.json", list[str]()
     file.write_text(json.dumps(own))
-    load_sources(Config(**settings, n_way=2, class_splits=str(file)), byte_tokenizer(), said.append, first.used)
+    load_sources(
+        Config(**settings, n_way=2, class_splits=str(file)), byte_tokenizer(), said.append, first.used
+    )
     (line,) = said
-    what = "the model was trained on 9 classes of dataset=rows.jsonl by other splits, whose names are not stored"
+    what = (
+        "the model was trained on 9 classes of dataset=rows.jsonl by other splits, whose names are not stored"
+    )
     assert line.startswith(
-        f"class_splits={file}: {what}; use the model's splits: leave class_splits and split out, or give the file "
+        f"class_splits={file}: {what}; use the model's splits: leave class_splits and split out, or give the"
+        " file "
     )
 
 
@@ -239,6 +321,6 @@ def test_named_tasks_are_remembered_too(llama, tmp_path):
     (one,) = memory(model)["datasets"]
     assert sorted(name for names in one["splits"].values() for name in names) == [f"s/t{i}" for i in range(6)]
     config = Config(dataset=[str(tasks)], task_type="causal_lm", k_shot=1, num_query=1)
-    assert load_sources(config, byte_tokenizer(), lambda text: None, used_splits.read(memory(model))).used == used_splits.read(
-        memory(model)
-    )
+    assert load_sources(
+        config, byte_tokenizer(), lambda text: None, used_splits.read(memory(model))
+    ).used == used_splits.read(memory(model))

@@ -79,21 +79,29 @@ def test_examples_are_changed_before_the_tokenizer(tmp_path):
 
 def test_pairs_are_changed_with_their_answers(tmp_path):
     plain, changed = run(tmp_path, task_type="causal_lm", example_transforms=[f"{HERE}:upper"])
-    wanted = [text.upper().replace("INPUT:", "Input:").replace("OUTPUT:", "Output:") for text in texts(plain.query)]
+    wanted = [
+        text.upper().replace("INPUT:", "Input:").replace("OUTPUT:", "Output:") for text in texts(plain.query)
+    ]
     assert texts(changed.query) == wanted
     assert [row.label_tokens for row in changed.query] == [row.label_tokens for row in plain.query]
 
 
 def test_episodes_are_changed_whole_and_last(tmp_path):
-    plain, changed = run(tmp_path, example_transforms=[f"{HERE}:upper"],
-                         episode_transforms=["fmmeta.tasks.augment:name_classes", f"{HERE}:first_query_only"])  # fmt: skip
+    plain, changed = run(
+        tmp_path,
+        example_transforms=[f"{HERE}:upper"],
+        episode_transforms=["fmmeta.tasks.augment:name_classes", f"{HERE}:first_query_only"],
+    )
     prompt = " | ".join(plain.classes)
     assert texts(changed.support) == [f"{prompt}: {text.upper()}" for text in texts(plain.support)]
     assert len(changed.query) == 1
 
 
 def test_built_in_ones_do_what_they_say():
-    example, rng = TextExample("one two three four five six seven eight nine ten", "c", 0), np.random.default_rng(0)
+    example, rng = (
+        TextExample("one two three four five six seven eight nine ten", "c", 0),
+        np.random.default_rng(0),
+    )
     kept = [len(drop_words(example, rng).text.split()) for _ in range(500)]
     assert abs(np.mean(kept) - 9) < 0.2
     assert drop_words(replace(example, text="word"), np.random.default_rng(3)).text == "word"
@@ -103,25 +111,55 @@ def test_built_in_ones_do_what_they_say():
     assert name_classes.__doc__
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"example_transforms": ["nowhere:f"]},
-     "example_transforms=nowhere:f cannot be imported (No module named 'nowhere'); write module:name of a function"),
-    ({"example_transforms": [f"{HERE}:missing"]},
-     f"example_transforms={HERE}:missing cannot be imported (module '{HERE}' has no attribute 'missing'); "
-     "write module:name of a function"),
-    ({"episode_transforms": ["justaname"]},
-     "episode_transforms=justaname cannot be imported (No module named 'justaname'); write module:name of a function"),
-    ({"example_transforms": [f"{HERE}:NOT_A_FUNCTION"]},
-     f"example_transforms={HERE}:NOT_A_FUNCTION is a int and cannot be called; name a function"),
-    ({"example_transforms": [f"{HERE}:broken"]},
-     f"transform {HERE}:broken failed with KeyError: 'no such word'; mend it or leave it out"),
-    ({"example_transforms": [f"{HERE}:silent"]},
-     f"transform {HERE}:silent left an example without text; return it as it was instead"),
-    ({"example_transforms": [f"{HERE}:forgetful"]},
-     f"transform {HERE}:forgetful returned NoneType for a TextExample; return one"),
-    ({"example_transforms": [f"{HERE}:relabel"]},
-     f"transforms {HERE}:relabel left a label that is none of the episode's 2 classes; leave labels alone"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"example_transforms": ["nowhere:f"]},
+            (
+                "example_transforms=nowhere:f cannot be imported (No module named 'nowhere'); write"
+                " module:name of a function"
+            ),
+        ),
+        (
+            {"example_transforms": [f"{HERE}:missing"]},
+            (
+                f"example_transforms={HERE}:missing cannot be imported (module '{HERE}' has no attribute"
+                " 'missing'); write module:name of a function"
+            ),
+        ),
+        (
+            {"episode_transforms": ["justaname"]},
+            (
+                "episode_transforms=justaname cannot be imported (No module named 'justaname'); write"
+                " module:name of a function"
+            ),
+        ),
+        (
+            {"example_transforms": [f"{HERE}:NOT_A_FUNCTION"]},
+            f"example_transforms={HERE}:NOT_A_FUNCTION is a int and cannot be called; name a function",
+        ),
+        (
+            {"example_transforms": [f"{HERE}:broken"]},
+            f"transform {HERE}:broken failed with KeyError: 'no such word'; mend it or leave it out",
+        ),
+        (
+            {"example_transforms": [f"{HERE}:silent"]},
+            f"transform {HERE}:silent left an example without text; return it as it was instead",
+        ),
+        (
+            {"example_transforms": [f"{HERE}:forgetful"]},
+            f"transform {HERE}:forgetful returned NoneType for a TextExample; return one",
+        ),
+        (
+            {"example_transforms": [f"{HERE}:relabel"]},
+            (
+                f"transforms {HERE}:relabel left a label that is none of the episode's 2 classes; leave"
+                " labels alone"
+            ),
+        ),
+    ],
+)
 def test_wrong_ones_are_named(tmp_path, settings, said):
     assert refusal(run, tmp_path, **settings) == said
 

@@ -1,4 +1,6 @@
-"""`fmmeta tune`: the lowest loss over heads, rates and numbers of steps, as evaluation sees it, and stored with the model."""
+"""`fmmeta tune`: the lowest loss over heads, rates and numbers of steps, as evaluation sees it, and stored
+with the model.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,26 @@ FLAGS: dict[str, Any] = {"n_way": "3", "k_shot": [2], "num_query": 3, "episodes"
 
 def test_the_choice_is_the_best_of_all_evaluations(bert, classes, tmp_path):
     model = shutil.copytree(bert, tmp_path / "model")
-    settings = TuneConfig(model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=[0.05, 0.5], pooling="mean", **FLAGS)
+    settings = TuneConfig(
+        model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=[0.05, 0.5], pooling="mean", **FLAGS
+    )
     tried = tune(settings, Progress(False))
-    same: dict[str, Any] = {"part": "valid", "pooling": "mean", "n_way": "3", "k_shot": 2, "num_query": 3, "episodes": 4}
+    same: dict[str, Any] = {
+        "part": "valid",
+        "pooling": "mean",
+        "n_way": "3",
+        "k_shot": 2,
+        "num_query": 3,
+        "episodes": 4,
+    }
     losses = {
-        (head, rate, steps): fmmeta.evaluate(str(bert), str(classes), **same, head_init=head, inner_lr=rate,
-                                             inner_steps=steps)["loss"]
-        for head in ("zero", "prototype") for rate in (0.05, 0.5) for steps in (1, 2, 3)
-    }  # fmt: skip
+        (head, rate, steps): fmmeta.evaluate(
+            str(bert), str(classes), **same, head_init=head, inner_lr=rate, inner_steps=steps
+        )["loss"]
+        for head in ("zero", "prototype")
+        for rate in (0.05, 0.5)
+        for steps in (1, 2, 3)
+    }
     best = min(losses, key=lambda key: losses[key])
     assert (tried[0].head_init, tried[0].inner_lr, tried[0].inner_steps) == best
     assert len(tried) == 4
@@ -47,24 +61,52 @@ def test_the_choice_is_the_best_of_all_evaluations(bert, classes, tmp_path):
 def test_rates_of_a_model_keep_their_proportions(bert, classes, tmp_path):
     """A model that learns with its head alone still does: the stored rates are scaled."""
     model = shutil.copytree(bert, tmp_path / "model")
-    layers = ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.embeddings.LayerNorm", "bert.embeddings.position_embeddings",
-              "bert.embeddings.token_type_embeddings", "bert.embeddings.word_embeddings", "bert.pooler.dense"]  # fmt: skip
+    layers = [
+        "bert.encoder.layer.0",
+        "bert.encoder.layer.1",
+        "bert.embeddings.LayerNorm",
+        "bert.embeddings.position_embeddings",
+        "bert.embeddings.token_type_embeddings",
+        "bert.embeddings.word_embeddings",
+        "bert.pooler.dense",
+    ]
     rates = {"head": [0.4], **{layer: [0.0] for layer in layers}}
-    (model / "fmmeta.json").write_text(json.dumps({"inner_lr": 0.4, "inner_rates": rates, "algorithm": "anil"}))
-    settings = TuneConfig(model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=[0.1, 0.2], head_inits=["zero"],
-                          **FLAGS)  # fmt: skip
+    (model / "fmmeta.json").write_text(
+        json.dumps({"inner_lr": 0.4, "inner_rates": rates, "algorithm": "anil"})
+    )
+    settings = TuneConfig(
+        model_name_or_path=str(model),
+        dataset=[str(classes)],
+        inner_lrs=[0.1, 0.2],
+        head_inits=["zero"],
+        **FLAGS,
+    )
     tried = tune(settings, Progress(False))
     memory = json.loads((model / "fmmeta.json").read_text())
-    assert memory["inner_rates"] == {"head": [pytest.approx(tried[0].inner_lr)], **{layer: [0.0] for layer in layers}}
+    assert memory["inner_rates"] == {
+        "head": [pytest.approx(tried[0].inner_lr)],
+        **{layer: [0.0] for layer in layers},
+    }
     assert memory["algorithm"] == "anil"
-    found = fmmeta.evaluate(str(model), str(classes), part="valid", n_way="3", k_shot=2, num_query=3, episodes=4)
+    found = fmmeta.evaluate(
+        str(model), str(classes), part="valid", n_way="3", k_shot=2, num_query=3, episodes=4
+    )
     assert found["loss"] == pytest.approx(tried[0].loss, rel=1e-5)
 
 
 def trained(folder, **settings):
     """The folder of a model that was trained for two outer steps on 3-way tasks."""
-    few: dict[str, Any] = {"n_way": 3, "k_shot": 2, "num_query": 3, "inner_steps": 2, "outer_steps": 2, "meta_batch_size": 2}
-    config = Config(**{**few, **settings}, outer_lr=0.05, eval_episodes=0, save_steps=0, output_dir=str(folder))
+    few: dict[str, Any] = {
+        "n_way": 3,
+        "k_shot": 2,
+        "num_query": 3,
+        "inner_steps": 2,
+        "outer_steps": 2,
+        "meta_batch_size": 2,
+    }
+    config = Config(
+        **{**few, **settings}, outer_lr=0.05, eval_episodes=0, save_steps=0, output_dir=str(folder)
+    )
     return str(MetaTrainer(config).train().output_dir / "model")
 
 
@@ -73,24 +115,37 @@ SAME: dict[str, Any] = {"part": "valid", "n_way": "3", "k_shot": 2, "num_query":
 
 def test_a_learned_head_is_tried_beside_zeros(tmp_path):
     model = trained(tmp_path / "run", head_init="learned")
-    settings = TuneConfig(model_name_or_path=model, dataset=["letters"], inner_lrs=[0.1], output=str(tmp_path / "tuned"), **FLAGS)
+    settings = TuneConfig(
+        model_name_or_path=model,
+        dataset=["letters"],
+        inner_lrs=[0.1],
+        output=str(tmp_path / "tuned"),
+        **FLAGS,
+    )
     tried = {one.head_init: one for one in tune(settings, Progress(False))}
     assert sorted(tried) == ["learned", "prototype", "zero"]
     for head, one in tried.items():
-        found = fmmeta.evaluate(model, "letters", **SAME, head_init=head, inner_lr=0.1, inner_steps=one.inner_steps)
+        found = fmmeta.evaluate(
+            model, "letters", **SAME, head_init=head, inner_lr=0.1, inner_steps=one.inner_steps
+        )
         assert found["loss"] == pytest.approx(one.loss, rel=1e-5), head
     assert tried["zero"].loss != pytest.approx(tried["learned"].loss, rel=1e-3)
 
 
-@pytest.mark.parametrize(("run", "flags"), [
-    ({"algorithm": "meta_sgd"}, {"inner_lrs": [0.5]}),
-    ({}, {"inner_lrs": [0.01], "inner_optimizer": "adamw", "feature_norm": 2.0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("run", "flags"),
+    [
+        ({"algorithm": "meta_sgd"}, {"inner_lrs": [0.5]}),
+        ({}, {"inner_lrs": [0.01], "inner_optimizer": "adamw", "feature_norm": 2.0}),
+    ],
+)
 def test_what_was_scored_is_what_the_model_then_does(run, flags, tmp_path):
     """Rates by element are scaled; settings that flags gave are remembered too."""
     model = trained(tmp_path / "run", **run)
     for _ in range(2):  # again: from what the first one stored
-        settings = TuneConfig(model_name_or_path=model, dataset=["letters"], head_inits=["zero"], **flags, **FLAGS)
+        settings = TuneConfig(
+            model_name_or_path=model, dataset=["letters"], head_inits=["zero"], **flags, **FLAGS
+        )
         best = tune(settings, Progress(False))[0]
         found = fmmeta.evaluate(model, "letters", **SAME)
         assert found["loss"] == pytest.approx(best.loss, rel=1e-5)
@@ -109,18 +164,25 @@ def test_a_learned_head_is_of_as_many_classes(tmp_path, capsys):
     chance = fmmeta.evaluate(model, "letters", **flags, quiet=False)["loss"]
     assert "the model's head is for 5 classes; those of 3 begin with zeros" in capsys.readouterr().out
     assert chance == pytest.approx(math.log(3))
-    assert fmmeta.evaluate(model, "letters", **flags, n_way_max=5)["loss"] != pytest.approx(math.log(3), abs=1e-3)
-    assert refusal(fmmeta.evaluate, model, "letters", **flags, head_init="learned") == (
-        f"head_init=learned: the head of {model} has the shape [5, {head.shape[1]}], and that of these tasks "
-        f"[3, {head.shape[1]}]; use --head_init zero, or tasks of as many classes")  # fmt: skip
+    assert fmmeta.evaluate(model, "letters", **flags, n_way_max=5)["loss"] != pytest.approx(
+        math.log(3), abs=1e-3
+    )
+    assert (
+        refusal(fmmeta.evaluate, model, "letters", **flags, head_init="learned")
+        == f"head_init=learned: the head of {model} has the shape [5, {head.shape[1]}], and that of these"
+        " tasks "
+        f"[3, {head.shape[1]}]; use --head_init zero, or tasks of as many classes"
+    )
 
 
 def test_a_head_that_never_moves_needs_its_own_classes(tmp_path):
     model = trained(tmp_path / "run", algorithm="boil")
     assert fmmeta.evaluate(model, "letters", **SAME)["accuracy"] > 0
-    assert refusal(fmmeta.evaluate, model, "letters", **{**SAME, "n_way": "4"}) == (
-        f"model_name_or_path={model} keeps its head as it learned it, for 3 classes, and nothing moves under a head of zeros; "
-        "give tasks of as many classes, --head_init prototype, or --inner_lr")  # fmt: skip
+    assert (
+        refusal(fmmeta.evaluate, model, "letters", **{**SAME, "n_way": "4"})
+        == f"model_name_or_path={model} keeps its head as it learned it, for 3 classes, and nothing moves"
+        " under a head of zeros; give tasks of as many classes, --head_init prototype, or --inner_lr"
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["anil", "meta_sgd"])
@@ -133,7 +195,10 @@ def test_rates_outlive_other_numbers_of_steps_and_an_adaptation(algorithm, tmp_p
     moved = [name for name, param in here.named_parameters() if not param.equal(began.get_parameter(name))]
     assert adapted.inner_steps == 3
     assert (moved == []) == (algorithm == "anil")
-    rates = [json.loads((Path(folder) / "fmmeta.json").read_text())["inner_rates"] for folder in (model, tmp_path / "one")]
+    rates = [
+        json.loads((Path(folder) / "fmmeta.json").read_text())["inner_rates"]
+        for folder in (model, tmp_path / "one")
+    ]
     if algorithm == "anil":
         first, second = ({name: column[0] for name, column in one.items()} for one in rates)
         assert first == second
@@ -144,8 +209,16 @@ def test_rates_outlive_other_numbers_of_steps_and_an_adaptation(algorithm, tmp_p
 
 def test_language_models_have_rates_and_steps_only(tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl")
-    settings = TuneConfig(dataset=[str(pairs)], task_type="causal_lm", k_shot=[2], num_query=2, episodes=2, max_steps=2,
-                          inner_lrs=[0.1], output=str(tmp_path / "deep" / "choice.json"))  # fmt: skip
+    settings = TuneConfig(
+        dataset=[str(pairs)],
+        task_type="causal_lm",
+        k_shot=[2],
+        num_query=2,
+        episodes=2,
+        max_steps=2,
+        inner_lrs=[0.1],
+        output=str(tmp_path / "deep" / "choice.json"),
+    )
     tried = tune(settings, Progress(False))
     assert [(one.head_init, one.inner_lr) for one in tried] == [("zero", 0.1)]
     assert json.loads((tmp_path / "deep" / "choice.json").read_text())["inner_steps"] == tried[0].inner_steps
@@ -153,8 +226,15 @@ def test_language_models_have_rates_and_steps_only(tmp_path):
 
 def test_optuna_finds_a_rate(bert, classes, tmp_path):
     pytest.importorskip("optuna", reason="optuna is optional")
-    settings = TuneConfig(model_name_or_path=str(bert), dataset=[str(classes)], tuner="optuna", trials=5, inner_lrs=[0.01, 1.0],
-                          output=str(tmp_path / "choice.json"), **FLAGS)  # fmt: skip
+    settings = TuneConfig(
+        model_name_or_path=str(bert),
+        dataset=[str(classes)],
+        tuner="optuna",
+        trials=5,
+        inner_lrs=[0.01, 1.0],
+        output=str(tmp_path / "choice.json"),
+        **FLAGS,
+    )
     tried = tune(settings, Progress(False))
     assert len(tried) == 5
     assert all(0.01 <= one.inner_lr <= 1.0 for one in tried)
@@ -164,18 +244,23 @@ def test_optuna_finds_a_rate(bert, classes, tmp_path):
     assert tune(settings, Progress(False)) == tried  # the same trials every time, as every rank needs them
 
 
-@pytest.mark.parametrize(("flags", "text"), [
-    ({"inner_lr": 0.1}, "inner_lr=0.1 means nothing for tune; leave it out"),
-    ({"method": ["knn"]}, "method=['knn'] means nothing for tune; leave it out"),
-    ({"k_shot": [1, 5]}, "k_shot=1 5: tune chooses for one number of shots; give one"),
-    ({"inner_lrs": [0.0]}, "inner_lrs=0.0 is no positive number; use some such as 0.01 0.1 1"),
-    ({"head_inits": ["best"]}, "head_inits=best is unknown; use zero, prototype or learned"),
-    ({"max_steps": 0}, "max_steps=0 is below 1; use 1 or more"),
-    ({"inner_lrs": []}, "inner_lrs names nothing to try; give one or more"),
-    ({"tuner": "luck"}, "tuner=luck is unknown; use grid or optuna"),
-    ({"model_name_or_path": "acme/model"},
-     "model_name_or_path=acme/model is no folder to store the choice in; give --output FILE"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"inner_lr": 0.1}, "inner_lr=0.1 means nothing for tune; leave it out"),
+        ({"method": ["knn"]}, "method=['knn'] means nothing for tune; leave it out"),
+        ({"k_shot": [1, 5]}, "k_shot=1 5: tune chooses for one number of shots; give one"),
+        ({"inner_lrs": [0.0]}, "inner_lrs=0.0 is no positive number; use some such as 0.01 0.1 1"),
+        ({"head_inits": ["best"]}, "head_inits=best is unknown; use zero, prototype or learned"),
+        ({"max_steps": 0}, "max_steps=0 is below 1; use 1 or more"),
+        ({"inner_lrs": []}, "inner_lrs names nothing to try; give one or more"),
+        ({"tuner": "luck"}, "tuner=luck is unknown; use grid or optuna"),
+        (
+            {"model_name_or_path": "acme/model"},
+            "model_name_or_path=acme/model is no folder to store the choice in; give --output FILE",
+        ),
+    ],
+)
 def test_what_cannot_be_tuned_is_said(flags, text):
     assert refusal(lambda: tune(TuneConfig(**flags), Progress(False))) == text
 
@@ -183,7 +268,10 @@ def test_what_cannot_be_tuned_is_said(flags, text):
 def test_a_missing_optuna_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     message = refusal(
-        lambda: tune(TuneConfig(tuner="optuna", output=str(tmp_path / "x.json"), episodes=1, max_steps=1), Progress(False))
+        lambda: tune(
+            TuneConfig(tuner="optuna", output=str(tmp_path / "x.json"), episodes=1, max_steps=1),
+            Progress(False),
+        )
     )
     assert message.startswith("tuner=optuna needs optuna (")
     assert message.endswith("; pip install 'fmmeta[tune]', or use grid")
@@ -191,23 +279,49 @@ def test_a_missing_optuna_is_said(tmp_path, monkeypatch):
 
 def test_heads_that_the_model_cannot_use_are_left_out_or_refused(llama, classes, tmp_path):
     """The score layer of a Llama has no bias, so that it cannot hold prototypes."""
-    flags = {**FLAGS, "model_name_or_path": str(llama), "dataset": [str(classes)], "inner_lrs": [0.1], "max_steps": 1,
-             "output": str(tmp_path / "choice.json")}  # fmt: skip
+    flags = {
+        **FLAGS,
+        "model_name_or_path": str(llama),
+        "dataset": [str(classes)],
+        "inner_lrs": [0.1],
+        "max_steps": 1,
+        "output": str(tmp_path / "choice.json"),
+    }
     assert [one.head_init for one in tune(TuneConfig(**flags), Progress(False))] == ["zero"]
-    told = "head_init=prototype needs a head with a bias, and that of LlamaForSequenceClassification has none; use --pooling "
-    for call in (lambda: tune(TuneConfig(**flags, head_inits=["zero", "prototype"]), Progress(False)),
-                 lambda: fmmeta.evaluate(str(llama), str(classes), n_way="3", k_shot=2, head_init="prototype")):  # fmt: skip
+    told = (
+        "head_init=prototype needs a head with a bias, and that of LlamaForSequenceClassification has none;"
+        " use --pooling "
+    )
+    for call in (
+        lambda: tune(TuneConfig(**flags, head_inits=["zero", "prototype"]), Progress(False)),
+        lambda: fmmeta.evaluate(str(llama), str(classes), n_way="3", k_shot=2, head_init="prototype"),
+    ):
         assert refusal(call) == f"{told}mean or another --head_init"
-    assert refusal(lambda: tune(TuneConfig(**flags, feature_norm=2.0), Progress(False))).startswith("feature_norm=2 scales ")
+    assert refusal(lambda: tune(TuneConfig(**flags, feature_norm=2.0), Progress(False))).startswith(
+        "feature_norm=2 scales "
+    )
 
 
 def test_rates_that_diverge_are_never_the_best(bert, classes, tmp_path, capsys):
     choice = tmp_path / "choice.json"
-    flags = {**FLAGS, "model_name_or_path": str(bert), "dataset": [str(classes)], "output": str(choice), "head_inits": ["zero"]}
+    flags = {
+        **FLAGS,
+        "model_name_or_path": str(bert),
+        "dataset": [str(classes)],
+        "output": str(choice),
+        "head_inits": ["zero"],
+    }
     message = refusal(lambda: tune(TuneConfig(**flags, inner_lrs=[1e30, 1e35]), Progress(True)))
-    assert message == ("inner_lrs=1e+30 1e+35: the loss diverges with every one of them, and nothing is stored; try lower ones")
+    assert (
+        message
+        == "inner_lrs=1e+30 1e+35: the loss diverges with every one of them, and nothing is stored; try lower"
+        " ones"
+    )
     assert not choice.exists()
-    assert [one.inner_lr for one in tune(TuneConfig(**flags, inner_lrs=[1e30, 0.1]), Progress(True))] == [0.1, 1e30]
+    assert [one.inner_lr for one in tune(TuneConfig(**flags, inner_lrs=[1e30, 0.1]), Progress(True))] == [
+        0.1,
+        1e30,
+    ]
     assert json.loads(choice.read_text())["inner_lr"] == 0.1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "1e+30" in line]
     assert line.split() == ["zero", "1e+30", "-", "diverged", "-"]
@@ -215,16 +329,24 @@ def test_rates_that_diverge_are_never_the_best(bert, classes, tmp_path, capsys):
 
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_tried(tmp_path, monkeypatch):
     monkeypatch.setattr("fmmeta.evaluation.tune.TuneRun", lambda *_: pytest.fail("computed before the check"))
-    assert refusal(lambda: tune(TuneConfig(output=str(tmp_path)), Progress(False))) == (
-        f"output={tmp_path} is a folder; give a file in it, such as {tmp_path / 'results.json'}")  # fmt: skip
+    assert (
+        refusal(lambda: tune(TuneConfig(output=str(tmp_path)), Progress(False)))
+        == f"output={tmp_path} is a folder; give a file in it, such as {tmp_path / 'results.json'}"
+    )
 
 
-@pytest.mark.parametrize(("own", "rates", "chosen"), [(0.1, [1e-8, 1e-10, 1e-9], 1e-10), (1e-9, [1e-8, 1e-10, 1e-9], 1e-9)])
-def test_of_rates_that_tie_the_models_own_or_the_smallest_is_stored(own, rates, chosen, bert, classes, tmp_path):
+@pytest.mark.parametrize(
+    ("own", "rates", "chosen"), [(0.1, [1e-8, 1e-10, 1e-9], 1e-10), (1e-9, [1e-8, 1e-10, 1e-9], 1e-9)]
+)
+def test_of_rates_that_tie_the_models_own_or_the_smallest_is_stored(
+    own, rates, chosen, bert, classes, tmp_path
+):
     """Steps this small change no printed digit of the loss."""
     model = shutil.copytree(bert, tmp_path / "model")
     (model / "fmmeta.json").write_text(json.dumps({"inner_lr": own}))
-    settings = TuneConfig(model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=rates, head_inits=["zero"], **FLAGS)
+    settings = TuneConfig(
+        model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=rates, head_inits=["zero"], **FLAGS
+    )
     tried = tune(settings, Progress(False))
     assert len({f"{one.loss:.4f}" for one in tried}) == 1
     memory = json.loads((model / "fmmeta.json").read_text())
@@ -242,16 +364,31 @@ def test_a_failure_leaves_the_best_so_far(error, bert, classes, tmp_path, monkey
         return scored[-1]
 
     monkeypatch.setattr(TuneRun, "score", fails_at_the_third)
-    settings = TuneConfig(model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=[0.05, 0.5, 1.0], head_inits=["zero"],
-                          **FLAGS)  # fmt: skip
+    settings = TuneConfig(
+        model_name_or_path=str(model),
+        dataset=[str(classes)],
+        inner_lrs=[0.05, 0.5, 1.0],
+        head_inits=["zero"],
+        **FLAGS,
+    )
     with pytest.raises(type(error)):
         tune(settings, Progress(True))
     best = min(scored, key=lambda one: one.loss)
     memory = json.loads((model / "fmmeta.json").read_text())
     assert (memory["inner_lr"], memory["inner_steps"]) == (best.inner_lr, best.inner_steps)
-    assert memory["tuned"] == {"dataset": [str(classes)], "part": "valid", "n_way": "3", "k_shot": 2, "num_query": 3,
-                               "episodes": 4, "seed": 42, "loss": best.loss, "accuracy": best.accuracy, "trials": 2,
-                               "of": 3}  # fmt: skip
+    assert memory["tuned"] == {
+        "dataset": [str(classes)],
+        "part": "valid",
+        "n_way": "3",
+        "k_shot": 2,
+        "num_query": 3,
+        "episodes": 4,
+        "seed": 42,
+        "loss": best.loss,
+        "accuracy": best.accuracy,
+        "trials": 2,
+        "of": 3,
+    }
     out = capsys.readouterr().out
     assert "2 of 3 trials" in out
     assert [f"{one.loss:.4f}" in out for one in scored] == [True, True]

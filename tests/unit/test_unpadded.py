@@ -12,9 +12,20 @@ from fmmeta.models.forward_options import checkpoint_layers
 from fmmeta.models.learner import NativeClassifier, PooledClassifier
 from fmmeta.models.unpadded import MODELS
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40,
-         "num_labels": 3, "max_position_embeddings": 24, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-         "initializer_range": 0.3, "pad_token_id": 1, "embedding_size": 8}  # fmt: skip
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 40,
+    "num_labels": 3,
+    "max_position_embeddings": 24,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "initializer_range": 0.3,
+    "pad_token_id": 1,
+    "embedding_size": 8,
+}
 LENGTHS = (5, 9, 1, 7)
 
 
@@ -37,11 +48,18 @@ def batch(lengths=LENGTHS):
 def told(learner, ids, mask):
     """Features, logits and gradients of a pass, and how many tokens a layer saw."""
     seen, learner = [], copy.deepcopy(learner)
-    hook = learner.get_submodule("hf." + next(n for n, _ in learner.hf.named_modules() if n.endswith("layer.1.output.dense")))
+    hook = learner.get_submodule(
+        "hf." + next(n for n, _ in learner.hf.named_modules() if n.endswith("layer.1.output.dense"))
+    )
     hook.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[:-1].numel()))
     features, logits = learner(ids, mask, want="both")
     (logits.square().sum() + features.sin().sum()).backward()
-    return features, logits, {name: p.grad for name, p in learner.named_parameters() if p.grad is not None}, seen
+    return (
+        features,
+        logits,
+        {name: p.grad for name, p in learner.named_parameters() if p.grad is not None},
+        seen,
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -75,7 +93,9 @@ def test_the_model_is_saved_as_if_nothing_were():
     assert "fmmeta" not in learner.hf.config.to_json_string()
 
 
-@pytest.mark.parametrize(("model_type", "attention"), [("bert", "eager"), ("distilbert", "sdpa"), ("mpnet", "eager")])
+@pytest.mark.parametrize(
+    ("model_type", "attention"), [("bert", "eager"), ("distilbert", "sdpa"), ("mpnet", "eager")]
+)
 def test_other_models_and_attentions_are_left_alone(model_type, attention):
     learner, (ids, mask) = learner_of("pooled", model_type, attention), batch()
     assert not learner.unpadded.works

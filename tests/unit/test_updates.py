@@ -1,4 +1,6 @@
-"""When a meta-gradient moves theta: the delayed recursion by hand, on quadratics, and what a checkpoint keeps of it."""
+"""When a meta-gradient moves theta: the delayed recursion by hand, on quadratics, and what a checkpoint keeps
+of it.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,15 @@ STEPS, LR = 12, 0.2
 
 
 def updates_of(delay: int, lr: float = LR, **settings) -> DelayedUpdate:
-    """On a theta of a small model; the learning rate falls linearly, so that a gradient of another step shows."""
-    fixed = {"outer_optimizer": "sgd", "lr_scheduler_type": "linear", "weight_decay": 0.0, "max_grad_norm": 0.0}
+    """On a theta of a small model; the learning rate falls linearly, so that a gradient of another step
+    shows.
+    """
+    fixed = {
+        "outer_optimizer": "sgd",
+        "lr_scheduler_type": "linear",
+        "weight_decay": 0.0,
+        "max_grad_norm": 0.0,
+    }
     worker = worker_of(encoder("mean"))
     config = Config(**{**fixed, "outer_lr": lr, "outer_steps": STEPS, "outer_delay": delay, **settings})
     theta = worker.read()
@@ -29,7 +38,9 @@ def updates_of(delay: int, lr: float = LR, **settings) -> DelayedUpdate:
 
 
 def run(updates: DelayedUpdate, first: int = 0, last: int = STEPS, curvature: float = 1.0) -> list:
-    """Outer steps on curvature |theta|^2 / 2, of two tasks that weigh 3 together; one meta-batch has no finite task."""
+    """Outer steps on curvature |theta|^2 / 2, of two tasks that weigh 3 together; one meta-batch has no
+    finite task.
+    """
     told = []
     for step in range(first, last):
         if step != 5:
@@ -60,7 +71,9 @@ def test_theta_is_where_the_recursion_is(delay):
     assert (by_hand(start, 0) - by_hand(start, 1)).norm() > 1e-3 * (start - wanted).norm()
     assert [one is None for one in told] == [bool(delay)] + [False] * (STEPS - 1)
     rates = [LR * (1 - step / STEPS) for step in range(STEPS)]
-    assert [one.lr for one in told[delay:]] == pytest.approx(rates if not delay else [*rates[: STEPS - 2], rates[-1]])
+    assert [one.lr for one in told[delay:]] == pytest.approx(
+        rates if not delay else [*rates[: STEPS - 2], rates[-1]]
+    )
     without = [number for number, one in enumerate(told) if one is not None and not one.applied]
     assert without == [5 + delay]
     assert told[5 + delay].unread
@@ -75,7 +88,9 @@ def test_what_is_pending_goes_on_bit_for_bit_from_a_checkpoint(at):
     kept, known = part.state()
     assert known == {"outer_step": at - 1, "unread": at == 6, "finite": at != 6}
     assert list(kept.vectors) == ([f"{MARK}theta"] if at != 6 else [])
-    assert {name: value.shape for name, value in part.shape().items()} == {f"{MARK}theta": whole.outer.theta.shape}
+    assert {name: value.shape for name, value in part.shape().items()} == {
+        f"{MARK}theta": whole.outer.theta.shape
+    }
     resumed = updates_of(1)
     resumed.outer.theta.copy_(part.outer.theta)
     resumed.load_state(copy.deepcopy(kept.vectors), {}, known)
@@ -84,7 +99,9 @@ def test_what_is_pending_goes_on_bit_for_bit_from_a_checkpoint(at):
         assert torch.equal(one.outer.theta, whole.outer.theta)
 
 
-@pytest.mark.parametrize(("delay", "rate", "settles"), [(0, 1.9, True), (0, 2.1, False), (1, 0.9, True), (1, 1.1, False)])
+@pytest.mark.parametrize(
+    ("delay", "rate", "settles"), [(0, 1.9, True), (0, 2.1, False), (1, 0.9, True), (1, 1.1, False)]
+)
 def test_half_the_rate_is_stable(delay, rate, settles):
     """docs/delay.md: rate x curvature must be below 2 without delay, below 1 with it."""
     updates = updates_of(delay, rate, lr_scheduler_type="constant", outer_steps=STEPS)

@@ -2,14 +2,14 @@
 
     W_{k+1} = W_k - alpha grad_W L(W_k f(support)),   g = d L_query(W_K) / dtheta,   f: features of the body at theta
 
-Raghu, Raghu, Bengio, Vinyals, "Rapid Learning or Feature Reuse?", 2020 (arXiv 1909.09157), section 4. The body does not move, so
-its features are computed once per task and the whole inner loop is a small problem that every rank of the group solves for
-itself (meta/head_only.py), with autograd, which also differentiates it exactly. What it says of the features is pulled back
-through the body.
-Cost per task, whatever K is: a forward and backward pass of the query set; for the exact gradient a forward and backward pass of
-the support set too, and one forward more where the activations of both sets are more than a rank may keep (costs.keeps_support);
-of first order (`--first_order_steps`) a forward of the support set alone. No trajectory; the weights are never written. With
-`--task_batch` N tasks share these passes.
+Raghu, Raghu, Bengio, Vinyals, "Rapid Learning or Feature Reuse?", 2020 (arXiv 1909.09157), section 4. The
+body does not move, so its features are computed once per task and the whole inner loop is a small problem
+that every rank of the group solves for itself (meta/head_only.py), with autograd, which also differentiates
+it exactly. What it says of the features is pulled back through the body. Cost per task, whatever K is: a
+forward and backward pass of the query set; for the exact gradient a forward and backward pass of the support
+set too, and one forward more where the activations of both sets are more than a rank may keep
+(costs.keeps_support); of first order (`--first_order_steps`) a forward of the support set alone. No
+trajectory; the weights are never written. With `--task_batch` N tasks share these passes.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ class Anil:
     order: int
     config: Config
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None) -> TaskGradient:
+    def direction(
+        self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None
+    ) -> TaskGradient:
         [found] = self._directions(worker, theta, [episode], total)
         return found
 
     def directions(
         self, worker: Worker, theta: Tensor, episodes: Sequence[Episode], total: Tensor | None = None
     ) -> list[TaskGradient]:
-        """Of several tasks, whose rows go through the body together: what they say is pulled back as one sum, into `total`.
-        If it is not finite, nothing was added, and they are taken one after the other; so they are without a `total`.
-        Collective: group.
+        """Of several tasks, whose rows go through the body together: what they say is pulled back as one sum,
+        into `total`. If it is not finite, nothing was added, and they are taken one after the other; so they
+        are without a `total`. Collective: group.
         """
         if total is not None:
             found = self._directions(worker, theta, episodes, total)
@@ -54,7 +56,9 @@ class Anil:
                 return found
         return [self.direction(worker, theta, episode, total) for episode in episodes]
 
-    def _directions(self, worker: Worker, theta: Tensor, episodes: Sequence[Episode], total: Tensor | None) -> list[TaskGradient]:
+    def _directions(
+        self, worker: Worker, theta: Tensor, episodes: Sequence[Episode], total: Tensor | None
+    ) -> list[TaskGradient]:
         """Of one pass; of one task without a `total`."""
         support, supports = merge_tasks([episode.support for episode in episodes])
         query, queries = merge_tasks([episode.query for episode in episodes])
@@ -76,8 +80,14 @@ class Anil:
                     worker.params.add(into, name, value)
         return [TaskGradient(gradient, 1.0, pulled.finite, task.first, task.query) for task in tasks]
 
-    def _task(self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], query: Sequence[MicroBatch],
-              features: Sequence[Tensor]) -> InnerSolution:  # fmt: skip
+    def _task(
+        self,
+        worker: Worker,
+        theta: Tensor,
+        support: Sequence[MicroBatch],
+        query: Sequence[MicroBatch],
+        features: Sequence[Tensor],
+    ) -> InnerSolution:
         """The inner loop of a task, up to where its query set is asked. Collective: group."""
         rows = all_gather_features(worker, support, features)
         rows.features.requires_grad_()
@@ -107,7 +117,11 @@ class Anil:
         momentum, table = self.inner.rule.momentum, self.inner.rates.table
         column = self.inner.rates.layers.names.index(HEAD)
         velocity = [torch.zeros_like(part) for part in head]
-        seen = rows if self.order > 1 else FeatureRows(rows.features.detach(), rows.labels, rows.mine, rows.classes)
+        seen = (
+            rows
+            if self.order > 1
+            else FeatureRows(rows.features.detach(), rows.labels, rows.mine, rows.classes)
+        )
         first = PassStats(torch.zeros(4, dtype=torch.float64))
         for k in range(self.inner.steps):
             own = head if self.order > 1 else [part.detach().requires_grad_() for part in head]
@@ -121,11 +135,13 @@ class Anil:
 
 
 class InnerSolution:
-    """A task between its inner loop and the way back: from what the query set says of the adapted head to what it says of the
-    support rows' features and of the first head.
+    """A task between its inner loop and the way back: from what the query set says of the adapted head to
+    what it says of the support rows' features and of the first head.
     """
 
-    def __init__(self, asked: QueryLoss, adapted: Head, rows: FeatureRows, leaves: Head, first: PassStats) -> None:
+    def __init__(
+        self, asked: QueryLoss, adapted: Head, rows: FeatureRows, leaves: Head, first: PassStats
+    ) -> None:
         self.asked, self.adapted, self.rows, self.leaves, self.first = asked, adapted, rows, leaves, first
 
     def begin(self) -> CotangentFn:

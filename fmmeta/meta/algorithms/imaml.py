@@ -3,13 +3,12 @@
     phi* = argmin L_support(phi) + lambda / 2 |phi - phi_0|^2
     g = ((1 + damping) I + H(phi*) / lambda)^-1 grad L_query(phi*)                  H: Hessian of the support loss
 
-Rajeswaran, Finn, Kakade, Levine, "Meta-Learning with Implicit Gradients", 2019 (arXiv 1909.04630), lemma 1, solved by conjugate
-gradients (their algorithm 2) with the Hessian-vector products of curvature.py. `lambda` is --proximal_weight. The formula holds
-near the minimum
-(enough inner steps) and where lambda exceeds the Hessian's most negative eigenvalue: conjugate gradients then meet only
-directions of
-positive curvature. One that is not is the sign that lambda is too small; the solution so far is used, and the run says so.
-Cost per task: K + 1 + 2 C + 2 passes for C conjugate-gradient steps, five shards, no trajectory.
+Rajeswaran, Finn, Kakade, Levine, "Meta-Learning with Implicit Gradients", 2019 (arXiv 1909.04630), lemma 1,
+solved by conjugate gradients (their algorithm 2) with the Hessian-vector products of curvature.py. `lambda`
+is --proximal_weight. The formula holds near the minimum (enough inner steps) and where lambda exceeds the
+Hessian's most negative eigenvalue: conjugate gradients then meet only directions of positive curvature. One
+that is not is the sign that lambda is too small; the solution so far is used, and the run says so. Cost per
+task: K + 1 + 2 C + 2 passes for C conjugate-gradient steps, five shards, no trajectory.
 """
 
 from __future__ import annotations
@@ -51,7 +50,9 @@ class Imaml:
         """The same with finite differences taken at another step."""
         return replace(self, curvature=replace(self.curvature, scale=scale))
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None) -> TaskGradient:
+    def direction(
+        self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None
+    ) -> TaskGradient:
         adapted = self.inner.adapt(worker, theta, episode.support)
         phi = worker.read()
         b, query = worker.gradient(episode.query)
@@ -82,18 +83,26 @@ class Imaml:
 
 
 def warning(weight: float, values: Mapping[str, float]) -> str | None:
-    """What to tell the user of an outer step, or None. `values`: means over its tasks; `weight`: of the proximal term."""
+    """What to tell the user of an outer step, or None.
+
+    `values`: means over its tasks; `weight`: of the proximal term.
+    """
     share, residual = values["too_little_proximal_weight"], values["cg_residual"]
     if not share > 0:
-        return None if not residual > UNSOLVED else (
-            f"proximal_weight={weight:g} is too small for so few steps of conjugate gradients: on the mean over this outer "
-            f"step's tasks "
-            f"they leave {100 * residual:.0f} % of the right-hand side; raise --proximal_weight or --cg_steps")  # fmt: skip
-    return (f"proximal_weight={weight:g} is too small: on {100 * share:.0f} % of this outer step's tasks the support loss "
-            f"curves downwards more "
-            "than that somewhere, and the implicit gradient does not exist; raise --proximal_weight (and lower --inner_lr "
-            "below its "
-            "inverse)")  # fmt: skip
+        return (
+            None
+            if not residual > UNSOLVED
+            else (
+                f"proximal_weight={weight:g} is too small for so few steps of conjugate gradients: on the"
+                f" mean over this outer step's tasks they leave {100 * residual:.0f} % of the right-hand"
+                " side; raise --proximal_weight or --cg_steps"
+            )
+        )
+    return (
+        f"proximal_weight={weight:g} is too small: on {100 * share:.0f} % of this outer step's tasks the"
+        " support loss curves downwards more than that somewhere, and the implicit gradient does not exist;"
+        " raise --proximal_weight (and lower --inner_lr below its inverse)"
+    )
 
 
 def rule(setup: Setup, outer_step: int) -> Rule:

@@ -1,10 +1,11 @@
-"""In-context learning, a baseline without gradients: the support set stands in the prompt, before every query.
+"""In-context learning, a baseline without gradients: the support set stands in the prompt, before every
+query.
 
     before: query alone;  after: support pairs, each as a training example ends, then the query
 
-Brown et al., "Language Models are Few-Shot Learners", 2020 (arXiv 2005.14165), section 2. For causal_lm. Nothing is trained.
-Where the model's positions do not suffice, the first pairs are left out.
-Cost per task: one forward of the query set with prompts K + 1 times as long.
+Brown et al., "Language Models are Few-Shot Learners", 2020 (arXiv 2005.14165), section 2. For causal_lm.
+Nothing is trained. Where the model's positions do not suffice, the first pairs are left out. Cost per task:
+one forward of the query set with prompts K + 1 times as long.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from fmmeta.tasks.batching import IGNORE, Episode, Example
 def prompted(
     support: Sequence[Example], query: Sequence[Example], bos_token_id: int | None, positions: int | None
 ) -> list[Example]:
-    """Every query with as many of the last support pairs before it as `positions` hold; one `bos` at the start, if any."""
+    """Every query with as many of the last support pairs before it as `positions` hold; one `bos` at the
+    start, if any.
+    """
     pairs = [list(row.input_ids) for row in support]
     bare = [ids[1:] if ids[:1] == [bos_token_id] else ids for ids in pairs]
     examples = []
@@ -34,7 +37,9 @@ def prompted(
                 break
             prefix = pair + prefix
         head = 1 if start else 0
-        examples.append(Example(ids[:head] + prefix + ids[head:], labels[:head] + [IGNORE] * len(prefix) + labels[head:]))
+        examples.append(
+            Example(ids[:head] + prefix + ids[head:], labels[:head] + [IGNORE] * len(prefix) + labels[head:])
+        )
     return examples
 
 

@@ -2,10 +2,10 @@
 
     g = (grad L_support(theta) + grad L_query(theta)) / 2
 
-What meta-learning has to beat (for language models: instruction tuning; Caruana 1997). A classifier has one head over the classes
-of all training tasks meanwhile (tasks/source.py: AllClasses), zero at first and trained like the body. It ends with training:
-evaluation adapts with the inner loop, from a head as the task starts it.
-Cost per task: 2 forward and backward passes.
+What meta-learning has to beat (for language models: instruction tuning; Caruana 1997). A classifier has one
+head over the classes of all training tasks meanwhile (tasks/source.py: AllClasses), zero at first and trained
+like the body. It ends with training: evaluation adapts with the inner loop, from a head as the task starts
+it. Cost per task: 2 forward and backward passes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from fmmeta.tasks.batching import Episode
 class Joint:
     inner: InnerLoop
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None) -> TaskGradient:
+    def direction(
+        self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None
+    ) -> TaskGradient:
         of_support, support = worker.gradient(episode.support)
         of_query, query = worker.gradient(episode.query, restore=theta)
         finite = support.finite and query.finite

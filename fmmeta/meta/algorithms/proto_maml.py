@@ -2,11 +2,10 @@
 
     w_c = 2 mu_c, b_c = -|mu_c|^2;  then MAML
 
-Triantafillou et al., "Meta-Dataset", 2020 (arXiv 1903.03096), section 3. `--prototype_gradient` lets the gradient flow through
-the
-means as in the paper; without it they are constants. `--first_order_steps` as large as the run makes it the paper's
-fo-Proto-MAML.
-Cost per task: MAML's 3 K + 3 passes, a forward of the support set for the means, one pass more with `--prototype_gradient`.
+Triantafillou et al., "Meta-Dataset", 2020 (arXiv 1903.03096), section 3. `--prototype_gradient` lets the
+gradient flow through the means as in the paper; without it they are constants. `--first_order_steps` as large
+as the run makes it the paper's fo-Proto-MAML. Cost per task: MAML's 3 K + 3 passes, a forward of the support
+set for the means, one pass more with `--prototype_gradient`.
 """
 
 from __future__ import annotations

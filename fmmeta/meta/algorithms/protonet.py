@@ -1,12 +1,13 @@
-"""Prototypical networks, a baseline: the query loss of a nearest-mean classifier over the support set, no inner steps.
+"""Prototypical networks, a baseline: the query loss of a nearest-mean classifier over the support set, no
+inner steps.
 
     g = d/dtheta L_query,  logits -|f(x) - mu_c|^2,  mu_c the mean feature of class c of the support set
 
-Snell, Swersky, Zemel, "Prototypical Networks for Few-shot Learning", 2017 (arXiv 1703.05175), equations 1 and 2. It is Proto-MAML
-with K = 0 and the gradient through the means, or ANIL that takes no step, whose way back it is (anil.py): the weights are never
-written. Evaluation classifies by the means, after `--inner_steps` of fine-tuning if asked.
-Cost per task: a forward and backward pass of either set, and a forward of the support set more where the activations of both are
-more than a rank may keep (costs.keeps_support).
+Snell, Swersky, Zemel, "Prototypical Networks for Few-shot Learning", 2017 (arXiv 1703.05175), equations 1 and
+2. It is Proto-MAML with K = 0 and the gradient through the means, or ANIL that takes no step, whose way back
+it is (anil.py): the weights are never written. Evaluation classifies by the means, after `--inner_steps` of
+fine-tuning if asked. Cost per task: a forward and backward pass of either set, and a forward of the support
+set more where the activations of both are more than a rank may keep (costs.keeps_support).
 """
 
 from __future__ import annotations

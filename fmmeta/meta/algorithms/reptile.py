@@ -2,12 +2,12 @@
 
     g = theta - phi_K,  phi_K = K inner steps from theta
 
-Nichol, Achiam, Schulman, "On First-Order Meta-Learning Algorithms", 2018 (arXiv 1803.02999), section 2, batched version:
-outer SGD with learning rate epsilon is theta <- theta + epsilon * mean(phi_K - theta). The query set is only looked at.
-The authors' inner optimizer is Adam without first moment, its state kept from task to task: `--inner_optimizer adamw
---inner_beta1 0
---inner_state kept`. Here all tasks of a meta-batch start with the same moments, and the mean of what they end with is kept.
-Cost per task: K forward and backward passes and one forward; with Adam two shards of moments, four where they are kept.
+Nichol, Achiam, Schulman, "On First-Order Meta-Learning Algorithms", 2018 (arXiv 1803.02999), section 2,
+batched version: outer SGD with learning rate epsilon is theta <- theta + epsilon * mean(phi_K - theta). The
+query set is only looked at. The authors' inner optimizer is Adam without first moment, its state kept from
+task to task: `--inner_optimizer adamw --inner_beta1 0 --inner_state kept`. Here all tasks of a meta-batch
+start with the same moments, and the mean of what they end with is kept. Cost per task: K forward and backward
+passes and one forward; with Adam two shards of moments, four where they are kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from fmmeta.tasks.batching import Episode
 class Reptile:
     inner: InnerLoop
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None) -> TaskGradient:
+    def direction(
+        self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None
+    ) -> TaskGradient:
         adapted = self.inner.adapt(worker, theta, episode.support)
         query = worker.forward(episode.query)
         finite = all([step.finite for step in [*adapted.passes, query]])

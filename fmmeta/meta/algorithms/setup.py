@@ -35,7 +35,9 @@ class Setup:
         return InContext() if self.config.algorithm == "in_context" else self.inner.variant(rates)
 
     def unrolled(self, outer_step: int, order: int = 2) -> Unrolled:
-        """The meta-gradient through the inner loop at an outer step: first order first, if the settings say so."""
+        """The meta-gradient through the inner loop at an outer step: first order first, if the settings say
+        so.
+        """
         config = self.config
         if outer_step < config.first_order_steps:
             order = 1
@@ -49,7 +51,9 @@ def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: 
     """Build the inner loop that `config` describes for the worker's model. Collective: group."""
     head = HeadInit(config.head_init, head_names, classes, config.prototype_gradient, config.joint_head)
     proximal = config.proximal_weight if config.algorithm == "imaml" else 0.0
-    inner = InnerLoop(config.inner_steps, rates_of(config, worker, head_names), inner_rule(config), head, proximal)
+    inner = InnerLoop(
+        config.inner_steps, rates_of(config, worker, head_names), inner_rule(config), head, proximal
+    )
     return Setup(config, inner, HvpOptions("bf16" if bf16 else "fp32"))
 
 
@@ -59,7 +63,9 @@ def rates_of(config: Config, worker: Worker, head_names: tuple[str, ...]) -> Rat
     steps = max(1, config.inner_steps)
     over_steps = [config.inner_lr * SHAPES[config.inner_lr_schedule](k / steps) for k in range(steps)]
     factors = [layer_factor(config, layers.names)(name) for name in layers.names]
-    table = torch.outer(torch.tensor(over_steps, dtype=torch.float64), torch.tensor(factors, dtype=torch.float64))
+    table = torch.outer(
+        torch.tensor(over_steps, dtype=torch.float64), torch.tensor(factors, dtype=torch.float64)
+    )
     rates = Rates(layers, table, learned=config.inner_lr_learned)
     if config.inner_lr_learned != "element":
         return rates
@@ -80,17 +86,24 @@ def layer_factor(config: Config, names: tuple[str, ...]) -> Callable[[str], floa
     """Factor of inner_lr by layer. Raises `UsageError` for a pattern that fits none."""
     if config.algorithm in ("anil", "boil"):
         return lambda name: float((name == HEAD) == (config.algorithm == "anil"))
-    chosen = [(pattern, float(factor)) for pattern, _, factor in (item.rpartition("=") for item in config.inner_lr_groups)]
+    chosen = [
+        (pattern, float(factor))
+        for pattern, _, factor in (item.rpartition("=") for item in config.inner_lr_groups)
+    ]
     for pattern, factor in chosen:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UsageError(f"inner_lr_groups={pattern}={factor:g} fits no layer; the layers are {', '.join(names)}")
+            raise UsageError(
+                f"inner_lr_groups={pattern}={factor:g} fits no layer; the layers are {', '.join(names)}"
+            )
     return lambda name: next((factor for pattern, factor in chosen if fnmatchcase(name, pattern)), 1.0)
 
 
 def step_counts(inner_steps: int, outer_step: int, multi_step_loss_steps: int) -> tuple[float, ...]:
-    """Weights of the query loss at phi_1 .. phi_K: 1/K each at outer step 0, all on phi_K from `multi_step_loss_steps` on.
+    """Weights of the query loss at phi_1 .. phi_K: 1/K each at outer step 0, all on phi_K from
+    `multi_step_loss_steps` on.
 
-    Linear in between (Antoniou et al. 2019, section 4, "multi-step loss optimization": annealed towards the last step).
+    Linear in between (Antoniou et al. 2019, section 4, "multi-step loss optimization": annealed towards the
+    last step).
     """
     if outer_step >= multi_step_loss_steps:
         return FINAL_ONLY

@@ -1,8 +1,9 @@
-"""A self-check of finite differences: the meta-gradient of one task against the same at half the difference step.
+"""A self-check of finite differences: the meta-gradient of one task against the same at half the difference
+step.
 
-Truncation falls to a quarter when the step is halved, rounding doubles: if neither matters the two agree. They measure the error
-of
-the differences, not of the mathematics; that is compared with autograd by the tests.
+Truncation falls to a quarter when the step is halved, rounding doubles: if neither matters the two agree.
+They measure the error of the differences, not of the mathematics; that is compared with autograd by the
+tests.
 """
 
 from __future__ import annotations
@@ -39,17 +40,21 @@ class Check:
     @property
     def text(self) -> str:
         """What to tell the user, in one line."""
-        said = (f"check_meta_gradient: at half the difference step the meta-gradient of the first task differs by "
-                f"{self.relative:.1e} "
-                f"of its length (cosine {self.cosine:.6f})")  # fmt: skip
+        said = (
+            "check_meta_gradient: at half the difference step the meta-gradient of the first task differs by"
+            f" {self.relative:.1e} of its length (cosine {self.cosine:.6f})"
+        )
         if self.relative <= TRUSTED:
             return f"{said}; the differences can be trusted"
         if self.precision == "bf16":
-            return (f"{said}; WARNING: gradients rounded to bf16 make these differences meaningless; set bf16 to false "
-                    f"(--bf16 false, "
-                    "and in the DeepSpeed file), or use --algorithm fomaml")  # fmt: skip
-        return (f"{said}; WARNING: the loss bends too sharply or its gradient is too noisy for differences; lower --inner_lr or "
-                "--inner_steps, or use --algorithm fomaml")  # fmt: skip
+            return (
+                f"{said}; WARNING: gradients rounded to bf16 make these differences meaningless; set bf16 to"
+                " false (--bf16 false, and in the DeepSpeed file), or use --algorithm fomaml"
+            )
+        return (
+            f"{said}; WARNING: the loss bends too sharply or its gradient is too noisy for differences; lower"
+            " --inner_lr or --inner_steps, or use --algorithm fomaml"
+        )
 
 
 def check(rule: Checked, worker: Worker, theta: Tensor, episode: Episode, precision: str) -> Check:

@@ -2,12 +2,14 @@
 
     H(phi) d  ~  (g(phi + h d) - g(phi - h d)) / 2h        g: gradient of the mean loss over a set
 
-The error is h^2 |third derivative| from truncation plus (rounding of g) / h. The step is therefore chosen by what it does to the
-gradient: h such that |H h d| is a fixed share `change` of |g|. On three models (docs/algorithms.md) the error is smallest, 4e-5
-to 2e-4, at a share of 0.004 in fp32 for every direction tried, where a step of 3e-5 |phi| / |d| errs by up to 0.1.
+The error is h^2 |third derivative| from truncation plus (rounding of g) / h. The step is therefore chosen by
+what it does to the gradient: h such that |H h d| is a fixed share `change` of |g|. On three models
+(docs/algorithms.md) the error is smallest, 4e-5 to 2e-4, at a share of 0.004 in fp32 for every direction
+tried, where a step of 3e-5 |phi| / |d| errs by up to 0.1.
 
-The share needs |H d|. The first product of a task measures it with a probe; later ones take it from the one before. So h is a
-function of the task alone: not of the layout, the precision of a neighbour or the tasks that went before.
+The share needs |H d|. The first product of a task measures it with a probe; later ones take it from the one
+before. So h is a function of the task alone: not of the layout, the precision of a neighbour or the tasks
+that went before.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ class HvpOptions:
 
 @dataclass
 class Hessian:
-    """The Hessian of the mean loss over `batches`, for one task. The worker's weights are changed by every product."""
+    """The Hessian of the mean loss over `batches`, for one task.
+
+    The worker's weights are changed by every product.
+    """
 
     how: HvpOptions
     worker: Worker

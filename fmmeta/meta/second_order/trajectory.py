@@ -1,4 +1,5 @@
-"""The way of an inner loop, kept for the way back: phi_k, and the directions u_k where inner rates are learned.
+"""The way of an inner loop, kept for the way back: phi_k, and the directions u_k where inner rates are
+learned.
 
 Vectors are a rank's shards. Those beyond a budget of bytes on the device wait in host memory.
 """
@@ -10,7 +11,9 @@ from torch import Tensor
 
 
 class Trajectory:
-    """phi_0 is the caller's own vector and costs nothing; phi_K is not kept, since nothing is differentiated there again."""
+    """phi_0 is the caller's own vector and costs nothing; phi_K is not kept, since nothing is differentiated
+    there again.
+    """
 
     def __init__(self, phi0: Tensor, budget_bytes: int, keeps_directions: bool) -> None:
         self.keeps_directions = keeps_directions

@@ -1,4 +1,5 @@
-"""The way back through an unrolled inner loop: the meta-gradient of MAML and of what differs from it in a detail.
+"""The way back through an unrolled inner loop: the meta-gradient of MAML and of what differs from it in a
+detail.
 
 Forward, k = 0 .. K-1 (the inner loop):   u_{k+1} = mu u_k + g(phi_k),   phi_{k+1} = phi_k - alpha_k u_{k+1}
 Backward, from v = dL_query/dphi_K, w = 0, for k = K-1 .. 0:
@@ -9,9 +10,10 @@ Backward, from v = dL_query/dphi_K, w = 0, for k = K-1 .. 0:
     w <- mu w
     v <- v + c_k dL_query/dphi_k        multi-step loss: the query loss counts at phi_k too, k > 0
 
-then v = dL/dphi_0, and the head start's own way back (head.py). Products alpha v are element by element, so every vector is a
-rank's shard. H v comes from ordinary gradients (curvature.py); this is the Hessian-free form of Fallah, Mokhtari, Ozdaglar,
-"On the Convergence Theory of Gradient-Based Model-Agnostic Meta-Learning Algorithms", 2020 (arXiv 1908.10400), for K steps.
+then v = dL/dphi_0, and the head start's own way back (head.py). Products alpha v are element by element, so
+every vector is a rank's shard. H v comes from ordinary gradients (curvature.py); this is the Hessian-free
+form of Fallah, Mokhtari, Ozdaglar, "On the Convergence Theory of Gradient-Based Model-Agnostic Meta-Learning
+Algorithms", 2020 (arXiv 1908.10400), for K steps.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ FINAL_ONLY: tuple[float, ...] = ()
 class Unrolled:
     """A meta-gradient through the inner loop.
 
-    order: of the derivatives, 1 or 2. counts: weights of the query loss at phi_1 .. phi_K, summing to 1; FINAL_ONLY is 0 .. 0, 1.
-    budget_bytes: of trajectory on the device.
+    order: of the derivatives, 1 or 2. counts: weights of the query loss at phi_1 .. phi_K, summing to 1;
+    FINAL_ONLY is 0 .. 0, 1. budget_bytes: of trajectory on the device.
     """
 
     inner: InnerLoop
@@ -50,7 +52,9 @@ class Unrolled:
         """The same with finite differences taken at another step."""
         return replace(self, curvature=replace(self.curvature, scale=scale))
 
-    def direction(self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None) -> TaskGradient:
+    def direction(
+        self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None
+    ) -> TaskGradient:
         """Meta-gradient of one task; see Rule. Collective: group."""
         keeps = self.order > 1 or any(self.counts[:-1]) or self.inner.rates.learned != "no"
         if not keeps:
@@ -83,7 +87,9 @@ class Unrolled:
     def _backward(
         self, worker: Worker, episode: Episode, path: Trajectory, v: Tensor
     ) -> tuple[dict[str, Tensor], Sequence[PassStats]]:
-        """Turn v = dL/dphi_K into dL/dphi_0 in place; return the gradient of learned rates, and the passes it took."""
+        """Turn v = dL/dphi_K into dL/dphi_0 in place; return the gradient of learned rates, and the passes it
+        took.
+        """
         rates, momentum = self.inner.rates, self.inner.rule.momentum
         learned = rates.meta_parameter
         extra = {} if learned is None else {"rates": torch.zeros_like(learned)}

@@ -13,8 +13,9 @@
     dot(a, b) -> float                   over the whole model, each element once
     dots(a, b, segments, n) -> [n]       the same, by layer                             learned rates
 
-A vector is the flat fp32 tensor of S elements described in shards.py. Every rank of a group calls the same verbs in
-the same order with the same number of micro-batches; groups are independent of each other and never wait here.
+A vector is the flat fp32 tensor of S elements described in shards.py. Every rank of a group calls the same
+verbs in the same order with the same number of micro-batches; groups are independent of each other and never
+wait here.
 """
 
 from __future__ import annotations
@@ -33,17 +34,22 @@ from fmmeta.parallel.process_groups import Communicator
 from fmmeta.tasks.batching import MicroBatch
 
 Update = Callable[[Tensor, Tensor, slice], None]
-"""Changes a shard in place, given its gradient and where it lies in the vector. Local: it must not communicate."""
+"""Changes a shard in place, given its gradient and where it lies in the vector.
+
+Local: it must not communicate.
+"""
 
 
 @dataclass
 class PassStats:
     """What one pass over a set of examples gave, summed over the ranks of the group.
 
-    loss: mean over the set; accuracy: share of examples that are right; finite: loss and gradient, on every rank.
+    loss: mean over the set; accuracy: share of examples that are right; finite: loss and gradient, on every
+    rank.
     """
 
-    stats: Tensor  # float64 [4]: loss, right examples, examples, non-finite ranks; stays on the device until it is read
+    # float64 [4]: loss, right examples, examples, non-finite ranks; stays on the device until it is read
+    stats: Tensor
 
     @property
     def loss(self) -> float:
@@ -62,8 +68,8 @@ class PassStats:
 class SavedForward:
     """A forward pass over a set that was done ahead: features [B, D] of each micro-batch of this rank, fp32.
 
-    outputs: features and logits with their way back to the weights, good for one pass, as long as the body stays as it is; None
-    where a worker does not keep it, and a later pass has to come by here again.
+    outputs: features and logits with their way back to the weights, good for one pass, as long as the body
+    stays as it is; None where a worker does not keep it, and a later pass has to come by here again.
     """
 
     features: list[Tensor]
@@ -71,12 +77,17 @@ class SavedForward:
 
 
 CotangentFn = Callable[[int, Tensor], Tensor]
-"""(number of a micro-batch, its features [B, D]) -> their cotangent [B, D], zero for rows that do not count. Local."""
+"""(number of a micro-batch, its features [B, D]) -> their cotangent [B, D], zero for rows that do not count.
+
+Local.
+"""
 
 
 @dataclass(frozen=True)
 class VjpInput:
-    """A set whose features are pulled at. begin: called once when the sets before are done; it may communicate in the group."""
+    """A set whose features are pulled at. begin: called once when the sets before are done; it may
+    communicate in the group.
+    """
 
     batches: Sequence[MicroBatch]
     begin: Callable[[], CotangentFn]
@@ -91,7 +102,9 @@ class Worker(ABC):
     device: torch.device  # of the working weights
     home: torch.device  # of the fp32 shards and of vectors: the host's where DeepSpeed offloads them
     data_ranks = 1  # ranks of the group that share the rows of a set
-    counts_rows = True  # False where other ranks of the group run the same rows: what they give is counted there
+    counts_rows = (
+        True  # False where other ranks of the group run the same rows: what they give is counted there
+    )
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -103,12 +116,17 @@ class Worker(ABC):
 
     @abstractmethod
     def step(
-        self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False, ahead: SavedForward | None = None
+        self,
+        batches: Sequence[MicroBatch],
+        update: Update,
+        agreed: bool = False,
+        ahead: SavedForward | None = None,
     ) -> PassStats:
         """One optimisation step on the mean loss over `batches`. Collective: group.
 
-        A gradient that is not finite may be kept from `update`, or be shown to it. With `agreed` it is kept from it, or shown as
-        zeros, on every rank as soon as one finds it so. `ahead`: their features from the same body; the head may have moved.
+        A gradient that is not finite may be kept from `update`, or be shown to it. With `agreed` it is kept
+        from it, or shown as zeros, on every rank as soon as one finds it so. `ahead`: their features from the
+        same body; the head may have moved.
         """
 
     @abstractmethod
@@ -117,36 +135,52 @@ class Worker(ABC):
 
     @abstractmethod
     def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Input of the classifier head for the rows of each micro-batch of this rank, fp32 [B, D]; of no meaning on a rank
-        without voice. Collective: group.
+        """Input of the classifier head for the rows of each micro-batch of this rank, fp32 [B, D]; of no
+        meaning on a rank without voice. Collective: group.
         """
 
     def ahead(self, batches: Sequence[MicroBatch]) -> SavedForward:
-        """Features of `batches`, of which a later pass may go on. Activations of all of them are kept. Collective: group."""
+        """Features of `batches`, of which a later pass may go on.
+
+        Activations of all of them are kept. Collective: group.
+        """
         return SavedForward(self.features(batches))
 
     @abstractmethod
     def vjp(self, parts: Sequence[VjpInput], total: Tensor | None = None) -> tuple[Tensor | None, PassStats]:
         """Gradient of sum <features, cotangent> over the rows of the group, fp32 [S]; the weights stay.
 
-        With a `total` it is added there instead, unless it is not finite on some rank of the group. Collective: group.
+        With a `total` it is added there instead, unless it is not finite on some rank of the group.
+        Collective: group.
         """
 
-    def gradient(self, batches: Sequence[MicroBatch], restore: Tensor | None = None) -> tuple[Tensor, PassStats]:
-        """Return the gradient of the mean loss, fp32 [S]; leave the weights alone, or put `restore` in. Collective: group."""
+    def gradient(
+        self, batches: Sequence[MicroBatch], restore: Tensor | None = None
+    ) -> tuple[Tensor, PassStats]:
+        """Return the gradient of the mean loss, fp32 [S]; leave the weights alone, or put `restore` in.
+
+        Collective: group.
+        """
         return self._capture(lambda update: self.step(batches, update), restore)
 
-    def add_gradient(self, total: Tensor, weight: float, batches: Sequence[MicroBatch], restore: Tensor) -> PassStats:
-        """Add `weight` times the gradient of the mean loss to `total` [S], which may lie elsewhere, and put `restore` in.
+    def add_gradient(
+        self, total: Tensor, weight: float, batches: Sequence[MicroBatch], restore: Tensor
+    ) -> PassStats:
+        """Add `weight` times the gradient of the mean loss to `total` [S], which may lie elsewhere, and put
+        `restore` in.
 
-        `total` stays as it is where the loss or the gradient is not finite on any rank of the group. No vector is made for it.
-        Collective: group.
+        `total` stays as it is where the loss or the gradient is not finite on any rank of the group. No
+        vector is made for it. Collective: group.
         """
 
         return self._add(lambda update, agreed: self.step(batches, update, agreed), total, weight, restore)
 
     def _add(
-        self, step: Callable[[Update, bool], PassStats], total: Tensor, weight: float, restore: Tensor | None = None
+        self,
+        step: Callable[[Update, bool], PassStats],
+        total: Tensor,
+        weight: float,
+        restore: Tensor | None = None,
     ) -> PassStats:
         """See add_gradient: of what `step` shows to an update, agreed or not."""
 
@@ -171,7 +205,9 @@ class Worker(ABC):
     def held(self) -> list[tuple[Tensor, slice]]:
         """This rank's shards themselves, and where they lie in a vector."""
 
-    def _capture(self, step: Callable[[Update], PassStats], restore: Tensor | None = None) -> tuple[Tensor, PassStats]:
+    def _capture(
+        self, step: Callable[[Update], PassStats], restore: Tensor | None = None
+    ) -> tuple[Tensor, PassStats]:
         captured = torch.zeros(self.params.numel, device=self.home)
 
         def capture(shard: Tensor, grad: Tensor, where: slice) -> None:
@@ -192,8 +228,9 @@ class Worker(ABC):
         return way
 
     def dot(self, a: Tensor, b: Tensor, places: Iterable[slice] | None = None) -> float:
-        """Inner product over the whole model, the same bits on every rank of the group. `places`: all of the vector, each looked
-        at when it comes. Collective: group.
+        """Inner product over the whole model, the same bits on every rank of the group.
+
+        `places`: all of the vector, each looked at when it comes. Collective: group.
         """
         product, counted = torch.zeros((), dtype=torch.float64, device=self.device), self.params.counted()
         for place in [slice(0, len(a))] if places is None else places:
@@ -202,7 +239,9 @@ class Worker(ABC):
                     product += torch.dot(x.to(self.device).double(), y.to(self.device).double())
         return float(over_group(self, product))
 
-    def dot_by_layer(self, a: Tensor, b: Tensor, segments: Sequence[tuple[int, int, int]], count: int) -> Tensor:
+    def dot_by_layer(
+        self, a: Tensor, b: Tensor, segments: Sequence[tuple[int, int, int]], count: int
+    ) -> Tensor:
         """Inner products by layer, float64 [count] in host memory, over the whole model.
 
         segments: begin, end, layer of stretches of this rank's vectors. Collective: group.
@@ -224,7 +263,7 @@ class Worker(ABC):
 
 
 def over_group(worker: Worker, partial: Tensor) -> Tensor:
-    """A sum over the whole model from this rank's part of it: rank 0's where every rank holds all, since rounding may differ
-    between them and the sum may decide how many collectives follow. Collective: group.
+    """A sum over the whole model from this rank's part of it: rank 0's where every rank holds all, since
+    rounding may differ between them and the sum may decide how many collectives follow. Collective: group.
     """
     return worker.group.broadcast_(partial) if worker.params.replicated else worker.group.sum_(partial)

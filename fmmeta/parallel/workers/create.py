@@ -36,7 +36,10 @@ from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 
 @dataclass
 class CreatedWorker:
-    """A worker with the checkpoint's weights. `frozen`: untrained tensors by name, on the rank that will write them."""
+    """A worker with the checkpoint's weights.
+
+    `frozen`: untrained tensors by name, on the rank that will write them.
+    """
 
     worker: Worker
     head_names: tuple[str, ...]
@@ -44,19 +47,38 @@ class CreatedWorker:
     frozen: dict[str, Tensor] = field(default_factory=dict)
 
 
-def create_worker(config: Config, description: Description, deepspeed: dict[str, Any], precision: DeepSpeedSettings, engine: str,
-                 ranks: ProcessGroups, costs: Sequence[float] | None = None) -> CreatedWorker:  # fmt: skip
-    """Read the weights and start the worker. `costs`: of each layer, to balance stages by. Collective: world."""
+def create_worker(
+    config: Config,
+    description: Description,
+    deepspeed: dict[str, Any],
+    precision: DeepSpeedSettings,
+    engine: str,
+    ranks: ProcessGroups,
+    costs: Sequence[float] | None = None,
+) -> CreatedWorker:
+    """Read the weights and start the worker.
+
+    `costs`: of each layer, to balance stages by. Collective: world.
+    """
     place = group_coordinates(config, ranks.layout)
     if config.compile and engine != "plain":
-        raise UsageError(f"compile=True compiles a model that one rank holds in plain PyTorch, and DeepSpeed runs this group of "
-                         f"{place.group_size}: it hooks into modules; leave it out, or use --group_size 1")  # fmt: skip
-    filled = deepspeed_config.complete(deepspeed, precision, getattr(description.hf_config, "hidden_size", 768))
+        raise UsageError(
+            "compile=True compiles a model that one rank holds in plain PyTorch, and DeepSpeed runs this"
+            f" group of {place.group_size}: it hooks into modules; leave it out, or use --group_size 1"
+        )
+    filled = deepspeed_config.complete(
+        deepspeed, precision, getattr(description.hf_config, "hidden_size", 768)
+    )
     if place.tensor > 1:
         filled["tensor_parallel"] = tensor_parallel_block(description.hf_config, place.tensor)
     if place.stages > 1:
         return start_pipeline(config, description, filled, place, ranks, costs)
-    if engine == "deepspeed" and precision.zero_stage == 3 and ranks.layout.group_size > 1 and not config.packing:
+    if (
+        engine == "deepspeed"
+        and precision.zero_stage == 3
+        and ranks.layout.group_size > 1
+        and not config.packing
+    ):
         # packing is tried on a model that is there
         return start_sharded(config, description, filled, place, ranks)
     with ranks.world.raise_on_all("loading the model"):
@@ -64,7 +86,9 @@ def create_worker(config: Config, description: Description, deepspeed: dict[str,
         groups = param_groups(learner, per_task(config, learner), config.weight_decay > 0)
     still = frozen_tensors(learner)
     check_equal(ranks, fingerprint(sorted(still.items())), "frozen weights and buffers")
-    frozen = copies(still) if ranks.first and not config.lora_r else {}  # the base of adapters is never copied
+    frozen = (
+        copies(still) if ranks.first and not config.lora_r else {}
+    )  # the base of adapters is never copied
     del still  # an engine gives the frozen weights other storage
     if engine == "plain":
         worker: Worker = PlainWorker(learner, groups, ranks.device, precision.bf16)
@@ -79,7 +103,11 @@ def create_worker(config: Config, description: Description, deepspeed: dict[str,
 
 
 def start_sharded(
-    config: Config, description: Description, filled: dict[str, Any], place: GroupCoordinates, ranks: ProcessGroups
+    config: Config,
+    description: Description,
+    filled: dict[str, Any],
+    place: GroupCoordinates,
+    ranks: ProcessGroups,
 ) -> CreatedWorker:
     """ZeRO 3 from birth. Collective: world."""
     from fmmeta.parallel.workers.zero import DeepSpeedWorker, shard_while_loading
@@ -90,10 +118,17 @@ def start_sharded(
         trained = [name for name, param in learner.named_parameters() if param.requires_grad]
         if not config.lora_r:
             stream.fill([name for name, param in learner.named_parameters() if not param.requires_grad])
-        still = frozen_tensors(learner)  # the base of adapters is read once more for its fingerprint, and never kept
-        once = {name for name, _ in learner.named_parameters()}  # a tied weight has one name in the checkpoint
-        mark = fingerprint((name, stream.read(name) if value.is_meta else value) for name, value in sorted(still.items())
-                              if name in once or not value.is_meta)  # fmt: skip
+        still = frozen_tensors(
+            learner
+        )  # the base of adapters is read once more for its fingerprint, and never kept
+        once = {
+            name for name, _ in learner.named_parameters()
+        }  # a tied weight has one name in the checkpoint
+        mark = fingerprint(
+            (name, stream.read(name) if value.is_meta else value)
+            for name, value in sorted(still.items())
+            if name in once or not value.is_meta
+        )
     check_equal(ranks, mark, "frozen weights and buffers")
     frozen = copies(still) if ranks.first and not config.lora_r else {}
     shard_while_loading(stream, filled)
@@ -103,8 +138,14 @@ def start_sharded(
     return CreatedWorker(worker, learner.head_names, place, frozen)
 
 
-def start_pipeline(config: Config, description: Description, filled: dict[str, Any], place: GroupCoordinates, ranks: ProcessGroups,
-                   costs: Sequence[float] | None) -> CreatedWorker:  # fmt: skip
+def start_pipeline(
+    config: Config,
+    description: Description,
+    filled: dict[str, Any],
+    place: GroupCoordinates,
+    ranks: ProcessGroups,
+    costs: Sequence[float] | None,
+) -> CreatedWorker:
     """A stage per rank. Collective: world."""
     from fmmeta.parallel.workers.pipeline import PipelineWorker, hold_stage
 
@@ -117,30 +158,45 @@ def start_pipeline(config: Config, description: Description, filled: dict[str, A
         mark = fingerprint(sorted(still.items()))
         writes = ranks.layout.group_index == 0 and place.data_rank == 0 and not config.lora_r
         frozen = copies(still) if writes else {}
-        trained = [name for name, param in stream.learner.named_parameters() if id(param) in names and param.requires_grad]
+        trained = [
+            name
+            for name, param in stream.learner.named_parameters()
+            if id(param) in names and param.requires_grad
+        ]
         del still
         stage = take_stage(stream.learner, cut, place.stage)
         groups = param_groups(stage.body, per_task(config, stream.learner), config.weight_decay > 0)
         groups = groups or [{"params": [stage.idle], "name": "no_decay"}]
     check_equal(ranks, mark, "frozen weights and buffers", place.stage)
-    worker = PipelineWorker(stage, names, groups, cut, filled, ranks.group, place, description.hf_config.hidden_size)
+    worker = PipelineWorker(
+        stage, names, groups, cut, filled, ranks.group, place, description.hf_config.hidden_size
+    )
     if filled["bf16"]["enabled"]:
         worker.set_exactly((name, stream.read(name)) for name in trained)
     return CreatedWorker(worker, stream.learner.head_names, place, frozen)
 
 
 def group_coordinates(config: Config, layout: Layout) -> GroupCoordinates:
-    return GroupCoordinates(layout.group_rank, layout.group_size, config.pipeline_stages, config.tensor_parallel_size)
+    return GroupCoordinates(
+        layout.group_rank, layout.group_size, config.pipeline_stages, config.tensor_parallel_size
+    )
 
 
 def per_task(config: Config, learner: Learner) -> tuple[str, ...]:
-    """Names of a head that starts anew in every task; it is adapted, but it is no meta-parameter. That of `joint` is one."""
+    """Names of a head that starts anew in every task; it is adapted, but it is no meta-parameter.
+
+    That of `joint` is one.
+    """
     return learner.head_names if config.head_init != "learned" and not config.joint_head else ()
 
 
 def frozen_tensors(learner: Learner, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Frozen parameters and saved buffers by name (of those in `names`, if given), uncopied, before an engine shards them."""
-    trained = {name for name, param in learner.named_parameters(remove_duplicate=False) if param.requires_grad}
+    """Frozen parameters and saved buffers by name (of those in `names`, if given), uncopied, before an engine
+    shards them.
+    """
+    trained = {
+        name for name, param in learner.named_parameters(remove_duplicate=False) if param.requires_grad
+    }
     wanted = {name: value for name, value in learner.state_dict().items() if name not in trained}
     return {name: value.detach() for name, value in wanted.items() if names is None or name in names}
 
@@ -162,4 +218,6 @@ def check_equal(ranks: ProcessGroups, mine: str, what: str, stage: int = 0) -> N
     """Refuse to go on where ranks of the same stage hold other tensors. Collective: world."""
     told = set(ranks.world.gather_bytes(f"{stage} {mine}".encode()))
     if len(told) > len({text.split()[0] for text in told}):
-        raise UsageError(f"the {what} are not the same on every rank; let every node read the same checkpoint")
+        raise UsageError(
+            f"the {what} are not the same on every rank; let every node read the same checkpoint"
+        )

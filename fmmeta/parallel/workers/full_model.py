@@ -1,4 +1,5 @@
-"""A worker each of whose ranks runs the model from tokens to logits. What engines differ in is left to two primitives.
+"""A worker each of whose ranks runs the model from tokens to logits. What engines differ in is left to two
+primitives.
 
 batches --> _call (features, logits) --> loss --> backward --> ... --> apply --> Pass, summed over the group
 """
@@ -19,8 +20,8 @@ from fmmeta.tasks.batching import MicroBatch
 
 
 class FullModelWorker(Worker):
-    """A worker each of whose ranks runs the model from tokens to logits: the verbs over two primitives, `backward` of a
-    micro-batch and `apply` of an update to the shards.
+    """A worker each of whose ranks runs the model from tokens to logits: the verbs over two primitives,
+    `backward` of a micro-batch and `apply` of an update to the shards.
     """
 
     model: nn.Module
@@ -37,13 +38,19 @@ class FullModelWorker(Worker):
 
     @abstractmethod
     def apply(self, update: Update, agreed: bool) -> Tensor:
-        """Hand each shard and its gradient, summed over the group, to `update`; refresh. `agreed`: see `step`.
+        """Hand each shard and its gradient, summed over the group, to `update`; refresh. `agreed`: see
+        `step`.
 
-        Returns whether this rank met a non-finite gradient or a refused step, as a 0-d tensor. Collective: group.
+        Returns whether this rank met a non-finite gradient or a refused step, as a 0-d tensor. Collective:
+        group.
         """
 
     def step(
-        self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False, ahead: SavedForward | None = None
+        self,
+        batches: Sequence[MicroBatch],
+        update: Update,
+        agreed: bool = False,
+        ahead: SavedForward | None = None,
     ) -> PassStats:
         stats, given = self._stats(), self._taken(ahead)
         for index, batch in enumerate(batches):
@@ -64,13 +71,19 @@ class FullModelWorker(Worker):
 
     @torch.no_grad()
     def logits(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Logits of the rows of each micro-batch of this rank, fp32 [B, C] or [B, T, V]. Collective: group."""
+        """Logits of the rows of each micro-batch of this rank, fp32 [B, C] or [B, T, V].
+
+        Collective: group.
+        """
         return [self._call(batch.to(self.device)).float() for batch in batches]
 
     def ahead(self, batches: Sequence[MicroBatch]) -> SavedForward:
         with torch.set_grad_enabled(self.can_defer_backward):
             outputs = [self._call(batch.to(self.device), want="both") for batch in batches]
-        return SavedForward([features.detach().float() for features, _ in outputs], outputs if self.can_defer_backward else None)
+        return SavedForward(
+            [features.detach().float() for features, _ in outputs],
+            outputs if self.can_defer_backward else None,
+        )
 
     def vjp(self, parts: Sequence[VjpInput], total: Tensor | None = None) -> tuple[Tensor | None, PassStats]:
         if total is None:
@@ -119,10 +132,16 @@ class FullModelWorker(Worker):
 
 
 def nan_gradient_if_nonfinite(loss: Tensor) -> Tensor:
-    """The loss, with a gradient that is not finite where the loss is not: log(0) has one that looks like any other."""
+    """The loss, with a gradient that is not finite where the loss is not: log(0) has one that looks like any
+    other.
+    """
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 
 def vjp_loss(features: Tensor, logits: Tensor, cotangent: Tensor) -> Tensor:
-    """<features, cotangent> of a micro-batch; the head takes part with 0, as engines expect of every parameter."""
-    return (features.float() * cotangent.to(features.device, torch.float32)).sum() + 0.0 * logits.float().sum()
+    """<features, cotangent> of a micro-batch; the head takes part with 0, as engines expect of every
+    parameter.
+    """
+    return (
+        features.float() * cotangent.to(features.device, torch.float32)
+    ).sum() + 0.0 * logits.float().sum()

@@ -1,11 +1,13 @@
-"""Passes of several tasks at a time, where what is adapted is small: adapters and a head over a base that never moves.
+"""Passes of several tasks at a time, where what is adapted is small: adapters and a head over a base that
+never moves.
 
     phi    N tasks' adapters, whole on every rank, fp32, one flat buffer: a block [N, *shape] per parameter
     step   the m-th micro-batches of all tasks in one forward and backward; one sum of N x P numbers over the group
 
-The worker keeps theta throughout: its own adapters are bypassed (models/task_axis.py), and no engine's backward or optimizer
-runs. Under ZeRO 3 the base is gathered once per pass instead of once per pass and task; the gradients of all tasks, which ZeRO
-would have reduced task by task, are reduced as one tensor. Tasks do not meet: one that is not finite leaves the others alone.
+The worker keeps theta throughout: its own adapters are bypassed (models/task_axis.py), and no engine's
+backward or optimizer runs. Under ZeRO 3 the base is gathered once per pass instead of once per pass and task;
+the gradients of all tasks, which ZeRO would have reduced task by task, are reduced as one tensor. Tasks do
+not meet: one that is not finite leaves the others alone.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class TaskBatch:
     def __init__(self, worker: FullModelWorker, axis: TaskAxis, theta: Tensor, tasks: int) -> None:
         self.worker, self.axis, self.tasks = worker, axis, tasks
         shapes = {f.name: f.shape for f in worker.params.fragments}
-        for told in worker.group.gather_bytes(json.dumps(shapes).encode()):  # a rank may hold no part of a small one
+        for told in worker.group.gather_bytes(
+            json.dumps(shapes).encode()
+        ):  # a rank may hold no part of a small one
             shapes |= {name: tuple(shape) for name, shape in json.loads(told).items()}
         self.shapes = {name: shapes[name] for name in axis.names}
         sizes = [tasks * torch.Size(shape).numel() for shape in self.shapes.values()]
@@ -73,7 +77,9 @@ class TaskBatch:
     def vector(self, flat: Tensor, task: int) -> Tensor:
         """One task's part of `flat` (phi or grad) as this rank's vector [S]."""
         vector, params = torch.zeros(self.worker.params.numel, device=self.worker.home), self.worker.params
-        for name, block in self._blocks(flat, [self.tasks * torch.Size(s).numel() for s in self.shapes.values()]).items():
+        for name, block in self._blocks(
+            flat, [self.tasks * torch.Size(s).numel() for s in self.shapes.values()]
+        ).items():
             params.put(vector, name, block[task].reshape(-1))
         return vector
 
@@ -109,15 +115,22 @@ class TaskBatch:
 
     def _blocks(self, flat: Tensor, sizes: Sequence[int]) -> dict[str, Tensor]:
         parts = flat.split(list(sizes))
-        return {name: part.view(self.tasks, *shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        return {
+            name: part.view(self.tasks, *shape)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
 
     def _fill(self, theta: Tensor) -> None:
         """Every task's phi from the group's shards of theta: one reduction of what a task holds."""
         params = self.worker.params
-        whole = [params.whole(theta, name, shape, lambda part: part).reshape(-1).to(self.phi.device)
-                 for name, shape in self.shapes.items()]  # fmt: skip
+        whole = [
+            params.whole(theta, name, shape, lambda part: part).reshape(-1).to(self.phi.device)
+            for name, shape in self.shapes.items()
+        ]
         flat = torch.cat(whole)
         if not params.replicated:
             self.worker.group.sum_(flat)
-        for block, part in zip(self.blocks.values(), flat.split([each.numel() for each in whole]), strict=True):
+        for block, part in zip(
+            self.blocks.values(), flat.split([each.numel() for each in whole]), strict=True
+        ):
             block.copy_(part.view(1, *block.shape[1:]).expand_as(block))

@@ -1,11 +1,12 @@
-"""The worker's verbs over DeepSpeed's pipeline engine: each rank holds some layers, micro-batches travel through all of them.
+"""The worker's verbs over DeepSpeed's pipeline engine: each rank holds some layers, micro-batches travel
+through all of them.
 
     group rank    stage x data ranks + data rank      (DeepSpeed's order)
     micro-batch   enters on stage 0, its labels and weights on the last stage; only that one knows losses, and answers features
     tied weights  live on the first stage (the owner) and the last; their gradients are summed by DeepSpeed
 
-DeepSpeed's engine only knows whole training batches, so `step` is one `train_batch` with the tap in its place. The number of
-micro-batches and their lengths change from call to call.
+DeepSpeed's engine only knows whole training batches, so `step` is one `train_batch` with the tap in its
+place. The number of micro-batches and their lengths change from call to call.
 """
 
 from __future__ import annotations
@@ -36,11 +37,27 @@ Fed = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # what the first and the la
 class PipelineWorker(EngineWorker):
     """One stage of a model. The group must be the default process group; `config`: see ds_config.complete."""
 
-    def __init__(self, stage: Stage, names: Names, groups: list[dict[str, Any]], cut: StagePartition, config: dict[str, Any],
-                 group: Communicator, place: GroupCoordinates, width: int) -> None:  # fmt: skip
+    def __init__(
+        self,
+        stage: Stage,
+        names: Names,
+        groups: list[dict[str, Any]],
+        cut: StagePartition,
+        config: dict[str, Any],
+        group: Communicator,
+        place: GroupCoordinates,
+        width: int,
+    ) -> None:
         """`names`, `groups`: of the stage's parameters; `width`: of the hidden states."""
         deepspeed = import_deepspeed()
-        self.group, self.device, self.place, self.cut, self.stage, self.width = group, group.device, place, cut, stage, width
+        self.group, self.device, self.place, self.cut, self.stage, self.width = (
+            group,
+            group.device,
+            place,
+            cut,
+            stage,
+            width,
+        )
         self.counts_rows = stage.last
         self.scale = 1.0  # undoes DeepSpeed's means over micro-batches and data ranks: we sum
         self.stats = torch.zeros(4, dtype=torch.float64, device=self.device)
@@ -53,8 +70,12 @@ class PipelineWorker(EngineWorker):
         tied = next((p for p in stage.body.parameters() if cut.tied and names[id(p)][0] == cut.tied), None)
         self.tied_shape = () if tied is None else tuple(tied.shape)
         module = self._module(deepspeed, tied)
-        engine, *_ = deepspeed.initialize(model=module, optimizer=self.tap, config=config, dist_init_required=False)
-        if place.data == 1 and engine.optimizer is self.tap:  # its reduction over one rank would copy all gradients
+        engine, *_ = deepspeed.initialize(
+            model=module, optimizer=self.tap, config=config, dist_init_required=False
+        )
+        if (
+            place.data == 1 and engine.optimizer is self.tap
+        ):  # its reduction over one rank would copy all gradients
             engine.pipeline_enable_backward_allreduce = False
         mine = {name for name, _ in names.values()}
         whole = config["zero_optimization"]["stage"] == 0 and not config["bf16"]["enabled"]
@@ -65,9 +86,13 @@ class PipelineWorker(EngineWorker):
         return rank // self.place.data
 
     def _module(self, deepspeed: Any, tied: nn.Parameter | None) -> Any:
-        """A PipelineModule whose layers are whole stages; we make the groups of tied weights, and know what is tied."""
+        """A PipelineModule whose layers are whole stages; we make the groups of tied weights, and know what
+        is tied.
+        """
         data = self.place.data
-        pairs = [[rank, (self.place.stages - 1) * data + rank] for rank in range(data)] if self.cut.tied else []
+        pairs = (
+            [[rank, (self.place.stages - 1) * data + rank] for rank in range(data)] if self.cut.tied else []
+        )
         made = [(self.group.subset(pair), pair) for pair in pairs]
         reduced = [(tied, made_of.backend) for made_of, _ in made if made_of is not None and tied is not None]
 
@@ -83,20 +108,34 @@ class PipelineWorker(EngineWorker):
         os.environ.setdefault("LOCAL_RANK", "0")
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its plan
             module = Stages(
-                layers, num_stages=self.place.stages, loss_fn=self._judge, partition_method="uniform", dynamic_shape=True
+                layers,
+                num_stages=self.place.stages,
+                loss_fn=self._judge,
+                partition_method="uniform",
+                dynamic_shape=True,
             )
         if tied is not None and self.place.stage > 0:
             tied.ds_pipe_replicated = True  # type: ignore[attr-defined]  # counted once in DeepSpeed's norms
         return module
 
     def write(self, vector: Tensor) -> None:
-        """Also makes the copy of a tied weight in `vector` equal to its owner's: sums over groups may round them apart."""
+        """Also makes the copy of a tied weight in `vector` equal to its owner's: sums over groups may round
+        them apart.
+        """
         if self.ends is not None and self.cut.tied is not None:
-            self.params.put(vector, self.cut.tied, self.params.whole(vector, self.cut.tied, self.tied_shape, self.ends.sum_))
+            self.params.put(
+                vector,
+                self.cut.tied,
+                self.params.whole(vector, self.cut.tied, self.tied_shape, self.ends.sum_),
+            )
         super().write(vector)
 
     def step(
-        self, batches: Sequence[MicroBatch], update: Update, agreed: bool = False, ahead: SavedForward | None = None
+        self,
+        batches: Sequence[MicroBatch],
+        update: Update,
+        agreed: bool = False,
+        ahead: SavedForward | None = None,
     ) -> PassStats:
         return self._train(self._feed(batches), len(batches), update, agreed)
 
@@ -114,7 +153,9 @@ class PipelineWorker(EngineWorker):
         for part in parts:  # each is a training batch to the engine
             self.answer = part.begin()
             with self._wanting("both"):
-                stats += self._train(self._feed(part.batches), len(part.batches), partial(add_to, captured)).stats
+                stats += self._train(
+                    self._feed(part.batches), len(part.batches), partial(add_to, captured)
+                ).stats
         result = PassStats(stats)
         if total is None:
             return captured, result
@@ -144,7 +185,9 @@ class PipelineWorker(EngineWorker):
 
     def _evaluate(self, batches: Sequence[MicroBatch]) -> None:
         self._begin(len(batches))
-        self.engine.eval_batch(self._feed(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
+        self.engine.eval_batch(
+            self._feed(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches)
+        )
 
     def _begin(self, micro_batches: int) -> None:
         count = micro_batches * self.place.data
@@ -155,8 +198,12 @@ class PipelineWorker(EngineWorker):
         self.found, self.judged = [], 0
 
     def _feed(self, batches: Sequence[MicroBatch]) -> Iterable[Fed]:
-        """What the ends load. The loss function is fixed, so whatever an objective needs travels with the labels."""
-        ends = [(b.input_ids, b.attention_mask, b.labels, b.weights, torch.tensor(b.classes)) for b in batches]
+        """What the ends load. The loss function is fixed, so whatever an objective needs travels with the
+        labels.
+        """
+        ends = [
+            (b.input_ids, b.attention_mask, b.labels, b.weights, torch.tensor(b.classes)) for b in batches
+        ]
         return iter([(end[:2], end) for end in ends])
 
     def _judge(self, outputs: Any, loaded: tuple[Tensor, ...]) -> Tensor:
@@ -185,7 +232,9 @@ def hold_stage(stream: LazyModel, cut: StagePartition, place: GroupCoordinates) 
     """Read the parameters of this rank's stage and nothing else; return what they are called."""
     learner, last = stream.learner, place.stage == place.stages - 1
     names = [name for name, _ in learner.named_parameters()]
-    held = [name for name in names if cut.owner[name] == place.stage or (last and name in (cut.tied, cut.copied))]
+    held = [
+        name for name in names if cut.owner[name] == place.stage or (last and name in (cut.tied, cut.copied))
+    ]
     stream.fill(held)
     params = {name: learner.get_parameter(name) for name in held}
     return {id(param): (name, tuple(param.shape)) for name, param in params.items()}

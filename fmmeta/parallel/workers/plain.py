@@ -20,7 +20,9 @@ from fmmeta.parallel.workers.full_model import FullModelWorker
 class PlainWorker(FullModelWorker):
     """Holds the whole model. `groups`: parameter groups as `shards.param_groups` returns them."""
 
-    def __init__(self, model: nn.Module, groups: list[dict[str, Any]], device: torch.device, bf16: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, groups: list[dict[str, Any]], device: torch.device, bf16: bool = False
+    ) -> None:
         self.device, self.home, self.group = device, device, Communicator(None, 0, 1, device)
         if bf16:  # before they travel: a frozen weight needs no fp32 copy on the device
             for param in model.parameters():
@@ -58,8 +60,13 @@ class PlainWorker(FullModelWorker):
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()
         if self.working:
-            used = [(view, p) for view, p in zip(self.views["grad"], self.working, strict=True) if p.grad is not None]
-            torch._foreach_add_([view for view, _ in used], [p.grad.float() for _, p in used])  # type: ignore[union-attr]
+            used = [
+                (view, p)
+                for view, p in zip(self.views["grad"], self.working, strict=True)
+                if p.grad is not None
+            ]
+            # type: ignore[union-attr]
+            torch._foreach_add_([view for view, _ in used], [p.grad.float() for _, p in used])
             for param in self.working:
                 param.grad = None
 
@@ -82,7 +89,8 @@ class PlainWorker(FullModelWorker):
 
 
 def _add_met_rows_only(model: nn.Module) -> None:
-    """Let a backward pass add to the gradient of an embedding where rows were met, and not the whole vocabulary's zeros too.
+    """Let a backward pass add to the gradient of an embedding where rows were met, and not the whole
+    vocabulary's zeros too.
 
     The sums are the same. On GPUs sparse sums have no fixed order.
     """

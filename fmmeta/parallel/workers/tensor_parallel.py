@@ -15,24 +15,36 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 
-LLAMA = {"column": r".*\.(q|k|v|gate|up)_proj\.weight$", "row": r".*\.(o|down)_proj\.weight$",
-         "partial": r".*\.(q|k)_norm\.weight$"}  # fmt: skip
+LLAMA = {
+    "column": r".*\.(q|k|v|gate|up)_proj\.weight$",
+    "row": r".*\.(o|down)_proj\.weight$",
+    "partial": r".*\.(q|k)_norm\.weight$",
+}
 PLANS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA)
 Cut = tuple[int, int, int]
 """Dimension, first index and length of the part that a rank holds."""
 
 
 def tensor_parallel_block(hf_config: Any, size: int) -> dict[str, Any]:
-    """The `tensor_parallel` block of a DeepSpeed file. Raises `UsageError` for what cannot be cut into `size` equal parts."""
+    """The `tensor_parallel` block of a DeepSpeed file.
+
+    Raises `UsageError` for what cannot be cut into `size` equal parts.
+    """
     if hf_config.model_type not in PLANS:
-        raise UsageError(f"tensor_parallel_size={size}: model_type={hf_config.model_type} has no plan of its own; use one of "
-                         f"{', '.join(PLANS)}, or pipeline stages or ZeRO 3 for this one")  # fmt: skip
+        raise UsageError(
+            f"tensor_parallel_size={size}: model_type={hf_config.model_type} has no plan of its own; use one"
+            f" of {', '.join(PLANS)}, or pipeline stages or ZeRO 3 for this one"
+        )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(hf_config, name) % size:
-            raise UsageError(f"tensor_parallel_size={size} does not divide {name}={getattr(hf_config, name)} of the model; use a "
-                             "divisor of it")  # fmt: skip
+            raise UsageError(
+                f"tensor_parallel_size={size} does not divide {name}={getattr(hf_config, name)} of the model;"
+                " use a divisor of it"
+            )
     plan = PLANS[hf_config.model_type]
-    specs: list[dict[str, Any]] = [{"patterns": [plan[kind]], "partition_type": kind} for kind in ("column", "row")]
+    specs: list[dict[str, Any]] = [
+        {"patterns": [plan[kind]], "partition_type": kind} for kind in ("column", "row")
+    ]
     specs.append({"patterns": [plan["partial"]], "partition_type": "skip", "grad_allreduce": True})
     return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
 

@@ -1,8 +1,9 @@
 """The worker's verbs over a DeepSpeed engine (ZeRO 0 to 3, with or without CPU offload).
 
-The optimizer handed to DeepSpeed is a tap: it holds no state, communicates nothing and applies the update of the
-day to the tensors that DeepSpeed shows it. DeepSpeed calls it once per step, per parameter group or per sub-group,
-and not at all when it finds a non-finite gradient, so everything is keyed by tensor and nothing relies on the call.
+The optimizer handed to DeepSpeed is a tap: it holds no state, communicates nothing and applies the update of
+the day to the tensors that DeepSpeed shows it. DeepSpeed calls it once per step, per parameter group or per
+sub-group, and not at all when it finds a non-finite gradient, so everything is keyed by tensor and nothing
+relies on the call.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ Names = Mapping[int, tuple[str, tuple[int, ...]]]
 
 
 class ShardOptimizer(torch.optim.Optimizer):
-    """Applies `self.update` to whatever fp32 tensors DeepSpeed presents; see `Update`. `veto`: a refused gradient is shown as
-    zeros; whether it is refused, the ranks find out by it.
+    """Applies `self.update` to whatever fp32 tensors DeepSpeed presents; see `Update`.
+
+    `veto`: a refused gradient is shown as zeros; whether it is refused, the ranks find out by it.
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
@@ -47,8 +49,12 @@ class ShardOptimizer(torch.optim.Optimizer):
         """
         if self.update is None:
             return
-        shown = [(param, param.grad.reshape(-1).float()) for group in self.param_groups for param in group["params"]
-                 if param.grad is not None]  # fmt: skip
+        shown = [
+            (param, param.grad.reshape(-1).float())
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
         for _, grad in shown:
             bad = ~torch.isfinite(grad.sum())
             self.bad = bad if self.bad is None else self.bad | bad
@@ -70,9 +76,18 @@ class EngineWorker(Worker):
     tap: ShardOptimizer
     place: GroupCoordinates
 
-    def attach(self, engine: Any, shard_rank: int, names: Names, copies: Collection[str] = (),
-               replicated: bool | None = None, cuts: Mapping[str, Cut] | None = None) -> None:  # fmt: skip
-        """Find the shards of `engine`, whose optimizer is the tap; see deepspeed_shards.param_map for the rest."""
+    def attach(
+        self,
+        engine: Any,
+        shard_rank: int,
+        names: Names,
+        copies: Collection[str] = (),
+        replicated: bool | None = None,
+        cuts: Mapping[str, Cut] | None = None,
+    ) -> None:
+        """Find the shards of `engine`, whose optimizer is the tap; see deepspeed_shards.param_map for the
+        rest.
+        """
         self.engine, self.data_ranks = engine, self.place.data
         self.shards = deepspeed_shards.of_engine(engine, shard_rank)
         self.params = self.shards.param_map(names, copies, replicated, cuts)
@@ -86,7 +101,9 @@ class EngineWorker(Worker):
         self.places = list(self.tap.where.values())
 
     def set_exactly(self, exact: Iterable[tuple[str, Tensor]]) -> None:
-        """Put whole fp32 parameters into the shards: DeepSpeed makes those from weights that it has rounded to bf16."""
+        """Put whole fp32 parameters into the shards: DeepSpeed makes those from weights that it has rounded
+        to bf16.
+        """
         theta = self.read()
         for name, value in exact:
             self.params.put(theta, name, value)
@@ -103,17 +120,26 @@ class EngineWorker(Worker):
         return list(zip(self.shards.tensors, self.places, strict=True))
 
     def prepare(self, update: Update | None, agreed: bool = False) -> None:
-        """Say what the next step of the engine is to do. Where DeepSpeed does not agree on what is finite, the tap does."""
+        """Say what the next step of the engine is to do.
+
+        Where DeepSpeed does not agree on what is finite, the tap does.
+        """
         self.tap.update, self.tap.bad, self.tap.reject_nonfinite = update, None, None
         if agreed and self.shards.agreement == "tap":
             self.tap.reject_nonfinite = lambda bad: self.group.sum_(bad.to(self.device, torch.float32)) > 0
 
     def _add(
-        self, step: Callable[[Update, bool], PassStats], total: Tensor, weight: float, restore: Tensor | None = None
+        self,
+        step: Callable[[Update, bool], PassStats],
+        total: Tensor,
+        weight: float,
+        restore: Tensor | None = None,
     ) -> PassStats:
         if self.shards.agreement != "none" and self.place.tensor == 1:
             return super()._add(step, total, weight, restore)
-        captured, result = self._capture(lambda update: step(update, False), restore)  # it takes a vector: only now they know
+        captured, result = self._capture(
+            lambda update: step(update, False), restore
+        )  # it takes a vector: only now they know
         if result.finite:
             total.add_(captured.to(total.device), alpha=weight)
         return result
@@ -127,40 +153,65 @@ class EngineWorker(Worker):
 
 
 class DeepSpeedWorker(EngineWorker, FullModelWorker):
-    """One engine over the ranks of `group`, which must be the default process group. `config`: see ds_config.complete.
+    """One engine over the ranks of `group`, which must be the default process group. `config`: see
+    ds_config.complete.
 
-    With tensor parallelism the ranks of a tensor set run the same rows, and the first of them owns what all of them hold.
+    With tensor parallelism the ranks of a tensor set run the same rows, and the first of them owns what all
+    of them hold.
     """
 
-    def __init__(self, model: nn.Module, groups: list[dict[str, Any]], config: dict[str, Any], group: Communicator,
-                 place: GroupCoordinates, exact: Iterable[tuple[str, Tensor]] | None = None) -> None:  # fmt: skip
-        """`exact`: whole fp32 parameters by name, where `model` does not hold them itself (ZeRO 3 from birth)."""
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[dict[str, Any]],
+        config: dict[str, Any],
+        group: Communicator,
+        place: GroupCoordinates,
+        exact: Iterable[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        """`exact`: whole fp32 parameters by name, where `model` does not hold them itself (ZeRO 3 from
+        birth).
+        """
         deepspeed = import_deepspeed()
         self.group, self.device, self.place = group, group.device, place
         self.counts_rows = place.tensor_rank == 0
         # ZeRO 3 empties the shapes
-        names = {id(p): (name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()}
+        names = {
+            id(p): (name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()
+        }
         # ZeRO 3 follows the order of modules, forward and back; of tensor ranks it is not tested
         self.can_defer_backward = place.tensor == 1 and config["zero_optimization"]["stage"] < 3
         bf16 = config["bf16"]["enabled"]
         if bf16 and exact is None:
             exact = [(name, p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad]
         self.tap = ShardOptimizer(groups)
-        self.model, *_ = deepspeed.initialize(model=model, optimizer=self.tap, config=config, dist_init_required=False)
+        self.model, *_ = deepspeed.initialize(
+            model=model, optimizer=self.tap, config=config, dist_init_required=False
+        )
         if place.tensor == 1:
             self.attach(self.model, group.rank, names)
         else:
-            held = [(name, shape, tuple(p.shape)) for p in model.parameters() for name, shape in [names[id(p)]]]
-            cuts = {name: cut for name, shape, part in held if (cut := cut_of(shape, part, place.tensor_rank))}
+            held = [
+                (name, shape, tuple(p.shape)) for p in model.parameters() for name, shape in [names[id(p)]]
+            ]
+            cuts = {
+                name: cut for name, shape, part in held if (cut := cut_of(shape, part, place.tensor_rank))
+            }
             apart = config["zero_optimization"]["stage"] > 0  # data ranks hold different shards
-            copies = [name for name, *_ in held if (place.data_rank and not apart) or (place.tensor_rank and name not in cuts)]
+            copies = [
+                name
+                for name, *_ in held
+                if (place.data_rank and not apart) or (place.tensor_rank and name not in cuts)
+            ]
             self.attach(self.model, place.data_rank, names, copies, False, cuts)
         if bf16 and exact is not None:
             self.set_exactly(exact)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss * self.place.data, scale_wrt_gas=False)  # DeepSpeed averages over data ranks; we sum
+        self.engine.backward(
+            loss * self.place.data, scale_wrt_gas=False
+        )  # DeepSpeed averages over data ranks; we sum
 
     def apply(self, update: Update, agreed: bool) -> Tensor:
         self.prepare(update, agreed)
@@ -170,10 +221,14 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
 
 
 def shard_while_loading(stream: LazyModel, config: dict[str, Any]) -> None:
-    """Read every parameter of a stream and cut it over the group before the next is read (ZeRO 3). Collective: group."""
+    """Read every parameter of a stream and cut it over the group before the next is read (ZeRO 3).
+
+    Collective: group.
+    """
     deepspeed = import_deepspeed()
-    # Its context is for constructors, and here the module exists already. With a module it also gives torch a linear layer that
-    # does not keep the gathered weight for the backward pass: without that all layers would be whole on every rank by then.
+    # Its context is for constructors, and here the module exists already. With a module it also gives torch a
+    # linear layer that does not keep the gathered weight for the backward pass: without that all layers would
+    # be whole on every rank by then.
     cutter = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
 
     def cut(param: nn.Parameter) -> None:
@@ -185,12 +240,18 @@ def shard_while_loading(stream: LazyModel, config: dict[str, Any]) -> None:
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed quietly and without its CPU shared-memory op, which would start a compiler at first use."""
+    """Import DeepSpeed quietly and without its CPU shared-memory op, which would start a compiler at first
+    use.
+    """
     import deepspeed
     import deepspeed.ops
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of a client optimizer and of each skipped step
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names DeepSpeed still calls
+    logging.getLogger("DeepSpeed").setLevel(
+        logging.ERROR
+    )  # it warns of a client optimizer and of each skipped step
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module="torch.distributed"
+    )  # names DeepSpeed still calls
     if deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm"):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)

@@ -11,10 +11,13 @@ from fmmeta.config.settings import Config
 from fmmeta.tasks.data.rows import Bad, Row, refuse
 
 USUAL = {
-    "text_column": ("text", "sentence", "utterance"), "label_column": ("label", "intent", "class"),
-    "stratum_column": ("stratum", "category", "domain"), "task_column": ("task",),
-    "input_column": ("input", "prompt", "question"), "output_column": ("output", "answer", "target"),
-}  # fmt: skip
+    "text_column": ("text", "sentence", "utterance"),
+    "label_column": ("label", "intent", "class"),
+    "stratum_column": ("stratum", "category", "domain"),
+    "task_column": ("task",),
+    "input_column": ("input", "prompt", "question"),
+    "output_column": ("output", "answer", "target"),
+}
 HALF_PAIR = re.compile(r"[\ud800-\udfff]")
 
 
@@ -29,11 +32,20 @@ class Table:
     right: list[str]  # class or output
 
 
-def tabulate(name: str, rows: Sequence[Row], config: Config, notice: Callable[[str], None], bad: Bad = refuse,
-             one_task: bool = False, unique: bool = True) -> Table:  # fmt: skip
-    """Pick the columns of data set `name`, check that every row fills them, and drop rows that say the same twice.
+def tabulate(
+    name: str,
+    rows: Sequence[Row],
+    config: Config,
+    notice: Callable[[str], None],
+    bad: Bad = refuse,
+    one_task: bool = False,
+    unique: bool = True,
+) -> Table:
+    """Pick the columns of data set `name`, check that every row fills them, and drop rows that say the same
+    twice.
 
-    one_task: the rows are one task, whatever they say of tasks and strata. unique: False keeps what is said twice.
+    one_task: the rows are one task, whatever they say of tasks and strata. unique: False keeps what is said
+    twice.
     """
     columns = sorted({column for row in rows for column in row.values})
     causal = config.task_type == "causal_lm"
@@ -67,8 +79,14 @@ def tabulate(name: str, rows: Sequence[Row], config: Config, notice: Callable[[s
     return table
 
 
-def pick(name: str, config: Config, columns: Sequence[str], setting: str, also: str | None = None,
-         required: bool = True) -> str | None:  # fmt: skip
+def pick(
+    name: str,
+    config: Config,
+    columns: Sequence[str],
+    setting: str,
+    also: str | None = None,
+    required: bool = True,
+) -> str | None:
     asked = getattr(config, setting)
     if asked is not None:
         if asked not in columns:
@@ -77,8 +95,10 @@ def pick(name: str, config: Config, columns: Sequence[str], setting: str, also: 
     usual = USUAL[setting] + (USUAL[also] if also else ())
     found = next((column for column in usual if column in columns), None)
     if found is None and required:
-        raise UsageError(f"dataset={name} has none of the columns {', '.join(usual)}; it has "
-                         f"{', '.join(columns)}: name one with --{setting}")  # fmt: skip
+        raise UsageError(
+            f"dataset={name} has none of the columns {', '.join(usual)}; it has "
+            f"{', '.join(columns)}: name one with --{setting}"
+        )
     return found
 
 

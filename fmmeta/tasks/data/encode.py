@@ -11,7 +11,9 @@ from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.prompts import Prompt, make_prompt
 
-LONGEST_TOKEN = 64  # characters: what lies further off than max_length of these is cut before a tokenizer sees it
+LONGEST_TOKEN = (
+    64  # characters: what lies further off than max_length of these is cut before a tokenizer sees it
+)
 
 
 def encode(tokenizer: Any, config: Config, left: Sequence[str], right: Sequence[str]) -> list[Example]:
@@ -32,17 +34,21 @@ def encode_pairs(
 ) -> list[Example]:
     """One example per pair: prompt, answer, end of text. `template`: see prompts.py.
 
-    Too long texts lose the start of the prompt, chats the start of the input (a chat without its frame is none); the answer
-    loses its end where that is not enough. At least one token precedes it.
+    Too long texts lose the start of the prompt, chats the start of the input (a chat without its frame is
+    none); the answer loses its end where that is not enough. At least one token precedes it.
     """
     reach = LONGEST_TOKEN * max_length
     inputs, outputs = [text[-reach:] for text in inputs], [text[:reach] for text in outputs]
     prompt = make_prompt(template, tokenizer)
     if not prompt.specials:
         refuse_long_frame(tokenizer, prompt, max_length)
-        return [encode_chat(tokenizer, prompt, *pair, max_length) for pair in zip(inputs, outputs, strict=True)]
+        return [
+            encode_chat(tokenizer, prompt, *pair, max_length) for pair in zip(inputs, outputs, strict=True)
+        ]
     prompts = tokenizer([prompt.before(text) for text in inputs], verbose=False)["input_ids"]
-    answers = tokenizer([prompt.answer(text) for text in outputs], add_special_tokens=False, verbose=False)["input_ids"]
+    answers = tokenizer([prompt.answer(text) for text in outputs], add_special_tokens=False, verbose=False)[
+        "input_ids"
+    ]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     examples = []
     for before, answer in zip(prompts, answers, strict=True):
@@ -55,7 +61,9 @@ def encode_pairs(
 
 
 def encode_chat(tokenizer: Any, prompt: Prompt, text: str, output: str, max_length: int) -> Example:
-    """One turn of a chat. It is tokenised whole, as the template has it; the answer begins where the prompt's own tokens end."""
+    """One turn of a chat. It is tokenised whole, as the template has it; the answer begins where the prompt's
+    own tokens end.
+    """
     while True:
         before = plain_tokens(tokenizer, prompt.before(text))
         ids = plain_tokens(tokenizer, prompt.before(text) + prompt.answer(output))
@@ -71,7 +79,10 @@ def encode_chat(tokenizer: Any, prompt: Prompt, text: str, output: str, max_leng
 def refuse_long_frame(tokenizer: Any, prompt: Prompt, max_length: int) -> None:
     frame = len(plain_tokens(tokenizer, prompt.before("")))
     if frame >= max_length:
-        raise UsageError(f"max_length={max_length} leaves no room: the chat template takes {frame} tokens by itself; raise it")
+        raise UsageError(
+            f"max_length={max_length} leaves no room: the chat template takes {frame} tokens by itself;"
+            " raise it"
+        )
 
 
 def plain_tokens(tokenizer: Any, text: str) -> list[int]:

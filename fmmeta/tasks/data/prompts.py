@@ -4,8 +4,9 @@
     chat      the tokenizer's own chat template, {input} as the user's turn and {output} as the assistant's
     other     a format string with {input}, and {output} where it does not just follow
 
-The prompt of an example is exactly the text that a model is asked with after training: for chat it ends with the template's
-generation prompt. What a template puts behind the answer (the end of the turn) is learned with it.
+The prompt of an example is exactly the text that a model is asked with after training: for chat it ends with
+the template's generation prompt. What a template puts behind the answer (the end of the turn) is learned with
+it.
 """
 
 from __future__ import annotations
@@ -19,18 +20,32 @@ from fmmeta.common.errors import UsageError
 
 PLAIN = "Input: {input}\nOutput: {output}"
 MARK = "<<the answer>>"  # stands for an answer while a chat template is looked at
-# Some templates tell the date. An example must not depend on the day of the run, so a macro of the same name shadows the clock.
-TODAY = {"%Y": "2024", "%m": "07", "%d": "26", "%b": "Jul", "%B": "July", "%A": "Friday", "%a": "Fri", "%y": "24"}
+# Some templates tell the date. An example must not depend on the day of the run, so a macro of the same name
+# shadows the clock.
+TODAY = {
+    "%Y": "2024",
+    "%m": "07",
+    "%d": "26",
+    "%b": "Jul",
+    "%B": "July",
+    "%A": "Friday",
+    "%a": "Fri",
+    "%y": "24",
+}
 REPLACED = "".join(f"|replace({code!r},{text!r})" for code, text in TODAY.items())
 STOPPED_CLOCK = "{%- macro strftime_now(format) -%}{{ format" + REPLACED + " }}{%- endmacro -%}"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Texts around an input and its answer. `specials`: whether the tokenizer adds its own tokens (BOS, EOS) around them."""
+    """Texts around an input and its answer.
+
+    `specials`: whether the tokenizer adds its own tokens (BOS, EOS) around them.
+    """
 
     before: Callable[[str], str]  # input -> the text up to the answer
-    lead: str  # between them, learned with the answer: a space that most vocabularies hold in one token with a word
+    # between them, learned with the answer: a space that most vocabularies hold in one token with a word
+    lead: str
     after: str
     specials: bool
 
@@ -40,7 +55,11 @@ class Prompt:
 
 def make_prompt(template: str, tokenizer: Any) -> Prompt:
     """The prompt that `--prompt_template` asks for. Raises `UsageError` if the tokenizer cannot make it."""
-    return chat_prompt(tokenizer) if template == "chat" else text_prompt(PLAIN if template == "plain" else template)
+    return (
+        chat_prompt(tokenizer)
+        if template == "chat"
+        else text_prompt(PLAIN if template == "plain" else template)
+    )
 
 
 def text_prompt(template: str) -> Prompt:
@@ -56,26 +75,39 @@ def text_prompt(template: str) -> Prompt:
 def chat_prompt(tokenizer: Any) -> Prompt:
     """Of the tokenizer's chat template, thinking turned off where the template knows how.
 
-    Some templates end a question with what starts an answer (the generation prompt); for the others it is what they put
-    before an answer.
+    Some templates end a question with what starts an answer (the generation prompt); for the others it is
+    what they put before an answer.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise UsageError("prompt_template=chat needs a chat template, and the tokenizer has none; use plain or a format string "
-                         "such as 'Q: {input}\\nA:'")  # fmt: skip
+        raise UsageError(
+            "prompt_template=chat needs a chat template, and the tokenizer has none; use plain or a format"
+            " string such as 'Q: {input}\\nA:'"
+        )
 
     def render(*turns: str, ask: bool = False) -> str:
-        messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns, strict=False)]
+        messages = [
+            {"role": role, "content": text} for role, text in zip(("user", "assistant"), turns, strict=False)
+        ]
         try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, enable_thinking=False,
-                                                 chat_template=STOPPED_CLOCK + tokenizer.get_chat_template())  # fmt: skip
+            return tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=ask,
+                enable_thinking=False,
+                chat_template=STOPPED_CLOCK + tokenizer.get_chat_template(),
+            )
         except Exception as error:  # a template is a program of its own
-            raise UsageError(f"prompt_template=chat: the tokenizer's chat template fails ({' '.join(str(error).split())}); use "
-                             "plain or a format string") from None  # fmt: skip
+            raise UsageError(
+                f"prompt_template=chat: the tokenizer's chat template fails ({' '.join(str(error).split())});"
+                " use plain or a format string"
+            ) from None
 
     whole = render("", MARK)
     if whole.count(MARK) != 1:
-        raise UsageError("prompt_template=chat: the tokenizer's chat template does not show an assistant's answer; use plain or "
-                         "a format string")  # fmt: skip
+        raise UsageError(
+            "prompt_template=chat: the tokenizer's chat template does not show an assistant's answer; use"
+            " plain or a format string"
+        )
     asks = render("", ask=True) != render("")
     before = partial(render, ask=True) if asks else lambda text: render(text, MARK).split(MARK)[0]
     return Prompt(before, "", whole.split(MARK)[1].rstrip(), specials=False)

@@ -1,7 +1,8 @@
 """Rows of a data set: local .jsonl, .csv and .parquet files (.gz too), folders of them, or a hub id.
 
-Local files are read line by line here, so that an error can name the file and the line. What cannot be read goes to
-`bad`, which raises it or counts it; reading goes on after a bad line wherever the next line can still be told.
+Local files are read line by line here, so that an error can name the file and the line. What cannot be read
+goes to `bad`, which raises it or counts it; reading goes on after a bad line wherever the next line can still
+be told.
 """
 
 from __future__ import annotations
@@ -45,11 +46,15 @@ def data_files(dataset: str) -> list[Path] | None:
     if path.is_dir():
         files = sorted(inside(path, file) for file in path.iterdir() if ending(file))
         if not files:
-            raise UsageError(f"dataset={dataset} holds no {', '.join(ENDINGS)} file (.gz too); name a folder that does")
+            raise UsageError(
+                f"dataset={dataset} holds no {', '.join(ENDINGS)} file (.gz too); name a folder that does"
+            )
         return files
     if path.is_file():
         if not ending(path):
-            raise UsageError(f"dataset={dataset} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them")
+            raise UsageError(
+                f"dataset={dataset} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them"
+            )
         return [path]
     if path.is_absolute() or dataset.startswith(".") or ending(path) or dataset.count("/") > 1:
         raise UsageError(f"dataset={dataset} is not a file or folder; check the path")
@@ -109,14 +114,21 @@ def jsonl(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
 
 
 def csv_rows(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
-    reader = csv.reader((line.decode("utf-8-sig") for line in file), strict=True)  # line by line: errors know their line
+    reader = csv.reader(
+        (line.decode("utf-8-sig") for line in file), strict=True
+    )  # line by line: errors know their line
     header, done = None, 0  # done: lines before the row at hand
     try:
         for cells in reader:
             if header is None:
                 header = cells
             elif cells and len(cells) != len(header):
-                bad(UsageError(f"{path}:{reader.line_num} has another number of fields than the header; mend the line"))
+                bad(
+                    UsageError(
+                        f"{path}:{reader.line_num} has another number of fields than the header; mend the"
+                        " line"
+                    )
+                )
             elif cells:
                 yield Row(dict(zip(header, cells, strict=True)), f"{path}:{reader.line_num}")
             done = reader.line_num
@@ -135,7 +147,8 @@ def parquet(path: Path, file: io.BufferedReader, bad: Bad, most_gib: float) -> I
         size = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
         if size > most_gib * GIB:
             raise UsageError(
-                f"{path} unpacks to {size} bytes, more than max_file_gib={most_gib:g}; raise it if you trust the file"
+                f"{path} unpacks to {size} bytes, more than max_file_gib={most_gib:g}; raise it if you trust"
+                " the file"
             )
         table = pyarrow.parquet.read_table(packed)
     except pyarrow.ArrowException as error:
@@ -146,14 +159,17 @@ def parquet(path: Path, file: io.BufferedReader, bad: Bad, most_gib: float) -> I
 
 
 def open_hub(dataset: str, config_name: str | None) -> dict[str, Any]:
-    """All splits of a hub data set (or of its cached copy when HF_HUB_OFFLINE is set), none of whose rows is read yet."""
+    """All splits of a hub data set (or of its cached copy when HF_HUB_OFFLINE is set), none of whose rows is
+    read yet.
+    """
     import datasets
 
     try:
         return {str(split): part for split, part in datasets.load_dataset(dataset, config_name).items()}
     except Exception as error:  # the hub has many ways to say no
         raise UsageError(
-            f"dataset={dataset} is neither a path nor a readable hub data set ({one_line(error)}); check the name"
+            f"dataset={dataset} is neither a path nor a readable hub data set ({one_line(error)}); check the"
+            " name"
         ) from None
 
 
@@ -163,7 +179,11 @@ def hub_rows(dataset: str, splits: dict[str, Any]) -> list[Row]:
 
     rows = []
     for split, part in splits.items():
-        names = {column: feature for column, feature in part.features.items() if isinstance(feature, datasets.ClassLabel)}
+        names = {
+            column: feature
+            for column, feature in part.features.items()
+            if isinstance(feature, datasets.ClassLabel)
+        }
         for number, values in enumerate(cast("Iterable[dict[str, Any]]", part), 1):
             named = {column: feature.int2str(values[column]) for column, feature in names.items()}
             rows.append(Row({**values, **named}, f"{dataset}[{split}]:{number}"))

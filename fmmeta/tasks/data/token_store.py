@@ -1,8 +1,10 @@
-"""Tokenised rows on disk: written once per content, tokenizer and settings, memory-mapped by every process that reads.
+"""Tokenised rows on disk: written once per content, tokenizer and settings, memory-mapped by every process
+that reads.
 
     <datasets cache>/fmmeta/<key>.arrow      an Arrow stream (datasets.Dataset.from_file reads it too)
 
-A file appears whole, under a name that says what is in it, so that processes and runs can share it without locks.
+A file appears whole, under a name that says what is in it, so that processes and runs can share it without
+locks.
 """
 
 from __future__ import annotations
@@ -27,17 +29,38 @@ from fmmeta.tasks.data.columns import Table, tabulate
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.rows import Bad, Row, ending
 
-FORMAT = 2  # part of every key: raise it when the columns, their meaning or the way texts become tokens change
+FORMAT = (
+    2  # part of every key: raise it when the columns, their meaning or the way texts become tokens change
+)
 CHUNK = 8192  # rows of a record batch, and of a call of the tokenizer
-KEYED = ("task_type", "max_length", "prompt_template", "text_column", "label_column", "stratum_column", "task_column",
-         "input_column", "output_column", "on_bad_task", "max_bad_share", "max_file_gib")  # fmt: skip
-OF_TOKENIZER = ("eos_token_id", "special_tokens_map", "split_special_tokens", "clean_up_tokenization_spaces",
-                "truncation_side")  # fmt: skip
+KEYED = (
+    "task_type",
+    "max_length",
+    "prompt_template",
+    "text_column",
+    "label_column",
+    "stratum_column",
+    "task_column",
+    "input_column",
+    "output_column",
+    "on_bad_task",
+    "max_bad_share",
+    "max_file_gib",
+)
+OF_TOKENIZER = (
+    "eos_token_id",
+    "special_tokens_map",
+    "split_special_tokens",
+    "clean_up_tokenization_spaces",
+    "truncation_side",
+)
 
 
 @dataclass(frozen=True)
 class Coded:
-    """A column of few different strings: `codes` [rows] are numbers into `names`, in order of first appearance."""
+    """A column of few different strings: `codes` [rows] are numbers into `names`, in order of first
+    appearance.
+    """
 
     names: list[str]
     codes: np.ndarray
@@ -64,7 +87,9 @@ class TokenStore:
         return TokenStore, (self.path,)  # another process maps the file for itself
 
     def check(self) -> None:
-        """Raise `OSError` if the file is not whole any more: reading a mapping past its end would kill the process."""
+        """Raise `OSError` if the file is not whole any more: reading a mapping past its end would kill the
+        process.
+        """
         size = os.stat(self.path).st_size
         if size != self.bytes:
             raise OSError(f"{self.path} has {size} bytes instead of {self.bytes}: something has changed it")
@@ -93,11 +118,19 @@ class TokenStore:
         return [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in chunks]
 
 
-def prepare(name: str, content: str, read: Callable[[Bad], Sequence[Row]], config: Config, tokenizer: Any,
-            notice: Callable[[str], None], one_task: bool = False) -> TokenStore:  # fmt: skip
+def prepare(
+    name: str,
+    content: str,
+    read: Callable[[Bad], Sequence[Row]],
+    config: Config,
+    tokenizer: Any,
+    notice: Callable[[str], None],
+    one_task: bool = False,
+) -> TokenStore:
     """The store of a data set, made by `read` and the tokenizer if no process has made it before.
 
-    content: says which rows `read` gives. Raises `UsageError` for rows that cannot be used, as on_bad_task has it.
+    content: says which rows `read` gives. Raises `UsageError` for rows that cannot be used, as on_bad_task
+    has it.
     """
     settings = {key: getattr(config, key) for key in KEYED}
     if config.prompt_template == "chat":
@@ -139,10 +172,15 @@ def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[
         examples = encode(tokenizer, config, table.left[part], table.right[part])
         labels = [e.labels if config.task_type == "causal_lm" else [] for e in examples]
         seen.update(repr([(e.input_ids, label) for e, label in zip(examples, labels, strict=True)]).encode())
-        columns = {"input_ids": pa.array([e.input_ids for e in examples], pa.list_(pa.int32())),
-                   "labels": pa.array(labels, pa.list_(pa.int32())), "left": pa.array(table.left[part]),
-                   "right": pa.array(table.right[part]), "task": pa.array(table.task[part]),
-                   "member": pa.array(table.member[part]), "stratum": pa.array(table.stratum[part])}  # fmt: skip
+        columns = {
+            "input_ids": pa.array([e.input_ids for e in examples], pa.list_(pa.int32())),
+            "labels": pa.array(labels, pa.list_(pa.int32())),
+            "left": pa.array(table.left[part]),
+            "right": pa.array(table.right[part]),
+            "task": pa.array(table.task[part]),
+            "member": pa.array(table.member[part]),
+            "stratum": pa.array(table.stratum[part]),
+        }
         batches.append(pa.record_batch(columns))
     if config.task_type == "classification" and table.task[0]:
         seen.update(json.dumps(table.right).encode())  # classes; without named tasks they are the members
@@ -158,7 +196,9 @@ def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise UsageError(f"{path.parent} cannot be written to ({error}); set HF_DATASETS_CACHE to a folder with room") from None
+        raise UsageError(
+            f"{path.parent} cannot be written to ({error}); set HF_DATASETS_CACHE to a folder with room"
+        ) from None
 
 
 class BadRows:
@@ -196,7 +236,9 @@ def digest(value: Any) -> str:
 
 
 def files_digest(files: Sequence[Path]) -> str:
-    """Of the files' kinds and bytes; an unreadable file counts by its error, which reading it will meet again."""
+    """Of the files' kinds and bytes; an unreadable file counts by its error, which reading it will meet
+    again.
+    """
     seen = hashlib.sha256()
     for file in files:
         seen.update((ending(file) or "").encode())
@@ -210,15 +252,21 @@ def files_digest(files: Sequence[Path]) -> str:
 
 
 def tokenizer_print(tokenizer: Any) -> str:
-    """What a tokenizer does to a text, as a digest: settings and the whole fast tokenizer, or the files of a slow one.
+    """What a tokenizer does to a text, as a digest: settings and the whole fast tokenizer, or the files of a
+    slow one.
 
     A chat template counts where it is used only (`prepare`).
     """
-    settings = [type(tokenizer).__qualname__, *(repr(getattr(tokenizer, name, None)) for name in OF_TOKENIZER)]
+    settings = [
+        type(tokenizer).__qualname__,
+        *(repr(getattr(tokenizer, name, None)) for name in OF_TOKENIZER),
+    ]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         parts = json.loads(backend.to_str())
-        return digest([settings, {**parts, "truncation": None, "padding": None}])  # these two are what the last call asked for
+        return digest(
+            [settings, {**parts, "truncation": None, "padding": None}]
+        )  # these two are what the last call asked for
     with tempfile.TemporaryDirectory() as folder:  # merges and scores are in no vocabulary
         tokenizer.save_vocabulary(folder)
         files = files_digest(sorted(Path(folder).iterdir()))

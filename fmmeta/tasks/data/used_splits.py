@@ -1,7 +1,8 @@
 """Which classes or tasks of which data sets a model was trained on: stored in its fmmeta.json as `datasets`.
 
-A later command on the same data keeps these splits, unless a file says otherwise; what it would then test of the classes that
-were trained on is named. Data are the same if their contents are, or if a data set of the same name has the same classes.
+A later command on the same data keeps these splits, unless a file says otherwise; what it would then test of
+the classes that were trained on is named. Data are the same if their contents are, or if a data set of the
+same name has the same classes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ Splits = dict[str, list[str]]
 
 @dataclass(frozen=True)
 class UsedSplits:
-    """The splits of one data set. `dataset`: its name without a path; `noun`: class or task; `held_out`: `least` of `own_splits`
-    where the splits come from it; `splits`: None for more than MOST_NAMES names; `trained`: number of names trained on.
+    """The splits of one data set.
+
+    `dataset`: its name without a path; `noun`: class or task; `held_out`: `least` of `own_splits` where the
+    splits come from it; `splits`: None for more than MOST_NAMES names; `trained`: number of names trained on.
     """
 
     dataset: str
@@ -39,7 +42,9 @@ class UsedSplits:
     @staticmethod
     def of(name: str, content: str, noun: str, splits: Splits, held_out: int | None) -> UsedSplits:
         kept = splits if sum(map(len, splits.values())) <= MOST_NAMES else None
-        return UsedSplits(label(name), content, noun, digest(splits), len(splits.get("train", ())), held_out, kept)
+        return UsedSplits(
+            label(name), content, noun, digest(splits), len(splits.get("train", ())), held_out, kept
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -58,7 +63,11 @@ class UsedSplits:
             made = own_splits(strata, self.held_out, lambda text: None)
             return made if digest(made) == self.digest else None
         names = {name for part in self.splits.values() for name in part}
-        same = names <= set(strata) if content == self.content else dataset == self.dataset and names == set(strata)
+        same = (
+            names <= set(strata)
+            if content == self.content
+            else dataset == self.dataset and names == set(strata)
+        )
         return self.splits if same else None
 
     def doubts(self, content: str, dataset: str, noun: str, splits: Splits) -> Iterator[str]:
@@ -72,8 +81,10 @@ class UsedSplits:
             return
         for part in ("valid", "test"):
             if shared := sorted(self.trained_names(noun) & set(splits.get(part, ()))):
-                yield (f"{len(shared)} of {len(splits[part])} {part} {plural(noun)} ({few(shared)}) were trained on with "
-                       f"dataset={self.dataset}")  # fmt: skip
+                yield (
+                    f"{len(shared)} of {len(splits[part])} {part} {plural(noun)} ({few(shared)}) were trained"
+                    f" on with dataset={self.dataset}"
+                )
 
 
 def label(name: str) -> str:
@@ -91,9 +102,13 @@ def few(names: Sequence[str]) -> str:
 
 
 def doubts(trained: Sequence[UsedSplits], config: Config, one: UsedSplits, splits: Splits) -> Iterator[str]:
-    """Lines about the classes of `splits` (those of `one`) that are tested although a model was trained on them."""
+    """Lines about the classes of `splits` (those of `one`) that are tested although a model was trained on
+    them.
+    """
     settings = ("class_splits", "task_splits", "split")
-    given = next((f"{name}={value}" for name in settings if (value := getattr(config, name))), f"dataset={one.dataset}")
+    given = next(
+        (f"{name}={value}" for name in settings if (value := getattr(config, name))), f"dataset={one.dataset}"
+    )
     setting = "class_splits" if one.noun == "class" else "task_splits"
     for before in trained:
         file = f"its fmmeta.json as --{setting}" if before.splits else "the file that it was trained with"
@@ -117,4 +132,6 @@ def is_record(one: Any) -> bool:
     splits = one.get("splits", {})
     if not isinstance(splits, dict) or not all(isinstance(part, list) for part in splits.values()):
         return False
-    return isinstance(one.get("held_out", 1), int) and all(isinstance(name, str) for part in splits.values() for name in part)
+    return isinstance(one.get("held_out", 1), int) and all(
+        isinstance(name, str) for part in splits.values() for name in part
+    )

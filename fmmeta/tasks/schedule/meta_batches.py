@@ -3,10 +3,10 @@
     global   order of all tasks --(outer_step)--> meta-batch --> shares of the groups
     node     each node has an order of its own part; its slots of the meta-batch come from there and stay there
 
-In `global` mode the meta-batch is a pure function of (seed, outer_step): it does not depend on the number of groups, on
-what was drawn before, or on who asks. In `node` mode it depends on the number of nodes too. A meta-batch may reach over
-the end of an epoch; nothing is dropped or repeated to avoid that. Nothing here communicates, and a position is
-restored by arithmetic.
+In `global` mode the meta-batch is a pure function of (seed, outer_step): it does not depend on the number of
+groups, on what was drawn before, or on who asks. In `node` mode it depends on the number of nodes too. A
+meta-batch may reach over the end of an epoch; nothing is dropped or repeated to avoid that. Nothing here
+communicates, and a position is restored by arithmetic.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Item:
 
 
 class Items(Sequence[Item]):
-    """Many items as columns of equal length: a million cost megabytes. `stratum` [n] holds codes, numbers into `strata`."""
+    """Many items as columns of equal length: a million cost megabytes.
+
+    `stratum` [n] holds codes, numbers into `strata`.
+    """
 
     def __init__(self, names: Sequence[str], strata: Sequence[str], tokens: Sequence[int]) -> None:
         codes = {name: code for code, name in enumerate(sorted(set(strata)))}
@@ -44,7 +47,11 @@ class Items(Sequence[Item]):
     @classmethod
     def of(cls, items: Iterable[Item]) -> Items:
         listed = list(items)
-        return cls([item.name for item in listed], [item.stratum for item in listed], [item.tokens for item in listed])
+        return cls(
+            [item.name for item in listed],
+            [item.stratum for item in listed],
+            [item.tokens for item in listed],
+        )
 
     def __len__(self) -> int:
         return len(self.names)
@@ -71,29 +78,55 @@ Sizes = Callable[[int, tuple[int, ...]], int]
 class Schedule:
     """`tasks_per_step` tasks for every outer step. `stream` keeps train, valid and test apart.
 
-    shares [strata]: of each stratum; None: in proportion to its items. nodes: in how many parts the items are kept
-    apart. shuffle=False: in listed order, strata interleaved, the same for every seed (evaluation).
+    shares [strata]: of each stratum; None: in proportion to its items. nodes: in how many parts the items are
+    kept apart. shuffle=False: in listed order, strata interleaved, the same for every seed (evaluation).
     Raises `UsageError` where the nodes cannot share the items or the tasks.
     """
 
-    def __init__(self, items: Items, tasks_per_step: int, seed: int, stream: int = 0, *, shares: np.ndarray | None = None,
-                 nodes: int = 1, shuffle: bool = True, sizes: Sizes | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        items: Items,
+        tasks_per_step: int,
+        seed: int,
+        stream: int = 0,
+        *,
+        shares: np.ndarray | None = None,
+        nodes: int = 1,
+        shuffle: bool = True,
+        sizes: Sizes | None = None,
+    ) -> None:
         if tasks_per_step % nodes:
-            raise UsageError(f"meta_batch_size: {tasks_per_step} tasks per outer step cannot be shared evenly by {nodes} nodes "
-                             "(task_sharding=node); use a multiple of their number, or --task_sharding global")  # fmt: skip
+            raise UsageError(
+                f"meta_batch_size: {tasks_per_step} tasks per outer step cannot be shared evenly by {nodes}"
+                " nodes (task_sharding=node); use a multiple of their number, or --task_sharding global"
+            )
         if len(items) < nodes:
-            raise UsageError(f"task_sharding=node: {len(items)} tasks are too few for {nodes} nodes; use --task_sharding global")
-        self.items, self.tasks_per_step, self.seed, self.stream, self.nodes = items, tasks_per_step, seed, stream, nodes
+            raise UsageError(
+                f"task_sharding=node: {len(items)} tasks are too few for {nodes} nodes; use --task_sharding"
+                " global"
+            )
+        self.items, self.tasks_per_step, self.seed, self.stream, self.nodes = (
+            items,
+            tasks_per_step,
+            seed,
+            stream,
+            nodes,
+        )
         self.sizes = sizes or (lambda item, _: int(items.tokens[item]))
-        self.orders = [StratifiedOrder(part, items.stratum[part], (seed, stream, node), shares, shuffle)
-                       for node, part in enumerate(node_parts(items.stratum, nodes, seed))]  # fmt: skip
+        self.orders = [
+            StratifiedOrder(part, items.stratum[part], (seed, stream, node), shares, shuffle)
+            for node, part in enumerate(node_parts(items.stratum, nodes, seed))
+        ]
         self._dealt: tuple[int, int, list[list[Task]], list[Counter[str]]] | None = None
 
     def meta_batch(self, outer_step: int) -> list[Task]:
         """All tasks of an outer step, over all groups; those of node 0 first."""
         per_node = self.tasks_per_step // self.nodes
-        return [self._task(order.at(outer_step * per_node + turn), outer_step, node * per_node + turn)
-                for node, order in enumerate(self.orders) for turn in range(per_node)]  # fmt: skip
+        return [
+            self._task(order.at(outer_step * per_node + turn), outer_step, node * per_node + turn)
+            for node, order in enumerate(self.orders)
+            for turn in range(per_node)
+        ]
 
     def position(self, outer_step: int) -> tuple[int, int]:
         """Epoch and index inside it at which an outer step begins, on node 0."""
@@ -104,7 +137,9 @@ class Schedule:
         first = outer_step - outer_step % WINDOW
         if self._dealt and self._dealt[0] == num_groups and first <= self._dealt[1] <= outer_step:
             _, last, shares, counted = self._dealt
-            seen = [Counter(strata) for strata in counted]  # copies of a schedule go on from here by themselves
+            seen = [
+                Counter(strata) for strata in counted
+            ]  # copies of a schedule go on from here by themselves
         else:
             last, shares, seen = first - 1, [], [Counter() for _ in range(num_groups)]
         for step in range(last + 1, outer_step + 1):
@@ -113,9 +148,18 @@ class Schedule:
         return shares[group_index]
 
     def _deal(self, outer_step: int, num_groups: int, seen: list[Counter[str]]) -> list[list[Task]]:
-        tasks, per_node, groups = self.meta_batch(outer_step), self.tasks_per_step // self.nodes, num_groups // self.nodes
-        return [share for node in range(self.nodes)
-                for share in assign_to_groups(tasks[node * per_node : (node + 1) * per_node], groups, seen[node * groups :])]  # fmt: skip
+        tasks, per_node, groups = (
+            self.meta_batch(outer_step),
+            self.tasks_per_step // self.nodes,
+            num_groups // self.nodes,
+        )
+        return [
+            share
+            for node in range(self.nodes)
+            for share in assign_to_groups(
+                tasks[node * per_node : (node + 1) * per_node], groups, seen[node * groups :]
+            )
+        ]
 
     def _task(self, number: int, outer_step: int, slot: int) -> Task:
         seed = (self.seed, self.stream, outer_step, slot)
@@ -132,7 +176,9 @@ def node_parts(stratum: np.ndarray, nodes: int, seed: int) -> list[np.ndarray]:
     return [np.sort(mixed[node::nodes]) for node in range(nodes)]
 
 
-def assign_to_groups(tasks: Sequence[Task], num_groups: int, seen: Sequence[Counter[str]] | None = None) -> list[list[Task]]:
+def assign_to_groups(
+    tasks: Sequence[Task], num_groups: int, seen: Sequence[Counter[str]] | None = None
+) -> list[list[Task]]:
     """Deal tasks to groups, largest first, each to the least loaded group.
 
     Among groups within 5 % of the mean load of the least, the one with fewest tasks, then with fewest of the

@@ -1,11 +1,13 @@
-"""In which order tasks come: endless, stratified, reshuffled every epoch, and any position of it by arithmetic.
+"""In which order tasks come: endless, stratified, reshuffled every epoch, and any position of it by
+arithmetic.
 
     members of strata --(seed, epoch)--> quota of each stratum --> its next members --> strata interleaved
 
-A stratum's members come in passes; each pass holds every member once, in an order of its own. An epoch takes `quota`
-members of each stratum. With natural quotas (as many as there are members) an epoch is one pass over everything; with
-others it is virtual: rare strata come round several times while frequent ones have not yet been seen whole.
-Shuffles are hashes of (seed, stream, stratum, pass, member): no history, the same on every machine.
+A stratum's members come in passes; each pass holds every member once, in an order of its own. An epoch takes
+`quota` members of each stratum. With natural quotas (as many as there are members) an epoch is one pass over
+everything; with others it is virtual: rare strata come round several times while frequent ones have not yet
+been seen whole. Shuffles are hashes of (seed, stream, stratum, pass, member): no history, the same on every
+machine.
 """
 
 from __future__ import annotations
@@ -19,13 +21,21 @@ VIRTUAL = 100  # least tasks per stratum in a virtual epoch: shares are met to 1
 
 
 class StratifiedOrder:
-    """An order of `members` (numbers of tasks) whose strata are `strata` (codes, equally long), seeded by `key`.
+    """An order of `members` (numbers of tasks) whose strata are `strata` (codes, equally long), seeded by
+    `key`.
 
-    shares: of each code, adding up to 1; None: in proportion to members. shuffle=False: every epoch in listed order.
+    shares: of each code, adding up to 1; None: in proportion to members. shuffle=False: every epoch in listed
+    order.
     """
 
-    def __init__(self, members: np.ndarray, strata: np.ndarray, key: Sequence[int], shares: np.ndarray | None = None,
-                 shuffle: bool = True) -> None:  # fmt: skip
+    def __init__(
+        self,
+        members: np.ndarray,
+        strata: np.ndarray,
+        key: Sequence[int],
+        shares: np.ndarray | None = None,
+        shuffle: bool = True,
+    ) -> None:
         by_stratum = np.argsort(strata, kind="stable")
         self.members = members[by_stratum].astype(np.int32)
         self.codes, self.sizes = np.unique(strata, return_counts=True)
@@ -41,7 +51,8 @@ class StratifiedOrder:
         return int(self.epoch(epoch)[index])
 
     def _epoch(self, epoch: int) -> np.ndarray:
-        """Tasks of one epoch: the j-th of a stratum's q draws lies at (j + u) / q, u in [0, 1) drawn per stratum.
+        """Tasks of one epoch: the j-th of a stratum's q draws lies at (j + u) / q, u in [0, 1) drawn per
+        stratum.
 
         Every stretch then holds each stratum within about one of its share.
         """
@@ -68,7 +79,9 @@ class StratifiedOrder:
         begin = epoch * self.quota - first * self.sizes + np.cumsum(passes * self.sizes) - passes * self.sizes
         stratum = np.repeat(np.arange(len(self.quota)), self.quota)
         window = (
-            np.repeat(begin, self.quota) + np.arange(len(stratum)) - np.repeat(np.cumsum(self.quota) - self.quota, self.quota)
+            np.repeat(begin, self.quota)
+            + np.arange(len(stratum))
+            - np.repeat(np.cumsum(self.quota) - self.quota, self.quota)
         )
         return self.starts[stratum] + member[window], stratum
 
@@ -83,7 +96,9 @@ def epoch_quotas(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def splitmix64(*parts: int | np.ndarray) -> np.ndarray:
-    """Uniform 64-bit integers from integers and arrays of them (the finaliser of SplitMix64: Steele et al. 2014)."""
+    """Uniform 64-bit integers from integers and arrays of them (the finaliser of SplitMix64: Steele et al.
+    2014).
+    """
     state = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
         for part in parts:

@@ -1,6 +1,8 @@
-"""Samplers for torch's DataLoader on the same orders: over the tasks of a schedule, and over the rows of labelled data.
+"""Samplers for torch's DataLoader on the same orders: over the tasks of a schedule, and over the rows of
+labelled data.
 
-Endless ones run through virtual epochs and never drop or repeat anything to end on a whole batch; finite ones say.
+Endless ones run through virtual epochs and never drop or repeat anything to end on a whole batch; finite ones
+say.
 """
 
 from __future__ import annotations
@@ -15,10 +17,18 @@ from fmmeta.tasks.schedule.order import StratifiedOrder
 
 
 class TaskSampler(Sampler[Task]):
-    """The tasks of one group, outer step after outer step, without end. `first`: the outer step to begin with."""
+    """The tasks of one group, outer step after outer step, without end.
+
+    `first`: the outer step to begin with.
+    """
 
     def __init__(self, schedule: Schedule, num_groups: int = 1, group_index: int = 0, first: int = 0) -> None:
-        self.schedule, self.num_groups, self.group_index, self.first = schedule, num_groups, group_index, first
+        self.schedule, self.num_groups, self.group_index, self.first = (
+            schedule,
+            num_groups,
+            group_index,
+            first,
+        )
 
     def __iter__(self) -> Iterator[Task]:
         outer_step = self.first
@@ -30,22 +40,30 @@ class TaskSampler(Sampler[Task]):
 class EveryClassBatches(Sampler[list[int]]):
     """Batches of row numbers that hold every class equally often (within one), without end.
 
-    Rare classes come round more often; a class's rows are all seen before one of them comes again. O(1) restart: `first` is
-    the number of the batch to begin with. Raises `ValueError` if a batch has no room for every class.
+    Rare classes come round more often; a class's rows are all seen before one of them comes again. O(1)
+    restart: `first` is the number of the batch to begin with. Raises `ValueError` if a batch has no room for
+    every class.
     """
 
     def __init__(self, labels: Sequence[int], batch_size: int, seed: int = 0, first: int = 0) -> None:
         names, codes = np.unique(np.asarray(labels), return_inverse=True)
         if batch_size < len(names):
-            raise ValueError(f"batch_size={batch_size} is below the {len(names)} classes; use {len(names)} or more")
+            raise ValueError(
+                f"batch_size={batch_size} is below the {len(names)} classes; use {len(names)} or more"
+            )
         rows = [np.flatnonzero(codes == code) for code in range(len(names))]
-        self.orders = [StratifiedOrder(own, np.zeros(len(own), dtype=np.int32), (seed, code)) for code, own in enumerate(rows)]
+        self.orders = [
+            StratifiedOrder(own, np.zeros(len(own), dtype=np.int32), (seed, code))
+            for code, own in enumerate(rows)
+        ]
         self.batch_size, self.first = batch_size, first
 
     def __iter__(self) -> Iterator[list[int]]:
         batch = self.first
         while True:
-            places = range(batch * self.batch_size, (batch + 1) * self.batch_size)  # round after round through the classes
+            places = range(
+                batch * self.batch_size, (batch + 1) * self.batch_size
+            )  # round after round through the classes
             yield [self.orders[place % len(self.orders)].at(place // len(self.orders)) for place in places]
             batch += 1
 

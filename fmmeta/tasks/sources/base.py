@@ -4,8 +4,8 @@
     TaskSource.draw(task) -> Draw    which rows support and query are, a pure function of the task's seed
     Draw.episode() -> Episode        their tokens
 
-Kinds: N-way episodes over labelled rows, support and query pairs of named tasks (causal_lm), a mixture of sources, and episodes
-that share one numbering of all classes.
+Kinds: N-way episodes over labelled rows, support and query pairs of named tasks (causal_lm), a mixture of
+sources, and episodes that share one numbering of all classes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 
 @dataclass(frozen=True)
 class Shape:
-    """How large episodes are: classes, support examples per class (both possibly a range), query examples per class.
+    """How large episodes are: classes, support examples per class (both possibly a range), query examples per
+    class.
 
     Pairs of named tasks have one class in this sense.
     """
@@ -45,7 +46,9 @@ class Shape:
         return self.n_way if most <= self.n_way else int(rng.integers(self.n_way, most + 1))
 
     def shots(self, rng: np.random.Generator, ways: int) -> np.ndarray:
-        """Support examples of each class [ways], drawn second: uneven, as in Meta-Dataset (Triantafillou et al. 2020)."""
+        """Support examples of each class [ways], drawn second: uneven, as in Meta-Dataset (Triantafillou et
+        al. 2020).
+        """
         if self.k_shot_max <= self.k_shot:
             return np.full(ways, self.k_shot)
         return rng.integers(self.k_shot, self.k_shot_max + 1, ways)
@@ -84,7 +87,9 @@ class Draw:
     def episode(self) -> EpisodeRows:
         """Read the tokens. Raises `OSError` if the store's file has changed."""
         self.store.check()
-        support, query = ([self._example(row, label) for row, label in rows] for rows in (self.support, self.query))
+        support, query = (
+            [self._example(row, label) for row, label in rows] for rows in (self.support, self.query)
+        )
         return EpisodeRows(self.task, support, query, self.classes)
 
     def _example(self, row: int, label: int) -> Example:
@@ -93,14 +98,18 @@ class Draw:
 
 
 Known = Mapping[str, tuple[str, ...]]
-"""Classes that an item's episodes may have, by name -> what tells each from all others of the source (data set, task, name)."""
+"""Classes that an item's episodes may have, by name -> what tells each from all others of the source (data
+set, task, name).
+"""
 
 
 class TaskSource(ABC):
     """Tasks of one split."""
 
     items: Items
-    classes: tuple[str, ...] = ()  # what labels number, where all episodes number the same classes; else each its own
+    classes: tuple[
+        str, ...
+    ] = ()  # what labels number, where all episodes number the same classes; else each its own
 
     @abstractmethod
     def draw(self, task: Task) -> Draw:
@@ -108,8 +117,10 @@ class TaskSource(ABC):
 
     def known(self) -> list[Known]:
         """The classes of each item. Raises `UsageError` where they are not known yet."""
-        raise UsageError("algorithm=joint needs the classes of all training tasks, and those of a folder of task files are not "
-                         "known before each is drawn; put the tasks into one file with a task column")  # fmt: skip
+        raise UsageError(
+            "algorithm=joint needs the classes of all training tasks, and those of a folder of task files are"
+            " not known before each is drawn; put the tasks into one file with a task column"
+        )
 
     def size(self, item: int, seed: tuple[int, ...]) -> int:
         """Expected tokens of the episode that (item, seed) will draw."""
@@ -123,16 +134,25 @@ class TaskSource(ABC):
 
 
 class PairSource(TaskSource):
-    """Named tasks of (input, output) pairs: `k_shot` pairs to learn from, `num_query` to be asked. `rows`: by task."""
+    """Named tasks of (input, output) pairs: `k_shot` pairs to learn from, `num_query` to be asked.
 
-    def __init__(self, store: TokenStore, rows: Mapping[str, np.ndarray], strata: Mapping[str, str], shape: Shape) -> None:
+    `rows`: by task.
+    """
+
+    def __init__(
+        self, store: TokenStore, rows: Mapping[str, np.ndarray], strata: Mapping[str, str], shape: Shape
+    ) -> None:
         self.store, self.shape, self.rows = store, shape, list(rows.values())
         lengths, drawn = store.lengths(), shape.k_shot + shape.num_query
-        self.items = Items.of(Item(name, strata[name], round(drawn * lengths[own].mean())) for name, own in rows.items())
+        self.items = Items.of(
+            Item(name, strata[name], round(drawn * lengths[own].mean())) for name, own in rows.items()
+        )
 
     def draw(self, task: Task) -> Draw:
         rows = self.rows[task.item]
-        drawn = np.random.default_rng(task.seed).choice(len(rows), self.shape.k_shot + self.shape.num_query, replace=False)
+        drawn = np.random.default_rng(task.seed).choice(
+            len(rows), self.shape.k_shot + self.shape.num_query, replace=False
+        )
         chosen = [(int(row), 0) for row in rows[drawn]]
         return Draw(task, self.store, chosen[: self.shape.k_shot], chosen[self.shape.k_shot :])
 
@@ -144,11 +164,13 @@ Pool = Mapping[str, np.ndarray]
 class ClassSource(TaskSource):
     """N-way episodes. Named tasks are pools of their own; one labelled set is a single pool, named "".
 
-    Each class of a labelled set leads episodes in turn, the others being drawn at random, so that every class, and
-    with it every stratum, comes up equally often.
+    Each class of a labelled set leads episodes in turn, the others being drawn at random, so that every
+    class, and with it every stratum, comes up equally often.
     """
 
-    def __init__(self, store: TokenStore, pools: Mapping[str, Pool], strata: Mapping[str, str], shape: Shape) -> None:
+    def __init__(
+        self, store: TokenStore, pools: Mapping[str, Pool], strata: Mapping[str, str], shape: Shape
+    ) -> None:
         self.store, self.shape = store, shape
         items: list[Item] = []
         self.draws: list[tuple[Pool, str | None]] = []  # pool and leading class of each item
@@ -172,8 +194,10 @@ class ClassSource(TaskSource):
         return round(self.row_tokens[item] * self.shape.rows(seed, len(self.draws[item][0])))
 
     def known(self) -> list[Known]:
-        named = {id(pool): {name: (name,) if lead else (item.name, name) for name in pool}
-                 for item, (pool, lead) in zip(self.items, self.draws, strict=True)}  # fmt: skip
+        named = {
+            id(pool): {name: (name,) if lead else (item.name, name) for name in pool}
+            for item, (pool, lead) in zip(self.items, self.draws, strict=True)
+        }
         return [named[id(pool)] for pool, _ in self.draws]
 
     def draw(self, task: Task) -> Draw:
@@ -182,7 +206,9 @@ class ClassSource(TaskSource):
         ways = self.shape.ways(rng, len(pool))
         shots = self.shape.shots(rng, ways)
         others = [name for name in pool if name != lead]
-        chosen = [others[i] for i in rng.choice(len(others), ways - (lead is not None), replace=False)] + ([lead] if lead else [])
+        chosen = [others[i] for i in rng.choice(len(others), ways - (lead is not None), replace=False)] + (
+            [lead] if lead else []
+        )
         classes = [chosen[i] for i in rng.permutation(ways)]
         support, query = [], []
         for label, name in enumerate(classes):
@@ -201,19 +227,30 @@ class ClassSource(TaskSource):
 class SplitRowsSource(ClassSource):
     """N-way episodes of rows that are either shown or asked.
 
-    parts [rows of the store]: 0 for a row that is asked; those that are shown have other numbers, each of which gives as many
-    rows of a class as the others, the first ones the odd rows.
+    parts [rows of the store]: 0 for a row that is asked; those that are shown have other numbers, each of
+    which gives as many rows of a class as the others, the first ones the odd rows.
     """
 
-    def __init__(self, store: TokenStore, pools: Mapping[str, Pool], strata: Mapping[str, str], shape: Shape,
-                 parts: np.ndarray) -> None:  # fmt: skip
+    def __init__(
+        self,
+        store: TokenStore,
+        pools: Mapping[str, Pool],
+        strata: Mapping[str, str],
+        shape: Shape,
+        parts: np.ndarray,
+    ) -> None:
         super().__init__(store, pools, strata, shape)
         self.parts = parts
 
     def _pick(self, rng: np.random.Generator, rows: np.ndarray, shots: int) -> tuple[np.ndarray, np.ndarray]:
         own, kinds = self.parts[rows], int(self.parts.max())
-        counts = [self.shape.num_query, *(shots // kinds + (number < shots % kinds) for number in range(kinds))]
-        asked, *shown = (rng.choice(rows[own == part], count, replace=False) for part, count in enumerate(counts))
+        counts = [
+            self.shape.num_query,
+            *(shots // kinds + (number < shots % kinds) for number in range(kinds)),
+        ]
+        asked, *shown = (
+            rng.choice(rows[own == part], count, replace=False) for part, count in enumerate(counts)
+        )
         return np.concatenate(shown), asked
 
 
@@ -223,7 +260,9 @@ class Mixture(TaskSource):
     def __init__(self, sources: Mapping[str, TaskSource]) -> None:
         self.sources = list(sources.values())
         self.items = Items.of(
-            Item(f"{name}/{item.name}", name, item.tokens) for name, source in sources.items() for item in source.items
+            Item(f"{name}/{item.name}", name, item.tokens)
+            for name, source in sources.items()
+            for item in source.items
         )
         self.starts = np.cumsum([0, *(len(source.items) for source in self.sources)])
         self.names = list(sources)
@@ -233,8 +272,11 @@ class Mixture(TaskSource):
         return source.size(own, seed)
 
     def known(self) -> list[Known]:
-        return [{name: (prefix, *full) for name, full in classes.items()}
-                for prefix, source in zip(self.names, self.sources, strict=True) for classes in source.known()]  # fmt: skip
+        return [
+            {name: (prefix, *full) for name, full in classes.items()}
+            for prefix, source in zip(self.names, self.sources, strict=True)
+            for classes in source.known()
+        ]
 
     def draw(self, task: Task) -> Draw:
         source, own = self._find(task.item)
@@ -246,7 +288,8 @@ class Mixture(TaskSource):
 
 
 class GlobalLabelSource(TaskSource):
-    """The episodes of another source, whose labels number the classes of all its tasks: for one classifier over them.
+    """The episodes of another source, whose labels number the classes of all its tasks: for one classifier
+    over them.
 
     Classes of different data sets and of different named tasks are different ones, whatever they are called.
     """
@@ -254,7 +297,10 @@ class GlobalLabelSource(TaskSource):
     def __init__(self, source: TaskSource) -> None:
         self.source, self.items = source, source.items
         known = source.known()
-        numbers = {full: number for number, full in enumerate(dict.fromkeys(full for one in known for full in one.values()))}
+        numbers = {
+            full: number
+            for number, full in enumerate(dict.fromkeys(full for one in known for full in one.values()))
+        }
         shared = {id(one): {name: numbers[full] for name, full in one.items()} for one in known}
         self.classes = tuple("/".join(full) for full in numbers)
         self.numbers = [shared[id(one)] for one in known]
@@ -265,18 +311,24 @@ class GlobalLabelSource(TaskSource):
     def draw(self, task: Task) -> Draw:
         draw = self.source.draw(task)
         number = [self.numbers[task.item][name] for name in draw.classes]
-        support, query = ([(row, number[label]) for row, label in rows] for rows in (draw.support, draw.query))
+        support, query = (
+            [(row, number[label]) for row, label in rows] for rows in (draw.support, draw.query)
+        )
         return replace(draw, support=support, query=query, classes=self.classes)
 
 
 def short_names(datasets: Sequence[str]) -> list[str]:
-    """Last parts of the data sets' names, or the names themselves where these are not enough to tell them apart."""
+    """Last parts of the data sets' names, or the names themselves where these are not enough to tell them
+    apart.
+    """
     short = [Path(name).name.split(".")[0] for name in datasets]
     return short if len(set(short)) == len(short) else list(datasets)
 
 
 def shares(items: Items, weights: Mapping[str, float], temperature: float) -> np.ndarray | None:
-    """Share of each stratum (codes of `items`): `weights` by name, or n ** (1 / temperature); None where natural."""
+    """Share of each stratum (codes of `items`): `weights` by name, or n ** (1 / temperature); None where
+    natural.
+    """
     if weights:
         wanted = np.array([weights[name] for name in items.strata])
     elif temperature != 1:

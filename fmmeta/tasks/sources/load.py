@@ -47,7 +47,9 @@ Loaded = tuple[dict[str, TaskSource], str, str, UsedSplits | None]
 """Sources by split, fingerprint, summary, splits."""
 
 
-def load_sources(config: Config, tokenizer: Any, notice: Notice, trained: Sequence[UsedSplits] = ()) -> Sources:
+def load_sources(
+    config: Config, tokenizer: Any, notice: Notice, trained: Sequence[UsedSplits] = ()
+) -> Sources:
     """Read, split, check and tokenise `config.dataset`. Raises `UsageError` for whatever would fail later.
 
     trained: what the models at hand were trained with. Their splits are kept where no setting names others.
@@ -55,32 +57,56 @@ def load_sources(config: Config, tokenizer: Any, notice: Notice, trained: Sequen
     loaded = [load_one(name, config, tokenizer, notice, trained) for name in config.dataset]
     for name, (made, *_) in zip(config.dataset, loaded, strict=True):
         if "train" not in made:
-            raise UsageError(f"dataset={name} has nothing to train on: its train split is empty; mend the split file")
+            raise UsageError(
+                f"dataset={name} has nothing to train on: its train split is empty; mend the split file"
+            )
     fingerprint, summary = loaded[0][1], "; ".join(text for _, _, text, _ in loaded)
     if len(loaded) == 1:
         made = loaded[0][0]
     else:
         names = short_names(config.dataset)
-        made = {split: Mixture({name: one[split] for name, (one, *_) in zip(names, loaded, strict=True) if split in one})
-                for split in SPLITS if any(split in one for one, *_ in loaded)}  # fmt: skip
+        made = {
+            split: Mixture(
+                {name: one[split] for name, (one, *_) in zip(names, loaded, strict=True) if split in one}
+            )
+            for split in SPLITS
+            if any(split in one for one, *_ in loaded)
+        }
         fingerprint = digest([one for _, one, *_ in loaded])
     train = GlobalLabelSource(made["train"]) if config.joint_head else made["train"]
-    return Sources(train, made.get("valid"), made.get("test"), fingerprint, summary, [used for *_, used in loaded if used])
+    return Sources(
+        train,
+        made.get("valid"),
+        made.get("test"),
+        fingerprint,
+        summary,
+        [used for *_, used in loaded if used],
+    )
 
 
-def load_one(name: str, config: Config, tokenizer: Any, notice: Notice, trained: Sequence[UsedSplits]) -> Loaded:
+def load_one(
+    name: str, config: Config, tokenizer: Any, notice: Notice, trained: Sequence[UsedSplits]
+) -> Loaded:
     if name in SUITES:
         check_suite(name, config)
         rows, splits = SUITES[name]()
         content = digest([row.values for row in rows])  # the generator may change
         store = prepare(name, content, lambda bad: rows, config, tokenizer, notice)
-        parts = np.array([part_of(text) for text in store.table.column("left").to_pylist()]) if name == "marks" else None
+        parts = (
+            np.array([part_of(text) for text in store.table.column("left").to_pylist()])
+            if name == "marks"
+            else None
+        )
         if config.class_splits or config.task_splits or config.split:
-            raise UsageError(f"dataset={name} has splits of its own; leave --class_splits, --task_splits and --split out")
+            raise UsageError(
+                f"dataset={name} has splits of its own; leave --class_splits, --task_splits and --split out"
+            )
         return from_store(name, store, splits, config, notice, None, parts)
     files = task_files(name, config.max_length)
     if files is not None:
-        return from_folder(name, FolderSource(files, shape_of(config), config, tokenizer), config, notice, trained)
+        return from_folder(
+            name, FolderSource(files, shape_of(config), config, tokenizer), config, notice, trained
+        )
     found = data_files(name)
     if found is None:
         parts = open_hub(name, config.dataset_config_name)
@@ -88,9 +114,17 @@ def load_one(name: str, config: Config, tokenizer: Any, notice: Notice, trained:
         store = prepare(name, content, lambda bad: hub_rows(name, parts), config, tokenizer, notice)
     else:
         most, content = config.max_file_gib, files_digest(found)
-        store = prepare(name, content, lambda bad: [row for file in found for row in read_file(file, bad, most)],
-                        config, tokenizer, notice)  # fmt: skip
-    splits, used = choose_splits(name, content, config, strata_of(store), bool(store.task.names[0]), notice, trained)
+        store = prepare(
+            name,
+            content,
+            lambda bad: [row for file in found for row in read_file(file, bad, most)],
+            config,
+            tokenizer,
+            notice,
+        )
+    splits, used = choose_splits(
+        name, content, config, strata_of(store), bool(store.task.names[0]), notice, trained
+    )
     return from_store(name, store, splits, config, notice, used)
 
 
@@ -99,14 +133,28 @@ def check_suite(name: str, config: Config) -> None:
     if name != "marks":
         return
     if config.task_type != "classification":
-        raise UsageError(f"dataset=marks has classes and no answers, and task_type={config.task_type}; use classification")
-    for setting, value, most in (("k_shot", config.most_shots, CLASSES * SHOWN), ("num_query", config.num_query, ASKED)):
+        raise UsageError(
+            f"dataset=marks has classes and no answers, and task_type={config.task_type}; use classification"
+        )
+    for setting, value, most in (
+        ("k_shot", config.most_shots, CLASSES * SHOWN),
+        ("num_query", config.num_query, ASKED),
+    ):
         if value > most:
-            raise UsageError(f"{setting}={value} is above the {most} texts of a class of dataset=marks; lower it")
+            raise UsageError(
+                f"{setting}={value} is above the {most} texts of a class of dataset=marks; lower it"
+            )
 
 
-def from_store(name: str, store: TokenStore, splits: Splits, config: Config, notice: Notice, used: UsedSplits | None,
-               parts: np.ndarray | None = None) -> Loaded:  # fmt: skip
+def from_store(
+    name: str,
+    store: TokenStore,
+    splits: Splits,
+    config: Config,
+    notice: Notice,
+    used: UsedSplits | None,
+    parts: np.ndarray | None = None,
+) -> Loaded:
     """Sources over the rows of a store. `parts`: see PartedSource."""
     strata = strata_of(store)
     made = {
@@ -115,11 +163,15 @@ def from_store(name: str, store: TokenStore, splits: Splits, config: Config, not
         if (source := make_source(config, store, splits.get(split, []), strata, split, notice, parts))
     }
     seen = hashlib.sha256((store.fingerprint + json.dumps(splits, sort_keys=True)).encode())
-    summary = f"{name}: {len(store)} rows, {counts(strata, splits, 'tasks' if store.task.names[0] else 'classes')}"
+    summary = (
+        f"{name}: {len(store)} rows, {counts(strata, splits, 'tasks' if store.task.names[0] else 'classes')}"
+    )
     return made, seen.hexdigest(), summary, used
 
 
-def from_folder(name: str, source: FolderSource, config: Config, notice: Notice, trained: Sequence[UsedSplits]) -> Loaded:
+def from_folder(
+    name: str, source: FolderSource, config: Config, notice: Notice, trained: Sequence[UsedSplits]
+) -> Loaded:
     """Sources over files that are tasks, none of which is read yet."""
     strata = {item.name: item.stratum for item in source.items}
     splits, used = choose_splits(name, source.fingerprint, config, strata, True, notice, trained)
@@ -128,19 +180,34 @@ def from_folder(name: str, source: FolderSource, config: Config, notice: Notice,
         split: source.part([place[task] for task in splits[split]]) for split in SPLITS if splits.get(split)
     }
     fingerprint = digest([source.fingerprint, splits])
-    return made, fingerprint, f"{name}: {len(source.items)} task files, {counts(strata, splits, 'tasks')}", used
+    return (
+        made,
+        fingerprint,
+        f"{name}: {len(source.items)} task files, {counts(strata, splits, 'tasks')}",
+        used,
+    )
 
 
-def choose_splits(name: str, content: str, config: Config, strata: Mapping[str, str], named_tasks: bool, notice: Notice,
-                  trained: Sequence[UsedSplits]) -> tuple[Splits, UsedSplits]:  # fmt: skip
-    """Those that a setting names, that the model was trained with, that lie beside the data, or by a hash; the first there are.
+def choose_splits(
+    name: str,
+    content: str,
+    config: Config,
+    strata: Mapping[str, str],
+    named_tasks: bool,
+    notice: Notice,
+    trained: Sequence[UsedSplits],
+) -> tuple[Splits, UsedSplits]:
+    """Those that a setting names, that the model was trained with, that lie beside the data, or by a hash;
+    the first there are.
 
     content: digest of the data. Classes that are tested although the model was trained on them are named.
     """
     noun, least, held_out = ("task", 1, None) if named_tasks else ("class", config.n_way, None)
     splits = None
     if not (config.class_splits or config.task_splits or config.split):
-        found = ((one.restored(content, label(name), noun, strata), one.held_out) for one in reversed(trained))
+        found = (
+            (one.restored(content, label(name), noun, strata), one.held_out) for one in reversed(trained)
+        )
         splits, held_out = next((pair for pair in found if pair[0]), (None, None))
         if splits is not None:
             notice(f"{label(name)}: the splits that the model was trained with")
@@ -161,4 +228,6 @@ def counts(strata: Mapping[str, str], splits: Mapping[str, list[str]], noun: str
 
 def stratum_weights(config: Config) -> dict[str, float]:
     """--mix_weights by the stratum that each data set is."""
-    return dict(zip(short_names(config.dataset), config.mix_weights, strict=True)) if config.mix_weights else {}
+    return (
+        dict(zip(short_names(config.dataset), config.mix_weights, strict=True)) if config.mix_weights else {}
+    )

@@ -1,9 +1,11 @@
-"""A folder of folders of files: each file is a task, its folder the stratum. A file is read when its task is drawn.
+"""A folder of folders of files: each file is a task, its folder the stratum. A file is read when its task is
+drawn.
 
     tasks/<stratum>/<task>.jsonl      (.csv, .parquet, .gz too)
 
-Nothing but the name, the size and the first line of each file is looked at before, so that a run over a million files
-starts soon; after that a node reads the files of its own tasks only, and a bad file is one bad task.
+Nothing but the name, the size and the first line of each file is looked at before, so that a run over a
+million files starts soon; after that a node reads the files of its own tasks only, and a bad file is one bad
+task.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ class TaskFile:
 
 
 def task_files(dataset: str, max_length: int) -> list[TaskFile] | None:
-    """The task files of a folder of folders; None for any other data set. Raises `UsageError` for two files of one name."""
+    """The task files of a folder of folders; None for any other data set.
+
+    Raises `UsageError` for two files of one name.
+    """
     root = Path(dataset)
     if not root.is_dir() or any(ending(path) for path in root.iterdir() if path.is_file()):
         return None
@@ -73,7 +78,9 @@ class FolderSource(TaskSource):
 
     def part(self, numbers: Sequence[int]) -> FolderSource:
         """The source of some of the files."""
-        return FolderSource([self.files[number] for number in numbers], self.shape, self.config, self.tokenizer)
+        return FolderSource(
+            [self.files[number] for number in numbers], self.shape, self.config, self.tokenizer
+        )
 
     def draw(self, task: Task) -> Draw:
         source = self.opened.get(task.item)
@@ -89,19 +96,29 @@ class FolderSource(TaskSource):
     def _open(self, file: TaskFile) -> TaskSource:
         with file.path.open("rb"):
             pass  # an I/O error as it is, so that it can be tried again
-        store = prepare(str(file.path), files_digest([file.path]), partial(self._read, file.path), self.config, self.tokenizer,
-                        lambda text: None, one_task=True)  # fmt: skip
+        store = prepare(
+            str(file.path),
+            files_digest([file.path]),
+            partial(self._read, file.path),
+            self.config,
+            self.tokenizer,
+            lambda text: None,
+            one_task=True,
+        )
         classes = self.config.task_type == "classification"
         pool = group_rows(store, set(store.member.names), classes)[""]
         problem = next((text for _, text in problems(file.name, pool, self.shape, "")), None)
         if problem:
             raise UsageError(f"{file.path}: {problem.split(';')[0]}; mend or remove the file")
         make = ClassSource if classes else PairSource
-        return make(store, {file.name: pool if classes else pool[""]}, {file.name: file.stratum}, self.shape)  # type: ignore[dict-item]
+        # type: ignore[dict-item]
+        return make(store, {file.name: pool if classes else pool[""]}, {file.name: file.stratum}, self.shape)
 
 
 def glance(path: Path, max_length: int) -> tuple[int, float]:
-    """Size in bytes, and tokens of a row by the length of the first line; the longest there may be where that says nothing."""
+    """Size in bytes, and tokens of a row by the length of the first line; the longest there may be where that
+    says nothing.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -1,8 +1,10 @@
-"""The built-in suite `letters`: seven families of little string tasks, generated, disjoint between train, valid and test.
+"""The built-in suite `letters`: seven families of little string tasks, generated, disjoint between train,
+valid and test.
 
-The 60 letters and digits belong to 12 hidden kinds of five. A task fixes a family and some kinds; its classes differ in
-one property of otherwise random strings. Five examples show a few letters of a kind, the query set others: whoever has
-learned the kinds from other tasks knows the answer. Families are the strata; held-out tasks combine other kinds.
+The 60 letters and digits belong to 12 hidden kinds of five. A task fixes a family and some kinds; its classes
+differ in one property of otherwise random strings. Five examples show a few letters of a kind, the query set
+others: whoever has learned the kinds from other tasks knows the answer. Families are the strata; held-out
+tasks combine other kinds.
 
     first      the first letter is of one of six kinds
     last       the last letter is
@@ -80,9 +82,14 @@ def count(rng: random.Random, own: list[Kind], other: list[Kind], c: int, n: int
 
 
 FAMILIES: dict[str, tuple[Family, int]] = {  # family -> its strings, kinds that a task owns
-    "first": (first, 6), "last": (last, 6), "contains": (contains, 6), "pair": (pair, 6), "double": (double, 6),
-    "majority": (majority, 6), "count": (count, 2),
-}  # fmt: skip
+    "first": (first, 6),
+    "last": (last, 6),
+    "contains": (contains, 6),
+    "pair": (pair, 6),
+    "double": (double, 6),
+    "majority": (majority, 6),
+    "count": (count, 2),
+}
 
 
 def hidden_kinds() -> list[Kind]:

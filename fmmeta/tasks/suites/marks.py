@@ -1,13 +1,16 @@
-"""The built-in suite `marks`: support sets that say nothing to whoever does not read their marks, and queries without marks.
+"""The built-in suite `marks`: support sets that say nothing to whoever does not read their marks, and queries
+without marks.
 
-Letters belong to the hidden kinds of `letters`. A task has three classes, each of a kind. A query shows letters of its class's
-kind. A support text shows letters of some class's kind and a mark that says how far its label is off:
+Letters belong to the hidden kinds of `letters`. A task has three classes, each of a kind. A query shows
+letters of its class's kind. A support text shows letters of some class's kind and a mark that says how far
+its label is off:
 
     !  the kind is that of the class    ?  of the next class    ~  of the one after
 
-Each class shows as many texts of each mark, so every kind comes up as often under every label: without the marks nothing is to be
-learned, whatever the features. What a mark does to a text is learned only through how the support set's gradient acts, since
-no query holds one: the first-order gradient of MAML is zero for it, and does not know that it should differ (docs/algorithms.md).
+Each class shows as many texts of each mark, so every kind comes up as often under every label: without the
+marks nothing is to be learned, whatever the features. What a mark does to a text is learned only through how
+the support set's gradient acts, since no query holds one: the first-order gradient of MAML is zero for it,
+and does not know that it should differ (docs/algorithms.md).
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ def part_of(text: str) -> int:
 
 
 def marks() -> tuple[list[Row], dict[str, list[str]]]:
-    """Return the rows (task, stratum, text, label) and which tasks are for train, valid and test; no two have the same kinds."""
+    """Return the rows (task, stratum, text, label) and which tasks are for train, valid and test; no two have
+    the same kinds.
+    """
     rng, kinds, rows, seen = random.Random("marks"), hidden_kinds(), list[Row](), set[tuple[int, ...]]()
     splits: dict[str, list[str]] = {split: [] for split in TASKS}
     for split, tasks in TASKS.items():
