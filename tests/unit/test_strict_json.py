@@ -13,6 +13,7 @@ import torch
 from fmmeta.best import Best
 from fmmeta.config import Config
 from fmmeta.record import Metrics, write_run
+from fmmeta.meta.parameters import MetaParameters
 from fmmeta.report import page
 from fmmeta.start import find_start
 from fmmeta.trackers import flat
@@ -51,7 +52,7 @@ def test_a_setting_that_is_infinite_is_no_change(tmp_path, written):
 
 
 def test_a_loss_that_is_not_finite_is_the_worst_of_equals_and_stays_so_after_a_resume():
-    live = {"theta": torch.zeros(2)}
+    live = MetaParameters(torch.zeros(2))
     best = Best(live)
     best.meet(1, 0.5, math.nan)
     stored = strictly(json.dumps(best.state().numbers).replace("Infinity", "null").replace("NaN", "null"))
