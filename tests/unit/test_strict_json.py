@@ -12,8 +12,8 @@ import torch
 
 from fmmeta.best import Best
 from fmmeta.config import Config
-from fmmeta.record import Metrics, write_run
 from fmmeta.meta.parameters import MetaParameters
+from fmmeta.record import Metrics, write_run
 from fmmeta.report import page
 from fmmeta.start import find_start
 from fmmeta.trackers import flat
