@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
+from fmmeta.meta.parameters import MetaParameters
 from fmmeta.report import page
 from fmmeta.train import train
 from fmmeta.training.best import Best
@@ -54,7 +55,7 @@ def test_a_setting_that_is_infinite_is_no_change(tmp_path, written):
 
 
 def test_a_loss_that_is_not_finite_is_the_worst_of_equals_and_stays_so_after_a_resume():
-    live = {"theta": torch.zeros(2)}
+    live = MetaParameters(torch.zeros(2))
     best = Best(live)
     best.meet(1, 0.5, math.nan)
     stored = strictly(json.dumps(best.state().numbers).replace("Infinity", "null").replace("NaN", "null"))
