@@ -3,8 +3,8 @@
     python -m benchmarks.adapters --json benchmarks/results/adapters.json
 
 One rank, one thread; 8 tasks of clinc150, 5-way 1-shot and 5-shot with as many queries, MiniLM. Rows: FOMAML
-on LoRA adapters and a head, ANIL, prototypical networks. The floor is what `--task_batch 1` does, measured in
-turn with `--task_batch 8` on the same batches. The last line is how many times as many episodes per CPU
+on LoRA adapters and a head, ANIL, prototypical networks. The floor is what `--tasks_per_pass 1` does, measured in
+turn with `--tasks_per_pass 8` on the same batches. The last line is how many times as many episodes per CPU
 second the batched path gets through.
 """
 
@@ -37,7 +37,7 @@ def measure(config: Config, tasks: int, repeats: int, world: Any, ranks: Any) ->
     run = prepared.run
     rule: Any = RULES[config.algorithm](run.parts.setup, 0)
     several: Any = (
-        adapter_multi_task_rule(replace(config, task_batch=str(tasks)), run.worker, run.parts.setup.inner)
+        adapter_multi_task_rule(replace(config, tasks_per_pass=str(tasks)), run.worker, run.parts.setup.inner)
         or rule
     )
     load = run.parts.load(prepared.plan.sources.train)

@@ -131,7 +131,7 @@ def leave(words: Sequence[str]) -> int:
 
         traceback.print_exc()
         code = 1
-    # type: ignore[attr-defined]  # waits for the threads that are no daemons, as the interpreter does
+    # waits for the threads that are no daemons, as the interpreter does
     threading._shutdown()
     atexit._run_exitfuncs()
     return code

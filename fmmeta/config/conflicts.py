@@ -72,7 +72,7 @@ def _without_effect(c: Any) -> Iterator[str]:
         "proximal_weight": ("algorithm", ("imaml",)),
         "cg_steps": ("algorithm", ("imaml",)),
         "cg_damping": ("algorithm", ("imaml",)),
-        "rates_lr": ("inner_lr_learned", ("layer", "element")),
+        "inner_lr_outer_lr": ("inner_lr_learned", ("layer", "element")),
         "outer_momentum": ("outer_optimizer", ("nesterov",)),
     }
     for name, (other, values) in readers.items():
@@ -86,9 +86,9 @@ def _without_effect(c: Any) -> Iterator[str]:
         or c.multi_step_loss_steps
         or c.inner_lr_learned != "no"
     )
-    if c.trajectory_gib is not None and not keeps:
+    if c.trajectory_memory_gib is not None and not keeps:
         yield (
-            f"trajectory_gib={c.trajectory_gib} means nothing for algorithm={c.algorithm}, which keeps no"
+            f"trajectory_memory_gib={c.trajectory_memory_gib} means nothing for algorithm={c.algorithm}, which keeps no"
             " trajectory; leave it out"
         )
     if c.eval_steps and not c.eval_episodes:
@@ -96,13 +96,13 @@ def _without_effect(c: Any) -> Iterator[str]:
             f"eval_steps={c.eval_steps} means nothing for eval_episodes=0, which evaluates nothing; leave"
             " it out"
         )
-    if c.trajectory_gib is not None and c.trajectory_gib < 0:
+    if c.trajectory_memory_gib is not None and c.trajectory_memory_gib < 0:
         yield (
-            f"trajectory_gib={c.trajectory_gib} is below 0; use 0 to keep the whole trajectory in host memory"
+            f"trajectory_memory_gib={c.trajectory_memory_gib} is below 0; use 0 to keep the whole trajectory in host memory"
         )
-    if c.trajectory_gib is not None and not c.trajectory_gib < math.inf:
+    if c.trajectory_memory_gib is not None and not c.trajectory_memory_gib < math.inf:
         yield (
-            f"trajectory_gib={c.trajectory_gib} is no number to compute with; use 0 or more, or leave it out"
+            f"trajectory_memory_gib={c.trajectory_memory_gib} is no number to compute with; use 0 or more, or leave it out"
             " for no limit"
         )
 
@@ -218,9 +218,9 @@ def _inner_loop_conflicts(c: Any) -> Iterator[str]:
             "inner_optimizer=momentum with algorithm=imaml is not tested: the proximal loop only has to reach"
             " its minimum; use sgd with more --inner_steps"
         )
-    if c.inner_state == "kept" and not (inner == "adamw" and name == "reptile"):
+    if c.inner_optimizer_state == "kept" and not (inner == "adamw" and name == "reptile"):
         yield (
-            f"inner_state=kept keeps Reptile's Adam moments, and here are algorithm={name} and"
+            f"inner_optimizer_state=kept keeps Reptile's Adam moments, and here are algorithm={name} and"
             f" inner_optimizer={inner}; use reset"
         )
     learned = c.inner_lr_learned
@@ -255,7 +255,7 @@ def _inner_loop_conflicts(c: Any) -> Iterator[str]:
 
 def _multi_task_conflicts(c: Any) -> Iterator[str]:
     """What one pass for several tasks does not go with."""
-    if c.task_batch == "1":
+    if c.tasks_per_pass == "1":
         return
     if c.algorithm in FROZEN_BODY:
         wrong = {
@@ -273,7 +273,7 @@ def _multi_task_conflicts(c: Any) -> Iterator[str]:
             f"pipeline_stages={c.pipeline_stages}": c.pipeline_stages > 1,
             f"n_way_max={c.n_way_max}, where tasks have heads of different sizes": c.n_way_max is not None,
             "packing=True": c.packing,
-            f"inner_state={c.inner_state}": c.inner_state != "reset",
+            f"inner_optimizer_state={c.inner_optimizer_state}": c.inner_optimizer_state != "reset",
             f"inner_lr_learned={c.inner_lr_learned}": c.inner_lr_learned != "no",
             f"inner_lr_groups={' '.join(c.inner_lr_groups)}": bool(c.inner_lr_groups),
             f"multi_step_loss_steps={c.multi_step_loss_steps}": c.multi_step_loss_steps > 0,
@@ -283,8 +283,8 @@ def _multi_task_conflicts(c: Any) -> Iterator[str]:
     for what, is_so in wrong.items():
         if is_so:
             yield (
-                f"task_batch={c.task_batch} is not implemented with {what}; leave it out, or use"
-                " --task_batch 1"
+                f"tasks_per_pass={c.tasks_per_pass} is not implemented with {what}; leave it out, or use"
+                " --tasks_per_pass 1"
             )
 
 
@@ -296,8 +296,8 @@ def _compile_conflicts(c: Any) -> Iterator[str]:
             c.tensor_parallel_size > 1
         ),
         "engine=deepspeed, which hooks into modules": c.engine == "deepspeed",
-        f"task_batch={c.task_batch}, whose tasks stand in for layers in each pass": (
-            c.task_batch != "1" and c.algorithm not in FROZEN_BODY
+        f"tasks_per_pass={c.tasks_per_pass}, whose tasks stand in for layers in each pass": (
+            c.tasks_per_pass != "1" and c.algorithm not in FROZEN_BODY
         ),
         "gradient_checkpointing=True, which computes layers again": c.gradient_checkpointing,
         "packing=True": c.packing,
@@ -329,9 +329,9 @@ def _delay_conflicts(c: Any) -> Iterator[str]:
             f"outer_delay={c.outer_delay} with offload_outer=True: a sum in host memory is reduced piece by"
             " piece, and none of it would overlap; leave one out"
         )
-    if c.outer_delay and c.inner_state == "kept":
+    if c.outer_delay and c.inner_optimizer_state == "kept":
         yield (
-            f"outer_delay={c.outer_delay} with inner_state=kept: the moments that an inner loop begins with"
+            f"outer_delay={c.outer_delay} with inner_optimizer_state=kept: the moments that an inner loop begins with"
             " would be those of two outer steps before; use reset, or no delay"
         )
     for name, unset in {"outer_delay": 0, "reduce_dtype": "fp32"}.items():

@@ -177,7 +177,7 @@ class TaskConfig(RowConfig):
         " the task out",
         ON_BAD_TASK,
     )
-    max_bad_share: float = setting(0.05, "skip: stop when more than this share of rows or tasks is bad")
+    max_bad_fraction: float = setting(0.05, "skip: stop when more than this share of rows or tasks is bad")
     max_file_gib: float = setting(16.0, "Most that a compressed data file may hold when it is unpacked")
     prepare_timeout: int = setting(
         1800, "Seconds that ranks wait for the one of their node that downloads and tokenises"
@@ -226,7 +226,7 @@ class MetaConfig:
     cg_damping: float = setting(
         0.0, "imaml: added to the identity in the system that is solved; more is safer and less exact"
     )
-    inner_state: str = setting(
+    inner_optimizer_state: str = setting(
         "reset",
         "Adam's moments at the start of a task: zeros, or kept from one outer step to the next as in"
         " Reptile's code (the mean over the tasks of a meta-batch, so that it does not matter which group ran"
@@ -239,7 +239,7 @@ class MetaConfig:
         " element (Meta-SGD) (default: element for meta_sgd, else no)",
         LEARNED_RATES,
     )
-    rates_lr: float = setting(
+    inner_lr_outer_lr: float = setting(
         1e-3, "Outer learning rate of learned inner rates; schedule and optimizer are the outer ones"
     )
     first_order_steps: int = setting(
@@ -253,7 +253,7 @@ class MetaConfig:
     prototype_gradient: bool = setting(
         False, "head_init=prototype: let the meta-gradient flow through the class means"
     )
-    trajectory_gib: float = setting(
+    trajectory_memory_gib: float = setting(
         None,
         "Device memory for the steps of an inner loop that exact meta-gradients need; the rest waits in host"
         " memory (default: all)",
@@ -326,7 +326,7 @@ class ParallelConfig:
         "Most tokens of one forward pass on one rank, padding included: rows of like length share it, more of"
         " short ones; 0: any",
     )
-    task_batch: str = setting(
+    tasks_per_pass: str = setting(
         "1",
         "With anil, protonet or --lora_r: tasks of a group whose rows go through the body together, each with"
         " a head and adapters of its own; auto: as many as fit into micro_batch_size rows",
@@ -358,7 +358,7 @@ class ParallelConfig:
     offload_outer: bool = setting(
         False, "Keep theta, meta-gradient and outer moments in host memory during the inner loop"
     )
-    group_layout: bool = setting(
+    show_layout: bool = setting(
         False, "Show at the start on which node each rank of each group is, and which links carry what"
     )
     local_rank: int = setting(-1, "Passed by launchers; leave it alone")
@@ -474,14 +474,14 @@ FREE_ON_RESUME = {
     "engine",
     "deepspeed",
     "pipeline_balance",
-    "group_layout",
+    "show_layout",
     "max_bad_steps",
     "attn_implementation",
     "report_to",
     "num_workers",
     "prefetch_factor",
     "on_bad_task",
-    "max_bad_share",
+    "max_bad_fraction",
     "prepare_timeout",
     "save_async",
     "max_failed_saves",
@@ -496,10 +496,10 @@ FREE_ON_RESUME = {
     "lora_merge",
     "offload_outer",
     "packing",
-    "trajectory_gib",
+    "trajectory_memory_gib",
     "check_meta_gradient",
     "profile",
-    "task_batch",
+    "tasks_per_pass",
     "max_tokens_per_micro_batch",
     "compile",
 }

@@ -60,7 +60,7 @@ RESOLVED = (
     "deepspeed_layout",
     "transforms_fingerprint",
 )
-POSITIVE = ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "rates_lr", "proximal_weight")
+POSITIVE = ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "inner_lr_outer_lr", "proximal_weight")
 OPTIONAL_POSITIVE = (
     "max_task_loss",
     "max_task_norm",
@@ -132,15 +132,15 @@ def _of_numbers(c: Any) -> Iterator[str]:
         yield f"group_size={c.group_size} is neither a positive number nor auto; use auto, 1, 2, 4, ..."
     if c.num_workers != "auto" and not c.num_workers.isdecimal():
         yield f"num_workers={c.num_workers} is neither a number nor auto; use auto, 0, 1, 2, ..."
-    if c.task_batch != "auto" and not (c.task_batch.isdecimal() and int(c.task_batch) > 0):
-        yield f"task_batch={c.task_batch} is neither a positive number nor auto; use auto, 1, 8, ..."
+    if c.tasks_per_pass != "auto" and not (c.tasks_per_pass.isdecimal() and int(c.tasks_per_pass) > 0):
+        yield f"tasks_per_pass={c.tasks_per_pass} is neither a positive number nor auto; use auto, 1, 8, ..."
     if c.load_best_model_at_end and not (c.eval_steps and c.eval_episodes):
         yield "load_best_model_at_end=True needs validation scores; give --eval_steps and --eval_episodes"
     for name in c.accept_changed_settings:
         if name not in (*type(c).__dataclass_fields__, "dataset_fingerprint", *RESOLVED):
             yield f"accept_changed_settings={name} is no setting; name those that the refusal names"
-    if not 0 <= c.max_bad_share <= 1:
-        yield f"max_bad_share={c.max_bad_share} is no share; use a number from 0 to 1"
+    if not 0 <= c.max_bad_fraction <= 1:
+        yield f"max_bad_fraction={c.max_bad_fraction} is no share; use a number from 0 to 1"
 
 
 def _of_the_task_type(c: Any) -> Iterator[str]:

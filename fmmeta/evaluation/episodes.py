@@ -73,8 +73,8 @@ def skipped(
     said = (
         f"{bad} of {total} {k_shot}-shot episodes cannot be had; the first: {missing[min(missing, key=int)]}"
     )
-    if bad == total or bad > config.max_bad_share * max(total, LEAST_SEEN):
-        raise UsageError(f"max_bad_share={config.max_bad_share}: {said}")
+    if bad == total or bad > config.max_bad_fraction * max(total, LEAST_SEEN):
+        raise UsageError(f"max_bad_fraction={config.max_bad_fraction}: {said}")
     notice(f"{said}; left out")
     return episodes.without(missing)
 

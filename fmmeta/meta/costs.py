@@ -93,7 +93,7 @@ class ShardCounts(NamedTuple):
     """
 
     work: int
-    trajectory: int  # steps of the inner loop, which --trajectory_gib may send to host memory
+    trajectory: int  # steps of the inner loop, which --trajectory_memory_gib may send to host memory
 
 
 def adds_directly(config: Config) -> bool:
@@ -114,7 +114,7 @@ def adds_directly(config: Config) -> bool:
 def shards(config: Config) -> ShardCounts:
     k = config.inner_steps
     work = {"momentum": 1, "adamw": 2}.get(config.inner_optimizer, 0)
-    work += 4 if config.inner_state == "kept" else 0
+    work += 4 if config.inner_optimizer_state == "kept" else 0
     trajectory = 0
     if config.algorithm in UNROLLED:
         work += WORK

@@ -112,5 +112,5 @@ def inner_rule(config: Config) -> InnerRule:
         u.div_((second / (1 - b2**count)).sqrt_().add_(eps))
         return u.add_(shard, alpha=decay) if decay else u
 
-    kept = InnerState({}) if config.inner_state == "kept" else None
+    kept = InnerState({}) if config.inner_optimizer_state == "kept" else None
     return InnerRule("adamw", ("exp_avg", "exp_avg_sq"), adamw, kept=kept)

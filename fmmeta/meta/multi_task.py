@@ -73,11 +73,11 @@ class AdapterMultiTaskRule:
 
 
 def tasks_per_pass(config: Config) -> int:
-    """Tasks of a group whose rows share a pass, as --task_batch asks; auto: as many as fit into
+    """Tasks of a group whose rows share a pass, as --tasks_per_pass asks; auto: as many as fit into
     micro_batch_size rows.
     """
-    if config.task_batch != "auto":
-        return int(config.task_batch)
+    if config.tasks_per_pass != "auto":
+        return int(config.tasks_per_pass)
     support, query = (min(config.micro_batch_size, each) for each in rows_of(config))
     return max(
         1, config.micro_batch_size // (support + query if config.algorithm in FROZEN_BODY else support)

@@ -5,7 +5,7 @@ optimizer.
 
 Everything lives on the rank's own shard: theta, the sum, the optimizer's moments. Nothing is gathered, so the
 optimizer has to act element by element. What is not theta goes the same way: learned inner rates are
-meta-parameters of their own (clipped by nobody, decayed by nobody, at `rates_lr`), kept inner moments are
+meta-parameters of their own (clipped by nobody, decayed by nobody, at `inner_lr_outer_lr`), kept inner moments are
 replaced by their mean over the tasks. With --offload_outer all of it but the rates lies in host memory
 (parallel/home.py) and comes to the device in pieces, once per outer step.
 """
@@ -188,7 +188,10 @@ class Outer:
         if self.rates is not None:
             state = {**tensors(before), **self.rate_moments}
             self.rate_moments = self._move(
-                self.rates, extra["rates"].clone(), state, self.config.rates_lr * self.factor(outer_step)
+                self.rates,
+                extra["rates"].clone(),
+                state,
+                self.config.inner_lr_outer_lr * self.factor(outer_step),
             )
         if self.kept is not None:
             self.kept.vectors = {name: extra[name].clone() for name in ("exp_avg", "exp_avg_sq")}

@@ -83,7 +83,7 @@ def reference_run(
                     },
                 )
             )
-            if config.inner_state == "kept":
+            if config.inner_optimizer_state == "kept":
                 memory = mean_memory([m for *_, m in told])
         else:
             due.append(({}, {}))  # no task counts: theta stays, the schedule goes on
@@ -122,7 +122,7 @@ def outer_optimizer(
             {
                 "params": list({id(rate): rate for rate in rates.values()}.values()),
                 "weight_decay": 0.0,
-                "lr": config.rates_lr,
+                "lr": config.inner_lr_outer_lr,
             }
         )
     if config.outer_optimizer == "adamw":

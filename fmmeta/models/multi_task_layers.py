@@ -94,8 +94,8 @@ class TaskAxis:
         missing = [name for name in trained if name not in self.names]
         if missing:
             raise UsageError(
-                f"task_batch: {missing[0]} is trained, and belongs to no linear layer nor to an adapter of"
-                " one; use --task_batch 1"
+                f"tasks_per_pass: {missing[0]} is trained, and belongs to no linear layer nor to an adapter of"
+                " one; use --tasks_per_pass 1"
             )
 
     @contextmanager

@@ -52,7 +52,7 @@ def part_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
         config.offload_outer and not lazy,
     )
     kept = of_rules.shards(config)
-    budget = None if config.trajectory_gib is None or lazy else int(config.trajectory_gib * GIB)
+    budget = None if config.trajectory_memory_gib is None or lazy else int(config.trajectory_memory_gib * GIB)
     return replace(
         sizes,
         layers=-(-sizes.layers // depth),
@@ -90,7 +90,7 @@ def stage_rows(config: Config, data: int = 1) -> int:
 def most_rows(config: Config, data: int = 1) -> int:
     """Most rows of a forward pass on one of `data` ranks: a micro-batch of each of the tasks that share it."""
     most = stage_rows(config, data) if config.pipeline_stages > 1 else config.micro_batch_size
-    tasks = 1 if config.task_batch == "auto" else int(config.task_batch)
+    tasks = 1 if config.tasks_per_pass == "auto" else int(config.tasks_per_pass)
     found = [micro_batches(rows, data, most)[1] for rows in of_rules.rows_of(config)]
     if config.algorithm in of_rules.FROZEN_BODY and of_rules.keeps_support(config, data):
         return tasks * sum(found)  # the support set's activations wait for the query set

@@ -121,8 +121,7 @@ class Chart:
             up = "L"
         ends = (
             [
-                # type: ignore[arg-type]
-                tag("circle", cx=self.x(step), cy=self.y(value, low, high), r=2.2, cls=f"dot {one.look}")
+                tag("circle", cx=self.x(step), cy=self.y(value, low, high), r=2.2, cls=f"dot {one.look}")  # type: ignore
                 for step, value in one.points
                 if self._drawn(value)
             ]
@@ -149,11 +148,9 @@ class Chart:
         """What shows while the pointer is over a step, and where the pointer has to be for it."""
         here = [(one, values.get(step)) for one, values in known]
         here = [(one, value) for one, value in here if self._drawn(value)]
-        # type: ignore[arg-type]
         words = [tag("tspan", f"\u2002{one.name} {value:.4g}", cls=f"word {one.look}") for one, value in here]
         dots = [
-            # type: ignore[arg-type]
-            tag("circle", cx=self.x(step), cy=self.y(value, low, high), r=3.4, cls=f"dot {one.look}")
+            tag("circle", cx=self.x(step), cy=self.y(value, low, high), r=3.4, cls=f"dot {one.look}")  # type: ignore
             for one, value in here
         ]
         width = max(3.0, (WIDTH - LEFT - RIGHT) / min(MOST_STRIPS, max(1, len(self._steps()))))
@@ -215,7 +212,7 @@ def extremes(points: Points, most: int) -> Points:
         known = [point for point in stretch if point[1] is not None]
         gap = next((point for point in stretch if point[1] is None), None)
         kept += sorted(
-            {min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])} if known else (),
+            {min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])} if known else (),  # type: ignore
             key=lambda p: p[0],
         )  # type: ignore
         if gap is not None:

@@ -181,9 +181,9 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Pro
     notice(f"{ranks.layout} on {world.device.type}; {stage}; {'bf16' if plan.precision.bf16 else 'fp32'}")
     for text in (*world.said, *([warned] if warned else [])):
         notice(text)
-    if config.group_layout:
+    if config.show_layout:
         shown = show_layout(config, plan, sizes, world, group_size, engine)
-        notice(f"group_layout: {ranks.layout} on {len(world.nodes.hosts)} nodes", *shown)
+        notice(f"show_layout: {ranks.layout} on {len(world.nodes.hosts)} nodes", *shown)
     if config.offload_outer and world.device.type == "cpu":
         notice("offload_outer changes nothing on CPUs: the ranks' memory is the host's already")
     if config.lora_r:

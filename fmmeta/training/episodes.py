@@ -25,7 +25,7 @@ from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode, LoadResult
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task, assign_to_groups
 from fmmeta.tasks.schedule.samplers import TaskSampler
 
-# tasks that max_bad_share counts as seen from the start, so that the first bad one does not stop a run
+# tasks that max_bad_fraction counts as seen from the start, so that the first bad one does not stop a run
 LEAST_SEEN = 100
 
 Episodes = list[tuple[Task, Episode]]
@@ -133,9 +133,9 @@ class EpisodeReader:
         self.bad += len(found)
         for error in found:
             self.notice(f"left out: task {error['task']}: {error['error']}")
-        if self.bad > self.config.max_bad_share * max(self.seen, LEAST_SEEN):
+        if self.bad > self.config.max_bad_fraction * max(self.seen, LEAST_SEEN):
             raise UsageError(
-                f"max_bad_share={self.config.max_bad_share}: {self.bad} of {self.seen} tasks could not be"
+                f"max_bad_fraction={self.config.max_bad_fraction}: {self.bad} of {self.seen} tasks could not be"
                 f" had, the last: task {found[-1]['task']}: {found[-1]['error']}"
             )
         return [{"task": error["task"], "error": error["error"]} for error in found]

@@ -96,9 +96,9 @@ class Run:
         self.rule_at = partial(RULES[config.algorithm], parts.setup) if self.trains else None
         with ranks.world.raise_on_all("making room for several tasks"):
             self.together = adapter_multi_task_rule(config, self.worker, parts.setup.inner)
-        if config.task_batch == "auto":
+        if config.tasks_per_pass == "auto":
             progress.notice(
-                f"task_batch auto: {tasks_per_pass(config)} task(s) in a pass, as many as fit into"
+                f"tasks_per_pass auto: {tasks_per_pass(config)} task(s) in a pass, as many as fit into"
                 f" micro_batch_size={config.micro_batch_size} rows"
             )
         self.schedule = build.training_schedule(config, plan, ranks.layout)

@@ -73,8 +73,8 @@ ALSO: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "offload_outer": {"offload_outer": True},
     "packing": {"packing": True},
-    "together": {"lora_r": 4, "task_batch": "2"},  # of 3 tasks
-    "pooled": {"task_batch": "2"},
+    "together": {"lora_r": 4, "tasks_per_pass": "2"},  # of 3 tasks
+    "pooled": {"tasks_per_pass": "2"},
     "both": {"lora_r": 4, "gradient_checkpointing": True},
     "delay": {"outer_delay": 1},  # test_delay.py has its cases
     "wire": {"reduce_dtype": "bf16"},
@@ -92,7 +92,7 @@ EQUAL = {
     "gradient_checkpointing",
     "offload_outer",
     "packing",
-    "task_batch",
+    "tasks_per_pass",
     "reduce_dtype",
 }  # the oracle knows nothing of what must not change theta
 VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, where they are more than the name
@@ -102,9 +102,9 @@ VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, wher
         "inner_optimizer": "momentum",
         "inner_momentum": 0.5,
         "multi_step_loss_steps": 4,
-        "rates_lr": 0.01,
+        "inner_lr_outer_lr": 0.01,
     },
-    "meta_sgd": {"algorithm": "meta_sgd", "first_order_steps": 1, "rates_lr": 0.01},
+    "meta_sgd": {"algorithm": "meta_sgd", "first_order_steps": 1, "inner_lr_outer_lr": 0.01},
     "imaml": {"algorithm": "imaml", "proximal_weight": 300.0, "inner_lr": 0.003, "cg_steps": 3},
     "proto_maml": {"algorithm": "proto_maml", "prototype_gradient": True},
     "reptile-adam": {
@@ -112,7 +112,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, wher
         "inner_optimizer": "adamw",
         "inner_beta1": 0.5,
         "inner_beta2": 0.9,
-        "inner_state": "kept",
+        "inner_optimizer_state": "kept",
         "inner_epsilon": 0.03,
     },
 }

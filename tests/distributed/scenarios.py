@@ -205,7 +205,7 @@ def gathers(world: World, model: str, data: str, kind: str) -> None:
             group_size="2",
             deepspeed="ds_configs/zero3.json",
             meta_batch_size=8,
-            task_batch=at_once,
+            tasks_per_pass=at_once,
             outer_steps=2,
             inner_steps=2,
             inner_lr=0.3,

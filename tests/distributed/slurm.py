@@ -93,7 +93,6 @@ def sbatch(script: str, *arguments: str) -> int:
                     and len(Path(where).read_text().splitlines()) >= int(least)
                 ):
                     warned = True
-                    # type: ignore[union-attr]
                     to, number = re.fullmatch(r"(B:)?(\w+)@\d+", asked["signal"]).groups()
                     assert to == "B:"
                     job.send_signal(getattr(signal, f"SIG{number}"))

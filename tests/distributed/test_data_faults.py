@@ -106,7 +106,7 @@ def test_bad_tasks_are_left_out_and_counted(tmp_path):
         path[long].read_text() + json.dumps({"text": "word " * 2_000_000, "label": "a"}) + "\n"
     )
     plan = {"at": HARM_AT, "truncate": [str(path[cut])], "forbid": [str(path[forbidden])], "kill_at": 6}
-    ended = train(root, tmp_path / "out", plan, on_bad_task="skip", max_bad_share=0.1).ok()
+    ended = train(root, tmp_path / "out", plan, on_bad_task="skip", max_bad_fraction=0.1).ok()
     lines = lines_of(tmp_path / "out")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     found = {bad["task"]: bad["error"] for line in lines for bad in line.get("bad_tasks", ())}
@@ -163,12 +163,12 @@ def test_too_many_bad_tasks_stop_all_ranks(tmp_path):
         tmp_path / "out",
         {"at": HARM_AT, "truncate": [str(root / f"{name}.jsonl") for name in bad]},
         on_bad_task="skip",
-        max_bad_share=0.03,
+        max_bad_fraction=0.03,
     )
     assert ended.codes == [2, 2]
     last = ended.output[0].splitlines()[-1]
     assert last.startswith(
-        "fmmeta: error: max_bad_share=0.03: 4 of 24 tasks could not be had, the last: task "
+        "fmmeta: error: max_bad_fraction=0.03: 4 of 24 tasks could not be had, the last: task "
     )
     assert not ended.others
 

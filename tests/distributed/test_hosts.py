@@ -88,7 +88,7 @@ def by_deepspeed(folder: Path, slots: int, flags: list[str]):
 @pytest.mark.timeout(300)
 def test_deepspeed_without_ssh_trains_on_two_hosts(hosts, flags, alone, tmp_path):
     run = tmp_path / "run"
-    started = Started(hosts, tmp_path, by_deepspeed(tmp_path, 2, [*flags(run, **SHORT), "--group_layout"]))
+    started = Started(hosts, tmp_path, by_deepspeed(tmp_path, 2, [*flags(run, **SHORT), "--show_layout"]))
     assert started.codes(250) == [0, 0], started.texts
     text, cable = started.texts[0], hosts.cables[0]
     assert (
@@ -96,7 +96,7 @@ def test_deepspeed_without_ssh_trains_on_two_hosts(hosts, flags, alone, tmp_path
         " reach" in text
     )
     assert (
-        "fmmeta: group_layout: 4 groups of 1 rank on 2 nodes\ngroup 0: rank 0 on alpha\ngroup 1: rank 1 on"
+        "fmmeta: show_layout: 4 groups of 1 rank on 2 nodes\ngroup 0: rank 0 on alpha\ngroup 1: rank 1 on"
         " alpha\ngroup 2: rank 2 on beta\ngroup 3: rank 3 on beta\nacross groups, between nodes"
         f" (GLOO_SOCKET_IFNAME={cable}): " in text
     )

@@ -547,7 +547,7 @@ def test_objects_are_shown_in_one_line_each(bert, tmp_path):
     )
     assert (
         repr(adapted)
-        == f"Adapted(base={str(bert)!r}, task_type='classification', labels={adapted.labels}, inner_steps=2,"
+        == f"AdaptedModel(base={str(bert)!r}, task_type='classification', labels={adapted.labels}, inner_steps=2,"
         f" left_out=None, accuracy={adapted.accuracy:.4f}, output_dir={str(tmp_path / 'out')!r})"
     )
     results = fmmeta.evaluate(bert, "letters", method=["prototype", "knn"], k_shot=[1], episodes=3)

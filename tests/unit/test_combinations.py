@@ -37,24 +37,24 @@ ADAM = {"inner_optimizer": "adamw"}
             "cg_steps=9 means nothing for algorithm=fomaml; leave it out, or use algorithm imaml",
         ),
         (
-            {"rates_lr": 0.1},
+            {"inner_lr_outer_lr": 0.1},
             (
-                "rates_lr=0.1 means nothing for inner_lr_learned=no; leave it out, or use inner_lr_learned"
+                "inner_lr_outer_lr=0.1 means nothing for inner_lr_learned=no; leave it out, or use inner_lr_learned"
                 " layer or element"
             ),
         ),
         (
-            {"trajectory_gib": 1.0},
-            "trajectory_gib=1.0 means nothing for algorithm=fomaml, which keeps no trajectory; leave it out",
+            {"trajectory_memory_gib": 1.0},
+            "trajectory_memory_gib=1.0 means nothing for algorithm=fomaml, which keeps no trajectory; leave it out",
         ),
         (
-            {"algorithm": "maml", "trajectory_gib": -1.0},
-            "trajectory_gib=-1.0 is below 0; use 0 to keep the whole trajectory in host memory",
+            {"algorithm": "maml", "trajectory_memory_gib": -1.0},
+            "trajectory_memory_gib=-1.0 is below 0; use 0 to keep the whole trajectory in host memory",
         ),
         (
-            {"inner_state": "kept"},
+            {"inner_optimizer_state": "kept"},
             (
-                "inner_state=kept keeps Reptile's Adam moments, and here are algorithm=fomaml and "
+                "inner_optimizer_state=kept keeps Reptile's Adam moments, and here are algorithm=fomaml and "
                 "inner_optimizer=sgd; "
                 "use reset"
             ),

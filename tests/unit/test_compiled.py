@@ -70,7 +70,10 @@ def test_real_code_gives_the_same(tmp_path, monkeypatch):
             "tensor_parallel_size=2, whose layers talk to each other",
         ),
         ({"engine": "deepspeed"}, "engine=deepspeed, which hooks into modules"),
-        ({"lora_r": 4, "task_batch": "2"}, "task_batch=2, whose tasks stand in for layers in each pass"),
+        (
+            {"lora_r": 4, "tasks_per_pass": "2"},
+            "tasks_per_pass=2, whose tasks stand in for layers in each pass",
+        ),
         ({"gradient_checkpointing": True}, "gradient_checkpointing=True, which computes layers again"),
         ({"packing": True, "task_type": "causal_lm"}, "packing=True"),
     ],

@@ -15,7 +15,7 @@ from fmmeta.config.validate import MINIMUM
 from tests.unit.helpers import refusal
 
 COMPANIONS = {  # settings without which a choice is refused
-    ("inner_state", "kept"): {"algorithm": "reptile", "inner_optimizer": "adamw"},
+    ("inner_optimizer_state", "kept"): {"algorithm": "reptile", "inner_optimizer": "adamw"},
     ("inner_optimizer", "adamw"): {"algorithm": "reptile"},
     ("algorithm", "in_context"): {"task_type": "causal_lm"},
     ("pipeline_balance", "time"): {"pipeline_stages": 2},
@@ -176,16 +176,19 @@ def test_inner_lr_is_positive(value):
         ),
         ({"num_workers": "many"}, "num_workers=many is neither a number nor auto; use auto, 0, 1, 2, ..."),
         ({"num_workers": "²"}, "num_workers=² is neither a number nor auto; use auto, 0, 1, 2, ..."),
-        ({"task_batch": "²"}, "task_batch=² is neither a positive number nor auto; use auto, 1, 8, ..."),
         (
-            {"trajectory_gib": math.inf, "algorithm": "maml"},
-            "trajectory_gib=inf is no number to compute with; use 0 or more, or leave it out for no limit",
+            {"tasks_per_pass": "²"},
+            "tasks_per_pass=² is neither a positive number nor auto; use auto, 1, 8, ...",
         ),
         (
-            {"trajectory_gib": math.nan, "algorithm": "maml"},
-            "trajectory_gib=nan is no number to compute with; use 0 or more, or leave it out for no limit",
+            {"trajectory_memory_gib": math.inf, "algorithm": "maml"},
+            "trajectory_memory_gib=inf is no number to compute with; use 0 or more, or leave it out for no limit",
         ),
-        ({"max_bad_share": 1.5}, "max_bad_share=1.5 is no share; use a number from 0 to 1"),
+        (
+            {"trajectory_memory_gib": math.nan, "algorithm": "maml"},
+            "trajectory_memory_gib=nan is no number to compute with; use 0 or more, or leave it out for no limit",
+        ),
+        ({"max_bad_fraction": 1.5}, "max_bad_fraction=1.5 is no share; use a number from 0 to 1"),
     ],
 )
 def test_settings_of_the_data_are_checked(settings, said):

@@ -156,9 +156,14 @@ OUT = {"elastic": True, "output_dir": "x"}
             ),
         ),
         (
-            {"outer_delay": 1, "algorithm": "reptile", "inner_optimizer": "adamw", "inner_state": "kept"},
+            {
+                "outer_delay": 1,
+                "algorithm": "reptile",
+                "inner_optimizer": "adamw",
+                "inner_optimizer_state": "kept",
+            },
             (
-                "outer_delay=1 with inner_state=kept: the moments that an inner loop begins with would be"
+                "outer_delay=1 with inner_optimizer_state=kept: the moments that an inner loop begins with would be"
                 " those of two outer steps before; use reset, or no delay"
             ),
         ),

@@ -42,7 +42,7 @@ def reader_of(folder, **settings):
 
 
 def test_what_is_left_is_dealt_and_the_others_are_named(folder):
-    reader, tasks, told = reader_of(folder, on_bad_task="skip", max_bad_share=1.0)
+    reader, tasks, told = reader_of(folder, on_bad_task="skip", max_bad_fraction=1.0)
     for task in tasks[::2]:
         (folder / f"{task.name}.jsonl").write_text("{")
     assert [task for task, _ in reader.read_share(tasks)] == [tasks[1]]
@@ -51,7 +51,7 @@ def test_what_is_left_is_dealt_and_the_others_are_named(folder):
 
 
 def test_none_that_can_be_had_is_an_error_whatever_may_be_skipped(folder):
-    reader, tasks, told = reader_of(folder, on_bad_task="skip", max_bad_share=1.0)
+    reader, tasks, told = reader_of(folder, on_bad_task="skip", max_bad_fraction=1.0)
     for task in tasks:
         (folder / f"{task.name}.jsonl").write_text("{")
     said = refusal(reader.read_share, tasks)
@@ -63,13 +63,13 @@ def test_none_that_can_be_had_is_an_error_whatever_may_be_skipped(folder):
 
 
 def test_too_many_are_an_error_and_so_is_the_first_where_none_may_be_skipped(folder):
-    reader, tasks, _ = reader_of(folder, on_bad_task="skip", max_bad_share=0.01)
+    reader, tasks, _ = reader_of(folder, on_bad_task="skip", max_bad_fraction=0.01)
     strict, _, _ = reader_of(folder)
     for task in tasks[:2]:
         (folder / f"{task.name}.jsonl").write_text("{")
     said = refusal(reader.read_share, tasks)
     assert said.startswith(
-        f"max_bad_share=0.01: 2 of 3 tasks could not be had, the last: task {tasks[1].name}: "
+        f"max_bad_fraction=0.01: 2 of 3 tasks could not be had, the last: task {tasks[1].name}: "
     )
     said = refusal(strict.read_share, tasks)
     assert said.startswith(f"task {tasks[0].name}: ")

@@ -27,7 +27,7 @@ VARIANTS = {
         "eval_steps": 1,
         "start_share": 0.25,
         "inner_lr_learned": "layer",
-        "rates_lr": 0.05,
+        "inner_lr_outer_lr": 0.05,
     },
 }
 

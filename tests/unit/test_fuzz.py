@@ -306,7 +306,7 @@ def test_data_files(rows, raw, kind, seed, name, skip, task_type, apart, monkeyp
             num_query=1,
             on_bad_task="skip" if skip else "raise",
             task_type=task_type,
-            max_bad_share=1.0,
+            max_bad_fraction=1.0,
         )
         if task_type == "causal_lm":
             config = Config(dataset=[str(file)], k_shot=1, num_query=1, task_type=task_type)

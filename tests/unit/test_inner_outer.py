@@ -478,7 +478,7 @@ def test_learned_rates_move_by_their_own_learning_rate(optimizer, learned):
     worker = worker_of(model)
     settings = {
         "inner_lr_learned": learned,
-        "rates_lr": 0.03,
+        "inner_lr_outer_lr": 0.03,
         "outer_optimizer": optimizer,
         "max_grad_norm": 0.0,
     }
@@ -546,7 +546,7 @@ def test_kept_moments_are_the_mean_over_tasks_and_survive_a_stop():
     config = Config(
         algorithm="reptile",
         inner_optimizer="adamw",
-        inner_state="kept",
+        inner_optimizer_state="kept",
         inner_steps=STEPS,
         outer_optimizer="sgd",
     )

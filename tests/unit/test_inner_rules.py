@@ -75,7 +75,7 @@ def test_state_ends_with_its_task_unless_kept():
     adam.update(0, state, rates((0.1, 0.1)))(torch.zeros(9), torch.ones(9), WHOLE)
     assert state.vectors["exp_avg"].any()
     assert not adam.fresh(9, torch.device("cpu")).vectors["exp_avg"].any()
-    kept = inner_rule(Config(algorithm="reptile", inner_optimizer="adamw", inner_state="kept"))
+    kept = inner_rule(Config(algorithm="reptile", inner_optimizer="adamw", inner_optimizer_state="kept"))
     kept.kept.vectors, kept.kept.count = state.vectors, 5
     again = kept.fresh(9, torch.device("cpu"))
     assert torch.equal(again.vectors["exp_avg"], state.vectors["exp_avg"])

@@ -200,8 +200,8 @@ def test_too_many_bad_rows_stop(tmp_path):
     assert said.startswith(
         f"dataset={path}: 10 of 50 rows cannot be used; the first: {path}:41 is not a line of JSON"
     )
-    assert said.endswith("(max_bad_share=0.05)")
-    assert len(made(path, on_bad_task="skip", max_bad_share=0.2)) == 40
+    assert said.endswith("(max_bad_fraction=0.05)")
+    assert len(made(path, on_bad_task="skip", max_bad_fraction=0.2)) == 40
 
 
 def test_a_line_of_ten_megabytes_is_read_as_far_as_it_counts(tmp_path):
@@ -349,8 +349,8 @@ def gzip_of(path: Path, target: Path) -> Path:
 
 def test_bounds_are_judged_again_when_they_change(tmp_path):
     path = bad_file(tmp_path, [b"{"] * 10)
-    assert len(made(path, on_bad_task="skip", max_bad_share=0.2)) == 40
-    assert "(max_bad_share=0.05)" in refusal(made, path, on_bad_task="skip")
+    assert len(made(path, on_bad_task="skip", max_bad_fraction=0.2)) == 40
+    assert "(max_bad_fraction=0.05)" in refusal(made, path, on_bad_task="skip")
     packed = gzip_of(write_classes(tmp_path / "c.jsonl"), tmp_path / "c.jsonl.gz")
     small = {"dataset": [str(packed)], "n_way": 2, "k_shot": 1, "num_query": 1}
     load_sources(Config(**small), TOKENIZER, lambda text: None)

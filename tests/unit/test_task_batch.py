@@ -1,4 +1,4 @@
-"""--task_batch: several tasks in one pass give what each gives alone, against the oracle; nothing else is
+"""--tasks_per_pass: several tasks in one pass give what each gives alone, against the oracle; nothing else is
 changed by it.
 """
 
@@ -42,7 +42,7 @@ RARE = (
 def adapted(kind: str, **settings):
     """A learner with adapters that do something, and a Config for it."""
     learner = llama() if kind == "llama" else bert(kind)
-    config = config_of(learner, lora_r=3, task_batch="3", **settings)
+    config = config_of(learner, lora_r=3, tasks_per_pass="3", **settings)
     inject(learner, config)
     with torch.no_grad():
         for name, param in learner.named_parameters():
@@ -156,15 +156,15 @@ def test_auto_takes_as_many_as_fit_a_micro_batch():
     def most(shots, **settings):
         return tasks_per_pass(replace(config, n_way=5, k_shot=shots, num_query=2, **settings))
 
-    assert most(1, task_batch="auto", micro_batch_size=32) == 6
-    assert most(5, task_batch="auto", micro_batch_size=32) == 1
-    assert most(5, task_batch="8") == 8
-    assert most(1, task_batch="1") == 1
+    assert most(1, tasks_per_pass="auto", micro_batch_size=32) == 6
+    assert most(5, tasks_per_pass="auto", micro_batch_size=32) == 1
+    assert most(5, tasks_per_pass="8") == 8
+    assert most(1, tasks_per_pass="1") == 1
     assert (
-        most(1, task_batch="auto", micro_batch_size=32, algorithm="anil") == 2
+        most(1, tasks_per_pass="auto", micro_batch_size=32, algorithm="anil") == 2
     )  # activations of 5 + 10 rows each
     assert (
-        adapter_multi_task_rule(replace(config, task_batch="1"), worker, setup_of(worker, config).inner)
+        adapter_multi_task_rule(replace(config, tasks_per_pass="1"), worker, setup_of(worker, config).inner)
         is None
     )
 
@@ -177,7 +177,7 @@ def test_auto_says_how_many(rows, tasks, tmp_path, capsys):
             model_name_or_path=str(model),
             dataset=[str(data)],
             algorithm="anil",
-            task_batch="auto",
+            tasks_per_pass="auto",
             n_way=2,
             k_shot=1,
             num_query=1,
@@ -191,7 +191,7 @@ def test_auto_says_how_many(rows, tasks, tmp_path, capsys):
         )
     ).train()
     assert (
-        f"task_batch auto: {tasks} task(s) in a pass, as many as fit into micro_batch_size={rows} rows"
+        f"tasks_per_pass auto: {tasks} task(s) in a pass, as many as fit into micro_batch_size={rows} rows"
         in capsys.readouterr().out
     )
 
@@ -230,8 +230,8 @@ def test_a_trained_layer_of_another_kind_is_refused_by_name():
     text = refusal(adapter_multi_task_rule, config, worker, setup_of(worker, config).inner)
     assert (
         text
-        == "task_batch: hf.embeddings.LayerNorm.weight is trained, and belongs to no linear layer nor to an"
-        " adapter of one; use --task_batch 1"
+        == "tasks_per_pass: hf.embeddings.LayerNorm.weight is trained, and belongs to no linear layer nor to an"
+        " adapter of one; use --tasks_per_pass 1"
     )
 
 
@@ -253,7 +253,7 @@ def pooled(settings, count: int = 3):
     """A worker, its rule, and episodes of which some have fewer micro-batches than others."""
     learner = bert("mean")
     config = config_of(
-        learner, task_batch="3", **{"micro_batch_size": 32, "k_shot": 3, "num_query": 3, **settings}
+        learner, tasks_per_pass="3", **{"micro_batch_size": 32, "k_shot": 3, "num_query": 3, **settings}
     )
     worker = worker_of(learner, config)
     episodes = [episode_of(learner, *rows, seed=seed) for seed, rows in enumerate(RARE[:count])]
@@ -311,53 +311,58 @@ def test_the_body_is_called_once_for_all_of_its_tasks(settings, calls):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, "task_batch=4 is not implemented with lora_r=0, where tasks of fomaml need a whole model each"),
+        (
+            {},
+            "tasks_per_pass=4 is not implemented with lora_r=0, where tasks of fomaml need a whole model each",
+        ),
         (
             {"lora_r": 4, "algorithm": "maml"},
             (
-                "task_batch=4 is not implemented with algorithm=maml, which is neither of first order nor"
+                "tasks_per_pass=4 is not implemented with algorithm=maml, which is neither of first order nor"
                 " leaves the body alone"
             ),
         ),
         (
             {"algorithm": "anil", "max_task_norm": 3.0},
-            "task_batch=4 is not implemented with max_task_norm=3.0, which looks at each task's direction",
+            "tasks_per_pass=4 is not implemented with max_task_norm=3.0, which looks at each task's direction",
         ),
         (
             {"algorithm": "protonet", "max_task_loss": 3.0},
-            "task_batch=4 is not implemented with max_task_loss=3.0, which may drop a task of several",
+            "tasks_per_pass=4 is not implemented with max_task_loss=3.0, which may drop a task of several",
         ),
         (
             {"lora_r": 4, "n_way_max": 7},
-            "task_batch=4 is not implemented with n_way_max=7, where tasks have heads of different sizes",
+            "tasks_per_pass=4 is not implemented with n_way_max=7, where tasks have heads of different sizes",
         ),
-        ({"lora_r": 4, "pipeline_stages": 2}, "task_batch=4 is not implemented with pipeline_stages=2"),
+        ({"lora_r": 4, "pipeline_stages": 2}, "tasks_per_pass=4 is not implemented with pipeline_stages=2"),
         (
             {"lora_r": 4, "packing": True, "task_type": "causal_lm"},
-            "task_batch=4 is not implemented with packing=True",
+            "tasks_per_pass=4 is not implemented with packing=True",
         ),
         (
             {"lora_r": 4, "inner_lr_learned": "layer"},
-            "task_batch=4 is not implemented with inner_lr_learned=layer",
+            "tasks_per_pass=4 is not implemented with inner_lr_learned=layer",
         ),
         (
             {"lora_r": 4, "inner_lr_groups": ["head=10"]},
-            "task_batch=4 is not implemented with inner_lr_groups=head=10",
+            "tasks_per_pass=4 is not implemented with inner_lr_groups=head=10",
         ),
         (
             {"lora_r": 4, "multi_step_loss_steps": 3},
-            "task_batch=4 is not implemented with multi_step_loss_steps=3",
+            "tasks_per_pass=4 is not implemented with multi_step_loss_steps=3",
         ),
-        ({"lora_r": 4, "offload_outer": True}, "task_batch=4 is not implemented with offload_outer=True"),
+        ({"lora_r": 4, "offload_outer": True}, "tasks_per_pass=4 is not implemented with offload_outer=True"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(settings, text):
-    assert refusal(Config, task_batch="4", **settings) == f"{text}; leave it out, or use --task_batch 1"
+    assert (
+        refusal(Config, tasks_per_pass="4", **settings) == f"{text}; leave it out, or use --tasks_per_pass 1"
+    )
 
 
 def test_a_number_is_asked_for():
-    text = "task_batch=many is neither a positive number nor auto; use auto, 1, 8, ..."
-    assert refusal(Config, task_batch="many", lora_r=2) == text
+    text = "tasks_per_pass=many is neither a positive number nor auto; use auto, 1, 8, ..."
+    assert refusal(Config, tasks_per_pass="many", lora_r=2) == text
 
 
 def test_a_run_uses_it(tmp_path, monkeypatch):
@@ -376,7 +381,7 @@ def test_a_run_uses_it(tmp_path, monkeypatch):
             model_name_or_path=str(save_bert(tmp_path / "bert")),
             dataset=[str(data)],
             lora_r=2,
-            task_batch="2",
+            tasks_per_pass="2",
             meta_batch_size=5,
             outer_steps=1,
             inner_steps=1,
@@ -401,7 +406,7 @@ def test_a_run_of_pooled_tasks_ends_where_one_after_the_other_does(settings, tmp
                 model_name_or_path=str(model),
                 dataset=[str(data)],
                 algorithm="anil",
-                task_batch=at_once,
+                tasks_per_pass=at_once,
                 meta_batch_size=5,
                 outer_steps=2,
                 n_way=2,

@@ -86,7 +86,7 @@ CONTINUED = {
         "algorithm": "reptile",
         "inner_optimizer": "adamw",
         "inner_lr": 0.01,
-        "inner_state": "kept",
+        "inner_optimizer_state": "kept",
     },
     "nesterov": {"algorithm": "fomaml", "outer_optimizer": "nesterov"},
     "annealed": {"algorithm": "fomaml", "multi_step_loss_steps": 3},
@@ -135,7 +135,7 @@ def test_exported_rates_are_those_that_were_learned(tmp_path, learned):
         "inner_lr_schedule": "constant" if learned == "element" else "linear",
         "inner_lr_groups": ["head=2"],
         "inner_steps": 2,
-        **({} if learned == "no" else {"rates_lr": 0.02}),
+        **({} if learned == "no" else {"inner_lr_outer_lr": 0.02}),
     }
     MetaTrainer(
         Config(

@@ -9,7 +9,7 @@ it exactly. What it says of the features is pulled back through the body. Cost p
 forward and backward pass of the query set; for the exact gradient a forward and backward pass of the support
 set too, and one forward more where the activations of both sets are more than a rank may keep
 (costs.keeps_support); of first order (`--first_order_steps`) a forward of the support set alone. No
-trajectory; the weights are never written. With `--task_batch` N tasks share these passes.
+trajectory; the weights are never written. With `--tasks_per_pass` N tasks share these passes.
 """
 
 from __future__ import annotations

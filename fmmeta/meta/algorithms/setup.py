@@ -41,7 +41,7 @@ class Setup:
         config = self.config
         if outer_step < config.first_order_steps:
             order = 1
-        gib = config.trajectory_gib
+        gib = config.trajectory_memory_gib
         budget = 2**62 if gib is None else int(gib * 2**30)
         counts = step_counts(config.inner_steps, outer_step, config.multi_step_loss_steps)
         return Unrolled(self.inner, order, counts, self.curvature, budget)

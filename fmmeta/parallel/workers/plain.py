@@ -65,8 +65,7 @@ class PlainWorker(FullModelWorker):
                 for view, p in zip(self.views["grad"], self.working, strict=True)
                 if p.grad is not None
             ]
-            # type: ignore[union-attr]
-            torch._foreach_add_([view for view, _ in used], [p.grad.float() for _, p in used])
+            torch._foreach_add_([view for view, _ in used], [p.grad.float() for _, p in used])  # type: ignore
             for param in self.working:
                 param.grad = None
 

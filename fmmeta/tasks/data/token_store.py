@@ -44,7 +44,7 @@ KEYED = (
     "input_column",
     "output_column",
     "on_bad_task",
-    "max_bad_share",
+    "max_bad_fraction",
     "max_file_gib",
 )
 OF_TOKENIZER = (
@@ -219,8 +219,8 @@ class BadRows:
         if not bad:
             return
         said = f"dataset={self.name}: {bad} of {bad + good} rows cannot be used; the first: {self.errors[0]}"
-        if not good or bad > self.config.max_bad_share * (bad + good):
-            raise UsageError(f"{said} (max_bad_share={self.config.max_bad_share})")
+        if not good or bad > self.config.max_bad_fraction * (bad + good):
+            raise UsageError(f"{said} (max_bad_fraction={self.config.max_bad_fraction})")
         notice(f"{said}; left out")
 
 
