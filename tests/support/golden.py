@@ -1,10 +1,10 @@
-"""Same numbers before and after: two commits run the same short runs, and their results are compared bit for bit.
+"""Same numbers before and after: two commits run the same short runs, and their results are compared.
 
-    python -m tests.support.golden OLD NEW [--only NAME ...]      # names of commits; exit code 1 if a run differs
+    python -m tests.support.golden OLD NEW [--only NAME ...]      # commits; exit code 1 if a run differs
 
-Each commit is checked out into a temporary folder. A run's result is a hash of every file of weights in `model/`
-and the table on held-out tasks. Runs: each algorithm once; plain, ZeRO 1, 2, 3, pipeline, tensor; 1x1, 2x1, 1x2
-and 2x2 (groups x ranks of a group); LoRA; a delayed outer step; a resumed run.
+Each commit is checked out into a temporary folder. A run's result is a hash of all weights in `model/` and the
+table on held-out tasks; both must be the same bit for bit. Runs: each algorithm once; plain, ZeRO 1, 2, 3,
+pipeline, tensor; 1x1, 2x1, 1x2 and 2x2 (groups x ranks of a group); LoRA; a delayed outer step; a resumed run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,19 +34,7 @@ SHORT: dict[str, Any] = {
     "num_workers": 0,
 }
 PAIRS = {"task_type": "causal_lm", "k_shot": 2, "num_query": 1}
-ALGORITHMS = (
-    "fomaml",
-    "maml",
-    "reptile",
-    "imaml",
-    "anil",
-    "boil",
-    "proto_maml",
-    "meta_sgd",
-    "joint",
-    "protonet",
-    "none",
-)
+ALGORITHMS = "fomaml maml reptile imaml anil boil proto_maml meta_sgd joint protonet none".split()
 
 
 def zero(stage: int, **flags: Any) -> dict[str, Any]:
@@ -94,6 +83,7 @@ def execute(out: Path, only: list[str]) -> None:
             run = json.loads((folder / "run.json").read_text())
             if name == "resumed" and attempt == 0:
                 (folder / "run.json").write_text(json.dumps({**run, "finished": False}))
+                shutil.rmtree(folder / "checkpoint-3")  # the second attempt continues from checkpoint-2
         found[name] = results(folder)
         print(f"{out.name}: {name}", flush=True)
     (out / "results.json").write_text(json.dumps(found, indent=1))
@@ -125,7 +115,7 @@ def main() -> None:
                 command = [sys.executable, __file__, str(out), "--execute", "--only", *args.only]
                 subprocess.run(command, cwd=tree, env=env, check=True)
             finally:
-                subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+                subprocess.run([*git, "remove", "--force", tree], cwd=ROOT, check=True)
             found.append(json.loads((out / "results.json").read_text()))
         old, new = found
         differ = {name: [key for key in old[name] if old[name][key] != new[name][key]] for name in old}
