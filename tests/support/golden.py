@@ -2,9 +2,10 @@
 
     python -m tests.support.golden OLD NEW [--only NAME ...]      # commits; exit code 1 if a run differs
 
-Each commit is checked out into a temporary folder. A run's result is a hash of all weights in `model/` and the
-table on held-out tasks; both must be the same bit for bit. Runs: each algorithm once; plain, ZeRO 1, 2, 3,
-pipeline, tensor; 1x1, 2x1, 1x2 and 2x2 (groups x ranks of a group); LoRA; a delayed outer step; a resumed run.
+Each commit is checked out into a temporary folder. A run's result is a hash of all weights in `model/` and
+the table on held-out tasks; both must be the same bit for bit. Runs: each algorithm once; plain, ZeRO 1, 2, 3,
+pipeline, tensor; 1x1, 2x1, 1x2 and 2x2 (groups x ranks of a group); LoRA; a delayed outer step; a resumed
+run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+GIT = ["git", "worktree"]
 ROOT = Path(__file__).parent.parent.parent
 SHORT: dict[str, Any] = {
     "outer_steps": 3,
@@ -34,7 +36,19 @@ SHORT: dict[str, Any] = {
     "num_workers": 0,
 }
 PAIRS = {"task_type": "causal_lm", "k_shot": 2, "num_query": 1}
-ALGORITHMS = "fomaml maml reptile imaml anil boil proto_maml meta_sgd joint protonet none".split()
+ALGORITHMS = [
+    "fomaml",
+    "maml",
+    "reptile",
+    "imaml",
+    "anil",
+    "boil",
+    "proto_maml",
+    "meta_sgd",
+    "joint",
+    "protonet",
+    "none",
+]
 
 
 def zero(stage: int, **flags: Any) -> dict[str, Any]:
@@ -115,7 +129,7 @@ def main() -> None:
                 command = [sys.executable, __file__, str(out), "--execute", "--only", *args.only]
                 subprocess.run(command, cwd=tree, env=env, check=True)
             finally:
-                subprocess.run([*git, "remove", "--force", tree], cwd=ROOT, check=True)
+                subprocess.run([*GIT, "remove", "--force", tree], cwd=ROOT, check=True)
             found.append(json.loads((out / "results.json").read_text()))
         old, new = found
         differ = {name: [key for key in old[name] if old[name][key] != new[name][key]] for name in old}
