@@ -312,7 +312,7 @@ def _zero_3(wrapper: Any, group_rank: int) -> Shards:
 
 
 ADAPTERS: dict[str, Callable[[Any, int], Shards]] = {
-    "ShardTap": _unsharded,
+    "ShardOptimizer": _unsharded,
     "FP16_UnfusedOptimizer": _unfused,
     "DeepSpeedZeroOptimizer": _zero_1_2,
     "BF16_Optimizer": _zero_1_bf16,

@@ -26,7 +26,7 @@ from tests.distributed.matrix import (
 CHOSEN = full() if os.environ.get("FMMETA_PARITY") == "full" else pairwise()
 WRAPPERS = {
     "plain": None,
-    0: "ShardTap",
+    0: "ShardOptimizer",
     1: "DeepSpeedZeroOptimizer",
     2: "DeepSpeedZeroOptimizer",
     3: "DeepSpeedZeroOptimizer_Stage3",

@@ -200,7 +200,7 @@ def test_slurm_variables_start_ranks_alike(tmp_path):
 def test_every_shipped_config_runs_in_a_group_of_two(tmp_path):
     """All of them in one launch; the commands above start some of them from outside."""
     wrappers = {
-        "zero0": "ShardTap",
+        "zero0": "ShardOptimizer",
         "zero1": "DeepSpeedZeroOptimizer",
         "zero2": "DeepSpeedZeroOptimizer",
         "zero3": "DeepSpeedZeroOptimizer_Stage3",
