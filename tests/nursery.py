@@ -76,7 +76,8 @@ class Rank:
 
     @property
     def text(self) -> str:
-        return self.log.read_text(errors="replace")
+        """What it has printed so far; nothing before it has opened its file."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
 class Nursery:
