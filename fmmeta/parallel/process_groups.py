@@ -193,7 +193,7 @@ class SharedStore:
         self.store.set(name, proof(self.secret, name, text) + text)
 
     def read(self, names: Sequence[str]) -> list[str]:
-        """Notes that are known to be there, at once; empty where another process than a rank has written one."""
+        """Values of keys that exist, in one request; empty where the writer was not a rank."""
         found = [note.decode(errors="replace") for note in self.store.multi_get(list(names))]
         return [
             note[PROOF:] if is_proof(note[:PROOF], self.secret, name, note[PROOF:]) else ""
