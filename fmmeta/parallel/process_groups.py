@@ -8,7 +8,7 @@ they shard (docs/design.md). Three communicators exist beside each other:
     cross   equal group_rank in every group; carries the meta-gradient shards and nothing else
 
 With --elastic a launch is one group, `world` is its own, and `cross` is a crew of groups that come and go
-(crew.py); `everyone` is all processes of all groups either way.
+(elastic/communicator.py); `everyone` is all processes of all groups either way.
 
 A communicator has few verbs: sum, broadcast, gather bytes, barrier. No pickles travel.
 """

@@ -4,7 +4,7 @@
         --> LoadResult
 
 A task that fails to load becomes a `LoadResult` with an error and does not affect other tasks. I/O errors are
-retried first. A loader process that dies is replaced, and the error names the task that it was preparing.
+retried first. A loader process that dies is replaced; the task that it was preparing gets the error.
 Without shared memory the training process loads the episodes. No function here raises or communicates: all
 ranks decide together how to handle a bad task (training/episodes.py).
 """
