@@ -1,6 +1,7 @@
 """How long from `fmmeta adapt` to the folder? Five examples of five intents, as a user starts it.
 
-    python -m benchmarks.adapt_time --model PATH-OF-all-MiniLM-L6-v2 --data ../shared/data/banking77 [--repeats 3]
+    python -m benchmarks.adapt_time --model PATH-OF-all-MiniLM-L6-v2 --data ../shared/data/banking77 \
+        [--repeats 3]
 
 The command runs in a process of its own with all cores, imports included. Wall time depends on who else uses
 the machine, so that processor seconds and the load stand beside it. The intents are test classes of split 01.

@@ -3,9 +3,9 @@
     python -m benchmarks.adapters --json benchmarks/results/adapters.json
 
 One rank, one thread; 8 tasks of clinc150, 5-way 1-shot and 5-shot with as many queries, MiniLM. Rows: FOMAML
-on LoRA adapters and a head, ANIL, prototypical networks. The floor is what `--tasks_per_pass 1` does, measured in
-turn with `--tasks_per_pass 8` on the same batches. The last line is how many times as many episodes per CPU
-second the batched path gets through.
+on LoRA adapters and a head, ANIL, prototypical networks. The floor is what `--tasks_per_pass 1` does,
+measured in turn with `--tasks_per_pass 8` on the same batches. The last line is how many times as many
+episodes per CPU second the batched path gets through.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which settings should the recipe `best` of benchmarks.intents have? Those that are best on validation
 classes of both sets.
 
-    python -m benchmarks.choose --data ../shared/data --model PATH-OF-all-MiniLM-L6-v2 [--only NAME ...] [--minutes M]
+    python -m benchmarks.choose --data ../shared/data --model PATH-OF-all-MiniLM-L6-v2 \
+        [--only NAME ...] [--minutes M]
 
 One split (01). Each variant is meta-trained on the training classes and classifies 600 episodes of the
 validation classes by prototypes; test classes of split 01 are never used, but the validation classes are test

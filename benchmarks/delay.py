@@ -1,7 +1,8 @@
 """What a delayed outer step, and bf16 on the wire, do to convergence: the built-in suite, the same seeds with
 and without.
 
-    python -m benchmarks.delay --seeds 3 --outer_steps 150 --json benchmarks/results/delay.json --plot docs/delay.svg
+    python -m benchmarks.delay --seeds 3 --outer_steps 150 --json benchmarks/results/delay.json \
+        --plot docs/delay.svg
 
 Per seed and way: training loss (query, mean of the last 20 outer steps), accuracy and loss of held-out
 episodes after adaptation. Differences to the plain way at the same rate are paired by seed (same tasks, same

@@ -252,7 +252,7 @@ class Bench:
         self.check(run)
 
     def damage(self, number: int) -> None:
-        """Harm the newest of a killed run's checkpoints: it is refused by name, and an older one continued."""
+        """Damage the newest checkpoint of a killed run: it is refused by name, and an older one resumed."""
         run, how = self.folder / f"damage-{number}", HARM[number % len(HARM)]
         ranks = self.start(run)
         while len(checkpoints(run)) < 2 and ranks[0].code is None:

@@ -1,7 +1,9 @@
 """FOMAML against exact MAML: the same tasks and number of outer steps, five seeds, on a built-in suite.
 
-    python -m benchmarks.first_order --dataset letters --json benchmarks/results/first_order.json --plot docs/first_order.svg
-    python -m benchmarks.first_order --dataset marks --json benchmarks/results/marks.json --plot docs/marks.svg --rates 0.1 0.3 3
+    python -m benchmarks.first_order --dataset letters --json benchmarks/results/first_order.json \
+        --plot docs/first_order.svg
+    python -m benchmarks.first_order --dataset marks --json benchmarks/results/marks.json \
+        --plot docs/marks.svg --rates 0.1 0.3 3
 
 `letters`: one long inner step has to do it all. `marks`: what helps is learned only through the support set's
 gradient. `--rates`: inner rates that are tried besides, on the first seed. Prints a line per run; writes JSON

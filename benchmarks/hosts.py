@@ -10,7 +10,7 @@ reduction of each rank's shard per outer step. One launch serves all settings: t
 run goes on, and the two steps around a change are left out.
 
     predicted = seconds without shaping + bytes that the cable then carried in a step / bandwidth
-    predicted = seconds without delay + trips x delay; trips: from the longest delay, the only one that calibrates
+    predicted = seconds without delay + trips x delay; trips: calibrated on the longest delay only
 
 Delays need the kernel's netem; without it a process between the hosts makes them (relay.py), without delay
 too. --unplug pulls the cable during a run instead, under both launchers, and measures how long each host

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def cell(row: str, rate: float, asked: argparse.Namespace) -> dict[str, Any]:
-    """A row at an outer rate: its inner loop chosen on validation tasks, then its losses on the test tasks."""
+    """A row at an outer rate: choose its inner loop on validation tasks, then score it on test tasks."""
     began = time.process_time()
     data = [f"{asked.data}/{name}" for name in ("instruction_induction", "function_vectors")]
     model = made(row, rate, asked, data)

@@ -1,7 +1,8 @@
 """Which recipe makes a 22 M encoder learn new intents from one or five examples? The ProtAugment protocol,
 row by row.
 
-    python -m benchmarks.intents --data ../shared/data --model PATH-OF-all-MiniLM-L6-v2 [--rows ...] [--minutes M]
+    python -m benchmarks.intents --data ../shared/data --model PATH-OF-all-MiniLM-L6-v2 \
+        [--rows ...] [--minutes M]
 
 Five class-disjoint splits, 5-way, 5 queries per class; 600 test episodes where classifiers look at frozen
 features, the first 40 (1 shot) or 20 (5 shots) of them where an inner loop runs in each. Every row is
@@ -170,7 +171,7 @@ def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str,
 def trained(
     settings: dict[str, Any], budget: int, model: str, data: str, split: str, folder: str
 ) -> tuple[str, dict[int, float]]:
-    """Meta-train on that many rows; the model's folder, and accuracies on validation classes by outer step."""
+    """Meta-train on `budget` rows; the model's folder, and validation accuracies by outer step."""
     steps = budget // rows_per_step(settings)
     config = Config(
         model_name_or_path=model,

@@ -81,7 +81,7 @@ def write_pairs(path: Path) -> None:
 
 
 def libraries(engine: bool) -> None:
-    """Import what a run imports sooner or later: libraries are no part of a model's memory, and take 0.1 GB."""
+    """Import the libraries of a run first: they take 0.1 GB and are not part of a model's memory."""
 
     import fmmeta.train  # noqa: F401
 

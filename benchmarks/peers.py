@@ -9,8 +9,10 @@ algorithms/maml.py, algorithms/base_learner.py and utils/__init__.py are enough.
 5-way 5-shot with 5 queries per class; measured in turn, task by task.
 
     same      FOMAML of 5 steps on identical tensors, padded to the longest row of a set
-    users     FOMAML as their examples are written: rows tokenised one by one and padded to 64 tokens; fmmeta from its own loader
-    anil      the same for ANIL of 10 steps, exact, features of the body computed once per task as in learn2learn's example
+    users     FOMAML as their examples are written: rows tokenised one by one and padded to 64 tokens;
+              fmmeta from its own loader
+    anil      the same for ANIL of 10 steps, exact; features of the body are computed once per task, as in
+              learn2learn's example
 
 fmmeta does what its training loop does: a task's direction is added to a sum (here one of zeros). TorchOpt's
 MetaSGD is of second order only, so FOMAML is written with its functional optimizer.

@@ -1,10 +1,10 @@
-"""`fmmeta adapt`: from a handful of labelled examples to a model of their task, an ordinary Hugging Face
-folder.
+"""`fmmeta adapt`: adapts a model to one task from a few labelled examples and writes a Hugging Face folder.
 
-    support file --> inner steps chosen by leaving examples out --> inner loop on all of them --> folder, card, predictions
+    support file --> number of inner steps, by cross-validation --> inner loop on all examples
+                 --> model folder, model card, predictions
 
-The inner loop is the one of meta-training, from the model's own memory (fmmeta.json) where nothing else is
-said. One process.
+The inner loop has the settings of meta-training (stored in fmmeta.json) unless flags override them. Runs in
+one process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole (write.py, saver.py), found and checked (whole.py), read on any layout
+"""Checkpoints: written whole (write.py, async_saver.py), found and checked (verify.py), read on any layout
 (read.py).
 """
 

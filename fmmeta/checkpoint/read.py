@@ -16,7 +16,7 @@ from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap
 
 
 def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict[str, Tensor]:
-    """Read this rank's slices of the vectors in `names`, whatever layout wrote them; [S] each, like `like`."""
+    """Read this rank's slices [S] of the vectors in `names`, written by any layout; device of `like`."""
     where, written = index(folder)
     for fragment in params.fragments:
         there = written.get(fragment.name, list(fragment.shape))

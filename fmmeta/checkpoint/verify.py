@@ -126,7 +126,7 @@ def undo_partial_save(output_dir: Path) -> None:
 
 
 def rename_aside(folder: Path) -> Path:
-    """Rename a checkpoint that must not be continued from, so that it is neither chosen nor counted nor lost."""
+    """Rename a checkpoint that must not be resumed: it is kept, but neither chosen nor counted."""
     number = 0
     while (aside := folder.with_name(f"aside-{folder.name}" + (f".{number}" if number else ""))).exists():
         number += 1

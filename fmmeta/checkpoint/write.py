@@ -1,14 +1,16 @@
 """Checkpoints: theta and the outer optimizer as named slices of parameters, readable on any layout.
 
     checkpoint-N/
-      shard-RRRRR.safetensors    per rank of the first group: `vector/parameter@offset` -> fp32 [length], what the rank owns;
-                                 `...@offset#dim:first:length` where offset counts in a cut of the parameter
-      tables.safetensors         what every rank holds alike: learned rates by layer and step, with their moments
+      shard-RRRRR.safetensors    one per rank of the first group, with the slices that the rank owns:
+                                 `vector/parameter@offset` -> fp32 [length];
+                                 `...@offset#dim:first:length` if offset counts in a slice of the parameter
+      tables.safetensors         replicated state: learned rates by layer and step, with their moments
       state.json                 outer step, optimizer steps, settings
       manifest.json              bytes and sha256 of every other file; written last
 
-Written beside the run as tmp-checkpoint-N and renamed by one rank when every rank is done; whole.py says
-whether what is found there later is whole. A folder never holds less than it held before a save. No pickles.
+Each rank writes into tmp-checkpoint-N; one rank renames the folder when all ranks have finished. verify.py
+checks checkpoints that are found later. A save never removes a checkpoint before the new one is complete. No
+pickles.
 """
 
 from __future__ import annotations
@@ -123,7 +125,7 @@ def put_in_place(temporary: Path, folder: Path, keep: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint: first its name, so that a group that lists the folder finds all of it or nothing."""
+    """Remove a checkpoint; it is renamed first, so that another group lists all of it or nothing."""
     unnamed = folder.with_name(f"tmp-{folder.name}")  # `whole.put_back` removes what a kill leaves
     shutil.rmtree(unnamed, ignore_errors=True)
     with suppress(OSError):

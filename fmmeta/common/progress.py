@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: notices, a live line with the time left, and the table at the end."""
+"""Terminal output of a run: log messages, a progress line with the time left, and tables."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def _without_effect(c: Any) -> Iterator[str]:
     )
     if c.trajectory_memory_gib is not None and not keeps:
         yield (
-            f"trajectory_memory_gib={c.trajectory_memory_gib} means nothing for algorithm={c.algorithm}, which keeps no"
-            " trajectory; leave it out"
+            f"trajectory_memory_gib={c.trajectory_memory_gib} means nothing for algorithm={c.algorithm},"
+            " which keeps no trajectory; leave it out"
         )
     if c.eval_steps and not c.eval_episodes:
         yield (
@@ -98,12 +98,13 @@ def _without_effect(c: Any) -> Iterator[str]:
         )
     if c.trajectory_memory_gib is not None and c.trajectory_memory_gib < 0:
         yield (
-            f"trajectory_memory_gib={c.trajectory_memory_gib} is below 0; use 0 to keep the whole trajectory in host memory"
+            f"trajectory_memory_gib={c.trajectory_memory_gib} is below 0;"
+            " use 0 to keep the whole trajectory in host memory"
         )
     if c.trajectory_memory_gib is not None and not c.trajectory_memory_gib < math.inf:
         yield (
-            f"trajectory_memory_gib={c.trajectory_memory_gib} is no number to compute with; use 0 or more, or leave it out"
-            " for no limit"
+            f"trajectory_memory_gib={c.trajectory_memory_gib} is no number to compute with;"
+            " use 0 or more, or leave it out for no limit"
         )
 
 
@@ -331,8 +332,8 @@ def _delay_conflicts(c: Any) -> Iterator[str]:
         )
     if c.outer_delay and c.inner_optimizer_state == "kept":
         yield (
-            f"outer_delay={c.outer_delay} with inner_optimizer_state=kept: the moments that an inner loop begins with"
-            " would be those of two outer steps before; use reset, or no delay"
+            f"outer_delay={c.outer_delay} with inner_optimizer_state=kept: the moments that an inner loop"
+            " begins with would be those of two outer steps before; use reset, or no delay"
         )
     for name, unset in {"outer_delay": 0, "reduce_dtype": "fp32"}.items():
         if getattr(c, name) != unset and c.algorithm in BASELINES:

@@ -428,7 +428,7 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
 
     @property
     def joint_head(self) -> bool:
-        """Whether the model has one head for the classes of all training tasks, instead of one for a task's."""
+        """Whether the model has one head for the classes of all training tasks, not one per task."""
         return self.algorithm == "joint" and self.task_type == "classification"
 
     @property

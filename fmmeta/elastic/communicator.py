@@ -1,15 +1,16 @@
-"""Groups that come and go: the verbs of `cross` and `everyone` among those who take part in the next outer
-step.
+"""Communicator across groups that join and leave: collectives among the groups of the next outer step.
 
-    form        ask the lighthouse (quorum.py) for everybody who wants to take part in this step and is alive; meet them
-    a verb      fails on all ranks of a group if it fails on one (`PeerLost`): the group then abandons the step and forms anew
-    leave       be missed by nobody
+    form            ask the lighthouse (lighthouse_client.py) for the live groups and connect to them
+    a collective    fails on all ranks of a group if it fails on one (`PeerLost`);
+                    the group then abandons the step and forms again
+    leave           tell the lighthouse that this group has finished
 
-Tensors travel by gloo in host memory on every kind of device: a NCCL communicator that has lost a rank cannot
-be given up without the process. Each meeting has a communicator of its own, made at the first member's venue.
+Tensors are reduced by gloo in host memory on every device type: a NCCL communicator that has lost a rank
+cannot be closed without ending the process. Each quorum has its own communicator, connected through the
+store of its first member.
 
-Nothing here knows theta; who has to heal from whom is told (roll.py), and elastic/healing.py does it. No
-pickles: notes are JSON.
+This module does not handle theta: membership.py decides which groups need the state of another one, and
+state_transfer.py sends it. Messages are JSON, never pickles.
 """
 
 from __future__ import annotations

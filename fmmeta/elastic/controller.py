@@ -1,6 +1,7 @@
 """Who is there for an outer step, and what a run does when groups come and go (--elastic).
 
-    of_step    roll call -> heal -> change of writer -> the step; a group lost meanwhile: the same step once more, newly dealt
+    of_step    roll call -> heal -> change of writer -> the step
+               if a group was lost meanwhile: the same step once more, with its tasks assigned to the others
     end        a last roll call, so that one of those who are there writes the model
     leave      be missed by nobody
 

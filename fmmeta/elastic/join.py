@@ -93,7 +93,7 @@ def run_secret(folder: Path) -> bytes:
 
 
 def mark_of(settings: Mapping[str, Any], layout: str, numel: int, precision: DeepSpeedSettings) -> str:
-    """What groups must share to be one run: settings that change theta, how theta is cut, and what sends it."""
+    """What the groups of one run must share: settings that change theta, its layout, and versions."""
     fixed = {name: settings[name] for name in changed_settings(dict.fromkeys(settings, ...), dict(settings))}
     shared = [fixed, layout, numel, precision.zero_stage, precision.bf16, version("fmmeta"), version("torch")]
     return sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()

@@ -1,16 +1,14 @@
-"""A group's line to torchft's lighthouse: the question who takes part in the next outer step, and the beats
-in between.
+"""Client of torchft's lighthouse: requests the quorum of the next outer step, and sends heartbeats.
 
-    ask      one question until it is answered; once a second a sign of life is asked for, so that a lighthouse which waits for
-             others is told from one that is gone
-    beat     from the first question on: by torchft's ManagerServer, in threads that Python does not hold up
+    ask      one request until it is answered; a status request once a second tells a lighthouse that
+             waits for other groups from one that has died
+    beat     heartbeats from the first request on, by the threads of torchft's ManagerServer, outside the GIL
 
-A question is not given up while the lighthouse lives. It would count there as long as this group beats: an
-answer to it comes to nobody, and the others would wait at the meeting (crew.py) for a group that has not
-heard of it.
+A pending quorum request is never cancelled while the lighthouse is alive: the server would still count this
+group, and its peers would block waiting for it (communicator.py).
 
-torchft's lighthouse knows no passwords: whoever reaches it is listed and can keep the others waiting. Members
-that do not know the secret of the run are left out of it (crew.py).
+torchft's lighthouse has no authentication: any client that reaches it is listed and can delay the groups.
+Members that do not know the secret of the run are left out by the groups themselves (communicator.py).
 """
 
 from __future__ import annotations

@@ -42,11 +42,11 @@ class Membership:
         return min(range(len(self.members)), key=lambda n: (self.members[n].fresh, -self.members[n].step, n))
 
     def heals(self, number: int) -> bool:
-        """Whether a member has to take its state from the root: it is new, or has missed the end of a step."""
+        """Whether a member needs the state of the root: it is new, or missed the end of a step."""
         member, root = self.members[number], self.members[self.root]
         return number != self.root and (member.fresh or member.step != root.step)
 
     @property
     def writer(self) -> int:
-        """The one that writes checkpoints and metrics: who did so before, else the first that need not heal."""
+        """The group that writes checkpoints and metrics: the previous writer, else the first with state."""
         return min(range(len(self.members)), key=lambda n: (not self.members[n].writes, self.heals(n), n))

@@ -30,7 +30,7 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}  # of v
 
 
 class ElasticRun(Protocol):
-    """What is looked at and moved of a run (run.py)."""
+    """The parts of a run that are compared and transferred (training/loop.py)."""
 
     folder: Path
     guard: Guard

@@ -1,6 +1,7 @@
-"""`fmmeta evaluate`: models x methods x shots over the same episodes, spread over the ranks of a launch.
+"""`fmmeta evaluate`: models x methods x shots over the same episodes, divided among the ranks of a launch.
 
-    settings --> episodes of each k_shot (by seed, never by model) --> one score per episode, method and shot --> results
+    settings --> episodes of each k_shot (by seed, never by model)
+             --> one score per episode, method and shot --> results
 
 The scores do not depend on the number of groups: an episode is scored by one group, and frozen features are
 computed in batches that the rows alone determine. Ranks join groups as in training, so that a model is

@@ -1,8 +1,8 @@
 """Few-shot methods on frozen features: fit on the support set, give log-probabilities for the query set.
 
-    prototype  log softmax (cos(f, mu_c) / tau), mu_c the mean of the class's features     (Snell et al. 2017, with cosine)
+    prototype  log softmax (cos(f, mu_c) / tau), mu_c the mean of class c (Snell et al. 2017, with cosine)
     linear     logistic regression (scikit-learn)
-    knn        share of the classes among the nearest support rows by cosine, closer ones counting more (scikit-learn)
+    knn        share of each class among the nearest support rows, weighted by cosine (scikit-learn)
 
 Features are scaled to unit length first. S support rows, Q query rows, D features, C classes.
 """

@@ -1,7 +1,6 @@
-"""What a frozen model sees in the rows of many episodes: each row goes through it once, whatever episodes it
-is in.
+"""Features of the rows of many episodes by a frozen model: each distinct row is computed once.
 
-    draws of all episodes --> distinct rows, by length --> fixed batches --(dealt over the groups)--> table [R, D]
+    rows of all episodes --> distinct rows, by length --> fixed batches, split over groups --> table [R, D]
 
 Which rows share a batch depends on the rows alone, so that any number of groups computes the same table.
 

@@ -1,7 +1,7 @@
-"""What a language model answers, beyond the loss of the right answer: generated text and ranked options.
+"""Generated answers of a language model and their scores: ROUGE-L and ranked options.
 
-    rouge_l   F of the longest common subsequence of words, greedy answer against the right one      (Lin 2004)
-    options   is the right answer the likeliest of all answers of the episode, by their total log-likelihood?
+    rouge_l   F of the longest common subsequence of words, greedy answer against the reference (Lin 2004)
+    options   whether the right answer has the highest total log-likelihood among the episode's answers
 
 Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004, equations 2-4 with beta = 1; words are
 runs of letters and digits, case does not count. Both need the whole model on one rank.

@@ -1,10 +1,10 @@
-"""`fmmeta tune`: the inner loop that serves a model best, chosen on validation tasks and stored with the
-model.
+"""`fmmeta tune`: chooses the inner loop of a model on validation tasks and stores it with the model.
 
-    head_init x inner_lr (a grid, or what Optuna asks for) --> query loss after 1, 2, ... max_steps steps --> the lowest mean
+    head_init x inner_lr (a grid, or Optuna's suggestions)
+        --> query loss after 1, 2, ... max_steps steps --> the lowest mean
 
 One inner loop of max_steps steps gives the scores of all its prefixes, so that choosing the number of steps
-costs nothing. A model with rates of its own (by layer, or of the head alone) keeps their proportions:
+costs nothing. A model with learned rates (by layer, or of the head alone) keeps their proportions:
 `inner_lr` scales them.
 """
 

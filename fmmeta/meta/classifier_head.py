@@ -1,4 +1,4 @@
-"""The classifier head at the start of a task, and the way back through it.
+"""The classifier head at the start of a task, and the gradient through its initialisation.
 
     zero, learned   phi_0 = theta (a zeroed head stays zero in theta)
     anew            theta's head is that of other classes (joint training): zeros
@@ -8,7 +8,9 @@ The prototype head's logits are -|f - mu_c|^2 + |f|^2: a nearest-mean classifier
 8), as initialisation Triantafillou et al. 2020 (arXiv 1903.03096, section 3). With `through`, gradients flow
 back through the means:
 
-    dL/df_i = (2 dL/dw_c - 2 mu_c dL/db_c) / n_c    for a support row i of class c; pulled back to theta in one more pass
+    dL/df_i = (2 dL/dw_c - 2 mu_c dL/db_c) / n_c    for a support row i of class c
+
+One more pass computes the gradient of theta from dL/df.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ UNROLLED = ("maml", "boil", "proto_maml", "meta_sgd")
 
 
 class Passes(NamedTuple):
-    """Of one task: forward and backward over a set, forwards alone, and whole vectors written to the worker."""
+    """Passes of one task: forward and backward, forward only, and whole vectors written to the worker."""
 
     support: int
     query: int

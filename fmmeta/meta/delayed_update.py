@@ -2,7 +2,8 @@
 step.
 
     at once    theta_{t+1} = U(theta_t, G_t(theta_t); lr_t)
-    delayed    theta_1 = theta_0;   theta_{t+1} = U(theta_t, G_{t-1}(theta_{t-1}); lr_{t-1});   at the end the last one as well
+    delayed    theta_1 = theta_0;   theta_{t+1} = U(theta_t, G_{t-1}(theta_{t-1}); lr_{t-1})
+               after the last outer step, the last meta-gradient is applied as well
 
 G_t: the mean meta-gradient of meta-batch t; U: clipping, optimizer, weight decay. Delayed, the reduction of
 G_t across the groups has the inner loops of step t + 1 to hide behind; the price is a gradient that is one

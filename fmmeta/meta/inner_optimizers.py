@@ -2,8 +2,8 @@
 one task.
 
     sgd       u = g
-    momentum  m <- mu m + g;  u = m                                            (Sutskever et al. 2013, torch's SGD)
-    adamw     m <- b1 m + (1-b1) g;  s <- b2 s + (1-b2) g^2;                   (Kingma, Ba 2015; Loshchilov, Hutter 2019)
+    momentum  m <- mu m + g;  u = m                          (Sutskever et al. 2013, torch's SGD)
+    adamw     m <- b1 m + (1-b1) g;  s <- b2 s + (1-b2) g^2  (Kingma, Ba 2015; Loshchilov, Hutter 2019)
               u = (m / (1-b1^t)) / (sqrt(s / (1-b2^t)) + eps) + decay * phi
 
 A rule sees one shard, its gradient and its place; it never communicates.

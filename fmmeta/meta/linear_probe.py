@@ -1,7 +1,6 @@
-"""A linear head on features of a body that stands still: each row goes through the body once, however many
-steps follow.
+"""A linear head on the features of a frozen body: each row goes through the body once per task.
 
-    logits = W f + b        f: features of a support or query row, over the whole group; W, b: what a task moves
+    logits = W f + b        f: features of a row, gathered over the group; W, b: adapted by the task
 
 Small enough for every rank of a group to do all of it for itself, in fp64 and with autograd. Nothing here
 communicates but `gather` and `settle`.

@@ -1,6 +1,7 @@
-"""FOMAML and Reptile on several tasks at a time: the rules of first order over parallel/task_batch.py.
+"""FOMAML and Reptile on several tasks at a time: first-order rules over workers/multi_task.py.
 
-    phi_t <- phi_t - alpha u(grad L_t(phi_t)),  t = 1 .. N in one pass        then grad L_query,t(phi_t), or theta - phi_t
+    phi_t <- phi_t - alpha u(grad L_t(phi_t)),  t = 1 .. N in one pass
+    then grad L_query,t(phi_t), or theta - phi_t
 
 The same numbers as task by task, up to rounding: a task's rows see its own adapters only. The inner optimizer
 acts element by element, so that N tasks are one long vector to it.

@@ -1,13 +1,13 @@
-"""The outer step: directions of tasks summed, reduced across groups once, clipped, and given to a torch
-optimizer.
+"""The outer step: sums the tasks' meta-gradients, reduces once across groups, clips, updates theta.
 
-    add (per task) -> reduce over cross (once per outer step) -> mean -> norm over the whole model -> optimizer on the shard
+    add (per task) -> reduce over cross (once per outer step) -> mean -> norm over the whole model
+        -> optimizer on the shard
 
-Everything lives on the rank's own shard: theta, the sum, the optimizer's moments. Nothing is gathered, so the
-optimizer has to act element by element. What is not theta goes the same way: learned inner rates are
-meta-parameters of their own (clipped by nobody, decayed by nobody, at `inner_lr_outer_lr`), kept inner moments are
-replaced by their mean over the tasks. With --offload_outer all of it but the rates lies in host memory
-(parallel/home.py) and comes to the device in pieces, once per outer step.
+Every vector is this rank's shard: theta, the sum, the optimizer's moments. Nothing is gathered, so the
+optimizer must act element by element. Learned inner rates are meta-parameters too (not clipped, not decayed,
+with the rate `inner_lr_outer_lr`); kept inner moments are replaced by their mean over the tasks. With
+--offload_outer everything but the learned rates is in host memory (parallel/offload.py) and is copied to the
+device in pieces, once per outer step.
 """
 
 from __future__ import annotations

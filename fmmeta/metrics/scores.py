@@ -1,7 +1,8 @@
 """The numbers of few-shot evaluation: of one episode, and over episodes with their intervals.
 
-    episode: loss (mean negative log-likelihood), accuracy, and how sure the model was, in bins of confidence
-    over episodes: mean and its 95 % interval (Student's t); by stratum; expected calibration error; paired differences
+    one episode     loss (mean negative log-likelihood), accuracy, counts of rows by bin of confidence
+    over episodes   mean and its 95 % interval (Student's t), also by stratum; expected calibration error;
+                    paired differences
 
 Expected calibration error: sum over bins of (rows in it / all rows) |accuracy - mean confidence| (Guo et al.
 2017, arXiv 1706.04599, equation 3), BINS bins of equal width, rows of all episodes together.

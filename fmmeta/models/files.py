@@ -36,7 +36,7 @@ def cached_file(model_name_or_path: str, name: str) -> str | None:
 
 
 def reachable(model_name_or_path: str) -> bool:
-    """Whether files of a folder or hub id can be looked for without waiting for a hub that does not answer."""
+    """Whether the files of a folder or hub id can be listed without waiting for an unreachable hub."""
     return is_path(model_name_or_path) or Path(model_name_or_path).is_dir() or hub_answers()
 
 

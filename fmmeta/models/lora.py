@@ -96,7 +96,7 @@ def settings_of(learner: Learner, config: Config) -> Any:
 
 
 def top_block(learner: Learner) -> str | None:
-    """The block of a sequence classifier above its base (`classifier`, `score`): trained whole, as peft does."""
+    """The block of a sequence classifier above its base (`classifier`, `score`), trained in full."""
     return learner.head_path.split(".")[1] if isinstance(learner, NativeClassifier) else None
 
 

@@ -48,7 +48,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Whole:
-    """A linear layer that is trained itself; names of weight [out, in] and, where there is one, bias [out]."""
+    """A linear layer that is trained in full: names of its weight [out, in] and bias [out], if any."""
 
     layer: nn.Linear
     names: tuple[str, ...]
@@ -94,8 +94,8 @@ class TaskAxis:
         missing = [name for name in trained if name not in self.names]
         if missing:
             raise UsageError(
-                f"tasks_per_pass: {missing[0]} is trained, and belongs to no linear layer nor to an adapter of"
-                " one; use --tasks_per_pass 1"
+                f"tasks_per_pass: {missing[0]} is trained, and belongs to no linear layer nor to an adapter"
+                " of one; use --tasks_per_pass 1"
             )
 
     @contextmanager

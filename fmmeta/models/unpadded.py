@@ -1,10 +1,10 @@
-"""Padding that costs next to nothing: between an encoder's embeddings and its end there are real tokens only.
+"""Encoder layers without padding: between the embeddings and the last layer only real tokens are computed.
 
-    embeddings [B, T, H] --> [1, N, H] --> layers --> [B, T, H], zeros on padding            N: real tokens of the micro-batch
+    embeddings [B, T, H] --> [1, N, H] --> layers --> [B, T, H], zeros on padding
 
-All of a layer but its attention works token by token. Attention gets its rows back, padded as they were, and
-gives up padding again. The numbers are the same up to the rounding of products of other sizes. On CPUs, where
-arithmetic is what a pass costs; on a GPU the host would have to wait for N.
+N: real tokens of the micro-batch. Everything in a layer but attention works token by token. Attention gets
+padded rows, and its padding is removed again. The numbers are the same up to the rounding of products of
+other sizes. Used on CPUs, where arithmetic dominates; on a GPU the host would have to wait for N.
 """
 
 from __future__ import annotations

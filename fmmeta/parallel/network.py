@@ -1,8 +1,8 @@
-"""Network settings of this host, looked at before anything waits for them: interfaces, timeouts, flight
-recorder.
+"""Network settings of this host, checked before any collective: interfaces, timeouts, flight recorder.
 
-    findings    what is wrong with the environment, for `fmmeta doctor` and for a start
-    settle      at the start of a launch: choose gloo's interface where nobody has, and end all ranks if one cannot be reached
+    findings    problems of the environment, for `fmmeta doctor` and for the start of a run
+    settle      at the start of a launch: choose gloo's interface if it is not set,
+                and end all ranks if one cannot be reached
 
 gloo takes the names of GLOO_SOCKET_IFNAME as they are; NCCL takes beginnings of names, `=` before a list asks
 for whole ones and `^` excludes (NCCL's documentation of NCCL_SOCKET_IFNAME and NCCL_IB_HCA).

@@ -28,7 +28,7 @@ class Gathers(Protocol):
 
 @dataclass(frozen=True)
 class Nodes:
-    """node: the node of every rank, counted in the order of their first ranks. hosts: the name of every node."""
+    """node: the node of each rank, numbered in the order of first ranks. hosts: the name of each node."""
 
     node: tuple[int, ...] = (0,)
     hosts: tuple[str, ...] = ("",)

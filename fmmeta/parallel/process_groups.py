@@ -8,7 +8,7 @@ they shard (docs/design.md). Three communicators exist beside each other:
     cross   equal group_rank in every group; carries the meta-gradient shards and nothing else
 
 With --elastic a launch is one group, `world` is its own, and `cross` is a crew of groups that come and go
-(crew.py); `everyone` is all processes of all groups either way.
+(elastic/communicator.py); `everyone` is all processes of all groups either way.
 
 A communicator has few verbs: sum, broadcast, gather bytes, barrier. No pickles travel.
 """
@@ -193,7 +193,7 @@ class SharedStore:
         self.store.set(name, proof(self.secret, name, text) + text)
 
     def read(self, names: Sequence[str]) -> list[str]:
-        """Notes that are known to be there, at once; empty where another process than a rank has written one."""
+        """Values of keys that exist, in one request; empty where the writer was not a rank."""
         found = [note.decode(errors="replace") for note in self.store.multi_get(list(names))]
         return [
             note[PROOF:] if is_proof(note[:PROOF], self.secret, name, note[PROOF:]) else ""

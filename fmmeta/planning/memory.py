@@ -5,8 +5,9 @@ P trained and F frozen parameters of the rank's part of the model, shared by M d
 weight. A kind is divided by M from the stage in brackets on (docs/memory.md has the table with the reasons):
 
     weights (P + F) w  [3]     master 4 P  [1]      gradients 4 P [3]   theta, meta-gradient 4 P each [1]
-    direction 4 P [1], where the rule or the engine cannot add it to the meta-gradient right away (meta/costs.py)
-    moments 4 P per moment of the outer optimizer  [1]      kept 4 P per shard that the algorithm or inner optimizer keeps  [1]
+    direction 4 P [1], if the rule or the engine cannot add it to the meta-gradient right away (meta/costs.py)
+    moments 4 P per moment of the outer optimizer  [1]
+    kept 4 P per shard that the algorithm or inner optimizer keeps  [1]
 
     gathered: whole parameters that ZeRO 3 holds at once
 

@@ -88,7 +88,7 @@ def stage_rows(config: Config, data: int = 1) -> int:
 
 
 def most_rows(config: Config, data: int = 1) -> int:
-    """Most rows of a forward pass on one of `data` ranks: a micro-batch of each of the tasks that share it."""
+    """Most rows of a forward pass on one of `data` ranks: a micro-batch of each task that shares it."""
     most = stage_rows(config, data) if config.pipeline_stages > 1 else config.micro_batch_size
     tasks = 1 if config.tasks_per_pass == "auto" else int(config.tasks_per_pass)
     found = [micro_batches(rows, data, most)[1] for rows in of_rules.rows_of(config)]

@@ -1,7 +1,8 @@
 """From work and a machine to seconds of an outer step.
 
     step = tasks of the fullest group x task + outer step + cross
-    task = sum over passes (flops / matmul + wire / link + offloaded weights / PCIe + shard arithmetic / memory + anew * page_in)
+    task = sum over passes (flops / matmul + wire / link + offloaded weights / PCIe
+                            + shard arithmetic / memory + anew * page_in)
 
 A ring all-reduce of n bytes over M ranks sends 2 (M - 1) / M n per rank, gather and scatter half of it.
 In-group communication of ZeRO 3 is hidden behind computing as far as the profile says; nothing else is. What

@@ -22,7 +22,7 @@ class Spikes:
         return [self.mean, self.square, self.count]
 
     def mark(self, loss: float) -> float | None:
-        """How many deviations a loss is too high, if it is a spike; it then counts as an ordinary high one."""
+        """Deviations above the mean, if the loss is a spike, which then counts as an ordinary high loss."""
         if not math.isfinite(loss):
             return None
         deviation = math.sqrt(max(self.square, 1e-12))

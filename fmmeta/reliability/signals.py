@@ -1,7 +1,7 @@
 """Signals, and a launcher that is gone: one question for the run, `asked`, and one rule for what comes again.
 
-    starting   nothing has been learned that is not on the disk: a signal ends the process at once, exit code 75
-    running    a signal is remembered; the run stops at its next safe point, saves, and ends with 75 on every rank
+    starting   everything learned is on the disk: a signal ends the process at once, exit code 75
+    running    a signal is stored; the run stops at its next safe point, saves, and ends with 75 on every rank
     ending     the last checkpoint is whole: signals are ignored
 
 Launchers repeat signals (Ctrl-C reaches rank 0 twice within milliseconds), so what comes within 5 s is the

@@ -4,8 +4,9 @@ Each rank has two threads. The herald pins a beat on the board every few seconds
 and looks whether somebody was asked to stop. The watchdog looks at the clock of its own rank, and when a step
 is over its bound:
 
-    ask for last words -> compare the beats of all ranks -> the lowest rank that still speaks names the silent ones and where
-    the others are -> frozen processes of the node are killed -> every rank leaves with exit code 70
+    ask for last words -> compare the beats of all ranks
+    -> the lowest rank that still answers logs the silent ranks and where the others are
+    -> frozen processes of the node are killed -> every rank leaves with exit code 70
 
 The threads need no answer from the ranks they watch, and the clock none from the board.
 """

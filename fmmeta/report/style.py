@@ -79,18 +79,21 @@ h2{font-size:1.15rem;letter-spacing:-.01em;margin:0 0 2px}
 h3{font-size:.95rem;margin:0}
 p{margin:0;max-width:72ch}
 .quiet{color:var(--quiet);font-size:.875rem}
-.pill{display:inline-block;background:var(--pill);color:var(--ink);border-radius:99px;padding:1px 11px;font-size:.8125rem;
-  font-weight:600;margin-bottom:10px}
+.pill{display:inline-block;background:var(--pill);color:var(--ink);border-radius:99px;padding:1px 11px;
+  font-size:.8125rem;font-weight:600;margin-bottom:10px}
 header{margin-bottom:22px}
-section{background:var(--card);border:1px solid var(--rule);border-radius:12px;padding:18px 20px;margin-top:16px}
+section{background:var(--card);border:1px solid var(--rule);border-radius:12px;
+  padding:18px 20px;margin-top:16px}
 section>.quiet{margin-bottom:12px}
 .heroes{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,190px),1fr));gap:16px;margin-top:18px}
 .hero{border-left:3px solid var(--own);padding-left:13px}
-.hero b{display:block;font-size:1.9rem;line-height:1.15;letter-spacing:-.02em;font-weight:650;font-variant-numeric:tabular-nums}
+.hero b{display:block;font-size:1.9rem;line-height:1.15;letter-spacing:-.02em;font-weight:650;
+  font-variant-numeric:tabular-nums}
 .hero span{color:var(--quiet);font-size:.875rem}
 table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:var(--quiet);font-size:.875rem;padding-bottom:6px}
-th,td{padding:6px 10px 6px 0;border-bottom:1px solid var(--grid);text-align:left;font-weight:400;vertical-align:middle}
+th,td{padding:6px 10px 6px 0;border-bottom:1px solid var(--grid);text-align:left;font-weight:400;
+  vertical-align:middle}
 thead th{color:var(--quiet);font-size:.8125rem;border-color:var(--rule);vertical-align:bottom}
 tr:last-child>*{border-bottom:0}
 tr.gain>*{font-weight:650}
@@ -119,7 +122,8 @@ text .word{fill:var(--own)}
 .hollow{fill:var(--card);stroke:var(--own);stroke-width:2}
 .spike{fill:var(--b)}.tick{stroke-width:1.6;stroke:var(--d);fill:none}.tick.a{stroke:var(--ink)}
 .area{fill:transparent}.tip{visibility:hidden;pointer-events:none}.strip:hover .tip{visibility:visible}
-.times{display:grid;grid-template-columns:max-content 1fr;gap:6px 14px;align-items:center;font-size:.875rem;margin:10px 0}
+.times{display:grid;grid-template-columns:max-content 1fr;gap:6px 14px;align-items:center;
+  font-size:.875rem;margin:10px 0}
 .scroll{overflow-x:auto}
 .confusion{width:auto}
 .confusion td{min-width:2.4em;text-align:center;padding:6px;border:2px solid var(--card);border-radius:6px}
@@ -139,7 +143,9 @@ footer{margin-top:22px}
 @media (max-width:560px){
   main{padding:20px 12px 40px}section{padding:14px}
   .stack thead .bar{display:none}
-  .stack tr{display:grid;grid-template-columns:1fr auto auto;column-gap:14px;border-bottom:1px solid var(--grid);padding:6px 0}
+  .stack tr{display:grid;grid-template-columns:1fr auto auto;column-gap:14px;
+    border-bottom:1px solid var(--grid);
+    padding:6px 0}
   .stack tr:last-child{border-bottom:0}
   .stack th,.stack td{border:0;padding:2px 0}
   .stack.wide tbody th,.stack.wide thead th:first-child,.stack .bar{grid-column:1/-1;width:auto}

@@ -22,7 +22,7 @@ IGNORE = -100  # no loss is taken at this label
 class Example:
     """One row: its tokens, and its class or (causal_lm) one label per token, IGNORE on the prompt.
 
-    numbers: where several rows share a sequence (pack.py), which of them a token belongs to, counted from 1.
+    numbers: the row of each token, counted from 1, where several rows share a sequence (packing.py).
     """
 
     input_ids: Sequence[int]

@@ -1,11 +1,11 @@
-"""The folder in memory through which loader processes hand episodes to their trainer.
+"""The folder in shared memory through which loader processes pass episodes to their trainer.
 
-    <pid>_<seed>    an episode that a loader process prepares or writes: should the process die, the name tells which
-    <seed>          a whole episode
+    <pid>_<seed>    an episode that loader process <pid> is preparing or writing
+    <seed>          a complete episode
 
-A trainer holds the lock of its folder until it ends, however it ends. A folder whose lock is free is
-therefore left over, whatever the PID namespaces of its trainer and of the process that looks. No function
-here communicates.
+If a loader process dies, <pid>_<seed> names the episode it was preparing. A trainer holds the lock of its
+folder until it ends, so that a folder with a free lock is left over, in every PID namespace. No function here
+communicates.
 """
 
 from __future__ import annotations

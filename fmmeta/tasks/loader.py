@@ -1,12 +1,12 @@
-"""Episodes of a run, ready before they are needed: drawn, transformed and cut into micro-batches by loader
-processes.
+"""Prefetches episodes: loader processes sample, transform and split them into micro-batches.
 
-    tasks in the order of the schedule --> DataLoader (num_workers processes, each prefetch_factor ahead) --> Loaded
+    tasks in the order of the schedule --> DataLoader (num_workers processes, each prefetch_factor ahead)
+        --> LoadResult
 
-A task that fails to load does not disturb the others: it comes out as `LoadResult` with an error. I/O errors
-are tried again first. A loader process that dies is replaced; its death counts against the task that it was
-preparing. Where episodes cannot pass through memory, the training process loads them. Nothing here raises,
-and nothing communicates: what to do about a bad task is for all ranks to decide (feed.py).
+A task that fails to load becomes a `LoadResult` with an error and does not affect other tasks. I/O errors are
+retried first. A loader process that dies is replaced; the task that it was preparing gets the error.
+Without shared memory the training process loads the episodes. No function here raises or communicates: all
+ranks decide together how to handle a bad task (training/episodes.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MEASURED = 3  # outer steps loaded in the training process before `auto` decides
 
 @dataclass(frozen=True)
 class LoadResult:
-    """An episode as this rank's micro-batches, or why there is none. crash: an error that is nobody's data."""
+    """An episode as this rank's micro-batches, or an error. crash: an error that is not caused by data."""
 
     task: Task
     batches: Episode | None
@@ -272,7 +272,7 @@ class EpisodeLoader:
 
 
 def serve(worker: int) -> None:
-    """A loader process leaves Ctrl-C to its trainer, computes on one thread, and ends when its trainer ends."""
+    """Set up a loader process: ignore Ctrl-C, use one thread, and end when the trainer ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     threading.Thread(target=end_with_trainer, daemon=True).start()

@@ -1,8 +1,8 @@
 """Several short rows in one sequence, so that less of a micro-batch is padding.
 
-They must not see each other; models/forward.py checks that they do not. A packed sequence is an Example whose
-`numbers` say which row each token belongs to. The loss stays what it was, because the first token of a row is
-predicted from nothing.
+Attention must not cross rows; models/forward_options.py checks it. A packed sequence is an Example whose
+`numbers` hold the row of each token. The loss is unchanged: the first token of a row is not
+predicted.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 be had.
 
 schedule.share --> loader.fetch --> read:  a task that one rank of the group misses is left out by all of them
-                                --> judge: the errors of all ranks; go on without those tasks, or stop together
+                                --> judge: the errors of all ranks; skip those tasks, or stop together
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class EpisodeReader:
             self.notice(f"left out: task {error['task']}: {error['error']}")
         if self.bad > self.config.max_bad_fraction * max(self.seen, LEAST_SEEN):
             raise UsageError(
-                f"max_bad_fraction={self.config.max_bad_fraction}: {self.bad} of {self.seen} tasks could not be"
-                f" had, the last: task {found[-1]['task']}: {found[-1]['error']}"
+                f"max_bad_fraction={self.config.max_bad_fraction}: {self.bad} of {self.seen} tasks could not"
+                f" be had, the last: task {found[-1]['task']}: {found[-1]['error']}"
             )
         return [{"task": error["task"], "error": error["error"]} for error in found]
 

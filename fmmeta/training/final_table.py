@@ -28,7 +28,7 @@ Table = Callable[[str, Sequence[str], Sequence[Sequence[str]]], None]
 
 
 class Accuracies(NamedTuple):
-    """Means over the held-out episodes: before adaptation, after it, after it from the weights at the start."""
+    """Means over held-out episodes: before adaptation, after it, after it from the initial weights."""
 
     before: float
     after: float

@@ -1,6 +1,7 @@
 """Where a run begins: its folder and lock, the settings it may continue with, the newest whole checkpoint.
 
-    find the folder -> lock it -> undo half a save -> compare settings -> check digests, newest first -> set aside what is newer
+    find the folder -> lock it -> undo half a save -> compare settings
+    -> check digests, newest first -> set aside what is newer
 
 Nothing in a folder is overwritten or removed here; what must not be continued from is renamed and named.
 """
@@ -192,7 +193,7 @@ def unfinished(config: Config, now: dict[str, Any], name: str) -> Path | None:
 
 
 class FolderLock:
-    """The lock of a run's folder, if `file` is it, and the folders that were `made` for it, innermost first."""
+    """The lock `file` of a run's folder, if any, and the folders `made` for it, innermost first."""
 
     def __init__(self, folder: Path, file: Any, made: list[Path]) -> None:
         self.folder, self.file, self.made = folder, file, made

@@ -206,7 +206,7 @@ def cases() -> list[Case]:
 
 
 def full() -> list[Case]:
-    """Every layout x stage x rule x groups x sub-groups x model x dtype, with the remaining axes by a hash."""
+    """Every layout x stage x rule x groups x sub-groups x model x dtype; a hash picks the other axes."""
     by_core: dict[tuple[Any, ...], list[Case]] = {}
     for case in cases():
         by_core.setdefault(tuple(vars(case).values())[:7], []).append(case)

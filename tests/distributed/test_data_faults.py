@@ -1,4 +1,4 @@
-"""Data that goes bad while two ranks train: the run ends as the policy says, the counts add up, nobody hangs."""
+"""Bad data while two ranks train: the run ends as the policy says, the counts add up, no rank hangs."""
 
 from __future__ import annotations
 

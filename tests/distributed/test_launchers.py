@@ -148,7 +148,8 @@ SCRIPT = """
 source launch/slurm_requeue.sh
 trap 'rm -f "$child"' EXIT
 child=$(mktemp)
-printf '%s\\n' 'trap "sleep 0.2; exit CODE" USR1; touch "$1"; for i in $(seq 100); do sleep 0.05; done; exit LATE' > "$child"
+printf '%s\\n' 'trap "sleep 0.2; exit CODE" USR1; touch "$1"' > "$child"
+printf '%s\\n' 'for i in $(seq 100); do sleep 0.05; done; exit LATE' >> "$child"
 run_and_requeue bash "$child" "$1"
 """
 

@@ -87,7 +87,7 @@ def test_a_signal_before_anything_is_learned_ends_at_once(nursery, flags, tmp_pa
 
 
 def test_a_later_second_signal_leaves_at_once(nursery, flags, tmp_path):
-    """Rank 0 waits in a collective for rank 1, which is stopped, so that the first signal cannot be followed."""
+    """Rank 0 waits in a collective for rank 1, which is stopped: the first signal has no effect."""
     run = tmp_path / "run"
     ranks = nursery.train(flags(run, **LONG), 2, tmp_path)
     until(lambda: (run / "checkpoint-5").is_dir())

@@ -1,4 +1,4 @@
-"""Every command and every line of Python in the README runs, cut short; every file of the tree is there."""
+"""Every command and every line of Python in the README runs, cut short; the code map lists every module."""
 
 from __future__ import annotations
 
@@ -148,23 +148,31 @@ def test_python_runs(code, tmp_path):
     assert " -> " in ended.stdout or ended.stdout.split()[-1] in ("arrival", "lost")
 
 
-def test_the_tree_is_true():
-    tree = re.findall(r"## The tree\n\n```text\n(.*?)```", README, re.DOTALL)[0]
-    named, folder = set(), []
-    for line in tree.splitlines():
-        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+def tree(text: str) -> dict[str, str]:
+    """Paths of an indented file tree (two spaces per level) and the phrase beside each."""
+    named: dict[str, str] = {}
+    folder: list[str] = []
+    for line in text.splitlines():
+        depth, (name, *phrase) = (len(line) - len(line.lstrip())) // 2, line.split(maxsplit=1)
         folder = [*folder[:depth], name.rstrip("/")]
-        named.add("/".join(folder))
-    for path in named:
-        assert (ROOT / path).exists(), path
-    modules = {
-        str(path.relative_to(ROOT)) for path in (ROOT / "fmmeta").rglob("*.py") if path.name != "__init__.py"
-    }
-    summed_up = {"fmmeta/meta/algorithms"}  # one line for a folder
-    missing = {
-        module for module in modules if module not in named and str(Path(module).parent) not in summed_up
-    }
-    assert not missing
+        assert "/".join(folder) not in named, line
+        named["/".join(folder)] = "".join(phrase)
+    return named
+
+
+def test_the_code_map_lists_every_module():
+    named = tree(re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "code_map.md").read_text(), re.DOTALL)[0])
+    modules = [path for path in (ROOT / "fmmeta").rglob("*.py") if path.name != "__init__.py"]
+    folders = [path.parent for path in (ROOT / "fmmeta").rglob("__init__.py")]
+    assert set(named) == {str(path.relative_to(ROOT)) for path in [*modules, *folders]}
+    assert all(phrase for path, phrase in named.items() if path != "fmmeta")
+
+
+def test_the_readme_lists_every_folder():
+    named = tree(re.findall(r"## Folders\n\n```text\n(.*?)```", README, re.DOTALL)[0])
+    packages = {f"fmmeta/{path.parent.name}" for path in (ROOT / "fmmeta").glob("*/__init__.py")}
+    assert {path for path in named if path.startswith("fmmeta/")} == packages
+    assert all((ROOT / path).is_dir() and phrase for path, phrase in named.items())
 
 
 @pytest.mark.timeout(300)

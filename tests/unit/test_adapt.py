@@ -546,9 +546,9 @@ def test_objects_are_shown_in_one_line_each(bert, tmp_path):
         bert, PAIRS, query=PAIRS[:3], output_dir=tmp_path / "out", inner_steps=2, early_stopping=False
     )
     assert (
-        repr(adapted)
-        == f"AdaptedModel(base={str(bert)!r}, task_type='classification', labels={adapted.labels}, inner_steps=2,"
-        f" left_out=None, accuracy={adapted.accuracy:.4f}, output_dir={str(tmp_path / 'out')!r})"
+        repr(adapted) == f"AdaptedModel(base={str(bert)!r}, task_type='classification',"
+        f" labels={adapted.labels}, inner_steps=2, left_out=None, accuracy={adapted.accuracy:.4f},"
+        f" output_dir={str(tmp_path / 'out')!r})"
     )
     results = fmmeta.evaluate(bert, "letters", method=["prototype", "knn"], k_shot=[1], episodes=3)
     first, second = (

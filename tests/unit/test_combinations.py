@@ -39,13 +39,16 @@ ADAM = {"inner_optimizer": "adamw"}
         (
             {"inner_lr_outer_lr": 0.1},
             (
-                "inner_lr_outer_lr=0.1 means nothing for inner_lr_learned=no; leave it out, or use inner_lr_learned"
-                " layer or element"
+                "inner_lr_outer_lr=0.1 means nothing for inner_lr_learned=no; leave it out, or use"
+                " inner_lr_learned layer or element"
             ),
         ),
         (
             {"trajectory_memory_gib": 1.0},
-            "trajectory_memory_gib=1.0 means nothing for algorithm=fomaml, which keeps no trajectory; leave it out",
+            (
+                "trajectory_memory_gib=1.0 means nothing for algorithm=fomaml, which keeps no trajectory;"
+                " leave it out"
+            ),
         ),
         (
             {"algorithm": "maml", "trajectory_memory_gib": -1.0},

@@ -182,11 +182,17 @@ def test_inner_lr_is_positive(value):
         ),
         (
             {"trajectory_memory_gib": math.inf, "algorithm": "maml"},
-            "trajectory_memory_gib=inf is no number to compute with; use 0 or more, or leave it out for no limit",
+            (
+                "trajectory_memory_gib=inf is no number to compute with;"
+                " use 0 or more, or leave it out for no limit"
+            ),
         ),
         (
             {"trajectory_memory_gib": math.nan, "algorithm": "maml"},
-            "trajectory_memory_gib=nan is no number to compute with; use 0 or more, or leave it out for no limit",
+            (
+                "trajectory_memory_gib=nan is no number to compute with;"
+                " use 0 or more, or leave it out for no limit"
+            ),
         ),
         ({"max_bad_fraction": 1.5}, "max_bad_fraction=1.5 is no share; use a number from 0 to 1"),
     ],

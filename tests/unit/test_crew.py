@@ -163,8 +163,8 @@ OUT = {"elastic": True, "output_dir": "x"}
                 "inner_optimizer_state": "kept",
             },
             (
-                "outer_delay=1 with inner_optimizer_state=kept: the moments that an inner loop begins with would be"
-                " those of two outer steps before; use reset, or no delay"
+                "outer_delay=1 with inner_optimizer_state=kept: the moments that an inner loop begins with"
+                " would be those of two outer steps before; use reset, or no delay"
             ),
         ),
         (

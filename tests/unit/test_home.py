@@ -1,4 +1,4 @@
-"""--offload_outer: idle vectors lie in host memory, come to the device in pieces, and nothing else changes."""
+"""--offload_outer: idle vectors are in host memory and reach the device in pieces; nothing else changes."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def run(bert, folder, **settings):
     ],
 )
 def test_it_is_plain_fine_tuning_on_the_rows_of_the_episodes(bert, tmp_path, outer, at_most):
-    """An ordinary torch loop over an ordinary classifier with an output per training class; labels by name."""
+    """A plain torch loop over a plain classifier with an output per training class; labels by name."""
     from transformers import AutoModelForSequenceClassification
 
     config, _ = run(bert, tmp_path / "run", **outer)

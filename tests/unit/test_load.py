@@ -166,7 +166,7 @@ def test_models_that_cannot_be_trained(tmp_path, bert, values, said):
 
 
 def test_models_without_a_padding_token(tmp_path):
-    """CodeGen's configuration has no such attribute; nor has Gemma 3's, whose text model is one part of it."""
+    """The configurations of CodeGen and Gemma 3 (whose text model is one part) have no such attribute."""
     import transformers
 
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "eos_token_id": 7}

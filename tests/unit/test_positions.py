@@ -25,7 +25,7 @@ PAIRS = [(f"{word} {place} {LONG}", f"class {word}") for word in WORDS[:6] for p
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """Models of 64 positions: BERT; RoBERTa, which keeps one for padding; GPT-2, with other names for them."""
+    """Models of 64 positions: BERT; RoBERTa, which keeps one for padding; GPT-2, with other names."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     folders = {}

@@ -1,4 +1,4 @@
-"""Prompts: what a model reads and what it has to answer, for plain texts, format strings and chat templates."""
+"""Prompts: input and target texts for plain texts, format strings and chat templates."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ CHATML = """{%- if messages[0].role != 'system' %}
 {%- if message.role == 'assistant' %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {{- message.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
 # Instructions in brackets, no generation prompt, the date of the day (Llama 2 and Mistral).
-BRACKETS = """{{ bos_token + '[SYSTEM]It is ' + strftime_now('%Y-%m-%d') + '.[/SYSTEM]' }}{% for message in messages %}
-{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+BRACKETS = """{{ bos_token + '[SYSTEM]It is ' + strftime_now('%Y-%m-%d') + '.[/SYSTEM]' }}
+{%- for message in messages %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}{% endif %}
 {%- if message.role == 'user' %}{{ '[INST] ' + message.content | trim + ' [/INST]' }}
 {%- else %}{{ ' ' + message.content | trim + eos_token }}{% endif %}{% endfor %}"""
 # A text that ends with end-of-text where nothing is asked (Phi-4).
-ENDED = """{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}
+ENDED = """{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}
+{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"""
 
 CHATS = {

@@ -258,7 +258,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_tokenizer_with_another_setting_has_another_store(tmp_path, change):
-    """A base and an instruct checkpoint may share tokenizer.json and differ in the token that ends an answer."""
+    """A base and an instruct checkpoint may share tokenizer.json and differ in the end-of-answer token."""
     path, settings = (
         write_pairs(tmp_path / "pairs.jsonl"),
         {"task_type": "causal_lm", "prompt_template": "chat"},
@@ -281,7 +281,7 @@ def test_answers_end_with_the_token_of_their_own_model(tmp_path):
 
 
 def recording(value, seen: set[str]):
-    """A copy of an object that notes the name of every attribute that is read, by methods of its class too."""
+    """A copy of an object that records the name of each attribute read, also by methods of its class."""
 
     class Recording(type(value)):
         def __getattribute__(self, name):

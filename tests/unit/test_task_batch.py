@@ -230,8 +230,8 @@ def test_a_trained_layer_of_another_kind_is_refused_by_name():
     text = refusal(adapter_multi_task_rule, config, worker, setup_of(worker, config).inner)
     assert (
         text
-        == "tasks_per_pass: hf.embeddings.LayerNorm.weight is trained, and belongs to no linear layer nor to an"
-        " adapter of one; use --tasks_per_pass 1"
+        == "tasks_per_pass: hf.embeddings.LayerNorm.weight is trained, and belongs to no linear layer nor to"
+        " an adapter of one; use --tasks_per_pass 1"
     )
 
 
@@ -313,7 +313,10 @@ def test_the_body_is_called_once_for_all_of_its_tasks(settings, calls):
     [
         (
             {},
-            "tasks_per_pass=4 is not implemented with lora_r=0, where tasks of fomaml need a whole model each",
+            (
+                "tasks_per_pass=4 is not implemented with lora_r=0, where tasks of fomaml need a whole model"
+                " each"
+            ),
         ),
         (
             {"lora_r": 4, "algorithm": "maml"},
@@ -324,7 +327,10 @@ def test_the_body_is_called_once_for_all_of_its_tasks(settings, calls):
         ),
         (
             {"algorithm": "anil", "max_task_norm": 3.0},
-            "tasks_per_pass=4 is not implemented with max_task_norm=3.0, which looks at each task's direction",
+            (
+                "tasks_per_pass=4 is not implemented with max_task_norm=3.0, which looks at each task's"
+                " direction"
+            ),
         ),
         (
             {"algorithm": "protonet", "max_task_loss": 3.0},

@@ -39,7 +39,7 @@ def test_accumulated_meta_batches_are_one_larger_meta_batch(tmp_path):
 
 
 def test_episodes_of_changing_size_follow_the_oracle(tmp_path):
-    """2 to 4 classes of 1 to 3 shots: an episode's loss sees its own classes alone, though the head has four."""
+    """2 to 4 classes of 1 to 3 shots: an episode's loss covers its own classes, though the head has four."""
     settings = {
         "n_way": 2,
         "n_way_max": 4,

@@ -1,6 +1,7 @@
 """ANIL: the inner loop changes the head and leaves the body alone.
 
-    W_{k+1} = W_k - alpha grad_W L(W_k f(support)),   g = d L_query(W_K) / dtheta,   f: features of the body at theta
+    W_{k+1} = W_k - alpha grad_W L(W_k f(support)),   g = d L_query(W_K) / dtheta
+    f: features of the body at theta
 
 Raghu, Raghu, Bengio, Vinyals, "Rapid Learning or Feature Reuse?", 2020 (arXiv 1909.09157), section 4. The
 body does not move, so its features are computed once per task and the whole inner loop is a small problem

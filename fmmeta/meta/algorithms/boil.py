@@ -1,6 +1,7 @@
 """BOIL: the inner loop changes the body and leaves the head alone.
 
-    phi_{k+1}[body] = phi_k[body] - alpha g(phi_k)[body],  phi_{k+1}[head] = theta[head];  g = dL_query(phi_K) / dtheta
+    phi_{k+1}[body] = phi_k[body] - alpha g(phi_k)[body],   phi_{k+1}[head] = theta[head]
+    g = dL_query(phi_K) / dtheta
 
 Oh, Yoo, Kim, Yun, "BOIL: Towards Representation Change for Few-shot Learning", 2021 (arXiv 2008.08882),
 section 3: MAML with an inner rate of zero on the head, which is meta-learned (head_init=learned). The rates

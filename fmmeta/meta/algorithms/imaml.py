@@ -1,7 +1,7 @@
 """iMAML: the meta-gradient at the end of a proximal inner loop, without the way back through its steps.
 
     phi* = argmin L_support(phi) + lambda / 2 |phi - phi_0|^2
-    g = ((1 + damping) I + H(phi*) / lambda)^-1 grad L_query(phi*)                  H: Hessian of the support loss
+    g = ((1 + damping) I + H(phi*) / lambda)^-1 grad L_query(phi*)        H: Hessian of the support loss
 
 Rajeswaran, Finn, Kakade, Levine, "Meta-Learning with Implicit Gradients", 2019 (arXiv 1909.04630), lemma 1,
 solved by conjugate gradients (their algorithm 2) with the Hessian-vector products of curvature.py. `lambda`

@@ -1,6 +1,6 @@
 """MAML, exactly: the gradient of the query loss at phi_K with respect to theta, second derivatives and all.
 
-    g = (I - alpha H(phi_0)) ... (I - alpha H(phi_{K-1})) grad L_query(phi_K)        H: Hessian of the support loss
+    g = (I - alpha H(phi_0)) ... (I - alpha H(phi_{K-1})) grad L_query(phi_K)   H: Hessian of the support loss
 
 Finn, Abbeel, Levine, "Model-Agnostic Meta-Learning", 2017 (arXiv 1703.03400), equation 1, by the backward
 recursion and the differences of gradients of unroll.py and curvature.py (Fallah et al. 2020). Nothing but

@@ -5,9 +5,9 @@
 Nichol, Achiam, Schulman, "On First-Order Meta-Learning Algorithms", 2018 (arXiv 1803.02999), section 2,
 batched version: outer SGD with learning rate epsilon is theta <- theta + epsilon * mean(phi_K - theta). The
 query set is only looked at. The authors' inner optimizer is Adam without first moment, its state kept from
-task to task: `--inner_optimizer adamw --inner_beta1 0 --inner_optimizer_state kept`. Here all tasks of a meta-batch
-start with the same moments, and the mean of what they end with is kept. Cost per task: K forward and backward
-passes and one forward; with Adam two shards of moments, four where they are kept.
+task to task: `--inner_optimizer adamw --inner_beta1 0 --inner_optimizer_state kept`. Here all tasks of a
+meta-batch start with the same moments, and the mean of what they end with is kept. Cost per task: K forward
+and backward passes and one forward; with Adam two shards of moments, four where they are kept.
 """
 
 from __future__ import annotations

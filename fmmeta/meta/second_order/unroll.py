@@ -6,13 +6,13 @@ Backward, from v = dL_query/dphi_K, w = 0, for k = K-1 .. 0:
 
     dL/dalpha_k = -v u_{k+1}            where rates are learned
     w <- w - alpha_k v                  what u_{k+1} hears of the loss
-    v <- v + H(phi_k) w                 order 2; at order 1 v stays
+    v <- v + H(phi_k) w                 order 2; at order 1 v is unchanged
     w <- mu w
     v <- v + c_k dL_query/dphi_k        multi-step loss: the query loss counts at phi_k too, k > 0
 
-then v = dL/dphi_0, and the head start's own way back (head.py). Products alpha v are element by element, so
-every vector is a rank's shard. H v comes from ordinary gradients (curvature.py); this is the Hessian-free
-form of Fallah, Mokhtari, Ozdaglar, "On the Convergence Theory of Gradient-Based Model-Agnostic Meta-Learning
+then v = dL/dphi_0, and the gradient through the initial head (classifier_head.py). Products alpha v are
+element by element, so every vector is a rank's shard. H v comes from ordinary gradients
+(hessian.py); this is the Hessian-free form of Fallah, Mokhtari, Ozdaglar, "On the Convergence Theory of Gradient-Based Model-Agnostic Meta-Learning
 Algorithms", 2020 (arXiv 1908.10400), for K steps.
 """
 

@@ -1,21 +1,22 @@
-"""A worker: one model, held by the ranks of a group, and the few verbs that meta-learners are written in.
+"""A worker: one model, held by the ranks of a group, and the operations that meta-learners are written in.
 
-    read() -> vector                     copy of this rank's fp32 shards                theta, phi_k
-    write(vector)                        put it in and refresh the working weights      restore, outer step
-    step(batches, update) -> Pass        forward, backward, update the shards           inner step
-    gradient(batches, restore) -> vector, Pass      the same, capturing instead         query gradient
-    add_gradient(total, w, batches, restore)        the same, adding it to a vector     the sum of meta-gradients
-    forward(batches) -> Pass             loss and accuracy, no gradient                 evaluation
-    features(batches) -> [[B, D]]        what the classifier head sees, no gradient     prototypes
-    ahead(batches) -> Ahead              the same, kept for step or pull to go on from  one forward instead of two
-    logits(batches) -> [[B, C]]          what the whole model says, no gradient         probabilities (WholeWorker)
-    pull(parts, total) -> vector, Pass   gradient of <features, cotangents>             back through features
-    dot(a, b) -> float                   over the whole model, each element once
-    dots(a, b, segments, n) -> [n]       the same, by layer                             learned rates
+    operation                                  what it does                               used for
+    read() -> vector                           copies this rank's fp32 shards             theta, phi_k
+    write(vector)                              sets them, refreshes working weights       restore, outer step
+    step(batches, update) -> PassStats         forward, backward, update of the shards    inner step
+    gradient(batches, restore) -> vector, ..   forward, backward, returns the gradient    query gradient
+    add_gradient(total, w, batches, restore)   the same, accumulated into a vector        meta-gradient
+    forward(batches) -> PassStats              loss and accuracy, no gradient             evaluation
+    features(batches) -> [[B, D]]              input of the classifier head, no gradient  prototypes
+    ahead(batches) -> SavedForward             the same, with the graph, for step or vjp  one forward less
+    logits(batches) -> [[B, C]]                output of the model, no gradient           FullModelWorker only
+    vjp(parts, total) -> vector, PassStats     gradient of sum <features, cotangents>     classifier head
+    dot(a, b) -> float                         over the whole model, each element once
+    dot_by_layer(a, b, ..., n) -> [n]          the same, by layer                         learned rates
 
-A vector is the flat fp32 tensor of S elements described in shards.py. Every rank of a group calls the same
-verbs in the same order with the same number of micro-batches; groups are independent of each other and never
-wait here.
+A vector is the flat fp32 tensor of S elements described by `ParamMap` (deepspeed_shards.py). Every rank of a
+group calls the same operations in the same order with the same number of micro-batches. No operation waits
+for another group.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 plain        whole on one rank                                   reads everything
 ZeRO 0-2     whole on every rank of the group                    reads everything
 tensor       weight matrices cut over the group                  reads everything, then cuts
-ZeRO 3       every parameter cut over the group from birth       reads one tensor at a time (beside packing: everything)
+ZeRO 3       every parameter sharded while it is loaded          one tensor at a time (packing: everything)
 pipeline     some layers per rank                                reads its own tensors only
 """
 

@@ -1,13 +1,13 @@
-"""Passes of several tasks at a time, where what is adapted is small: adapters and a head over a base that
-never moves.
+"""Forward and backward passes of several tasks at a time: adapters and a head over a frozen base.
 
-    phi    N tasks' adapters, whole on every rank, fp32, one flat buffer: a block [N, *shape] per parameter
-    step   the m-th micro-batches of all tasks in one forward and backward; one sum of N x P numbers over the group
+    phi    the adapters of N tasks, complete on every rank, fp32, one flat buffer: [N, *shape] per parameter
+    step   the m-th micro-batches of all tasks in one forward and backward pass,
+           then one sum of N x P numbers over the group
 
-The worker keeps theta throughout: its own adapters are bypassed (models/task_axis.py), and no engine's
-backward or optimizer runs. Under ZeRO 3 the base is gathered once per pass instead of once per pass and task;
-the gradients of all tasks, which ZeRO would have reduced task by task, are reduced as one tensor. Tasks do
-not meet: one that is not finite leaves the others alone.
+The worker holds theta throughout: its own adapters are bypassed (models/multi_task_layers.py), and no engine
+runs its backward pass or optimizer. Under ZeRO 3 the base is gathered once per pass instead of once per pass
+and task; the gradients of all tasks are reduced as one tensor. Tasks are independent: a non-finite gradient
+of one does not change the others.
 """
 
 from __future__ import annotations

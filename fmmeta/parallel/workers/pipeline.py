@@ -1,12 +1,12 @@
-"""The worker's verbs over DeepSpeed's pipeline engine: each rank holds some layers, micro-batches travel
-through all of them.
+"""The worker's operations over DeepSpeed's pipeline engine: each rank holds some layers of the model.
 
     group rank    stage x data ranks + data rank      (DeepSpeed's order)
-    micro-batch   enters on stage 0, its labels and weights on the last stage; only that one knows losses, and answers features
-    tied weights  live on the first stage (the owner) and the last; their gradients are summed by DeepSpeed
+    micro-batch   input ids enter on stage 0, labels and weights on the last stage,
+                  which computes the losses and returns the features
+    tied weights  are on the first stage (the owner) and the last; DeepSpeed sums their gradients
 
-DeepSpeed's engine only knows whole training batches, so `step` is one `train_batch` with the tap in its
-place. The number of micro-batches and their lengths change from call to call.
+DeepSpeed's engine runs whole training batches only, so `step` is one `train_batch` with the tap as the
+optimizer. The number of micro-batches and their lengths change from call to call.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Tensor parallelism: which weights DeepSpeed's AutoTP cuts, written out instead of guessed.
+"""Tensor parallelism: an explicit plan of the weights that DeepSpeed's AutoTP splits.
 
-    column   rows of the weight (output features) are shared out: queries, keys, values, the way into the MLP
-    row      columns of the weight (input features): the way out of attention and MLP; a sum over the ranks follows
-    partial  whole on every rank, but applied to the rank's own heads, so that gradients are summed (Qwen3's norms of queries)
+    column   rows of the weight (output features) are split: queries, keys, values, first MLP projection
+    row      columns of the weight (input features) are split: output projections of attention and MLP;
+             their products are summed over the ranks
+    partial  replicated, but applied to the rank's own heads; gradients are summed (Qwen3's query norm)
 
-The rest (embeddings, norms, heads) is whole on every rank. Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
+All other weights (embeddings, norms, heads) are replicated.
+Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
 """
 
 from __future__ import annotations

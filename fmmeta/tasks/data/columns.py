@@ -23,7 +23,7 @@ HALF_PAIR = re.compile(r"[\ud800-\udfff]")
 
 @dataclass
 class Table:
-    """Rows by role. `member` is what splits divide: the named task, or the class where tasks have no names."""
+    """Rows by role. `member` is the unit of splits: the named task, or the class if tasks have no names."""
 
     member: list[str]
     stratum: list[str]

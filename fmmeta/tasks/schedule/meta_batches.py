@@ -1,11 +1,11 @@
-"""Who learns what, when: meta-batches cut from a stratified order of tasks, dealt to the groups.
+"""The schedule: meta-batches taken from a stratified order of tasks and assigned to the groups.
 
     global   order of all tasks --(outer_step)--> meta-batch --> shares of the groups
-    node     each node has an order of its own part; its slots of the meta-batch come from there and stay there
+    node     each node has an order of its part of the tasks, which fills its slots of the meta-batch
 
 In `global` mode the meta-batch is a pure function of (seed, outer_step): it does not depend on the number of
-groups, on what was drawn before, or on who asks. In `node` mode it depends on the number of nodes too. A
-meta-batch may reach over the end of an epoch; nothing is dropped or repeated to avoid that. Nothing here
+groups, on earlier draws, or on the calling rank. In `node` mode it depends on the number of nodes too. A
+meta-batch may cross the end of an epoch; no task is dropped or repeated to avoid that. No function here
 communicates, and a position is restored by arithmetic.
 """
 

@@ -1,8 +1,9 @@
 """From the names of data sets to task sources, one per split.
 
-    name -> rows -> columns -> tokens (store.py) -> members (classes or named tasks) -> train | valid | test -> TaskSource
+    name -> rows -> columns -> tokens (token_store.py) -> classes or named tasks -> train | valid | test
+         -> TaskSource
 
-On each node one rank runs this before the others (build.py), so that the others find the store made.
+On each node one rank runs this before the others (training/build.py), which then find the finished store.
 """
 
 from __future__ import annotations
