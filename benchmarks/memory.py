@@ -96,7 +96,7 @@ def run(folder: str, flags: list[str]) -> None:
     from fmmeta.common.progress import Progress
     from fmmeta.parallel.layout import Launch
     from fmmeta.parallel.process_groups import World, pick_device
-    from fmmeta.planning import auto_group_size
+    from fmmeta.planning.memory import estimate
     from fmmeta.training import build
     from fmmeta.training.loop import Run
     from fmmeta.training.run_folder import RunStart
@@ -134,8 +134,8 @@ def run(folder: str, flags: list[str]) -> None:
     )
     exporting = resident("VmHWM") - before
     own = sum(fragment.length for fragment in parts.worker.params.fragments)
-    estimated = auto_group_size.estimate(
-        build.sizes_of(config, plan, world.device), plan.precision, parts.place.data
+    estimated = estimate(
+        build.sizes_of(config, plan, world.device)(parts.place.data), plan.precision, parts.place.data
     )
     line = {
         "rank": launch.global_rank,

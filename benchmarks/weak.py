@@ -33,7 +33,8 @@ from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
-from fmmeta.planning.sizes import held, part_sizes
+from fmmeta.planning.memory import rank_sizes
+from fmmeta.planning.sizes import largest_part
 
 ROOT = Path(__file__).parent.parent
 REDUCTIONS = 5
@@ -164,7 +165,7 @@ def main() -> None:
     }
     config = Config(**{**flags, "dataset": [flags["dataset"]], "group_size": "1"})
     learner = empty_learner(config, describe(config))
-    sizes = part_sizes(config, learner.hf.config, held(config, learner, learner.hf.config), lazy=True)
+    sizes = rank_sizes(config, learner.hf.config, largest_part(config, learner, learner.hf.config), lazy=True)
     formula = sizes.crossing * sizes.params
     together, alone, steps, counted = list[float](), list[float](), list[float](), set[int]()
     for number in range(given.rounds):

@@ -16,13 +16,13 @@ from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
-from fmmeta.planning.auto_group_size import HEADROOM, at_size
+from fmmeta.planning.auto_group_size import at_size
 from fmmeta.planning.compute import MatmulCounts, Wire, needed_flops, products, refresh, task_work
 from fmmeta.planning.machines import Profile
-from fmmeta.planning.memory import GIB, Estimate, Sizes, estimate
+from fmmeta.planning.memory import GIB, HEADROOM, Estimate, Sizes, estimate, rank_sizes
 from fmmeta.planning.settings import ROWS, PlanConfig
 from fmmeta.planning.simulate import SimulatedCluster, simulate
-from fmmeta.planning.sizes import held, part_sizes
+from fmmeta.planning.sizes import largest_part
 from fmmeta.planning.strategies import Strategy, deepspeed_of, strategies
 from fmmeta.planning.time import Seconds, Topology, step_seconds, task_seconds
 
@@ -80,7 +80,7 @@ class Planner:
         for rows in ROWS if plan.micro_batch_size is None else (plan.micro_batch_size,):
             config = copy(config)
             config.micro_batch_size = rows
-            sizes = part_sizes(
+            sizes = rank_sizes(
                 config, self.description.hf_config, counted, self.profile.device == "cpu", way.data
             )
             needed = estimate(sizes, precision, way.data)
@@ -197,7 +197,7 @@ class Planner:
 
     def _counted(self, lora_r: int, stages: int, tensor: int) -> tuple[int, int]:
         config = self._config(lora_r=lora_r, pipeline_stages=stages, tensor_parallel_size=tensor)
-        return held(config, self.learner(lora_r), self.description.hf_config)
+        return largest_part(config, self.learner(lora_r), self.description.hf_config)
 
     def _products(self, lora_r: int, stages: int, tensor: int) -> MatmulCounts:
         config = self._config(lora_r=lora_r, pipeline_stages=stages, tensor_parallel_size=tensor)

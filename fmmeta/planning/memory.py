@@ -1,13 +1,14 @@
-"""How many bytes a rank needs, by kind, from numbers alone: the formula behind `--group_size auto` and
-`fmmeta plan`.
+"""The memory model: bytes that a rank needs, by kind, from numbers alone. `--group_size auto`, `fmmeta plan`
+and the refusals use it: `rank_sizes` (settings and a counted model to sizes), then `estimate` (sizes to
+bytes).
 
 P trained and F frozen parameters of the rank's part of the model, shared by M data ranks; w bytes per working
 weight. A kind is divided by M from the stage in brackets on (docs/memory.md has the table with the reasons):
 
-    weights (P + F) w  [3]     master 4 P  [1]      gradients 4 P [3]   theta, meta-gradient 4 P each [1]
-    direction 4 P [1], if the rule or the engine cannot add it to the meta-gradient right away (meta/costs.py)
-    moments 4 P per moment of the outer optimizer  [1]
-    kept 4 P per shard that the algorithm or inner optimizer keeps  [1]
+    weights (P + F) w [3]     master 4 P [1]     gradients 4 P [3]     theta, meta-gradient 4 P each [1]
+    direction 4 P [1], where it cannot be added to the meta-gradient right away (meta/costs.py)
+    moments 4 P per moment of the outer optimizer [1]
+    kept 4 P per shard that the algorithm or the inner optimizer keeps [1]
 
     gathered: whole parameters that ZeRO 3 holds at once
 
@@ -22,9 +23,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from fmmeta.config.settings import Config
+from fmmeta.meta import costs
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.planning.sizes import most_rows
 
 GIB = 2**30
+HEADROOM = 0.9  # share of the free memory that a layout may take; allocators and the runtime need the rest
 META = ("theta", "meta_gradient", "direction", "moments", "kept")
 FLATTENED = 5 * 10**8  # parameters that ZeRO 0 flattens for one reduction (deepspeed/runtime/engine.py)
 
@@ -53,33 +58,36 @@ class Sizes:
     budget: int | None = None  # bytes of the trajectory on the device; None: all
     lazy: bool = True  # a buffer costs what is written to it (CPUs), not what it may hold
 
-    @classmethod
-    def of(
-        cls,
-        hf_config: Any,
-        params: int,
-        frozen: int,
-        rows: int,
-        tokens: int,
-        causal: bool,
-        checkpointing: bool,
-        offload_outer: bool,
-    ) -> Sizes:
-        text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-        layers, hidden = getattr(text, "num_hidden_layers", 12), getattr(text, "hidden_size", 768)
-        heads, vocab = getattr(text, "num_attention_heads", 12), getattr(text, "vocab_size", 0)
-        return cls(
-            params,
-            layers,
-            hidden,
-            heads,
-            vocab if causal else 0,
-            rows,
-            tokens,
-            frozen,
-            checkpointing,
-            offload_outer,
-        )
+
+def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: bool, data: int = 1) -> Sizes:
+    """Sizes of the largest rank's part of the model and of its micro-batches.
+
+    counted: trained and frozen parameters of that part (sizes.py: `largest_part`). lazy: on CPUs, where
+    untouched memory costs nothing. data: ranks that share the rows of a set.
+    """
+    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+    depth, shards, gib = config.pipeline_stages, costs.shards(config), config.trajectory_memory_gib
+    return Sizes(
+        params=counted[0],
+        frozen=counted[1],
+        layers=-(-getattr(text, "num_hidden_layers", 12) // depth),
+        hidden=getattr(text, "hidden_size", 768),
+        heads=getattr(text, "num_attention_heads", 12),
+        vocab=getattr(text, "vocab_size", 0) if config.task_type == "causal_lm" else 0,
+        rows=most_rows(config, data),
+        tokens=config.max_length,
+        checkpointing=config.gradient_checkpointing,
+        offload_outer=config.offload_outer and not lazy,
+        in_flight=depth,
+        moments=costs.MOMENTS[config.outer_optimizer],
+        sums=1 + config.outer_delay,
+        crossing=2 if config.reduce_dtype == "bf16" else 4,
+        directions=int(not costs.adds_directly(config)),
+        kept=shards.work,
+        trajectory=shards.trajectory,
+        budget=None if gib is None or lazy else int(gib * GIB),
+        lazy=lazy,
+    )
 
 
 @dataclass(frozen=True)
@@ -143,16 +151,16 @@ class Reduced(NamedTuple):
     staging: int
 
 
-def reduced(sizes: Sizes, precision: DeepSpeedSettings, sharers: int) -> Reduced:
+def reduced(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Reduced:
     """What gradients cost in each of DeepSpeed 0.19.8's optimizer wrappers, and in a plain worker (stage 0,
     one sharer).
 
     A bucket of ZeRO is filled with gradients, flattened once more, and reduced; one that holds all gradients
     is reduced after the backward pass only. On GPUs it is there whole from the first gradient on.
     """
-    params, stage, bf16 = sizes.params, precision.zero_stage, precision.bf16
+    params, stage, bf16 = sizes.params, settings.zero_stage, settings.bf16
     part, grad = params // sharers, 2 if bf16 else 4  # bytes of a gradient as autograd makes it
-    most = precision.bucket or sizes.hidden**2  # "auto", as ds_config.complete fills it
+    most = settings.bucket or sizes.hidden**2  # "auto", as ds_config.complete fills it
     used, early = min(params, most), params > most  # early: reductions begin in the backward pass
     made = used if sizes.lazy else most
     flat = min(params, FLATTENED)
@@ -170,40 +178,32 @@ def reduced(sizes: Sizes, precision: DeepSpeedSettings, sharers: int) -> Reduced
         4 if stage == 3 or not bf16 else 6
     ) * used  # flattened, and for ZeRO 2 in bf16 once more in fp32
     bucket = (4 if stage == 3 else grad) * made
-    step = 4 * (min(part, precision.sub_group) if stage == 3 else part)
+    step = 4 * (min(part, settings.sub_group) if stage == 3 else part)
     return Reduced(4 * part, bucket + (copied if early else 0), max(bucket + copied, step))
 
 
-def estimate(sizes: Sizes, precision: DeepSpeedSettings, sharers: int) -> Estimate:
-    """Peak bytes of one rank. `sharers`: the ranks that ZeRO cuts over (of a stage or tensor rank, the data
-    ranks).
-    """
-    stage, width = precision.zero_stage, 2 if precision.bf16 else 4
-    share = [1 if stage < least else sharers for least in (3, 1)]
-    held, shard = sizes.params + sizes.frozen, 4 * sizes.params // share[1]
+def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimate:
+    """Peak bytes of one rank. sharers: the ranks that ZeRO shards over (the data ranks of a group)."""
+    stage, width = settings.zero_stage, 2 if settings.bf16 else 4
+    weight_ranks, shard_ranks = sharers if stage == 3 else 1, sharers if stage > 0 else 1
+    held, shard = sizes.params + sizes.frozen, 4 * sizes.params // shard_ranks
     layer = 34 * sizes.hidden + 5 * sizes.heads * sizes.tokens  # bytes of a token in bf16
     per_token = 2 * sizes.layers * sizes.hidden + layer if sizes.checkpointing else sizes.layers * layer
-    grads = reduced(sizes, precision, sharers)
+    grads = reduced(sizes, settings, sharers)
     near = sizes.trajectory if sizes.budget is None else min(sizes.trajectory, sizes.budget // max(1, shard))
-    away = (
-        0 if sizes.lazy or not precision.offload else 1
-    )  # the shards lie in host memory, and so does all work on them
-    outer = away or int(sizes.offload_outer)
-    agreeing = not (
-        sizes.in_flight > 1 and stage == 1 and not precision.bf16
-    )  # parallel/shards.py: Agreement
-    directions = sizes.directions if agreeing else 1
-    kinds = {
-        "weights": (held * width // share[0], away and precision.offload_param),
-        "gathered": (
-            min(held, precision.live) * width if share[0] > 1 or precision.offload_param else 0,
-            False,
-        ),
+    away = settings.offload and not sizes.lazy  # shards lie in host memory, and so does all work on them
+    outer = away or sizes.offload_outer
+    gathers = weight_ranks > 1 or settings.offload_param
+    # ranks of a pipeline at ZeRO 1 in fp32 do not agree on what is finite (parallel/deepspeed_shards.py)
+    agreeing = not (sizes.in_flight > 1 and stage == 1 and not settings.bf16)
+    kinds = {  # (bytes, whether they lie in host memory)
+        "weights": (held * width // weight_ranks, away and settings.offload_param),
+        "gathered": (min(held, settings.live) * width if gathers else 0, False),
         "gradients": (grads.gradients, away),
-        "master": (0 if stage == 0 and not precision.bf16 else shard, away),
+        "master": (0 if stage == 0 and not settings.bf16 else shard, away),
         "theta": (shard, outer),
         "meta_gradient": (sizes.sums * shard, outer),
-        "direction": (directions * shard, away),
+        "direction": ((sizes.directions if agreeing else 1) * shard, away),
         "moments": (sizes.moments * shard, outer),
         "kept": ((sizes.kept + near) * shard, away),
         "activations": (sizes.in_flight * sizes.rows * sizes.tokens * per_token * width // 2, False),

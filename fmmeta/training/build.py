@@ -35,8 +35,9 @@ from fmmeta.parallel.process_groups import ProcessGroups, World
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.create import create_worker, group_coordinates
 from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
-from fmmeta.planning import auto_group_size
-from fmmeta.planning.sizes import counts, held, part_sizes, stage_rows
+from fmmeta.planning.auto_group_size import SizesAt, check_group_size, choose_group_size
+from fmmeta.planning.memory import rank_sizes
+from fmmeta.planning.sizes import count_params, largest_part, stage_rows
 from fmmeta.reliability.replicas import equal_replicas
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Batcher
@@ -140,10 +141,9 @@ def measure(
 
 def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> ProcessGroups:
     """Choose the group size and make the groups. Collective: world."""
-    sizes = None
     with world.comm.raise_on_all("sizing the model"):
         check_attention(config, plan.precision.bf16, world.device.type)
-        sizes = sizes_of(config, plan, world.device)
+        sizes_at = sizes_of(config, plan, world.device)
         if config.group_size != "auto":
             group_coordinates(config, Layout(world.launch, int(config.group_size)))
     model_ranks = config.pipeline_stages * config.tensor_parallel_size
@@ -154,13 +154,13 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Pro
                 f"group_size={config.group_size} with elastic=True: a launch is one group, and this one has "
                 f"{group_size} ranks; leave group_size out"
             )
-        auto_group_size.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
+        check_group_size(world, sizes_at, plan.precision, group_size, model_ranks)
     elif config.group_size == "auto":
-        group_size, why = auto_group_size.choose_group_size(world, sizes, plan.precision, model_ranks)
+        group_size, why = choose_group_size(world, sizes_at, plan.precision, model_ranks)
         notice(why)
     else:
         group_size = int(config.group_size)
-        auto_group_size.check_group_size(world, sizes, plan.precision, group_size, model_ranks)
+        check_group_size(world, sizes_at, plan.precision, group_size, model_ranks)
     engine = engine_of(config, plan, group_size, world.device)
     warned = world.nodes.check(group_size)
     if config.task_sharding == "node" and len(set(world.nodes.sizes)) > 1:
@@ -182,18 +182,18 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Pro
     for text in (*world.said, *([warned] if warned else [])):
         notice(text)
     if config.show_layout:
-        shown = show_layout(config, plan, sizes, world, group_size, engine)
+        shown = show_layout(config, plan, sizes_at(1).params, world, group_size, engine)
         notice(f"show_layout: {ranks.layout} on {len(world.nodes.hosts)} nodes", *shown)
     if config.offload_outer and world.device.type == "cpu":
         notice("offload_outer changes nothing on CPUs: the ranks' memory is the host's already")
     if config.lora_r:
-        trained, frozen = counts(empty_learner(config, plan.description))
+        trained, frozen = count_params(empty_learner(config, plan.description))
         notice(f"LoRA of rank {config.lora_r}: {trained:,} of {trained + frozen:,} parameters are trained")
     return ranks
 
 
 def show_layout(
-    config: Config, plan: Plan, sizes: auto_group_size.Sizes, world: World, group_size: int, engine: str
+    config: Config, plan: Plan, params: int, world: World, group_size: int, engine: str
 ) -> list[str]:
     """Who is where, and what travels on which link."""
     stage, stages, tensor = plan.precision.zero_stage, config.pipeline_stages, config.tensor_parallel_size
@@ -202,9 +202,7 @@ def show_layout(
     kinds += ["hidden states between stages"] if stages > 1 else []
     kinds += ["activations of every layer"] if tensor > 1 else []
     sharers = group_size // (stages * tensor) if engine == "deepspeed" and stage else 1
-    return world.nodes.map(
-        group_size, ", ".join(kinds) or "nothing", 4 * sizes.params / sharers, world.device.type
-    )
+    return world.nodes.map(group_size, ", ".join(kinds) or "nothing", 4 * params / sharers, world.device.type)
 
 
 def balance_of(config: Config, plan: Plan) -> str:
@@ -217,16 +215,14 @@ def balance_of(config: Config, plan: Plan) -> str:
     return f"stages by {config.pipeline_balance}: {'; '.join(parts)}"
 
 
-def sizes_of(config: Config, plan: Plan, device: torch.device) -> auto_group_size.Sizes:
-    """The largest rank's part of the model and its micro-batches.
+def sizes_of(config: Config, plan: Plan, device: torch.device) -> SizesAt:
+    """Sizes of the largest rank's part of the model and its micro-batches, by the number of data ranks.
 
     Raises `UsageError` for what cannot be cut.
     """
-    learner = empty_learner(config, plan.description)
     hf_config = plan.description.hf_config
-    return part_sizes(
-        config, hf_config, held(config, learner, hf_config, plan.costs), lazy=device.type == "cpu"
-    )
+    counted = largest_part(config, empty_learner(config, plan.description), hf_config, plan.costs)
+    return lambda data: rank_sizes(config, hf_config, counted, device.type == "cpu", data)
 
 
 def engine_of(config: Config, plan: Plan, group_size: int, device: torch.device) -> str:

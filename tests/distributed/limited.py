@@ -49,7 +49,7 @@ def main(model: str, data: str, out: str, kind: str) -> None:
     deepspeed = f"{out}/zero3.json" if kind == "zero3" else None
     alone = Config(**settings, group_size="1", deepspeed=deepspeed)
     plan = build.plan(alone, world, lambda text: None)
-    params = build.sizes_of(alone, plan, world.device).params
+    params = build.sizes_of(alone, plan, world.device)(1).params
     together = {"zero3": {"deepspeed": deepspeed}, "pipeline": {"pipeline_stages": 4}}[kind]
     config = Config(**settings, group_size="4", **together)
     plan = build.plan(config, world, lambda text: None)

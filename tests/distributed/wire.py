@@ -82,7 +82,8 @@ def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any
     from fmmeta.config.settings import Config
     from fmmeta.models.load import empty_learner
     from fmmeta.planning.compute import one_pass, products
-    from fmmeta.planning.sizes import held, part_sizes
+    from fmmeta.planning.memory import rank_sizes
+    from fmmeta.planning.sizes import largest_part
     from fmmeta.training import build
 
     given = dict(CASES[name])
@@ -113,7 +114,7 @@ def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any
         parts.worker.step(batches.support, lambda shard, grad, where: None)
     learner = empty_learner(config, plan.description)
     hf_config, data_ranks = learner.hf.config, parts.place.data
-    sizes = part_sizes(config, hf_config, held(config, learner, hf_config), True, data_ranks)
+    sizes = rank_sizes(config, hf_config, largest_part(config, learner, hf_config), True, data_ranks)
     planned = one_pass(
         config,
         plan.precision,

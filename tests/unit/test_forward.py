@@ -14,8 +14,8 @@ from fmmeta.models.load import describe, load_learner
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
-from fmmeta.planning import auto_group_size
-from fmmeta.planning.auto_group_size import Sizes
+from fmmeta.planning import memory
+from fmmeta.planning.memory import Sizes
 from fmmeta.training.build import form_groups, plan
 from tests.models import save, save_bert, save_llama, write_pairs
 from tests.unit.helpers import refusal
@@ -79,7 +79,7 @@ def test_the_estimate_of_checkpointed_activations_by_hand():
     """Two layers' inputs, and one layer whole."""
     sizes = Sizes(params=0, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=10, checkpointing=True)
     for bf16, width in ((True, 2), (False, 4)):
-        found = auto_group_size.estimate(sizes, DeepSpeedSettings(0, bf16, False), 1).activations
+        found = memory.estimate(sizes, DeepSpeedSettings(0, bf16, False), 1).activations
         assert found == 3 * 10 * 2 * 8 * width + 3 * 10 * (34 * 8 + 5 * 4 * 10) * width // 2
 
 

@@ -16,7 +16,7 @@ from fmmeta.parallel import offload
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.offload import OuterMemory
 from fmmeta.parallel.workers.plain import PlainWorker
-from fmmeta.planning import auto_group_size
+from fmmeta.planning import auto_group_size, memory
 from tests.models import save_bert, write_classes
 from tests.unit.helpers import refusal
 from tests.unit.test_inner_outer import encoder, worker_of
@@ -124,9 +124,9 @@ def test_a_run_gives_the_same_model(tmp_path, capsys):
     ("stage", "group_size", "meta", "host"), [(0, 4, 4000, 16000), (1, 4, 1000, 4000), (3, 1, 4000, 16000)]
 )
 def test_the_estimate_moves_to_the_host(stage, group_size, meta, host):
-    sizes = auto_group_size.Sizes(**{**vars(SIZES), "offload_outer": True})
+    sizes = memory.Sizes(**{**vars(SIZES), "offload_outer": True})
     found, without = (
-        auto_group_size.estimate(s, DeepSpeedSettings(stage, True, False), group_size) for s in (sizes, SIZES)
+        memory.estimate(s, DeepSpeedSettings(stage, True, False), group_size) for s in (sizes, SIZES)
     )
     assert (found.meta, found.host) == (meta, host)
     assert without.total - found.total == host
@@ -134,19 +134,21 @@ def test_the_estimate_moves_to_the_host(stage, group_size, meta, host):
 
 
 def test_the_host_needs_room_too(monkeypatch):
-    sizes = auto_group_size.Sizes(
+    sizes = memory.Sizes(
         params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1, offload_outer=True
     )
     world = world_of(monkeypatch, 2, 2, 2**35)
     monkeypatch.setattr(auto_group_size, "host_bytes", lambda local: 2**33)
     size, why = auto_group_size.choose_group_size(
-        world_of(monkeypatch, 4, 4, 2**35), sizes, DeepSpeedSettings(1, False, False)
+        world_of(monkeypatch, 4, 4, 2**35), lambda data: sizes, DeepSpeedSettings(1, False, False)
     )
     assert (size, "(and 4 in host memory)" in why) == (
         4,
         True,
     )  # 16 and 8 GiB of outer state would not fit into 8
-    said = refusal(auto_group_size.choose_group_size, world, sizes, DeepSpeedSettings(1, False, False))
+    said = refusal(
+        auto_group_size.choose_group_size, world, lambda data: sizes, DeepSpeedSettings(1, False, False)
+    )
     assert (
         "= 13.9 GiB (and 8 in host memory) each at ZeRO 1, and 32 GiB are free (and 8 in host memory); use a"
         " higher" in said

@@ -15,7 +15,8 @@ from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, first_host
 from fmmeta.parallel.nodes import Nodes
 from fmmeta.parallel.process_groups import World
 from fmmeta.planning import auto_group_size
-from fmmeta.planning.auto_group_size import Sizes, check_group_size, choose_group_size, estimate
+from fmmeta.planning.auto_group_size import check_group_size, choose_group_size
+from fmmeta.planning.memory import HEADROOM, Sizes, estimate
 from tests.unit.helpers import refusal
 
 TORCHRUN = {
@@ -231,18 +232,18 @@ def world_of(monkeypatch, world_size: int, local_world_size: int, free: int) -> 
 def test_the_smallest_group_that_fits(monkeypatch, wanted):
     """Just enough memory for a group size is just too little for the next smaller one."""
     precision = DeepSpeedSettings(3, False, False)
-    free = int(estimate(SIZES, precision, wanted).total / auto_group_size.HEADROOM) + 1
-    size, why = choose_group_size(world_of(monkeypatch, 16, 8, free), SIZES, precision)
+    free = int(estimate(SIZES, precision, wanted).total / HEADROOM) + 1
+    size, why = choose_group_size(world_of(monkeypatch, 16, 8, free), lambda data: SIZES, precision)
     assert size == wanted
     assert why.startswith(f"group_size {wanted} (auto): weights ")
 
 
 def test_a_group_stays_inside_a_node_and_divides_the_world(monkeypatch):
     precision = DeepSpeedSettings(3, False, False)
-    free = int(estimate(SIZES, precision, 4).total / auto_group_size.HEADROOM) + 1
-    assert choose_group_size(world_of(monkeypatch, 6, 6, free), SIZES, precision)[0] == 6
+    free = int(estimate(SIZES, precision, 4).total / HEADROOM) + 1
+    assert choose_group_size(world_of(monkeypatch, 6, 6, free), lambda data: SIZES, precision)[0] == 6
     assert "2 ranks of a group need" in refusal(
-        choose_group_size, world_of(monkeypatch, 16, 2, free), SIZES, precision
+        choose_group_size, world_of(monkeypatch, 16, 2, free), lambda data: SIZES, precision
     )
 
 
@@ -250,7 +251,7 @@ def test_no_room_at_all(monkeypatch):
     sizes = Sizes(params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
     world = world_of(monkeypatch, 8, 4, 2**32)
     assert (
-        refusal(choose_group_size, world, sizes, DeepSpeedSettings(2, False, False))
+        refusal(choose_group_size, world, lambda data: sizes, DeepSpeedSettings(2, False, False))
         == "group_size=auto finds no room: 4 ranks of a group need weights 4 + gradients 1 + master 1 + meta"
         " 4 + buffers 3.73 = 13.7 GiB each at ZeRO 2, and 4 GiB are free; use a higher ZeRO stage,"
         " offload, more GPUs or a smaller --micro_batch_size"
@@ -288,21 +289,50 @@ def test_a_group_size_that_cannot_hold_the_model_is_refused(monkeypatch):
     world = world_of(monkeypatch, 8, 8, 4 * 2**30)
     precision = DeepSpeedSettings(3, False, False, 2**26, bucket=2**24)
     assert (
-        refusal(check_group_size, world, sizes, precision, 1)
+        refusal(check_group_size, world, lambda data: sizes, precision, 1)
         == "group_size=1 needs weights 1 + gradients 1 + meta 4 = 6 GiB per rank at ZeRO 0, and 4 GiB are"
         " free; use group_size 4 or 8"
     )
-    check_group_size(world, sizes, precision, 4)
-    check_group_size(world, sizes, DeepSpeedSettings(3, False, True), 1)  # offloaded: not all of it lies here
-    assert refusal(check_group_size, world, sizes, DeepSpeedSettings(0, False, False), 2).endswith(
-        "and 4 GiB are free; use ZeRO 3, --pipeline_stages or more ranks"
-    )
+    check_group_size(world, lambda data: sizes, precision, 4)
+    check_group_size(
+        world, lambda data: sizes, DeepSpeedSettings(3, False, True), 1
+    )  # offloaded: not all of it lies here
+    assert refusal(
+        check_group_size, world, lambda data: sizes, DeepSpeedSettings(0, False, False), 2
+    ).endswith("and 4 GiB are free; use ZeRO 3, --pipeline_stages or more ranks")
 
 
 def test_groups_chosen_for_a_pipeline_hold_all_its_stages(monkeypatch):
     world = world_of(monkeypatch, 12, 12, 2**40)
-    assert choose_group_size(world, SIZES, DeepSpeedSettings(0, False, False), 3)[0] == 3
-    assert choose_group_size(world, SIZES, DeepSpeedSettings(0, False, False), 1)[0] == 1
+    assert choose_group_size(world, lambda data: SIZES, DeepSpeedSettings(0, False, False), 3)[0] == 3
+    assert choose_group_size(world, lambda data: SIZES, DeepSpeedSettings(0, False, False), 1)[0] == 1
+
+
+def test_no_group_size_holds_all_stages(monkeypatch):
+    said = refusal(
+        choose_group_size,
+        world_of(monkeypatch, 4, 4, 2**40),
+        lambda data: SIZES,
+        DeepSpeedSettings(0, False, False),
+        3,
+    )
+    assert said.startswith(
+        "group_size=auto finds no group: pipeline_stages x tensor_parallel_size=3 divides no"
+    )
+
+
+def test_more_data_ranks_have_smaller_micro_batches(monkeypatch):
+    """A group size is accepted where its own micro-batches fit, as `fmmeta plan` counts them."""
+
+    def sizes_at(data):
+        return replace(SIZES, params=10, rows=-(-64 // data), tokens=1000)
+
+    settings = DeepSpeedSettings(3, False, False)
+    free = int(estimate(sizes_at(4), settings, 4).total / HEADROOM) + 1
+    world = world_of(monkeypatch, 8, 8, free)
+    assert choose_group_size(world, sizes_at, settings)[0] == 4
+    check_group_size(world, sizes_at, settings, 4)
+    assert "use group_size 4 or 8" in refusal(check_group_size, world, sizes_at, settings, 1)
 
 
 def test_limits_of_a_process(monkeypatch, tmp_path):

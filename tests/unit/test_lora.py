@@ -227,13 +227,14 @@ def test_the_estimate_counts_frozen_weights_once(tmp_path, sources, monkeypatch)
     """Full: 4 bytes of weight, 4 of gradient, 20 of meta state per parameter; LoRA: the base's weights and
     nothing else of it.
     """
-    from fmmeta.planning import auto_group_size
+    from fmmeta.planning import memory
+    from fmmeta.training import build
 
     seen = []
     monkeypatch.setattr(
-        auto_group_size,
+        build,
         "choose_group_size",
-        lambda world, sizes, precision, model_ranks: (seen.append(sizes), (1, ""))[1],
+        lambda world, sizes_at, precision, model_ranks: (seen.append(sizes_at(1)), (1, ""))[1],
     )
     data = write_classes(tmp_path / "rows.jsonl", classes=15)
     world = World(Launch(), torch.device("cpu"))
@@ -253,8 +254,8 @@ def test_the_estimate_counts_frozen_weights_once(tmp_path, sources, monkeypatch)
     assert (lora.params, lora.frozen) == (adapters + head, full.params + full.frozen - head)
     assert full.frozen == pooler
     precision = plan(config, world, lambda text: None).precision
-    assert auto_group_size.estimate(lora, precision, 1).weights == 4 * (lora.params + lora.frozen)
-    assert auto_group_size.estimate(lora, precision, 1).meta == 16 * lora.params
+    assert memory.estimate(lora, precision, 1).weights == 4 * (lora.params + lora.frozen)
+    assert memory.estimate(lora, precision, 1).meta == 16 * lora.params
 
 
 def test_missing_peft_names_the_extra(sources, monkeypatch):

@@ -134,7 +134,7 @@ def test_sizes_read_well():
 
 def test_groups_chosen_automatically_stay_inside_nodes():
     from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-    from fmmeta.planning import auto_group_size
+    from fmmeta.planning import auto_group_size, memory
     from tests.unit.test_layout import SIZES
 
     for sizes in ((6, 6), (4, 4), (3, 3), (4, 2), (1, 1)):
@@ -143,10 +143,7 @@ def test_groups_chosen_automatically_stay_inside_nodes():
         world.launch = Launch(0, sum(sizes), 0, sizes[0])
         for least in divisors(sum(sizes)):
             free = (
-                int(
-                    auto_group_size.estimate(SIZES, DeepSpeedSettings(3, False, False), least).total
-                    / auto_group_size.HEADROOM
-                )
+                int(memory.estimate(SIZES, DeepSpeedSettings(3, False, False), least).total / memory.HEADROOM)
                 + 1,
             ) * 2
             world.comm = type(
@@ -161,10 +158,15 @@ def test_groups_chosen_automatically_stay_inside_nodes():
                 ]
                 if wanted:
                     assert (
-                        auto_group_size.choose_group_size(world, SIZES, DeepSpeedSettings(3, False, False))[0]
+                        auto_group_size.choose_group_size(
+                            world, lambda data: SIZES, DeepSpeedSettings(3, False, False)
+                        )[0]
                         == wanted[0]
                     )
                 else:
                     refusal(
-                        auto_group_size.choose_group_size, world, SIZES, DeepSpeedSettings(3, False, False)
+                        auto_group_size.choose_group_size,
+                        world,
+                        lambda data: SIZES,
+                        DeepSpeedSettings(3, False, False),
                     )

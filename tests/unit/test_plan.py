@@ -24,10 +24,10 @@ from fmmeta.planning import machines, show
 from fmmeta.planning.compute import MatmulCounts, needed_flops, products, task_work
 from fmmeta.planning.layouts import Planner
 from fmmeta.planning.machines import PROFILES, Profile
-from fmmeta.planning.memory import estimate
+from fmmeta.planning.memory import estimate, rank_sizes
 from fmmeta.planning.picture import svg
 from fmmeta.planning.settings import PlanConfig
-from fmmeta.planning.sizes import held, micro_batches, part_sizes
+from fmmeta.planning.sizes import largest_part, micro_batches
 from fmmeta.planning.strategies import Strategy, deepspeed_of, file_of, strategies
 from fmmeta.planning.time import Topology, step_seconds, task_seconds
 from fmmeta.tasks.batching import Batcher, Example
@@ -81,7 +81,7 @@ def test_parameters_are_those_of_the_real_model(tmp_path, family, task, lora_r):
     config = Config(model_name_or_path=str(save_family(tmp_path, family)), task_type=task, lora_r=lora_r)
     description = describe(config)
     real = load_learner(config, description)
-    counted = held(config, empty_learner(config, description), description.hf_config)
+    counted = largest_part(config, empty_learner(config, description), description.hf_config)
     trained = sum(param.numel() for param in real.parameters() if param.requires_grad)
     assert counted == (trained, sum(param.numel() for param in real.parameters()) - trained)
 
@@ -173,7 +173,9 @@ def test_bytes_are_those_of_a_real_worker():
         theta = worker.read()
         meta, outer = MetaGradient(theta), Outer(theta, worker, config)
         outer.step(torch.ones_like(theta), 0)
-        sizes = part_sizes(config, learner.hf.config, held(config, learner, learner.hf.config), lazy=True)
+        sizes = rank_sizes(
+            config, learner.hf.config, largest_part(config, learner, learner.hf.config), lazy=True
+        )
         found = estimate(sizes, DeepSpeedSettings(0, False, False), 1)
         assert (found.weights, found.gradients) == (4 * worker.theta.numel(), 4 * worker.grad.numel())
         assert (found.theta, found.meta_gradient) == (4 * theta.numel(), 4 * meta.sum.numel())
@@ -201,7 +203,7 @@ def seconds_of(
 ):
     learner = empty_learner(config, describe(config))
     hf_config = learner.hf.config
-    sizes = part_sizes(config, hf_config, held(config, learner, hf_config), False, group_size)
+    sizes = rank_sizes(config, hf_config, largest_part(config, learner, hf_config), False, group_size)
     precision, room = (
         DeepSpeedSettings(stage, False, False),
         Topology(group_size, group_size, groups, True, groups == 1),
@@ -279,7 +281,7 @@ def test_offloaded_weights_come_for_every_micro_batch(folders):
         model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=8, micro_batch_size=2
     )
     learner = empty_learner(config, describe(config))
-    sizes = part_sizes(config, learner.hf.config, held(config, learner, learner.hf.config), False)
+    sizes = rank_sizes(config, learner.hf.config, largest_part(config, learner, learner.hf.config), False)
     room = Topology(1, 1, 1, True, True)
     for live, times in ((1000, 2 * 4), (10**9, 4)):
         precision = DeepSpeedSettings(3, False, True, live, offload_param=True)
@@ -294,7 +296,7 @@ def test_micro_batches_are_reduced_one_by_one_at_zero_2(folders):
     many = Config(**given, micro_batch_size=1)
     for stage, times in ((0, 1), (1, 1), (2, 4), (3, 4)):
         learner = empty_learner(many, describe(many))
-        sizes = part_sizes(many, learner.hf.config, held(many, learner, learner.hf.config), False, 2)
+        sizes = rank_sizes(many, learner.hf.config, largest_part(many, learner, learner.hf.config), False, 2)
         task = task_work(many, DeepSpeedSettings(stage, False, False), sizes, MatmulCounts(1, 1), 2, 16)
         assert task.wire.reduce == 6 * times * 4 * sizes.params, stage
 
