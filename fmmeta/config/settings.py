@@ -143,7 +143,7 @@ class TaskConfig(RowConfig):
         'JSON file of class splits: {"01": {"train": [...], "valid": [...], '
         '"test": [...]}} (default: the folder\'s class_splits.json, where there is one)',
     )
-    split: str | None = setting(None, "Which of the class splits (default: the first)")
+    class_split: str | None = setting(None, "Which of the class splits (default: the first)")
     task_splits: str | None = setting(
         None,
         'JSON file of task splits: {"train": [...], "valid": [...], "test": [...]} '
@@ -297,10 +297,10 @@ class MetaConfig:
     max_task_norm: float = setting(
         None, "Drop a task whose direction has a larger norm than this, as if it were not finite"
     )
-    start_share: float = setting(
-        0.0,
-        "Share of the weights at the start in the model that comes out, and in what is validated; 0.4 keeps"
-        " much of both",
+    init_interpolation: float = setting(
+        1.0,
+        "alpha of WiSE-FT: export and validate the weights (1 - alpha) * initial + alpha * trained; 1: the"
+        " trained weights alone, 0.6 keeps much of both (0.6 is what start_share 0.4 was)",
     )
     seed: int = setting(42, "Seed of the tasks, the episodes and every fresh weight")
 
