@@ -11,6 +11,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config import conflicts, validate
+from fmmeta.config.renamed import RefusesOldNames
 from fmmeta.config.values import of_type
 
 TASK_TYPES = ("classification", "causal_lm")
@@ -51,7 +52,7 @@ def setting(default: Any, text: str, choices: tuple[str, ...] | None = None) -> 
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(RefusesOldNames):
     model_name_or_path: str = setting(
         "tiny", "HF folder or hub id; 'tiny' is the built-in model, trained from scratch"
     )
