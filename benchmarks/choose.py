@@ -28,8 +28,8 @@ FROZEN = "frozen"
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {  # rows of text in training, settings beside METRIC
     FROZEN: (0, {}),
     "lr 1e-4": (8000, {"outer_lr": 1e-4}),
-    "lr 1e-4, share 0.4": (8000, {"outer_lr": 1e-4, "start_share": 0.4}),
-    "lr 1e-4, share 0.4, words dropped": (8000, {"outer_lr": 1e-4, "start_share": 0.4, **DROPPED}),
+    "lr 1e-4, share 0.4": (8000, {"outer_lr": 1e-4, "init_interpolation": 0.6}),
+    "lr 1e-4, share 0.4, words dropped": (8000, {"outer_lr": 1e-4, "init_interpolation": 0.6, **DROPPED}),
 }
 
 
@@ -64,8 +64,8 @@ def run(budget: int, settings: dict[str, Any], model: str, data: str) -> dict[st
         found = evaluate(
             model,
             data,
-            split=SPLIT,
-            part="valid",
+            class_split=SPLIT,
+            eval_split="valid",
             method=["prototype"],
             k_shot=list(SHOTS),
             n_way="5",

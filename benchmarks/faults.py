@@ -65,7 +65,7 @@ STOPS = {
     "eval_steps": 2,
     "eval_episodes": 4,
     "test_episodes": 6,
-    "start_share": 0.25,
+    "init_interpolation": 0.75,
     "logging_steps": 1,
 }
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -123,7 +123,7 @@ class Bench:
             values = {
                 **STOPS,
                 "save_steps": 2 if saves else 0,
-                "start_share": STOPS["start_share"] if share else 0,
+                "init_interpolation": STOPS["init_interpolation"] if share else 1,
             }
             flags = [
                 f"--{key}={value}"

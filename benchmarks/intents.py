@@ -84,7 +84,7 @@ ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-train
     ),
     "reptile": ({**INNER, "algorithm": "reptile"}, "finetune"),
     "anil": ({**INNER, "algorithm": "anil"}, "finetune"),
-    "best": ({**METRIC, "outer_lr": 1e-4, "start_share": 0.4, **DROPPED}, "prototype"),
+    "best": ({**METRIC, "outer_lr": 1e-4, "init_interpolation": 0.6, **DROPPED}, "prototype"),
 }
 FREE = ("none+prototype", "none+linear")  # one pass over the rows serves both
 
@@ -152,7 +152,7 @@ def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str,
             found += evaluate(
                 model,
                 data,
-                split=split,
+                class_split=split,
                 method=methods,
                 k_shot=[shots],
                 n_way="5",
@@ -176,7 +176,7 @@ def trained(
     config = Config(
         model_name_or_path=model,
         dataset=[data],
-        split=split,
+        class_split=split,
         output_dir=folder,
         outer_steps=steps,
         **{"eval_steps": steps // 3, **COMMON, **settings},

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from fmmeta.common.errors import MachineFault, Stopped, UsageError
 from fmmeta.common.security import printable, redact
+from fmmeta.config.renamed import refuse
 from fmmeta.reliability.signals import EXIT_FAULT, EXIT_STOPPED, Signals, interrupting
 
 INTERRUPTED, CUT_OFF = (
@@ -214,6 +215,8 @@ def parse(argv: list[str], command: str = "train") -> Any:
     values, unknown = parser.parse_known_args(argv)
     for flag in unknown:
         name = flag.split("=")[0]
+        if name.startswith("--"):
+            refuse([name[2:].replace("-", "_")], settings.__dataclass_fields__, dashes="--")
         raise UsageError(f"{name} is not a flag{nearest(name, known)}; --help lists them")
     given = vars(values)
     given.pop("config")
@@ -243,6 +246,7 @@ def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
         raise UsageError(f"config={path} holds no settings; write `name: value` lines")
     known = [item.name for item in fields(settings)]
     lists = [item.name for item in fields(settings) if item.default_factory is not MISSING]
+    refuse(values, known, f"config={path}: ")
     for name, value in values.items():
         if name not in known:
             raise UsageError(

@@ -19,6 +19,7 @@ from fmmeta.adaptation.command import Examples
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.text import shortened
+from fmmeta.config.renamed import refuse
 from fmmeta.config.values import of_type
 from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig
@@ -88,6 +89,7 @@ def settings_of(kind: type[T], values: Mapping[str, Any]) -> T:
     Raises `UsageError` for names and types that do not fit.
     """
     known, given = {item.name: item for item in fields(cast(Any, kind))}, {}
+    refuse(values, known)
     for name, value in values.items():
         if name not in known:
             close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from fmmeta.common.errors import UsageError
+from fmmeta.config.renamed import translated
+from fmmeta.config.settings import Config
 from fmmeta.parallel.process_groups import Communicator
 
 STATE, TABLES, MANIFEST = "state.json", "tables.safetensors", "manifest.json"
@@ -110,7 +112,7 @@ def read_state(folder: Path) -> dict[str, Any]:
             f"resume_from_checkpoint={folder} is no checkpoint ({STATE} has no {wrong[0]}); give a"
             " checkpoint-N folder"
         )
-    return state
+    return {**state, "settings": translated(state["settings"], Config.__dataclass_fields__)}
 
 
 def undo_partial_save(output_dir: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config import conflicts, validate
+from fmmeta.config.renamed import RefusesOldNames
 from fmmeta.config.values import of_type
 
 TASK_TYPES = ("classification", "causal_lm")
@@ -51,7 +52,7 @@ def setting(default: Any, text: str, choices: tuple[str, ...] | None = None) -> 
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(RefusesOldNames):
     model_name_or_path: str = setting(
         "tiny", "HF folder or hub id; 'tiny' is the built-in model, trained from scratch"
     )
@@ -143,7 +144,7 @@ class TaskConfig(RowConfig):
         'JSON file of class splits: {"01": {"train": [...], "valid": [...], '
         '"test": [...]}} (default: the folder\'s class_splits.json, where there is one)',
     )
-    split: str | None = setting(None, "Which of the class splits (default: the first)")
+    class_split: str | None = setting(None, "Which of the class splits (default: the first)")
     task_splits: str | None = setting(
         None,
         'JSON file of task splits: {"train": [...], "valid": [...], "test": [...]} '
@@ -297,10 +298,10 @@ class MetaConfig:
     max_task_norm: float = setting(
         None, "Drop a task whose direction has a larger norm than this, as if it were not finite"
     )
-    start_share: float = setting(
-        0.0,
-        "Share of the weights at the start in the model that comes out, and in what is validated; 0.4 keeps"
-        " much of both",
+    init_interpolation: float = setting(
+        1.0,
+        "alpha of WiSE-FT: export and validate the weights (1 - alpha) * initial + alpha * trained; 1: the"
+        " trained weights alone, 0.6 keeps much of both (0.6 is what start_share 0.4 was)",
     )
     seed: int = setting(42, "Seed of the tasks, the episodes and every fresh weight")
 

@@ -67,7 +67,7 @@ OPTIONAL_POSITIVE = (
     "step_timeout",
     "max_file_gib",
 )  # positive, where they are given
-BELOW_ONE = ("inner_momentum", "inner_beta1", "inner_beta2", "outer_momentum", "start_share")
+BELOW_ONE = ("inner_momentum", "inner_beta1", "inner_beta2", "outer_momentum")
 
 
 def of_choices(c: Any, settings: Iterable[Field[Any]]) -> Iterator[str]:
@@ -139,6 +139,11 @@ def _of_numbers(c: Any) -> Iterator[str]:
     for name in c.accept_changed_settings:
         if name not in (*type(c).__dataclass_fields__, "dataset_fingerprint", *RESOLVED):
             yield f"accept_changed_settings={name} is no setting; name those that the refusal names"
+    if not 0 < c.init_interpolation <= 1:
+        yield (
+            f"init_interpolation={c.init_interpolation} is not in (0, 1]; use 1 for the trained weights"
+            " alone, or less, such as 0.6, to mix the initial weights in"
+        )
     if not 0 <= c.max_bad_fraction <= 1:
         yield f"max_bad_fraction={c.max_bad_fraction} is no share; use a number from 0 to 1"
 

@@ -84,12 +84,12 @@ def texts(draw: Draw) -> list[list[str]]:
     return [[draw.store.text("left", row), draw.store.text("right", row)] for row, _ in draw.query]
 
 
-def part_of(sources: Sources, part: str, config: Config) -> TaskSource:
-    source = {"train": sources.train, "valid": sources.valid, "test": sources.test}[part]
+def split_of(sources: Sources, eval_split: str, config: Config) -> TaskSource:
+    source = {"train": sources.train, "valid": sources.valid, "test": sources.test}[eval_split]
     if source is None:
         raise UsageError(
-            f"part={part} of dataset={' '.join(config.dataset)} is empty; give another --part, or a file of"
-            " splits"
+            f"eval_split={eval_split} of dataset={' '.join(config.dataset)} is empty; give another"
+            " --eval_split, or a file of splits"
         )
     return source
 
@@ -100,7 +100,9 @@ def episodes_of(
     """Read (from the prepared store) and choose. `models`: see `build.plan`. Raises `UsageError`."""
     config = run_config(settings, k_shot)
     trained = trained_with(models or [settings.model_name_or_path])
-    source = part_of(load_sources(config, tokenizer, lambda text: None, trained), settings.part, config)
+    source = split_of(
+        load_sources(config, tokenizer, lambda text: None, trained), settings.eval_split, config
+    )
     most = config.most_classes
     if settings.n_way == "all" and config.task_type == "classification":
         most = all_ways(source)

@@ -46,8 +46,8 @@ class EvaluationResults(dict[str, Any]):
             for cell in self["cells"]
         )
         return (
-            f"{type(self).__name__}({self['model']!r}, {self['episodes']} episodes of the {self['part']}"
-            f" part: {', '.join(cells)})"
+            f"{type(self).__name__}({self['model']!r}, {self['episodes']} episodes of the"
+            f" {self['eval_split']} split: {', '.join(cells)})"
         )
 
 
@@ -63,7 +63,7 @@ def results_of(settings: EvaluateConfig, cells: Sequence[EvalCell], task_type: s
         {
             "model": settings.model_name_or_path,
             "dataset": settings.dataset,
-            "part": settings.part,
+            "eval_split": settings.eval_split,
             "n_way": ways,
             "n_way_max": settings.n_way_max,
             "k_shot_max": settings.k_shot_max,
@@ -209,7 +209,7 @@ def show(results: dict[str, Any], progress: Progress) -> None:
     if results["n_way_max"]:
         what = f"episodes of {results['n_way']} to {results['n_way_max']} classes"
     progress.table(
-        f"{results['model']}: {results['episodes']} {what} of the {results['part']} part", header, rows
+        f"{results['model']}: {results['episodes']} {what} of the {results['eval_split']} split", header, rows
     )
     strata = results["per_stratum"]
     if len(strata) > 1:

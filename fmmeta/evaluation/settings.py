@@ -31,7 +31,7 @@ from fmmeta.tasks.data.rows import ENDINGS, ending
 
 METHODS = ("finetune", "prototype", "linear", "knn", "in_context")
 METRICS = ("rouge_l", "options")
-PARTS = ("train", "valid", "test")
+EVAL_SPLITS = ("train", "valid", "test")
 OF_OPTIMIZER = ("inner_momentum", "inner_beta1", "inner_beta2", "inner_epsilon", "inner_weight_decay")
 OPEN = " (default: as the model was meta-trained)"
 
@@ -106,10 +106,10 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     """`fmmeta evaluate`."""
 
     method: list[str] = setting(["finetune"], f"How a task is learned, one or more of: {', '.join(METHODS)}")
-    n_way: str = setting("5", "Classes per episode, or all: every class of the part, or of the task")
+    n_way: str = setting("5", "Classes per episode, or all: every class of the split, or of the task")
     k_shot: list[int] = setting([5], "Support examples per class; per task for causal_lm; one or more")
     episodes: int = setting(600, "Episodes; the same ones for every model, by --seed")
-    part: str = setting("test", "Which part of the splits", PARTS)
+    eval_split: str = setting("test", "Which of the train, valid and test splits", EVAL_SPLITS)
     metrics: list[str] = setting(
         [],
         "causal_lm: also rouge_l (of greedy answers) and options (is the right one of the episode's "
@@ -131,8 +131,8 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
             raise UsageError(f"{'k_shot' if self.method else 'method'} names nothing; give one or more")
         if self.n_way != "all" and not self.n_way.isdigit():
             raise UsageError(f"n_way={self.n_way} is neither a number nor all; use 5, say")
-        if self.part not in PARTS:
-            raise UsageError(f"part={self.part} is unknown; use {', '.join(PARTS)}")
+        if self.eval_split not in EVAL_SPLITS:
+            raise UsageError(f"eval_split={self.eval_split} is unknown; use {', '.join(EVAL_SPLITS)}")
         for name in ("episodes", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
@@ -149,7 +149,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
 class TuneConfig(EvaluateConfig):
     """`fmmeta tune`. Of what `evaluate` has, method, compare and metrics mean nothing here."""
 
-    part: str = setting("valid", "Which part of the splits the choice is made on", PARTS)
+    eval_split: str = setting("valid", "The split that the choice is made on", EVAL_SPLITS)
     episodes: int = setting(40, "Episodes; the same ones for every choice")
     inner_lrs: list[float] = setting(
         [0.01, 0.03, 0.1, 0.3, 1.0], "Rates to try; for optuna the least and the greatest"

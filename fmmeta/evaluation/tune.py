@@ -171,8 +171,8 @@ class TuneRun:
         ]
         settings = self.settings
         self.progress.table(
-            f"{settings.episodes} episodes of the {settings.part} part: the best number of steps for each"
-            " rate",
+            f"{settings.episodes} episodes of the {settings.eval_split} split: the best number of steps for"
+            " each rate",
             ["head", "inner_lr", "steps", "loss", "accuracy %"],
             rows,
         )
@@ -302,7 +302,7 @@ def store(settings: TuneConfig, target: Path, tried: Sequence[Choice], bench: Tu
     facts |= {"head_init": best.head_init, "inner_lr": best.inner_lr, "inner_steps": best.inner_steps}
     facts["tuned"] = {
         "dataset": settings.dataset,
-        "part": settings.part,
+        "eval_split": settings.eval_split,
         "n_way": settings.n_way,
         "k_shot": settings.k_shot[0],
         "num_query": settings.num_query,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fmmeta.common.errors import UsageError
+from fmmeta.config.renamed import translated
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.models.files import cached_file
 from fmmeta.tasks.data import used_splits
@@ -29,6 +30,7 @@ def remembered(model_name_or_path: str) -> dict[str, Any]:
         facts = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(facts, dict):
             raise ValueError("it holds no settings")
+        facts = translated(facts, Config.__dataclass_fields__)
         for name, value in facts.items():
             if value is not None and (wanted := misfit(name, value)):
                 raise ValueError(f"{name} is {json.dumps(value)[:40]}, and should be {wanted}")

@@ -69,7 +69,7 @@ def measure(plan: PlanConfig) -> Profile:
             for one in ranks:
                 one.kill()
         if not out.is_file():
-            raise UsageError(f"calibrate=True: a rank failed ({said}); give --profile instead")
+            raise UsageError(f"calibrate=True: a rank failed ({said}); give --machine instead")
         return Profile(**json.loads(out.read_text()))
 
 

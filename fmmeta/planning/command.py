@@ -35,7 +35,7 @@ def run(plan: PlanConfig) -> None:
 
 def profile_of(plan: PlanConfig) -> Profile:
     if not plan.calibrate:
-        return find(plan.profile or "h100")
+        return find(plan.machine or "h100")
     from fmmeta.planning.calibrate import measure
 
     profile = measure(plan)

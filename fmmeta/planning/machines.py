@@ -103,13 +103,13 @@ def find(name: str) -> Profile:
     path = Path(name)
     if not path.is_file():
         raise UsageError(
-            f"profile={name} is neither a file nor one of {', '.join(PROFILES)}; measure one with --calibrate"
+            f"machine={name} is neither a file nor one of {', '.join(PROFILES)}; measure one with --calibrate"
             " --save_profile FILE.json"
         )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"profile={name} is not JSON ({error}); mend the file") from None
+        raise UsageError(f"machine={name} is not JSON ({error}); mend the file") from None
     return from_values(name, values)
 
 
@@ -119,7 +119,7 @@ def from_values(name: str, values: Any) -> Profile:
     wrong = [key for key in known if key not in given] or [key for key in given if key not in known]
     if wrong:
         raise UsageError(
-            f"profile={name} {'lacks' if wrong[0] in known else 'sets'} {wrong[0]}; it holds"
+            f"machine={name} {'lacks' if wrong[0] in known else 'sets'} {wrong[0]}; it holds"
             f" {', '.join(known)}"
         )
     for key in known:
@@ -128,11 +128,11 @@ def from_values(name: str, values: Any) -> Profile:
             least = 0 if key in POSITIVE else -math.ulp(0)
             if not (number and least < values[key] < math.inf) or (key == "hidden" and values[key] > 1):
                 raise UsageError(
-                    f"profile={name} sets {key}={json.dumps(values[key])}, which is no rate; give a positive"
+                    f"machine={name} sets {key}={json.dumps(values[key])}, which is no rate; give a positive"
                     f" number{' up to 1' if key == 'hidden' else ''}"
                 )
     if values["device"] not in ("cuda", "cpu"):
-        raise UsageError(f"profile={name} sets device={json.dumps(values['device'])}; use cuda or cpu")
+        raise UsageError(f"machine={name} sets device={json.dumps(values['device'])}; use cuda or cpu")
     return Profile(**{**values, "name": str(values["name"]), "source": str(values["source"])})
 
 

@@ -53,7 +53,7 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
         None,
         "bf16 weights over fp32 shards (default: yes, but for algorithms that take differences of gradients)",
     )
-    profile: str = setting(None, "What the GPUs can do: a100, h100, h200 or FILE.json (default: h100)")
+    machine: str = setting(None, "What the GPUs can do: a100, h100, h200 or FILE.json (default: h100)")
     calibrate: bool = setting(
         False, "Measure this machine instead, in as many ranks as it has GPUs (two on a machine without)"
     )
@@ -109,9 +109,9 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
             raise UsageError(
                 f"gpus={self.gpus} is not a multiple of gpus_per_node={self.gpus_per_node}; give whole nodes"
             )
-        if self.calibrate and self.profile is not None:
+        if self.calibrate and self.machine is not None:
             raise UsageError(
-                f"profile={self.profile} and calibrate=True both say what the machine can do; leave one out"
+                f"machine={self.machine} and calibrate=True both say what the machine can do; leave one out"
             )
         if self.save_profile is not None and not self.calibrate:
             raise UsageError(
@@ -146,5 +146,5 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
 
     def run_settings(self) -> dict[str, Any]:
         """Settings of the run that were given; what is left open is left out."""
-        names = {item.name for item in fields(Config)} - {"profile"}  # which here is what the GPUs can do
+        names = {item.name for item in fields(Config)}
         return {name: value for name, value in asdict(self).items() if name in names and value is not None}

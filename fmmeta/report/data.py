@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.config.renamed import translated
+from fmmeta.config.settings import Config
 
 BEFORE, FROM_START, AFTER = (
     "before adaptation, meta-trained",
@@ -57,6 +59,7 @@ def read(folder: Path) -> Facts:
         run = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(run["settings"], dict):
             raise TypeError
+        run["settings"] = translated(run["settings"], Config.__dataclass_fields__)
     except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(f"{file} cannot be read; mend it, or give another output_dir") from None
     lines = read_lines(folder / "metrics.jsonl")

@@ -369,9 +369,10 @@ class Run:
         if state.best is not None:
             self.progress.notice(state.best.text)
         final = state.final() if self.trains else state.live
-        if self.trains and config.start_share:
+        if self.trains and config.init_interpolation < 1:
             self.progress.notice(
-                f"start_share={config.start_share:g}: that share of the model is the weights at the start"
+                f"init_interpolation={config.init_interpolation:g}: the exported weights are"
+                f" {1 - config.init_interpolation:g} * initial + {config.init_interpolation:g} * trained"
             )
         self.guard.begin_stage("exporting the model")
         export(

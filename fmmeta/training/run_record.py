@@ -14,6 +14,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import redact
 from fmmeta.common.text import as_stored, to_json
+from fmmeta.config.renamed import translated
 from fmmeta.config.settings import Config
 
 PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "peft")
@@ -32,7 +33,9 @@ def read_run(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         run = json.loads(file.read_text(encoding="utf-8"))
-        return run if isinstance(run["settings"], dict) else None
+        if not isinstance(run["settings"], dict):
+            return None
+        return {**run, "settings": translated(run["settings"], Config.__dataclass_fields__)}
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UsageError(f"{file} cannot be read; mend or remove it, or choose another output_dir") from None
 

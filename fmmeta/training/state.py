@@ -5,10 +5,10 @@
     the best validated weights, recent losses      what later decisions need
     a meta-gradient on its way (--outer_delay)     what has not moved theta yet
 
-What is validated and exported may be an interpolation (--start_share s): s theta_0 + (1 - s) theta. Wortsman
-et al., "Robust fine-tuning of zero-shot models", 2022 (arXiv 2109.01903), equation 1, with s = 1 - alpha: it
-keeps what pre-training knew of classes that training does not show. Such weights are copies: the live tensors
-hold what was learned, at any moment.
+What is validated and exported may be an interpolation (--init_interpolation alpha): (1 - alpha) theta_0 +
+alpha theta. Wortsman et al., "Robust fine-tuning of zero-shot models", 2022 (arXiv 2109.01903), equation 1:
+it keeps what pre-training knew of classes that training does not show. Such weights are copies: the live
+tensors hold what was learned, at any moment.
 
 It changes only between two outer steps. Settings, seeds and data are no part of it: they are the run's own.
 """
@@ -50,7 +50,7 @@ class TrainingState:
         self.theta, rates = parts.theta, parts.setup.inner.rates.meta_parameter
         self.live = MetaParameters(self.theta, rates)
         # for the table at the end and for interpolations; in host memory
-        self.initial = self.live.snapshot() if config.test_episodes or config.start_share else None
+        self.initial = self.live.snapshot() if config.test_episodes or config.init_interpolation < 1 else None
         self.outer = Outer(self.theta, parts.worker, config, parts.setup.inner)
         self.updates = DelayedUpdate(self.outer, ranks.cross, config)
         self.best = Best(self.live) if config.load_best_model_at_end else None
@@ -110,11 +110,10 @@ class TrainingState:
         """What is validated and exported in place of `meta`: itself, or the interpolation with the initial
         weights. Local.
         """
-        share = self.config.start_share
-        if not share:
+        if self.config.init_interpolation == 1:
             return meta
         assert self.initial is not None
-        return meta.interpolated(self.initial, share)
+        return meta.interpolated(self.initial, 1 - self.config.init_interpolation)
 
     def final(self) -> MetaParameters:
         """What the run exports: the best validated or the last weights, interpolated where asked. Local."""

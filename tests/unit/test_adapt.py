@@ -557,7 +557,7 @@ def test_objects_are_shown_in_one_line_each(bert, tmp_path):
         for cell in results["cells"]
     )
     assert (
-        repr(results) == f"EvaluationResults({str(bert)!r}, 3 episodes of the test part: {first}, {second})"
+        repr(results) == f"EvaluationResults({str(bert)!r}, 3 episodes of the test split: {first}, {second})"
     )
     assert json.loads(json.dumps(results)) == results
     config = Config(dataset=["letters"])

@@ -190,7 +190,7 @@ def test_all_ways_are_all_classes_of_the_part(bert, classes):
     assert all(len(draw.classes) == 3 for draw in episodes.draws())
     assert (
         fmmeta.evaluate(
-            str(bert), str(classes), n_way="all", k_shot=2, num_query=3, episodes=2, part="train"
+            str(bert), str(classes), n_way="all", k_shot=2, num_query=3, episodes=2, eval_split="train"
         )["episodes"]
         == 2
     )
@@ -200,7 +200,7 @@ def test_all_ways_are_all_classes_of_the_part(bert, classes):
         n_way="all",
         num_query=3,
         episodes=3,
-        part="train",
+        eval_split="train",
     )
     assert episodes_of(wide, 2, byte_tokenizer()).most_classes == 9
 
@@ -466,7 +466,7 @@ def test_paired_differences_are_over_common_episodes():
         ({"method": []}, "method names nothing; give one or more"),
         ({"n_way": "many"}, "n_way=many is neither a number nor all; use 5, say"),
         ({"n_way": "1"}, "n_way=1 is below 2; use 2 or more"),
-        ({"part": "dev"}, "part=dev is unknown; use train, valid, test"),
+        ({"eval_split": "dev"}, "eval_split=dev is unknown; use train, valid, test"),
         ({"episodes": 0}, "episodes=0 is below 1; use 1 or more"),
         ({"k_shot": [1, 5], "k_shot_max": 7}, "k_shot_max=7 goes with one k_shot, and here are 2; give one"),
         ({"n_way": "all", "n_way_max": 7}, "n_way_max=7 means nothing for n_way=all; leave it out"),
@@ -709,7 +709,7 @@ def test_shots_and_ways_that_vary_are_shown_so(bert, classes, capsys):
         EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, method=["prototype"])
     )
     out = capsys.readouterr().out
-    assert "4 episodes of 2 to 3 classes of the test part" in out
+    assert "4 episodes of 2 to 3 classes of the test split" in out
     assert "prototype  1 to 4 " in out
     assert "(prototype, 1 to 4 shots)" in out
 
@@ -723,7 +723,7 @@ def test_a_remembered_language_model_has_no_ways(llama, pairs, tmp_path, capsys)
     )
     command.run(settings)
     assert json.loads((tmp_path / "told.json").read_text())["n_way"] is None
-    assert "2 episodes of the test part" in capsys.readouterr().out
+    assert "2 episodes of the test split" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", [knn, linear])

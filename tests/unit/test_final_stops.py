@@ -20,12 +20,12 @@ from tests.models import save_bert, write_classes
 
 VARIANTS = {
     "last weights": {},
-    "interpolated": {"start_share": 0.25},
+    "interpolated": {"init_interpolation": 0.75},
     "best": {"load_best_model_at_end": True, "eval_steps": 1},
     "best, interpolated, learned rates": {
         "load_best_model_at_end": True,
         "eval_steps": 1,
-        "start_share": 0.25,
+        "init_interpolation": 0.75,
         "inner_lr_learned": "layer",
         "inner_lr_outer_lr": 0.05,
     },
@@ -143,7 +143,7 @@ def test_nothing_is_lent_out_during_evaluation(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Run, "__init__", init)
     monkeypatch.setattr(HeldOut, "scores", watching)
-    config = config_of(tmp_path, "run", start_share=0.25, eval_steps=3, save_steps=3)
+    config = config_of(tmp_path, "run", init_interpolation=0.75, eval_steps=3, save_steps=3)
     MetaTrainer(config).train()
     saved = load_file(tmp_path / "run" / "checkpoint-3" / "shard-00000.safetensors")
     trained = sum(value.numel() for name, value in saved.items() if name.startswith("theta/"))

@@ -341,7 +341,7 @@ def test_split_files(content, split, apart, monkeypatch):
     file.write_text(deep(content), encoding="utf-8", errors="replace")
     with one_line_at_most():
         config = Config(
-            dataset=[str(rows)], class_splits=str(file), split=split, n_way=2, k_shot=1, num_query=1
+            dataset=[str(rows)], class_splits=str(file), class_split=split, n_way=2, k_shot=1, num_query=1
         )
         load_sources(config, byte_tokenizer(), lambda text: None)
     assert files_in(apart) - files_in(apart / "cache") <= {file, rows, apart / "cache"}

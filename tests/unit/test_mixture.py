@@ -86,7 +86,7 @@ def test_names_that_are_not_enough_are_whole():
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data sets are not at {DATA}")
 def test_real_data_sets_mix_with_their_own_splits():
-    _, sources = load(DATA / "clinc150", DATA / "banking77", split="02")
+    _, sources = load(DATA / "clinc150", DATA / "banking77", class_split="02")
     assert Counter(item.stratum for item in sources.train.items) == {"clinc150": 50, "banking77": 25}
     assert sources.test is not None
     assert Counter(item.stratum for item in sources.test.items) == {"clinc150": 50, "banking77": 27}

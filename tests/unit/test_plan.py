@@ -454,7 +454,7 @@ def test_the_command_prints_table_bars_and_commands(capfd, folders, tmp_path):
 
 
 def test_json_says_all_of_it(capfd, folders):
-    argv = ["plan", "--model_name_or_path", folders["bert"], *SMALL, "--json", "--profile", "a100"]
+    argv = ["plan", "--model_name_or_path", folders["bert"], *SMALL, "--json", "--machine", "a100"]
     code, text, error = ended(capfd, argv)
     assert (code, error) == (0, "")
     told = json.loads(text)
@@ -508,15 +508,15 @@ def test_bars_add_up(planned):
             "task_spread=-1.0 is no number from 0 on; use 0.5, say",
         ),
         (
-            ["--gpus", "8", "--gpu_memory_gib", "80", "--profile", "b300"],
+            ["--gpus", "8", "--gpu_memory_gib", "80", "--machine", "b300"],
             (
-                "profile=b300 is neither a file nor one of a100, h100, h200; measure one with --calibrate"
+                "machine=b300 is neither a file nor one of a100, h100, h200; measure one with --calibrate"
                 " --save_profile FILE.json"
             ),
         ),
         (
-            ["--gpus", "8", "--gpu_memory_gib", "80", "--profile", "h100", "--calibrate"],
-            "profile=h100 and calibrate=True both say what the machine can do; leave one out",
+            ["--gpus", "8", "--gpu_memory_gib", "80", "--machine", "h100", "--calibrate"],
+            "machine=h100 and calibrate=True both say what the machine can do; leave one out",
         ),
         (
             ["--gpus", "8", "--gpu_memory_gib", "80", "--save_profile", "p.json"],
@@ -619,14 +619,14 @@ def test_profiles_from_files(tmp_path):
         ({"speed": 1}, f"sets speed; it holds {listed}"),
     ):
         path.write_text(json.dumps({**values, **change}))
-        assert refusal(machines.find, str(path)) == f"profile={path} {said}"
+        assert refusal(machines.find, str(path)) == f"machine={path} {said}"
     path.write_text(json.dumps({key: value for key, value in values.items() if key != "latency"}))
-    assert refusal(machines.find, str(path)) == f"profile={path} lacks latency; it holds {listed}"
+    assert refusal(machines.find, str(path)) == f"machine={path} lacks latency; it holds {listed}"
     path.write_text("{")
-    assert refusal(machines.find, str(path)).startswith(f"profile={path} is not JSON (")
+    assert refusal(machines.find, str(path)).startswith(f"machine={path} is not JSON (")
     for text in ("[]", "3"):
         path.write_text(text)
-        assert refusal(machines.find, str(path)) == f"profile={path} lacks name; it holds {listed}"
+        assert refusal(machines.find, str(path)) == f"machine={path} lacks name; it holds {listed}"
     assert refusal(machines.save, PROFILES["a100"], str(tmp_path)).startswith(
         f"save_profile={tmp_path} cannot be written ("
     )

@@ -68,7 +68,12 @@ def test_every_command_stays_within_the_positions(short, tmp_path, family, task_
     assert predict.answer(predict.load(PredictConfig(str(out))), [LONG], 1)
     shots = {"k_shot": 1, "num_query": 1, "episodes": 1, "inner_steps": 1}
     assert fmmeta.evaluate(
-        folder, rows, part="train", task_type=task_type, n_way=5 if task_type == "causal_lm" else 2, **shots
+        folder,
+        rows,
+        eval_split="train",
+        task_type=task_type,
+        n_way=5 if task_type == "causal_lm" else 2,
+        **shots,
     )
     for call in (
         lambda **of: fmmeta.adapt(folder, PAIRS[:12], task_type=task_type, **of),

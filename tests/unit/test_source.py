@@ -172,7 +172,7 @@ def test_columns_by_usual_or_given_name(tmp_path, classes, columns, settings):
             ),
         ),
         ({"n_way": 13}, "n_way=13 is above the 12 classes of the train split; lower n_way"),
-        ({"split": "01"}, "split=01 needs a file of splits; give one with --class_splits"),
+        ({"class_split": "01"}, "class_split=01 needs a file of splits; give one with --class_splits"),
     ],
 )
 def test_settings_that_do_not_fit_the_data(classes, settings, said):
@@ -264,11 +264,11 @@ def test_splits_divide_the_classes(tmp_path, classes):
     )  # a run is not continued with other splits
 
 
-@pytest.mark.parametrize("setting", ["class_splits", "task_splits", "split"])
+@pytest.mark.parametrize("setting", ["class_splits", "task_splits", "class_split"])
 def test_the_builtin_suite_takes_no_other_splits(setting):
     assert (
         refusal(load, "letters", **{setting: "01"})
-        == "dataset=letters has splits of its own; leave --class_splits, --task_splits and --split out"
+        == "dataset=letters has splits of its own; leave --class_splits, --task_splits and --class_split out"
     )
 
 
@@ -301,7 +301,7 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data sets a
     ],
 )
 def test_real_classes_load_with_their_own_splits(name, split, classes, strata):
-    sources = load(DATA / name, n_way=5, k_shot=5, num_query=15, split=split)
+    sources = load(DATA / name, n_way=5, k_shot=5, num_query=15, class_split=split)
     wanted = json.loads((DATA / name / "class_splits.json").read_text())[split]
     made = {"train": sources.train, "valid": sources.valid, "test": sources.test}
     assert tuple(len(source.items) for source in made.values()) == classes

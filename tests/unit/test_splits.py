@@ -32,7 +32,7 @@ def written(tmp_path, value) -> str:
     ("value", "settings", "train"),
     [
         (FIVE, {}, ["a"]),
-        (FIVE, {"split": "02"}, ["c"]),
+        (FIVE, {"class_split": "02"}, ["c"]),
         ({"train": [1, 2], "test": []}, {}, ["1", "2"]),
     ],
 )
@@ -58,11 +58,11 @@ def test_the_folder_brings_its_own(tmp_path, file, named_tasks):
 @pytest.mark.parametrize(
     ("value", "settings", "said"),
     [
-        (FIVE, {"split": "07"}, "split=07 is not in {path}; it has 01, 02"),
+        (FIVE, {"class_split": "07"}, "class_split=07 is not in {path}; it has 01, 02"),
         (
             FIVE["01"],
-            {"split": "01"},
-            "split=01 does not fit: {path} holds one split only; leave --split out",
+            {"class_split": "01"},
+            "class_split=01 does not fit: {path} holds one split only; leave --class_split out",
         ),
         (
             [1],
@@ -118,8 +118,8 @@ def test_the_other_kind_of_splits_is_refused(tmp_path):
 
 def test_a_split_without_a_file_is_refused():
     assert (
-        refusal(read_splits, "data", Config(dataset=["data"], split="01"), False, print)
-        == "split=01 needs a file of splits; give one with --class_splits"
+        refusal(read_splits, "data", Config(dataset=["data"], class_split="01"), False, print)
+        == "class_split=01 needs a file of splits; give one with --class_splits"
     )
 
 

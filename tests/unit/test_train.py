@@ -207,9 +207,13 @@ def test_what_comes_out_is_a_mixture_of_start_and_theta(tmp_path, monkeypatch):
         theta = load_file(tmp_path / name / "checkpoint-4" / "shard-00000.safetensors")
         return load_file(tmp_path / name / "model" / "model.safetensors"), lines, theta, result
 
-    plain, mixed, nearly = run("plain"), run("mixed", start_share=0.25), run("nearly", start_share=0.999)
+    plain, mixed, nearly = (
+        run("plain"),
+        run("mixed", init_interpolation=0.75),
+        run("nearly", init_interpolation=0.001),
+    )
     began = load_file(model / "model.safetensors")
-    unseen = run("unseen", start_share=0.25, eval_episodes=0, eval_steps=0)[0]
+    unseen = run("unseen", init_interpolation=0.75, eval_episodes=0, eval_steps=0)[0]
     assert all(torch.equal(value, unseen[name]) for name, value in mixed[0].items())
     assert all(torch.equal(value, plain[2][name]) for name, value in mixed[2].items())
     assert [line["loss"] for line in mixed[1] if "loss" in line] == [

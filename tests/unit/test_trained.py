@@ -89,7 +89,7 @@ def test_the_parts_are_stored_with_the_model(model, classes):
 )
 def test_evaluation_keeps_the_splits_of_the_model(model, bert, classes, n_way, part):
     settings = EvaluateConfig(
-        model_name_or_path=str(model), dataset=[str(classes)], n_way=n_way, part=part, **ASKED
+        model_name_or_path=str(model), dataset=[str(classes)], n_way=n_way, eval_split=part, **ASKED
     )
     assert drawn(settings) == set(splits_at(classes, 3)[part])
 
@@ -161,7 +161,8 @@ def test_other_splits_that_test_trained_classes_are_named(model, classes, tmp_pa
         json.dumps({"train": mine["valid"], "valid": names[:6], "test": [*mine["test"], names[6]]})
     )
     remedy = (
-        "use the model's splits: leave class_splits and split out, or give its fmmeta.json as --class_splits"
+        "use the model's splits: leave class_splits and class_split out, or give its fmmeta.json as"
+        " --class_splits"
     )
     said = f"class_splits={file}: {{}} were trained on with dataset=rows.jsonl; {remedy}"
     assert notices(model, classes, n_way=2, class_splits=str(file)) == [
@@ -202,7 +203,7 @@ def test_a_split_of_several_is_kept_without_its_name(bert, classes, tmp_path):
         for name, names in (("01", first), ("02", second))
     }
     (tmp_path / "data" / "class_splits.json").write_text(json.dumps(both))
-    model = train(tmp_path / "run", bert, tmp_path / "data", split="02", n_way=3)
+    model = train(tmp_path / "run", bert, tmp_path / "data", class_split="02", n_way=3)
     settings = EvaluateConfig(
         model_name_or_path=str(model), dataset=[str(tmp_path / "data")], n_way="all", **ASKED
     )
@@ -303,8 +304,8 @@ def test_of_very_many_names_a_digest_and_the_rule_are_stored(classes, tmp_path, 
         "the model was trained on 9 classes of dataset=rows.jsonl by other splits, whose names are not stored"
     )
     assert line.startswith(
-        f"class_splits={file}: {what}; use the model's splits: leave class_splits and split out, or give the"
-        " file "
+        f"class_splits={file}: {what}; use the model's splits: leave class_splits and class_split out, or"
+        " give the file "
     )
 
 

@@ -32,7 +32,7 @@ def test_the_choice_is_the_best_of_all_evaluations(bert, classes, tmp_path):
     )
     tried = tune(settings, Progress(False))
     same: dict[str, Any] = {
-        "part": "valid",
+        "eval_split": "valid",
         "pooling": "mean",
         "n_way": "3",
         "k_shot": 2,
@@ -89,7 +89,7 @@ def test_rates_of_a_model_keep_their_proportions(bert, classes, tmp_path):
     }
     assert memory["algorithm"] == "anil"
     found = fmmeta.evaluate(
-        str(model), str(classes), part="valid", n_way="3", k_shot=2, num_query=3, episodes=4
+        str(model), str(classes), eval_split="valid", n_way="3", k_shot=2, num_query=3, episodes=4
     )
     assert found["loss"] == pytest.approx(tried[0].loss, rel=1e-5)
 
@@ -110,7 +110,7 @@ def trained(folder, **settings):
     return str(MetaTrainer(config).train().output_dir / "model")
 
 
-SAME: dict[str, Any] = {"part": "valid", "n_way": "3", "k_shot": 2, "num_query": 3, "episodes": 4}
+SAME: dict[str, Any] = {"eval_split": "valid", "n_way": "3", "k_shot": 2, "num_query": 3, "episodes": 4}
 
 
 def test_a_learned_head_is_tried_beside_zeros(tmp_path):
@@ -378,7 +378,7 @@ def test_a_failure_leaves_the_best_so_far(error, bert, classes, tmp_path, monkey
     assert (memory["inner_lr"], memory["inner_steps"]) == (best.inner_lr, best.inner_steps)
     assert memory["tuned"] == {
         "dataset": [str(classes)],
-        "part": "valid",
+        "eval_split": "valid",
         "n_way": "3",
         "k_shot": 2,
         "num_query": 3,

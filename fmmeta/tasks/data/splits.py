@@ -21,7 +21,7 @@ def read_splits(
 ) -> dict[str, list[str]] | None:
     """Splits from the file given, else from the data folder's own file, else None.
 
-    Of several data sets --split concerns those that have named splits.
+    Of several data sets --class_split concerns those that have named splits.
     """
     alone = len(config.dataset) == 1
     setting, other = ("task_splits", "class_splits") if named_tasks else ("class_splits", "task_splits")
@@ -34,8 +34,10 @@ def read_splits(
     if path is None:
         beside = Path(name) / f"{setting}.json"
         if not beside.is_file():
-            if config.split is not None and alone:
-                raise UsageError(f"split={config.split} needs a file of splits; give one with --{setting}")
+            if config.class_split is not None and alone:
+                raise UsageError(
+                    f"class_split={config.class_split} needs a file of splits; give one with --{setting}"
+                )
             return None
         path = str(inside(Path(name), beside))
         notice(f"{setting}: {path}")
@@ -62,12 +64,15 @@ def read_splits(
         and "train" not in splits
         and all(isinstance(s, dict) for s in splits.values())
     ):
-        chosen = config.split or next(iter(splits))
+        chosen = config.class_split or next(iter(splits))
         if chosen not in splits:
-            raise UsageError(f"split={chosen} is not in {path}; it has {', '.join(splits)}")
+            raise UsageError(f"class_split={chosen} is not in {path}; it has {', '.join(splits)}")
         splits = splits[chosen]
-    elif config.split is not None and alone:
-        raise UsageError(f"split={config.split} does not fit: {path} holds one split only; leave --split out")
+    elif config.class_split is not None and alone:
+        raise UsageError(
+            f"class_split={config.class_split} does not fit: {path} holds one split only; leave --class_split"
+            " out"
+        )
     if (
         not isinstance(splits, dict)
         or not all(isinstance(m, list) for m in splits.values())

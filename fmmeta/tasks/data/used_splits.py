@@ -105,7 +105,7 @@ def doubts(trained: Sequence[UsedSplits], config: Config, one: UsedSplits, split
     """Lines about the classes of `splits` (those of `one`) that are tested although a model was trained on
     them.
     """
-    settings = ("class_splits", "task_splits", "split")
+    settings = ("class_splits", "task_splits", "class_split")
     given = next(
         (f"{name}={value}" for name in settings if (value := getattr(config, name))), f"dataset={one.dataset}"
     )
@@ -113,7 +113,10 @@ def doubts(trained: Sequence[UsedSplits], config: Config, one: UsedSplits, split
     for before in trained:
         file = f"its fmmeta.json as --{setting}" if before.splits else "the file that it was trained with"
         for text in before.doubts(one.content, one.dataset, one.noun, splits):
-            yield f"{given}: {text}; use the model's splits: leave {setting} and split out, or give {file}"
+            yield (
+                f"{given}: {text}; use the model's splits: leave {setting} and class_split out, or give"
+                f" {file}"
+            )
 
 
 def read(memory: Mapping[str, Any]) -> list[UsedSplits]:

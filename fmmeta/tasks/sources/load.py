@@ -98,9 +98,10 @@ def load_one(
             if name == "marks"
             else None
         )
-        if config.class_splits or config.task_splits or config.split:
+        if config.class_splits or config.task_splits or config.class_split:
             raise UsageError(
-                f"dataset={name} has splits of its own; leave --class_splits, --task_splits and --split out"
+                f"dataset={name} has splits of its own; leave --class_splits, --task_splits and"
+                " --class_split out"
             )
         return from_store(name, store, splits, config, notice, None, parts)
     files = task_files(name, config.max_length)
@@ -205,7 +206,7 @@ def choose_splits(
     """
     noun, least, held_out = ("task", 1, None) if named_tasks else ("class", config.n_way, None)
     splits = None
-    if not (config.class_splits or config.task_splits or config.split):
+    if not (config.class_splits or config.task_splits or config.class_split):
         found = (
             (one.restored(content, label(name), noun, strata), one.held_out) for one in reversed(trained)
         )
