@@ -3,8 +3,8 @@
     python -m tests.support.golden OLD NEW [--only NAME ...]      # commits; exit code 1 if a run differs
 
 Each commit is checked out into a temporary folder. A run's result is a hash of all weights in `model/`
-and the table on held-out tasks; both must be the same bit for bit. Runs: each algorithm once; plain, ZeRO 1, 2
-and 3, pipeline, tensor; 1x1, 2x1, 1x2 and 2x2 (groups x ranks of a group); LoRA; a delayed outer step; a
+and the table on held-out tasks; both must be the same bit for bit. Runs: each algorithm once; plain, ZeRO 1,
+2 and 3, pipeline, tensor; 1x1, 2x1, 1x2 and 2x2 (groups x ranks of a group); LoRA; a delayed outer step; a
 resumed run.
 """
 
