@@ -20,8 +20,8 @@ import torch
 from benchmarks.common import spread, table, write_json
 from benchmarks.floor import SETTINGS
 from benchmarks.stepping import Cost, alone, find_data, find_model, prepare
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.multi_task import adapter_multi_task_rule
 from fmmeta.meta.outer_step import MetaGradient
 
@@ -35,7 +35,7 @@ ROWS: dict[str, dict[str, Any]] = {
 def measure(config: Config, tasks: int, repeats: int, world: Any, ranks: Any) -> tuple[dict[str, Any], Any]:
     prepared, ranks = prepare(config, world, ranks)
     run = prepared.run
-    rule: Any = RULES[config.algorithm](run.parts.setup, 0)
+    rule: Any = find(config.algorithm).rule(run.parts.setup, 0)
     several: Any = (
         adapter_multi_task_rule(replace(config, tasks_per_pass=str(tasks)), run.worker, run.parts.setup.inner)
         or rule

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from benchmarks.common import table, write_json
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.models.load import describe, load_learner
 from fmmeta.parallel.deepspeed_shards import param_groups
@@ -66,7 +66,7 @@ def rank_main(steps: int, tasks_per_step: int) -> None:
     worker = PlainWorker(learner, param_groups(learner, learner.head_names, True), ranks.device)
     theta, rule = (
         worker.read(),
-        RULES["fomaml"](setup(config, worker, learner.head_names, config.n_way, False), 0),
+        find("fomaml").rule(setup(config, worker, learner.head_names, config.n_way, False), 0),
     )
     schedule = Schedule(skewed(200), tasks_per_step, 0)
     policies = {"largest first": assign_to_groups, "round-robin": round_robin}

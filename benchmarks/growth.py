@@ -24,8 +24,8 @@ import torch
 from benchmarks.common import plot, spread, table, write_json
 from benchmarks.memory import resident
 from benchmarks.stepping import QUIET, Cost, Prepared, alone, find_model, prepare
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.algorithms import RULES
 from fmmeta.tasks.batching import Episode, MicroBatch
 
 USUAL = {"tasks": 2, "inner_steps": 2, "rows": 8, "length": 16}
@@ -43,7 +43,7 @@ def outer_step(prepared: Prepared, sizes: dict[str, int], number: int) -> None:
     draw = torch.Generator().manual_seed(number)
     vocabulary = prepared.plan.description.hf_config.vocab_size
     setup = replace(parts.setup, inner=replace(parts.setup.inner, steps=sizes["inner_steps"]))
-    rule, updates = RULES["fomaml"](setup, 0), run.state.updates
+    rule, updates = find("fomaml").rule(setup, 0), run.state.updates
     for _ in range(sizes["tasks"]):
         sets = [random_set(sizes["rows"], sizes["length"], vocabulary, draw) for _ in range(2)]
         updates.meta.add(rule.direction(run.worker, run.theta, Episode(*sets), updates.meta.sum))

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from benchmarks.common import spread, table, write_json
 from benchmarks.floor import SETTINGS
 from benchmarks.stepping import Cost, Prepared, alone, find_data, find_model, prepare
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.algorithms import RULES
 from fmmeta.models.load import load_learner
 from fmmeta.tasks.batching import Episode, MicroBatch
 
@@ -135,7 +135,7 @@ class Ours:
     def __init__(self, prepared: Prepared) -> None:
         run = prepared.run
         self.worker, self.theta, self.setup = run.worker, run.theta, run.parts.setup
-        self.rule = RULES[prepared.config.algorithm](self.setup, 0)
+        self.rule = find(prepared.config.algorithm).rule(self.setup, 0)
         self.load = run.parts.load(prepared.plan.sources.train)
         self.tasks = [task for step in range(100) for task in run.schedule.meta_batch(step)]
         self.shapes = {f.name: f.shape for f in self.worker.params.fragments}

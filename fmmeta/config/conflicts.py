@@ -10,22 +10,19 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from fmmeta.config.algorithms import find, supporting
 from fmmeta.config.values import LARGEST
 
-UNROLLED = (
-    "fomaml",
-    "maml",
-    "boil",
-    "proto_maml",
-    "meta_sgd",
-)  # a loss is differentiated through the inner loop
-SECOND_ORDER = ("maml", "boil", "proto_maml", "meta_sgd", "anil")
-DIFFERENCES = ("maml", "boil", "proto_maml", "meta_sgd", "imaml")  # take Hessian-vector products
-FROZEN_BODY = ("anil", "protonet")  # the body stands still; tasks share its passes
-FIRST_ORDER = ("fomaml", "reptile")
-BASELINES = ("none", "in_context")
-HEAD_OF = {"proto_maml": "prototype", "protonet": "prototype", "boil": "learned"}
-
+OPTIONAL = {  # settings that only some algorithms go with (AlgorithmSpec.supports), and their unset values
+    "proximal_weight": 2.0,
+    "cg_steps": 5,
+    "cg_damping": 0.0,
+    "first_order_steps": 0,
+    "multi_step_loss_steps": 0,
+    "check_meta_gradient": False,
+    "inner_lr_learned": "no",
+    "offload_outer": False,
+}
 NOT_ELEMENTWISE = {
     "muon": "it orthogonalises whole weight matrices",
     "lbfgs": "its line search evaluates the loss",
@@ -41,11 +38,7 @@ OUTER_OPTIMIZERS = ("adamw", "sgd", "nesterov", "adagrad", "adamax", "nadam", "r
 
 def defaults(c: Any) -> dict[str, Any]:
     """What the algorithm takes where a setting was left open."""
-    return {
-        "head_init": HEAD_OF.get(c.algorithm, "zero"),
-        "inner_steps": 0 if c.algorithm == "protonet" else 5,
-        "inner_lr_learned": "element" if c.algorithm == "meta_sgd" else "no",
-    }
+    return {"head_init": "zero", "inner_steps": 5, "inner_lr_learned": "no", **find(c.algorithm).defaults}
 
 
 def problems(c: Any) -> Iterator[str]:
@@ -69,9 +62,6 @@ def _without_effect(c: Any) -> Iterator[str]:
         "inner_beta2": ("inner_optimizer", ("adamw",)),
         "inner_epsilon": ("inner_optimizer", ("adamw",)),
         "inner_weight_decay": ("inner_optimizer", ("adamw",)),
-        "proximal_weight": ("algorithm", ("imaml",)),
-        "cg_steps": ("algorithm", ("imaml",)),
-        "cg_damping": ("algorithm", ("imaml",)),
         "inner_lr_outer_lr": ("inner_lr_learned", ("layer", "element")),
         "outer_momentum": ("outer_optimizer", ("nesterov",)),
     }
@@ -81,11 +71,14 @@ def _without_effect(c: Any) -> Iterator[str]:
                 f"{name}={getattr(c, name)} means nothing for {other}={getattr(c, other)}; leave it out, or"
                 f" use {other} {' or '.join(values)}"
             )
-    keeps = (
-        c.algorithm in ("maml", "boil", "proto_maml", "meta_sgd")
-        or c.multi_step_loss_steps
-        or c.inner_lr_learned != "no"
-    )
+    supports = find(c.algorithm).supports
+    for name, unset in OPTIONAL.items():
+        if getattr(c, name) != unset and name not in supports:
+            yield (
+                f"{name}={getattr(c, name)} is not supported by algorithm={c.algorithm}; leave it out, or use"
+                f" {' or '.join(supporting(name))}"
+            )
+    keeps = "trajectory_memory_gib" in supports or c.multi_step_loss_steps or c.inner_lr_learned != "no"
     if c.trajectory_memory_gib is not None and not keeps:
         yield (
             f"trajectory_memory_gib={c.trajectory_memory_gib} means nothing for algorithm={c.algorithm},"
@@ -137,104 +130,54 @@ def _parallelism_conflicts(c: Any) -> Iterator[str]:
     for name, why in (of_stages if stages > 1 else of_tensor).items():
         if getattr(c, name):
             yield f"{spread} with {name}={getattr(c, name)}: {why}; use ZeRO 3, or leave {name} out"
-    if tensor > 1 and (c.prototype_gradient or c.algorithm in FROZEN_BODY):
-        what = f"algorithm={c.algorithm}" if c.algorithm in FROZEN_BODY else "prototype_gradient=True"
+    frozen_body = find(c.algorithm).frozen_body
+    if tensor > 1 and (c.prototype_gradient or frozen_body):
+        what = f"algorithm={c.algorithm}" if frozen_body else "prototype_gradient=True"
         yield (
             f"{spread} with {what}: gradients back through features are not implemented for cut layers (each"
             " rank of a tensor set needs those of its rows, and one of them holds the rows); use ZeRO 3 or"
             " pipeline stages"
         )
-    if c.algorithm == "in_context":
-        yield (
-            f"{spread} with algorithm=in_context is not tested: whole support sets travel as prompts; use"
-            " ZeRO 3"
-        )
 
 
 def _algorithm_conflicts(c: Any) -> Iterator[str]:
-    name = c.algorithm
-    if c.head_init != HEAD_OF.get(name, c.head_init):
+    name, spec = c.algorithm, find(c.algorithm)
+    head = spec.defaults.get("head_init", c.head_init)
+    if c.head_init != head:
         yield (
-            f"head_init={c.head_init} contradicts algorithm={name}, whose head is {HEAD_OF[name]}; leave"
-            " --head_init out"
+            f"head_init={c.head_init} contradicts algorithm={name}, whose head is {head}; leave --head_init"
+            " out"
         )
-    if c.task_type == "causal_lm" and name in ("anil", "boil", "proto_maml", "protonet"):
+    if c.task_type != (spec.task_type or c.task_type):
         yield (
-            f"algorithm={name} treats the classifier head apart, and task_type=causal_lm has none; use maml"
-            " or fomaml"
+            f"task_type={c.task_type} does not go with algorithm={name}, which is for {spec.task_type}; use"
+            " another algorithm"
         )
-    if c.task_type == "classification" and name == "in_context":
-        yield (
-            "algorithm=in_context puts the support set into the prompt, and task_type=classification has"
-            " none; use causal_lm"
-        )
-    if name == "joint" and c.head_init == "learned":
-        yield (
-            "head_init=learned with algorithm=joint: its head is that of the training classes and no start"
-            " for others; use zero or prototype"
-        )
-    if c.offload_outer and name not in ("fomaml", "reptile", *BASELINES):
-        yield (
-            f"offload_outer=True with algorithm={name} is not implemented: its shards work beside theta; use"
-            " fomaml or reptile"
-        )
-    if c.inner_steps == 0 and name not in ("protonet", *BASELINES):
+    if c.inner_steps == 0 and not spec.is_baseline and spec.defaults.get("inner_steps") != 0:
         yield f"inner_steps=0 leaves algorithm={name} nothing to learn through; use 1 or more"
-    if c.first_order_steps and name not in SECOND_ORDER:
-        yield (
-            f"first_order_steps={c.first_order_steps} means nothing for algorithm={name}; use it with "
-            f"{' or '.join(SECOND_ORDER)}"
-        )
-    if c.multi_step_loss_steps and name not in UNROLLED:
-        yield (
-            f"multi_step_loss_steps={c.multi_step_loss_steps} means nothing for algorithm={name}, which does"
-            f" not differentiate the query loss at every inner step; use it with {', '.join(UNROLLED)}"
-        )
-    if c.prototype_gradient and not (c.head_init == "prototype" and name in (*UNROLLED, "anil", "imaml")):
+    if c.prototype_gradient and not (c.head_init == "prototype" and "prototype_gradient" in spec.supports):
         yield (
             f"prototype_gradient=True means nothing for algorithm={name} and head_init={c.head_init}; use it"
             " with head_init=prototype and an algorithm that differentiates through the inner loop"
         )
-    if c.check_meta_gradient and name not in DIFFERENCES:
-        yield (
-            f"check_meta_gradient=True checks finite differences, and algorithm={name} takes none; use it"
-            f" with {', '.join(DIFFERENCES)}"
-        )
-    if name == "meta_sgd" and c.inner_lr_learned != "element":
-        yield (
-            f"inner_lr_learned={c.inner_lr_learned} contradicts algorithm=meta_sgd, which learns every"
-            " element's; leave it out"
-        )
+    yield from spec.conflicts(c)
 
 
 def _inner_loop_conflicts(c: Any) -> Iterator[str]:
-    name, inner = c.algorithm, c.inner_optimizer
-    if inner == "adamw" and name in (*DIFFERENCES, "anil"):
+    name, inner, spec = c.algorithm, c.inner_optimizer, find(c.algorithm)
+    if inner == "adamw" and spec.order > 1:
         yield (
             f"inner_optimizer=adamw with algorithm={name}: the meta-gradient through Adam's moments is not"
             " implemented; use sgd or momentum, or algorithm=fomaml or reptile"
         )
-    if inner == "momentum" and name == "imaml":
-        yield (
-            "inner_optimizer=momentum with algorithm=imaml is not tested: the proximal loop only has to reach"
-            " its minimum; use sgd with more --inner_steps"
-        )
-    if c.inner_optimizer_state == "kept" and not (inner == "adamw" and name == "reptile"):
+    if c.inner_optimizer_state == "kept" and not (
+        inner == "adamw" and "inner_optimizer_state" in spec.supports
+    ):
         yield (
             f"inner_optimizer_state=kept keeps Reptile's Adam moments, and here are algorithm={name} and"
             f" inner_optimizer={inner}; use reset"
         )
     learned = c.inner_lr_learned
-    if learned != "no" and name not in ("fomaml", "maml", "proto_maml", "meta_sgd"):
-        why = (
-            "its direction is no gradient of a loss"
-            if name == "reptile"
-            else "the gradient of its rates is not implemented"
-        )
-        yield (
-            f"inner_lr_learned={learned} with algorithm={name}: {why}; use no, or fomaml, maml, proto_maml or"
-            " meta_sgd"
-        )
     if learned == "element" and c.inner_lr_schedule != "constant":
         yield (
             f"inner_lr_schedule={c.inner_lr_schedule} with inner_lr_learned=element: one rate per element"
@@ -247,7 +190,7 @@ def _inner_loop_conflicts(c: Any) -> Iterator[str]:
                 f"inner_lr_groups={item} is no PATTERN=FACTOR with a factor of 0 or more; write, say, head=10"
                 " or '*embeddings*=0'"
             )
-    if c.inner_lr_groups and name in ("anil", "boil"):
+    if c.inner_lr_groups and spec.adapts != "all":
         yield (
             f"inner_lr_groups={' '.join(c.inner_lr_groups)} contradicts algorithm={name}, which is a choice"
             " of layers; leave it out"
@@ -258,7 +201,8 @@ def _multi_task_conflicts(c: Any) -> Iterator[str]:
     """What one pass for several tasks does not go with."""
     if c.tasks_per_pass == "1":
         return
-    if c.algorithm in FROZEN_BODY:
+    spec = find(c.algorithm)
+    if spec.frozen_body:
         wrong = {
             f"max_task_norm={c.max_task_norm}, which looks at each task's direction": (
                 c.max_task_norm is not None
@@ -268,9 +212,7 @@ def _multi_task_conflicts(c: Any) -> Iterator[str]:
     else:
         wrong = {
             f"lora_r=0, where tasks of {c.algorithm} need a whole model each": not c.lora_r,
-            f"algorithm={c.algorithm}, which is neither of first order nor leaves the body alone": (
-                c.algorithm not in FIRST_ORDER
-            ),
+            f"algorithm={c.algorithm}, which has no rule for several tasks": spec.multi_task is None,
             f"pipeline_stages={c.pipeline_stages}": c.pipeline_stages > 1,
             f"n_way_max={c.n_way_max}, where tasks have heads of different sizes": c.n_way_max is not None,
             "packing=True": c.packing,
@@ -298,7 +240,7 @@ def _compile_conflicts(c: Any) -> Iterator[str]:
         ),
         "engine=deepspeed, which hooks into modules": c.engine == "deepspeed",
         f"tasks_per_pass={c.tasks_per_pass}, whose tasks stand in for layers in each pass": (
-            c.tasks_per_pass != "1" and c.algorithm not in FROZEN_BODY
+            c.tasks_per_pass != "1" and not find(c.algorithm).frozen_body
         ),
         "gradient_checkpointing=True, which computes layers again": c.gradient_checkpointing,
         "packing=True": c.packing,
@@ -336,7 +278,7 @@ def _delay_conflicts(c: Any) -> Iterator[str]:
             " begins with would be those of two outer steps before; use reset, or no delay"
         )
     for name, unset in {"outer_delay": 0, "reduce_dtype": "fp32"}.items():
-        if getattr(c, name) != unset and c.algorithm in BASELINES:
+        if getattr(c, name) != unset and find(c.algorithm).is_baseline:
             yield (
                 f"{name}={getattr(c, name)} means nothing for algorithm={c.algorithm}, which trains nothing;"
                 " leave it out"
@@ -370,7 +312,7 @@ def _elastic_conflicts(c: Any) -> Iterator[str]:
             f"elastic=True with resume_from_checkpoint={c.resume_from_checkpoint}: a group that comes back"
             " takes the newest state; leave it out"
         )
-    if c.algorithm in BASELINES:
+    if find(c.algorithm).is_baseline:
         yield f"elastic=True means nothing for algorithm={c.algorithm}, which trains nothing; leave it out"
 
 

@@ -10,27 +10,13 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.config import conflicts, validate
+from fmmeta.config import algorithms, conflicts, validate
 from fmmeta.config.renamed import RefusesOldNames
 from fmmeta.config.values import of_type
 
 TASK_TYPES = ("classification", "causal_lm")
 POOLINGS = ("auto", "model", "mean", "cls")
 HEAD_INITS = ("zero", "learned", "prototype")
-ALGORITHMS = (
-    "fomaml",
-    "maml",
-    "reptile",
-    "imaml",
-    "anil",
-    "boil",
-    "proto_maml",
-    "meta_sgd",
-    "joint",
-    "protonet",
-    "none",
-    "in_context",
-)
 INNER_OPTIMIZERS = ("sgd", "momentum", "adamw")
 INNER_SCHEDULES = ("constant", "linear", "cosine")
 INNER_STATES = ("reset", "kept")
@@ -217,8 +203,8 @@ class InnerConfig:
 class MetaConfig:
     algorithm: str = setting(
         "fomaml",
-        "Meta-gradient rule, or a baseline; docs/algorithms.md says which to choose when",
-        ALGORITHMS,
+        f"Meta-gradient rule, or a baseline: {', '.join(algorithms.BUILT_IN)}; or module:spec of another"
+        " (docs/algorithms.md)",
     )
     meta_batch_size: int = setting(4, "Tasks per meta-batch over all groups")
     meta_accumulation_steps: int = setting(1, "Meta-batches per outer step, reduced across groups once")
@@ -430,7 +416,7 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
     @property
     def joint_head(self) -> bool:
         """Whether the model has one head for the classes of all training tasks, not one per task."""
-        return self.algorithm == "joint" and self.task_type == "classification"
+        return algorithms.find(self.algorithm).all_classes and self.task_type == "classification"
 
     @property
     def most_shots(self) -> int:

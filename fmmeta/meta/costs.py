@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fmmeta.config.conflicts import FROZEN_BODY
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 
 MOMENTS = {
@@ -23,7 +23,6 @@ MOMENTS = {
 }
 """Vectors that each outer optimizer keeps."""
 WORK = 5  # vectors that a Hessian-vector product and the way back need beside the direction
-UNROLLED = ("maml", "boil", "proto_maml", "meta_sgd")
 
 
 class Passes(NamedTuple):
@@ -66,25 +65,16 @@ def passes(config: Config, data: int = 1, keeps: bool = True) -> Passes:
     data: ranks that share the rows of a set. keeps: whether the worker can leave a forward pass without its
     backward pass.
     """
-    k, through = config.inner_steps, int(config.prototype_gradient)
-    every = k if config.multi_step_loss_steps else 1  # the query loss counts after every step
-    means = int(
-        config.head_init == "prototype" and not (keeps and keeps_means(config, data))
-    )  # a forward of the support set
-    match config.algorithm:
-        case "fomaml":
-            return Passes(k + through, every, means)
-        case "reptile":
-            return Passes(k, 0, means, 1, 1)
-        case "maml" | "boil" | "proto_maml" | "meta_sgd":
-            return Passes(3 * k + 2 + through, every, means, 0, 2 * k + 2 + every)
-        case "imaml":
-            return Passes(k + 2 * config.cg_steps + 2 + through, 1, means, 0, 2 * config.cg_steps + 3)
-        case "anil" | "protonet":
-            return Passes(1, 1, int(not (keeps and keeps_support(config, data))))
-        case "joint":
-            return Passes(1, 1)
-    return Passes(0, 0)
+    spec = find(config.algorithm)
+    if spec.frozen_body:
+        forwards = not (keeps and keeps_support(config, data))
+    else:  # for the class means
+        forwards = config.head_init == "prototype" and not (keeps and keeps_means(config, data))
+    if spec.is_baseline:
+        return Passes(0, 0)
+    if spec.passes is None:  # as FOMAML
+        return Passes(config.inner_steps, 1, int(forwards))
+    return spec.passes(config, int(forwards))
 
 
 class ShardCounts(NamedTuple):
@@ -100,29 +90,19 @@ def adds_directly(config: Config) -> bool:
     """Whether a task's direction needs no vector of its own (Rule.direction; tensor ranks do not agree on
     what is finite).
     """
-    plain = (
-        config.inner_lr_learned == "no" and not config.multi_step_loss_steps and not config.prototype_gradient
-    )
+    spec = find(config.algorithm)
     unbounded = config.max_task_loss is None and config.max_task_norm is None
-    fomaml = config.algorithm == "fomaml" and plain and config.tensor_parallel_size == 1
-    pulled = (
-        config.algorithm in FROZEN_BODY and config.pipeline_stages == 1 and config.tensor_parallel_size == 1
-    )
-    return unbounded and (fomaml or pulled or config.algorithm in ("reptile", "none"))
+    return unbounded and (spec.is_baseline or spec.adds_directly(config))
 
 
 def shards(config: Config) -> ShardCounts:
     k = config.inner_steps
     work = {"momentum": 1, "adamw": 2}.get(config.inner_optimizer, 0)
     work += 4 if config.inner_optimizer_state == "kept" else 0
-    trajectory = 0
-    if config.algorithm in UNROLLED:
-        work += WORK
-        trajectory = k if config.algorithm == "proto_maml" else k - 1
-    elif config.algorithm in ("imaml", "joint"):
-        work += WORK if config.algorithm == "imaml" else 1
-    elif config.multi_step_loss_steps:
-        trajectory = k - 1
+    spec, trajectory = find(config.algorithm), 0
+    work += spec.work_shards
+    if "trajectory_memory_gib" in spec.supports or config.multi_step_loss_steps:
+        trajectory = k - (config.head_init != "prototype")  # else phi_0 is theta
     if config.inner_lr_learned != "no":
         trajectory += k  # the directions of the steps
     if config.inner_lr_learned == "element":

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.classifier_head import class_means
-from fmmeta.meta.costs import FROZEN_BODY, rows_of
+from fmmeta.meta.costs import rows_of
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.task_gradient import TaskGradient
 from fmmeta.models.learner import Learner
@@ -33,7 +34,7 @@ class AdapterMultiTaskRule:
 
     inner: InnerLoop
     axis: TaskAxis
-    reptile: bool = False
+    displacement: bool = False  # theta - phi is what a task says, not its query gradient
 
     def directions(
         self, worker: Worker, theta: Tensor, episodes: Sequence[Episode], total: Tensor | None = None
@@ -48,12 +49,12 @@ class AdapterMultiTaskRule:
         passes: list[list[PassStats]] = []
         for k in range(self.inner.steps):
             passes.append(batch.step(support, self.inner.rule.update(k, state, self.inner.rates)))
-        asked = batch.forward(query) if self.reptile else batch.gradient(query)
+        asked = batch.forward(query) if self.displacement else batch.gradient(query)
         found = []
         for task in range(len(episodes)):
             shards = (
                 theta.to(worker.home) - batch.vector(batch.phi, task)
-                if self.reptile
+                if self.displacement
                 else batch.vector(batch.grad, task)
             )
             own = [each[task] for each in passes]
@@ -80,9 +81,8 @@ def tasks_per_pass(config: Config) -> int:
     if config.tasks_per_pass != "auto":
         return int(config.tasks_per_pass)
     support, query = (min(config.micro_batch_size, each) for each in rows_of(config))
-    return max(
-        1, config.micro_batch_size // (support + query if config.algorithm in FROZEN_BODY else support)
-    )
+    frozen_body = find(config.algorithm).frozen_body
+    return max(1, config.micro_batch_size // (support + query if frozen_body else support))
 
 
 def adapter_multi_task_rule(config: Config, worker: Worker, inner: InnerLoop) -> AdapterMultiTaskRule | None:
@@ -90,11 +90,8 @@ def adapter_multi_task_rule(config: Config, worker: Worker, inner: InnerLoop) ->
 
     Raises `UsageError`.
     """
-    if (
-        tasks_per_pass(config) == 1
-        or config.algorithm in FROZEN_BODY
-        or not isinstance(worker, FullModelWorker)
-    ):
+    spec = find(config.algorithm)
+    if tasks_per_pass(config) == 1 or spec.frozen_body or not isinstance(worker, FullModelWorker):
         return None
     assert isinstance(worker.learner, Learner)
-    return AdapterMultiTaskRule(inner, TaskAxis(worker.learner), config.algorithm == "reptile")
+    return AdapterMultiTaskRule(inner, TaskAxis(worker.learner), spec.multi_task == "displacement")

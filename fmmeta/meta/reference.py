@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.sources.base import EpisodeRows
 
 Weights = dict[str, Tensor]
-FIRST_ORDER = ("fomaml", "reptile", "joint", "protonet")
 
 
 @dataclass
@@ -38,6 +38,20 @@ class Reference:
     rates: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ReferenceTask:
+    """What an algorithm's reference gets: a task, and theta by parameter name. The model is not changed."""
+
+    learner: Any
+    theta: Weights
+    episode: EpisodeRows
+    config: Config
+    bf16: bool
+    rates: dict[str, Tensor]
+    outer_step: int
+    memory: Memory
+
+
 @dataclass
 class Memory:
     """Adam's moments of the inner loop, by name, and its number of steps."""
@@ -45,6 +59,9 @@ class Memory:
     first: Weights
     second: Weights
     count: int = 0
+
+
+Gradients = tuple[Weights, Weights, Memory]  # of theta, of learned rates; inner moments afterwards
 
 
 def reference_run(
@@ -57,7 +74,7 @@ def reference_run(
     names = [name for name, param in learner.named_parameters() if param.requires_grad]
     for name in names:
         theta[name.replace(".", "/")] = nn.Parameter(learner.get_parameter(name).detach().clone())
-    per_task = learner.head_names if config.head_init != "learned" and config.algorithm != "joint" else ()
+    per_task = learner.head_names if config.head_init != "learned" and not config.joint_head else ()
     meta_params = {name: theta[name.replace(".", "/")] for name in names if name not in per_task}
     rates = starting_rates(learner, names, config)
     optimizer = outer_optimizer(meta_params, rates, config)
@@ -151,8 +168,9 @@ def starting_rates(learner: Any, names: Sequence[str], config: Config) -> Weight
             ),
             1.0,
         )
-        if config.algorithm in ("anil", "boil"):
-            factor = float(head == (config.algorithm == "anil"))
+        adapts = find(config.algorithm).adapts
+        if adapts != "all":
+            factor = float(head == (adapts == "head"))
         if learned == "element":
             rates[name] = torch.full_like(param, config.inner_lr * factor).detach().requires_grad_()
             continue
@@ -186,54 +204,69 @@ def direction(
     rates: Weights | None = None,
     outer_step: int = 0,
     memory: Memory | None = None,
-) -> tuple[Weights, Weights, Memory]:
+) -> Gradients:
     """The meta-gradient of one task, that of the rates, and the inner optimizer's moments afterwards."""
     rates = starting_rates(learner, list(theta), config) if rates is None else rates
-    if config.algorithm == "imaml":
-        return implicit(learner, theta, episode, config, bf16, rates)
-    if config.algorithm == "joint":
-        all_classes = len(episode.classes)
-        sums = [
-            set_gradient(learner, theta, rows, bf16, classes=all_classes)
-            for rows in (episode.support, episode.query)
-        ]
-        return {name: (sums[0][name] + sums[1][name]) / 2 for name in theta}, {}, Memory({}, {})
-    order = 1 if config.algorithm in FIRST_ORDER or outer_step < config.first_order_steps else 2
-    leaf = {name: value.detach().clone().requires_grad_() for name, value in theta.items()}
-    phi = head_start(learner, leaf, episode, config, bf16)
     memory = memory or Memory(zeros(theta), zeros(theta))
-    memory = Memory(dict(memory.first), dict(memory.second), memory.count)
-    told, counts = torch.zeros(()), counted(config, outer_step)
-    steps = 0 if config.algorithm == "protonet" else config.inner_steps
+    reference = find(config.algorithm).reference
+    assert reference is not None, f"{config.algorithm} has no reference"
+    return reference(ReferenceTask(learner, theta, episode, config, bf16, rates, outer_step, memory))
+
+
+def joint(task: ReferenceTask) -> Gradients:
+    """The mean gradient of both sets, over the classes of all tasks."""
+    theta, episode = task.theta, task.episode
+    sums = [
+        set_gradient(task.learner, theta, rows, task.bf16, classes=len(episode.classes))
+        for rows in (episode.support, episode.query)
+    ]
+    return {name: (sums[0][name] + sums[1][name]) / 2 for name in theta}, {}, task.memory
+
+
+def displacement(task: ReferenceTask) -> Gradients:
+    """Reptile: theta - phi_K."""
+    phi, _, memory = inner_loop(task, task.theta, order=1)
+    return {name: (task.theta[name] - phi[name]).detach() for name in phi}, {}, memory
+
+
+def unrolled(
+    task: ReferenceTask, order: int = 2, steps: int | None = None, through_means: bool | None = None
+) -> Gradients:
+    """The gradient of the query loss at phi_K, or of its weighted sum over steps, with respect to theta."""
+    if task.outer_step < task.config.first_order_steps:
+        order = 1
+    leaf = {name: value.detach().clone().requires_grad_() for name, value in task.theta.items()}
+    _, loss, memory = inner_loop(task, leaf, order, steps, through_means, asks=True)
+    asked = {name: rate for name, rate in task.rates.items() if rate.requires_grad}
+    inputs = [*leaf.values(), *asked.values()]
+    found = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+    return dict(zip(leaf, found, strict=False)), dict(zip(asked, found[len(leaf) :], strict=True)), memory
+
+
+def inner_loop(
+    task: ReferenceTask,
+    leaf: Weights,
+    order: int,
+    steps: int | None = None,
+    through_means: bool | None = None,
+    asks: bool = False,
+) -> tuple[Weights, Tensor, Memory]:
+    """phi_K from `leaf`, with its graph; if `asks` also the query loss, over steps as `counted` says."""
+    config, learner, episode, bf16, rates = task.config, task.learner, task.episode, task.bf16, task.rates
+    phi = head_start(learner, leaf, episode, config, bf16, through_means)
+    memory = Memory(dict(task.memory.first), dict(task.memory.second), task.memory.count)
+    loss, counts = torch.zeros(()), counted(config, task.outer_step)
+    steps = config.inner_steps if steps is None else steps
     for k in range(steps):
         gradient = set_gradient(learner, phi, episode.support, bf16, create_graph=order == 2)
         u = inner_direction(gradient, phi, memory, config)
-        phi = {
-            name: (
-                phi[name]
-                - (
-                    rates[name]
-                    if rates[name].shape == phi[name].shape and config.inner_lr_learned == "element"
-                    else rates[name][k]
-                )
-                * u[name]
-            )
-            for name in phi
-        }
-        if counts[k] and config.algorithm != "reptile":
-            told = told + counts[k] * set_loss(learner, phi, episode.query, bf16)
-    if steps == 0:
-        told = set_loss(learner, phi, episode.query, bf16)
-    if config.algorithm == "reptile":
-        return {name: (theta[name] - phi[name]).detach() for name in phi}, {}, memory
-    asked = [(name, rate) for name, rate in rates.items() if rate.requires_grad]
-    found = torch.autograd.grad(told, [*leaf.values(), *(rate for _, rate in asked)], allow_unused=True)
-    told_of = [
-        torch.zeros_like(x) if g is None else g
-        for g, x in zip(found, [*leaf.values(), *(r for _, r in asked)], strict=True)
-    ]
-    of_rates = dict(zip([name for name, _ in asked], told_of[len(leaf) :], strict=True))
-    return dict(zip(leaf, told_of[: len(leaf)], strict=True)), of_rates, memory
+        rate = rates if config.inner_lr_learned == "element" else {name: rates[name][k] for name in phi}
+        phi = {name: phi[name] - rate[name] * u[name] for name in phi}
+        if asks and counts[k]:
+            loss = loss + counts[k] * set_loss(learner, phi, episode.query, bf16)
+    if asks and steps == 0:
+        loss = set_loss(learner, phi, episode.query, bf16)
+    return phi, loss, memory
 
 
 def counted(config: Config, outer_step: int) -> list[float]:
@@ -274,7 +307,14 @@ def mean_memory(memories: Sequence[Memory]) -> Memory:
     return Memory(first, second, memories[0].count)
 
 
-def head_start(learner: Any, theta: Weights, episode: EpisodeRows, config: Config, bf16: bool) -> Weights:
+def head_start(
+    learner: Any,
+    theta: Weights,
+    episode: EpisodeRows,
+    config: Config,
+    bf16: bool,
+    through_means: bool | None = None,
+) -> Weights:
     """phi_0: theta, with a head of class means if asked; the means keep their graph if gradients shall flow
     through them.
     """
@@ -283,7 +323,7 @@ def head_start(learner: Any, theta: Weights, episode: EpisodeRows, config: Confi
     }  # nodes of their own: a head of means is no path to the body
     if config.head_init == "prototype" and learner.head_names:
         means = class_means(learner, theta, episode, config.most_classes, bf16)
-        if not (config.prototype_gradient or config.algorithm == "protonet"):
+        if not (config.prototype_gradient if through_means is None else through_means):
             means = means.detach()
         for name, value in zip(learner.head_names, (2 * means, -(means**2).sum(1)), strict=False):
             phi[name] = value + 0 * theta[name]
@@ -357,13 +397,12 @@ def forward(learner: Any, weights: Weights, row: Example, bf16: bool, want: str 
         return torch.func.functional_call(learner, weights, (ids, torch.ones_like(ids)), {"want": want})
 
 
-def implicit(
-    learner: Any, theta: Weights, episode: EpisodeRows, config: Config, bf16: bool, rates: Weights
-) -> Any:
+def implicit(task: ReferenceTask) -> Gradients:
     """iMAML: ((1 + damping) I + H / weight)^-1 grad L_query at the end of a proximal inner loop, by conjugate
     gradients in which autograd multiplies by the Hessian.
     """
-    leaf = {name: value.detach().clone().requires_grad_() for name, value in theta.items()}
+    learner, episode, config, bf16, rates = task.learner, task.episode, task.config, task.bf16, task.rates
+    leaf = {name: value.detach().clone().requires_grad_() for name, value in task.theta.items()}
     began = head_start(learner, leaf, episode, config, bf16)
     phi = phi0 = {name: value.detach() for name, value in began.items()}
     for k in range(config.inner_steps):
@@ -395,7 +434,7 @@ def implicit(
             r + inner_product(residual, residual) / size * s for r, s in zip(residual, search, strict=True)
         ]
     back = torch.autograd.grad(list(began.values()), list(leaf.values()), solution, materialize_grads=True)
-    return dict(zip(leaf, back, strict=True)), {}, Memory(zeros(theta), zeros(theta))
+    return dict(zip(leaf, back, strict=True)), {}, task.memory
 
 
 def inner_product(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:

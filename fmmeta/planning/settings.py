@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.config.conflicts import BASELINES, DIFFERENCES
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import (
     Config,
     InnerConfig,
@@ -129,7 +129,7 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
             )
         if self.on_failure not in ON_FAILURE:
             raise UsageError(f"on_failure={self.on_failure} is unknown; use {' or '.join(ON_FAILURE)}")
-        if self.algorithm in BASELINES:
+        if find(self.algorithm).is_baseline:
             raise UsageError(
                 f"algorithm={self.algorithm} trains nothing, so that there is no outer step to plan; use"
                 " fomaml"
@@ -137,7 +137,7 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
 
     @property
     def bf16_planned(self) -> bool:
-        return self.algorithm not in DIFFERENCES if self.bf16 is None else self.bf16
+        return not find(self.algorithm).takes_differences if self.bf16 is None else self.bf16
 
     @property
     def tasks(self) -> int:

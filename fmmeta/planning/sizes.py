@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs
 from fmmeta.models.learner import Learner
@@ -53,7 +54,7 @@ def most_rows(config: Config, data: int = 1) -> int:
     most = stage_rows(config, data) if config.pipeline_stages > 1 else config.micro_batch_size
     tasks = 1 if config.tasks_per_pass == "auto" else int(config.tasks_per_pass)
     found = [micro_batches(rows, data, most)[1] for rows in costs.rows_of(config)]
-    if config.algorithm in costs.FROZEN_BODY and costs.keeps_support(config, data):
+    if find(config.algorithm).frozen_body and costs.keeps_support(config, data):
         return tasks * sum(found)  # the support set's activations wait for the query set
     return tasks * max(found)
 

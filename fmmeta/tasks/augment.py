@@ -11,11 +11,8 @@ and outer steps, and does not depend on who loads or how many do. Held-out episo
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
 import pickle
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.plugins import import_named
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.encode import encode
@@ -172,15 +170,7 @@ def source_of(found: Callable[..., Any]) -> str:
 
 def find(setting: str, name: str) -> Callable[..., Any]:
     """The callable that `module:name` says; modules beside the working folder count."""
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"{setting}={name} cannot be imported ({error}); write module:name of a function"
-        ) from None
+    found = import_named(setting, name, "a function")
     if not callable(found):
         raise UsageError(
             f"{setting}={name} is a {type(found).__name__} and cannot be called; name a function"

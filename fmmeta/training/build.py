@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.in_context import prompted
@@ -287,7 +288,7 @@ def build(config: Config, plan: Plan, ranks: ProcessGroups) -> Parts:
         config, worker, started.head_names, plan.description.outputs(config), plan.precision.bf16
     )
     prompt = None
-    if config.algorithm == "in_context":
+    if find(config.algorithm).in_prompt:
         positions = getattr(plan.description.hf_config, "max_position_embeddings", None)
         prompt = partial(prompted, bos_token_id=plan.tokenizer.bos_token_id, positions=positions)
     return Parts(worker, theta, started.frozen, setup, dealer_of(config, plan, place), place, prompt)

@@ -17,8 +17,8 @@ from typing import Any, cast
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.algorithms import NUMBERS, RULES
 from fmmeta.meta.multi_task import adapter_multi_task_rule, tasks_per_pass
 from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.second_order.gradient_check import Checked, check
@@ -92,8 +92,9 @@ class Run:
         self.folder, self.start, self.progress = start.folder, start, progress
         self.worker, self.theta = parts.worker, parts.theta
         self.state = TrainingState(config, plan, ranks, parts, start.folder, progress.notice)
-        self.trains = config.algorithm in RULES
-        self.rule_at = partial(RULES[config.algorithm], parts.setup) if self.trains else None
+        self.spec = find(config.algorithm)
+        self.trains = not self.spec.is_baseline
+        self.rule_at = partial(self.spec.rule, parts.setup) if self.spec.rule else None
         with ranks.world.raise_on_all("making room for several tasks"):
             self.together = adapter_multi_task_rule(config, self.worker, parts.setup.inner)
         if config.tasks_per_pass == "auto":
@@ -187,7 +188,7 @@ class Run:
                     if state.outer_step == config.outer_steps:
                         break  # this group has missed the end
                     tally, rule = (
-                        StepMetrics(NUMBERS.get(config.algorithm, ())),
+                        StepMetrics(self.spec.numbers),
                         self.rule_at(state.outer_step),
                     )
                     self.guard.begin(state.outer_step)
@@ -281,9 +282,8 @@ class Run:
         task = self.schedule.meta_batch(self.state.outer_step)[0]
         found = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice).alike(task)
         precision = "bf16" if self.plan.precision.bf16 else "fp32"
-        rule = RULES[self.config.algorithm](
-            self.parts.setup, self.config.outer_steps
-        )  # after any steps of first order
+        assert self.rule_at is not None
+        rule = self.rule_at(self.config.outer_steps)  # after any steps of first order
         for _, episode in found:
             self.progress.notice(check(cast(Checked, rule), self.worker, self.theta, episode, precision).text)
 

@@ -161,7 +161,7 @@ def choose_run_folder(config: Config, fingerprint: str, resolved: Mapping[str, A
     if config.output_dir is not None:
         folder = Path(config.output_dir)
     else:
-        name = f"{config.algorithm}-{Path(config.dataset[0]).name}"
+        name = f"{config.algorithm.replace(':', '-')}-{Path(config.dataset[0]).name}"
         folder = (
             unfinished(config, settings_of(config, fingerprint, resolved), name)
             or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.progress import Progress
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.outer_step import OuterStep
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.training import run_record
@@ -73,11 +73,9 @@ class RunLogger:
         text = f"loss {values['query_loss']:.4f}  accuracy {100 * values['accuracy']:.1f} %"
         skipped = f"  skipped {values['skipped_tasks']}" if values["skipped_tasks"] else ""
         self.progress.line("outer step", step, config.outer_steps, text + skipped, self.first)
-        if config.algorithm == "imaml" and not self.warned:
-            warning = imaml.warning(config.proximal_weight, values)
-            self.warned = warning is not None
-            if warning is not None:
-                self.progress.notice(warning)
+        if not self.warned and (warning := find(config.algorithm).warning(config, values)):
+            self.warned = True
+            self.progress.notice(warning)
 
     def write_pending_line(self) -> None:
         """Write a line that its writer has not lived to write."""

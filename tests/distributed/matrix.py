@@ -29,7 +29,7 @@ from fmmeta.meta.reference import Reference, reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
-from tests.launch import start_ranks
+from tests.launch import ROOT, start_ranks
 from tests.models import DECODERS, ENCODERS, save_bert, save_family, save_llama, write_classes, write_pairs
 
 Outcomes = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]  # theta and facts by case
@@ -426,10 +426,10 @@ def spread_cover() -> list[Case]:
 
 
 class Bench:
-    """Checkpoints, data and DeepSpeed files of the matrix, in a temporary folder."""
+    """Checkpoints, data and DeepSpeed files of the matrix, in a temporary folder; ranks start in `cwd`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, cwd: Path = ROOT) -> None:
+        self.folder, self.cwd = folder, cwd
         self.data = {
             True: write_pairs(folder / "pairs.jsonl"),
             False: write_classes(folder / "classes.jsonl"),
@@ -520,7 +520,10 @@ class Bench:
         out = self.folder / f"out-{num_groups}x{group_size}"
         out.mkdir(exist_ok=True)
         running = start_ranks(
-            ["-m", "tests.distributed.run_cases", str(file), str(out)], num_groups * group_size, before=before
+            ["-m", "tests.distributed.run_cases", str(file), str(out)],
+            num_groups * group_size,
+            cwd=self.cwd,
+            before=before,
         )
 
         def end() -> Outcomes:

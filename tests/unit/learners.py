@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import Setup, setup
 from fmmeta.meta.reference import direction
 from fmmeta.meta.task_gradient import TaskGradient
@@ -115,7 +115,7 @@ def found_by_rule(
 ) -> tuple[TaskGradient, PlainWorker]:
     worker = worker_of(learner, config)
     theta = worker.read()
-    rule = RULES[config.algorithm](setup_of(worker, config), outer_step)
+    rule = find(config.algorithm).rule(setup_of(worker, config), outer_step)
     found = rule.direction(worker, theta, batches_of(episode))
     assert torch.equal(worker.read(), theta)
     return found, worker

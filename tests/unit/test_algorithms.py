@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fmmeta.meta.algorithms import RULES
-from fmmeta.meta.algorithms.setup import step_counts
+from fmmeta.config.algorithms import find
+from fmmeta.meta.algorithms.unrolled import step_counts
 from fmmeta.meta.reference import direction, set_gradient, set_loss
 from fmmeta.meta.second_order.gradient_check import Check, check
 from fmmeta.meta.second_order.hessian import HvpOptions
@@ -209,7 +209,7 @@ def passes_of(learner: Learner, monkeypatch, **settings) -> tuple[int, int]:
     """Forward and backward passes, and forwards alone, of one task; counted where the model is called."""
     config = config_of(learner, **settings)
     worker, episode = worker_of(learner, config), batches_of(episode_of(learner), micro_batch_size=32)
-    rule = RULES[config.algorithm](setup_of(worker, config), 0)
+    rule = find(config.algorithm).rule(setup_of(worker, config), 0)
     counted = {True: 0, False: 0}
     call = worker._call
 
@@ -243,7 +243,7 @@ def test_a_trajectory_in_host_memory_changes_nothing(settings):
     config = config_of(LEARNERS["llama"], algorithm="maml", **settings)
     worker = worker_of(LEARNERS["llama"], config)
     theta, episode = worker.read(), batches_of(episode_of(LEARNERS["llama"]))
-    rule = RULES["maml"](setup_of(worker, config), 0)
+    rule = find("maml").rule(setup_of(worker, config), 0)
     one = 4 * theta.numel()
     for budget in (0, one, 2 * one):
         found = replace(rule, budget_bytes=budget).direction(worker, theta, episode)
@@ -302,7 +302,7 @@ def test_self_check_trusts_fp32_and_warns_of_bf16():
     found = {}
     for precision in ("fp32", "bf16"):
         worker = worker_of(learner, config, bf16=precision == "bf16")
-        rule = RULES["maml"](setup_of(worker, config, precision == "bf16"), 0)
+        rule = find("maml").rule(setup_of(worker, config, precision == "bf16"), 0)
         found[precision] = check(rule, worker, worker.read(), episode, precision)
     good, bad = found["fp32"], found["bf16"]
     assert good.cosine > 0.99999
@@ -328,7 +328,7 @@ def test_self_check_sees_a_step_that_is_too_long(monkeypatch):
     config, episode = config_of(learner, algorithm="maml", inner_lr=0.3), batches_of(episode_of(learner))
     monkeypatch.setitem(curvature.CHANGE, "fp32", 1.0)
     worker = worker_of(learner, config)
-    found = check(RULES["maml"](setup_of(worker, config), 0), worker, worker.read(), episode, "fp32")
+    found = check(find("maml").rule(setup_of(worker, config), 0), worker, worker.read(), episode, "fp32")
     assert found.relative > 0.02
     assert "WARNING: the loss bends too sharply" in found.text
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmmeta.meta.algorithms import RULES
+from fmmeta.config.algorithms import find
 from fmmeta.models.losses import objective
 from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example, MicroBatch, collate
 from tests.unit.learners import (
@@ -198,7 +198,7 @@ def test_a_budget_of_tokens_does_not_change_the_meta_gradient():
     dealer = Batcher(0, 32, max_tokens=12)
     batches = Episode(dealer.deal(episode.support), dealer.deal(episode.query))
     assert len({len(batch.input_ids) for batch in batches.support}) > 1
-    found = RULES["fomaml"](setup_of(worker, config), 0).direction(worker, worker.read(), batches)
+    found = find("fomaml").rule(setup_of(worker, config), 0).direction(worker, worker.read(), batches)
     wanted, _ = told_by_oracle(learner, config, episode)
     here = meta_parameters(learner, config, by_name(worker, found.shards))
     _, error = cosine_and_error(here, meta_parameters(learner, config, wanted))

@@ -66,9 +66,9 @@ def test_bad_flags(argv, said):
 
 
 def test_a_bad_choice_names_the_choices():
-    message = refusal(parse, ["--algorithm", "mamal"])
-    assert message.startswith("argument --algorithm: invalid choice: 'mamal'")
-    assert all(name in message for name in ("fomaml", "reptile"))
+    message = refusal(parse, ["--head_init", "zeros"])
+    assert message.startswith("argument --head_init/--head-init: invalid choice: 'zeros'")
+    assert all(name in message for name in ("zero", "learned", "prototype"))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_flags_win_over_the_file(config_file):
             "algorithm: mamal",
             (
                 "algorithm=mamal is unknown; use fomaml, maml, reptile, imaml, anil, boil, proto_maml,"
-                " meta_sgd, joint, protonet, none or in_context"
+                " meta_sgd, joint, protonet, none, in_context, or module:spec of another"
             ),
         ),
         ("k_shot: 0", "k_shot=0 is below 1; use 1 or more"),

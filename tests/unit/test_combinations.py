@@ -34,7 +34,7 @@ ADAM = {"inner_optimizer": "adamw"}
         ),
         (
             {"cg_steps": 9},
-            "cg_steps=9 means nothing for algorithm=fomaml; leave it out, or use algorithm imaml",
+            "cg_steps=9 is not supported by algorithm=fomaml; leave it out, or use imaml",
         ),
         (
             {"inner_lr_outer_lr": 0.1},
@@ -65,8 +65,8 @@ ADAM = {"inner_optimizer": "adamw"}
         (
             {"algorithm": "reptile", "inner_lr_learned": "layer"},
             (
-                "inner_lr_learned=layer with algorithm=reptile: its direction is no "
-                "gradient of a loss; use no, or fomaml, maml, proto_maml or meta_sgd"
+                "inner_lr_learned=layer is not supported by algorithm=reptile; leave it out, or use fomaml or maml"
+                " or proto_maml or meta_sgd"
             ),
         ),
         (
@@ -101,16 +101,15 @@ ADAM = {"inner_optimizer": "adamw"}
         (
             {"first_order_steps": 3},
             (
-                "first_order_steps=3 means nothing for algorithm=fomaml; use it with maml or boil or "
-                "proto_maml or "
-                "meta_sgd or anil"
+                "first_order_steps=3 is not supported by algorithm=fomaml; leave it out, or use maml or anil or"
+                " boil or proto_maml or meta_sgd"
             ),
         ),
         (
             {"algorithm": "reptile", "multi_step_loss_steps": 3},
             (
-                "multi_step_loss_steps=3 means nothing for algorithm=reptile, which does not differentiate"
-                " the query loss at every inner step; use it with fomaml, maml, boil, proto_maml, meta_sgd"
+                "multi_step_loss_steps=3 is not supported by algorithm=reptile; leave it out, or use fomaml or"
+                " maml or boil or proto_maml or meta_sgd"
             ),
         ),
         (
@@ -123,9 +122,8 @@ ADAM = {"inner_optimizer": "adamw"}
         (
             {"check_meta_gradient": True},
             (
-                "check_meta_gradient=True checks finite differences, and algorithm=fomaml takes none; use "
-                "it with "
-                "maml, boil, proto_maml, meta_sgd, imaml"
+                "check_meta_gradient=True is not supported by algorithm=fomaml; leave it out, or use maml or"
+                " imaml or boil or proto_maml or meta_sgd"
             ),
         ),
         (
@@ -158,9 +156,8 @@ ADAM = {"inner_optimizer": "adamw"}
         (
             {"algorithm": "anil", "task_type": "causal_lm"},
             (
-                "algorithm=anil treats the classifier head apart, and "
-                "task_type=causal_lm has "
-                "none; use maml or fomaml"
+                "task_type=causal_lm does not go with algorithm=anil, which is for classification; use another"
+                " algorithm"
             ),
         ),
         (
@@ -174,9 +171,8 @@ ADAM = {"inner_optimizer": "adamw"}
         (
             {"algorithm": "anil", "inner_lr_learned": "layer"},
             (
-                "inner_lr_learned=layer with algorithm=anil: the gradient of its "
-                "rates is not "
-                "implemented; use no, or fomaml, maml, proto_maml or meta_sgd"
+                "inner_lr_learned=layer is not supported by algorithm=anil; leave it out, or use fomaml or maml"
+                " or proto_maml or meta_sgd"
             ),
         ),
         (
@@ -186,9 +182,8 @@ ADAM = {"inner_optimizer": "adamw"}
         (
             {"algorithm": "in_context"},
             (
-                "algorithm=in_context puts the support set into the prompt, and task_type=classification "
-                "has none; "
-                "use causal_lm"
+                "task_type=classification does not go with algorithm=in_context, which is for causal_lm; use"
+                " another algorithm"
             ),
         ),
         (

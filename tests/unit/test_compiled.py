@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.algorithms import RULES
 from fmmeta.models import compile
 from fmmeta.models.compile import compile_model
 from fmmeta.train import MetaTrainer
@@ -26,7 +26,7 @@ def direction_of(learner, algorithm, compiles: bool):
     worker = worker_of(learner, config)
     if compiles:
         compile_model(worker.model, CPU)
-    rule = RULES[algorithm](setup_of(worker, config), 0)
+    rule = find(algorithm).rule(setup_of(worker, config), 0)
     return rule.direction(worker, worker.read(), episode).shards
 
 

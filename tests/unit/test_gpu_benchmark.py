@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import flops_of, mfu, peak_of, task_flops
-from fmmeta.meta.algorithms import RULES
+from fmmeta.config.algorithms import find
 from fmmeta.planning.compute import products
 from tests.launch import environment
 from tests.unit.helpers import ROOT
@@ -23,7 +23,7 @@ def test_flops_of_a_task_are_those_that_torch_counts():
     learner.hf.config._attn_implementation = "eager"
     config, episode = config_of(learner, inner_steps=3), batches_of(episode_of(learner))
     worker, asked = worker_of(learner, config), products(copy.deepcopy(learner), config)
-    rule = RULES["fomaml"](setup_of(worker, config), 0)
+    rule = find("fomaml").rule(setup_of(worker, config), 0)
     with FlopCounterMode(display=False) as counted:
         rule.direction(worker, worker.read(), episode)
     assert task_flops(asked, episode, 3) == pytest.approx(counted.get_total_flops(), rel=1e-9)

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.common.progress import Progress
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import SCHEDULES, Config
-from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.outer_step import MetaGradient, Outer
@@ -93,7 +93,7 @@ def batches(micro_batch_size: int = 4) -> Episode:
 
 def rule_of(name: str, worker: PlainWorker, head_init: str, lr: float = LR) -> Rule:
     config = Config(algorithm=name, inner_steps=STEPS, inner_lr=lr, head_init=head_init)
-    return RULES[name](setup(config, worker, worker.model.head_names, CLASSES, bf16=False), 0)
+    return find(name).rule(setup(config, worker, worker.model.head_names, CLASSES, bf16=False), 0)
 
 
 def inner_loop(worker: PlainWorker, head_init: str) -> InnerLoop:
@@ -554,7 +554,7 @@ def test_kept_moments_are_the_mean_over_tasks_and_survive_a_stop():
     theta = worker.read()
     outer = Outer(theta, worker, config, parts.inner)
     meta = MetaGradient(theta, outer.extras)
-    tasks = [RULES["reptile"](parts, 0).direction(worker, theta, batches()) for _ in range(2)]
+    tasks = [find("reptile").rule(parts, 0).direction(worker, theta, batches()) for _ in range(2)]
     tasks[1].extra["exp_avg"].mul_(3)
     for task in tasks:
         meta.add(task)

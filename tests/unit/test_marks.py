@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.algorithms import RULES
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
@@ -105,7 +105,7 @@ def test_the_first_order_gradient_does_not_know_the_marks():
         source = load_sources(config, tokenizer, print).train
         episode = source.episode(Schedule(source.items, 1, 0).meta_batch(0)[0])
         worker = worker_of(learner, config)
-        rule = RULES[algorithm](setup(config, worker, learner.head_names, 3, False), 0)
+        rule = find(algorithm).rule(setup(config, worker, learner.head_names, 3, False), 0)
         told = by_name(worker, rule.direction(worker, worker.read(), batches_of(episode, 32)).shards)
         table = told["hf.embeddings.word_embeddings.weight"]
         marks_of, letters = (

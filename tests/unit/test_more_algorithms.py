@@ -12,7 +12,8 @@ import math
 import pytest
 import torch
 
-from fmmeta.meta.algorithms import RULES, imaml
+from fmmeta.config.algorithms import find
+from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.reference import set_gradient, set_loss
 from fmmeta.models.learner import PooledClassifier
@@ -113,7 +114,7 @@ def test_anil_adds_to_a_sum_what_it_returns(settings):
     learner = LEARNERS["bert"]
     config, episode = config_of(learner, algorithm="anil", **settings), batches_of(episode_of(learner))
     worker = worker_of(learner, config)
-    rule, theta = RULES["anil"](setup_of(worker, config), 0), worker.read()
+    rule, theta = find("anil").rule(setup_of(worker, config), 0), worker.read()
     total = torch.ones_like(theta)
     assert rule.direction(worker, theta, episode, total).vector is None
     torch.testing.assert_close(total - 1, rule.direction(worker, theta, episode).shards, rtol=1e-4, atol=1e-6)
@@ -143,7 +144,7 @@ def test_anil_of_fewer_classes_than_the_head_has(settings):
         model.hf.load_state_dict(learner.hf.state_dict())
         config = config_of(model, algorithm="anil", n_way=classes, **settings)
         worker = worker_of(model, config)
-        rule = RULES["anil"](rules.setup(config, worker, model.head_names, classes, False), 0)
+        rule = find("anil").rule(rules.setup(config, worker, model.head_names, classes, False), 0)
         batches = batches_of(episode)
         for batch in [*batches.support, *batches.query]:
             batch.classes = learners.CLASSES
@@ -266,7 +267,7 @@ def test_a_task_that_is_not_finite_says_so_and_leaves_theta(algorithm, poison):
     learner = LEARNERS["llama" if algorithm == "joint" else "bert"]
     config = config_of(learner, algorithm=algorithm, inner_lr=0.01)
     worker, episode = worker_of(learner, config), batches_of(episode_of(learner))
-    theta, rule = worker.read(), RULES[algorithm](setup_of(worker, config), 0)
+    theta, rule = worker.read(), find(algorithm).rule(setup_of(worker, config), 0)
     for batch in getattr(episode, poison):
         batch.weights *= math.inf
     if (
@@ -289,7 +290,7 @@ def test_rows_that_only_fill_a_batch_do_not_count(algorithm):
         episode_of(learner),
     )
     worker = worker_of(learner, config)
-    rule, found = RULES[algorithm](setup_of(worker, config), 0), []
+    rule, found = find(algorithm).rule(setup_of(worker, config), 0), []
     for fillers in (0, 1):
         batches = batches_of(episode)
         for rows in [batches.support] * fillers:
@@ -420,17 +421,16 @@ def test_imaml_meets_negative_curvature_and_the_run_says_so():
     )
     tally.agree(one_rank())
     assert tally.values["too_little_proximal_weight"] == 0.5
-    said = imaml.warning(0.05, tally.values)
+    said = imaml.spec.warning(config, tally.values)
     assert said.startswith(
         "proximal_weight=0.05 is too small: on 50 % of this outer step's tasks the support loss curves"
         " downwards"
     )
     assert "raise --proximal_weight" in said
     quiet = {"too_little_proximal_weight": 0.0, "cg_residual": 0.01}
-    assert imaml.warning(2.0, quiet) is None
-    assert "they leave 420 % of the right-hand side; raise" in imaml.warning(
-        2.0, {**quiet, "cg_residual": 4.2}
-    )
+    assert imaml.warning(config, quiet) is None
+    said = imaml.warning(config, {**quiet, "cg_residual": 4.2})
+    assert "they leave 420 % of the right-hand side; raise" in said
 
 
 def test_imaml_cost_in_passes(monkeypatch):

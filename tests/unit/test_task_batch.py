@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fmmeta import Config, MetaTrainer
-from fmmeta.meta.algorithms import RULES
+from fmmeta.config.algorithms import find
 from fmmeta.meta.multi_task import AdapterMultiTaskRule, adapter_multi_task_rule, tasks_per_pass
 from fmmeta.models.lora import inject
 from fmmeta.models.multi_task_layers import TaskAxis, per_task
@@ -96,7 +96,7 @@ def test_metrics_are_those_of_each_task_alone():
     learner, config = adapted("mean", algorithm="fomaml")
     episodes = [episode_of(learner, *rows, seed=seed) for seed, rows in enumerate(RARE)]
     directions, worker, cut = found(learner, config, episodes)
-    alone = RULES["fomaml"](setup_of(worker, config), 0)
+    alone = find("fomaml").rule(setup_of(worker, config), 0)
     for direction, own in zip(directions, cut, strict=True):
         wanted = alone.direction(worker, worker.read(), own)
         for mine, theirs in ((direction.support, wanted.support), (direction.query, wanted.query)):
@@ -143,7 +143,7 @@ def test_bf16_rounds_as_the_worker_does():
     theta, cut = worker.read(), [batches_of(episode) for episode in episodes]
     batched = adapter_multi_task_rule(config, worker, setup_of(worker, config, True).inner)
     assert batched is not None
-    rule = RULES["fomaml"](setup_of(worker, config, True), 0)
+    rule = find("fomaml").rule(setup_of(worker, config, True), 0)
     for direction, own in zip(batched.directions(worker, theta, cut), cut, strict=True):
         wanted = rule.direction(worker, theta, own).shards
         assert float((direction.shards - wanted).norm() / wanted.norm()) < 0.05
@@ -257,7 +257,7 @@ def pooled(settings, count: int = 3):
     )
     worker = worker_of(learner, config)
     episodes = [episode_of(learner, *rows, seed=seed) for seed, rows in enumerate(RARE[:count])]
-    return learner, config, worker, RULES[config.algorithm](setup_of(worker, config), 0), episodes
+    return learner, config, worker, find(config.algorithm).rule(setup_of(worker, config), 0), episodes
 
 
 @pytest.mark.parametrize("settings", POOLED, ids=lambda each: "-".join(map(str, each.values())))

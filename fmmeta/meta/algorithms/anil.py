@@ -21,9 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
+from fmmeta.meta import reference
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.costs import keeps_support
+from fmmeta.meta.costs import Passes, keeps_support
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.inner_lrs import HEAD
 from fmmeta.meta.linear_probe import FeatureRows, Head, QueryLoss, all_gather_features, head_of
@@ -171,3 +173,25 @@ def split_by_task(answers: Sequence[CotangentFn]) -> CotangentFn:
 
 def rule(setup: Setup, outer_step: int) -> Rule:
     return Anil(setup.inner, 1 if outer_step < setup.config.first_order_steps else 2, setup.config)
+
+
+def passes(config: Config, forwards: int) -> Passes:
+    return Passes(1, 1, forwards)
+
+
+def adds_directly(config: Config) -> bool:
+    return config.pipeline_stages == 1 and config.tensor_parallel_size == 1
+
+
+spec = AlgorithmSpec(
+    "anil",
+    rule,
+    reference.unrolled,
+    order=2,
+    adapts="head",
+    frozen_body=True,
+    task_type="classification",
+    supports=frozenset({"first_order_steps", "prototype_gradient"}),
+    passes=passes,
+    adds_directly=adds_directly,
+)

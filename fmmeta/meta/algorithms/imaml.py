@@ -13,12 +13,15 @@ task: K + 1 + 2 C + 2 passes for C conjugate-gradient steps, five shards, no tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from fmmeta.config.algorithms import AlgorithmSpec
+from fmmeta.config.settings import Config
+from fmmeta.meta import costs, reference
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.second_order.hessian import Hessian, HvpOptions
@@ -82,12 +85,16 @@ class Imaml:
         return CgResult(x, (size / began) ** 0.5 if began else 0.0, True)
 
 
-def warning(weight: float, values: Mapping[str, float]) -> str | None:
+def warning(config: Config, values: Mapping[str, float]) -> str | None:
     """What to tell the user of an outer step, or None.
 
-    `values`: means over its tasks; `weight`: of the proximal term.
+    `values`: means over its tasks.
     """
-    share, residual = values["too_little_proximal_weight"], values["cg_residual"]
+    weight, share, residual = (
+        config.proximal_weight,
+        values["too_little_proximal_weight"],
+        values["cg_residual"],
+    )
     if not share > 0:
         return (
             None
@@ -108,3 +115,33 @@ def warning(weight: float, values: Mapping[str, float]) -> str | None:
 def rule(setup: Setup, outer_step: int) -> Rule:
     config = setup.config
     return Imaml(setup.inner, config.cg_steps, config.cg_damping, setup.curvature)
+
+
+def passes(config: Config, forwards: int) -> costs.Passes:
+    products = 2 * config.cg_steps
+    support = config.inner_steps + products + 2 + int(config.prototype_gradient)
+    return costs.Passes(support, 1, forwards, 0, products + 3)
+
+
+def conflicts(config: Config) -> Iterator[str]:
+    if config.inner_optimizer == "momentum":
+        yield (
+            f"inner_optimizer=momentum with algorithm={config.algorithm} is not tested: the proximal loop only"
+            " has to reach its minimum; use sgd with more --inner_steps"
+        )
+
+
+spec = AlgorithmSpec(
+    "imaml",
+    rule,
+    reference.implicit,
+    order=2,
+    supports=frozenset(
+        {"proximal_weight", "cg_steps", "cg_damping", "prototype_gradient", "check_meta_gradient"}
+    ),
+    conflicts=conflicts,
+    passes=passes,
+    work_shards=costs.WORK,
+    numbers=NUMBERS,
+    warning=warning,
+)

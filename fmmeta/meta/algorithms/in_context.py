@@ -10,11 +10,13 @@ one forward of the query set with prompts K + 1 times as long.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from fmmeta.config.algorithms import AlgorithmSpec
+from fmmeta.config.settings import Config
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.tasks.batching import IGNORE, Episode, Example
 
@@ -50,3 +52,22 @@ class InContext:
     def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
         """Collective: group."""
         return worker.forward(episode.query), worker.forward(episode.prompted)
+
+
+def conflicts(config: Config) -> Iterator[str]:
+    spread = {"pipeline_stages": config.pipeline_stages, "tensor_parallel_size": config.tensor_parallel_size}
+    for name, value in spread.items():
+        if value > 1:
+            yield (
+                f"{name}={value} with algorithm={config.algorithm} is not tested: whole support sets travel as"
+                " prompts; use ZeRO 3"
+            )
+
+
+spec = AlgorithmSpec(
+    "in_context",
+    task_type="causal_lm",
+    in_prompt=True,
+    supports=frozenset({"offload_outer"}),
+    conflicts=conflicts,
+)

@@ -10,11 +10,16 @@ it. Cost per task: 2 forward and backward passes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from fmmeta.config.algorithms import AlgorithmSpec
+from fmmeta.config.settings import Config
+from fmmeta.meta import reference
 from fmmeta.meta.algorithms.setup import Setup
+from fmmeta.meta.costs import Passes
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.task_gradient import Rule, TaskGradient
 from fmmeta.parallel.workers.base import Worker
@@ -38,3 +43,20 @@ class Joint:
 
 def rule(setup: Setup, outer_step: int) -> Rule:
     return Joint(setup.inner)
+
+
+def passes(config: Config, forwards: int) -> Passes:
+    return Passes(1, 1)
+
+
+def conflicts(config: Config) -> Iterator[str]:
+    if config.head_init == "learned":
+        yield (
+            f"head_init=learned with algorithm={config.algorithm}: its head is that of the training classes and"
+            " no start for others; use zero or prototype"
+        )
+
+
+spec = AlgorithmSpec(
+    "joint", rule, reference.joint, all_classes=True, conflicts=conflicts, passes=passes, work_shards=1
+)

@@ -13,11 +13,26 @@ set more where the activations of both are more than a rank may keep (costs.keep
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from fmmeta.meta.algorithms.anil import Anil
+from fmmeta.config.algorithms import AlgorithmSpec
+from fmmeta.meta import reference
+from fmmeta.meta.algorithms.anil import Anil, adds_directly, passes
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.task_gradient import Rule
 
 
 def rule(setup: Setup, outer_step: int) -> Rule:
     return Anil(replace(setup.inner, steps=0, head=replace(setup.inner.head, through=True)), 1, setup.config)
+
+
+spec = AlgorithmSpec(
+    "protonet",
+    rule,
+    partial(reference.unrolled, order=1, steps=0, through_means=True),
+    frozen_body=True,
+    task_type="classification",
+    defaults={"head_init": "prototype", "inner_steps": 0},
+    passes=passes,
+    adds_directly=adds_directly,
+)

@@ -16,7 +16,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fmmeta.config.algorithms import AlgorithmSpec
+from fmmeta.config.settings import Config
+from fmmeta.meta import reference
 from fmmeta.meta.algorithms.setup import Setup
+from fmmeta.meta.costs import Passes
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.task_gradient import Rule, TaskGradient
 from fmmeta.parallel.workers.base import Worker
@@ -43,3 +47,18 @@ class Reptile:
 
 def rule(setup: Setup, outer_step: int) -> Rule:
     return Reptile(setup.inner)
+
+
+def passes(config: Config, forwards: int) -> Passes:
+    return Passes(config.inner_steps, 0, forwards, 1, 1)
+
+
+spec = AlgorithmSpec(
+    "reptile",
+    rule,
+    reference.displacement,
+    multi_task="displacement",
+    supports=frozenset({"inner_optimizer_state", "offload_outer"}),
+    passes=passes,
+    adds_directly=lambda config: True,
+)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.in_context import InContext
 from fmmeta.meta.classifier_head import HeadInit
@@ -18,7 +19,6 @@ from fmmeta.meta.inner_loop import InnerLoop, Learning
 from fmmeta.meta.inner_lrs import HEAD, Layers, Rates
 from fmmeta.meta.inner_optimizers import inner_rule
 from fmmeta.meta.second_order.hessian import HvpOptions
-from fmmeta.meta.second_order.unroll import FINAL_ONLY, Unrolled
 from fmmeta.parallel.workers.base import Worker
 
 
@@ -32,25 +32,14 @@ class Setup:
 
     def learning(self, rates: Tensor | None = None) -> Learning:
         """How evaluation learns a task; `rates`: learned inner rates in place of the live ones."""
-        return InContext() if self.config.algorithm == "in_context" else self.inner.variant(rates)
-
-    def unrolled(self, outer_step: int, order: int = 2) -> Unrolled:
-        """The meta-gradient through the inner loop at an outer step: first order first, if the settings say
-        so.
-        """
-        config = self.config
-        if outer_step < config.first_order_steps:
-            order = 1
-        gib = config.trajectory_memory_gib
-        budget = 2**62 if gib is None else int(gib * 2**30)
-        counts = step_counts(config.inner_steps, outer_step, config.multi_step_loss_steps)
-        return Unrolled(self.inner, order, counts, self.curvature, budget)
+        return InContext() if find(self.config.algorithm).in_prompt else self.inner.variant(rates)
 
 
 def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: int, bf16: bool) -> Setup:
     """Build the inner loop that `config` describes for the worker's model. Collective: group."""
     head = HeadInit(config.head_init, head_names, classes, config.prototype_gradient, config.joint_head)
-    proximal = config.proximal_weight if config.algorithm == "imaml" else 0.0
+    weighs = "proximal_weight" in find(config.algorithm).supports
+    proximal = config.proximal_weight if weighs else 0.0
     inner = InnerLoop(
         config.inner_steps, rates_of(config, worker, head_names), inner_rule(config), head, proximal
     )
@@ -84,8 +73,9 @@ SHAPES: dict[str, Callable[[float], float]] = {  # share of the inner steps done
 
 def layer_factor(config: Config, names: tuple[str, ...]) -> Callable[[str], float]:
     """Factor of inner_lr by layer. Raises `UsageError` for a pattern that fits none."""
-    if config.algorithm in ("anil", "boil"):
-        return lambda name: float((name == HEAD) == (config.algorithm == "anil"))
+    adapts = find(config.algorithm).adapts
+    if adapts != "all":
+        return lambda name: float((name == HEAD) == (adapts == "head"))
     chosen = [
         (pattern, float(factor))
         for pattern, _, factor in (item.rpartition("=") for item in config.inner_lr_groups)
@@ -96,16 +86,3 @@ def layer_factor(config: Config, names: tuple[str, ...]) -> Callable[[str], floa
                 f"inner_lr_groups={pattern}={factor:g} fits no layer; the layers are {', '.join(names)}"
             )
     return lambda name: next((factor for pattern, factor in chosen if fnmatchcase(name, pattern)), 1.0)
-
-
-def step_counts(inner_steps: int, outer_step: int, multi_step_loss_steps: int) -> tuple[float, ...]:
-    """Weights of the query loss at phi_1 .. phi_K: 1/K each at outer step 0, all on phi_K from
-    `multi_step_loss_steps` on.
-
-    Linear in between (Antoniou et al. 2019, section 4, "multi-step loss optimization": annealed towards the
-    last step).
-    """
-    if outer_step >= multi_step_loss_steps:
-        return FINAL_ONLY
-    early = (1 - outer_step / multi_step_loss_steps) / inner_steps
-    return (*[early] * (inner_steps - 1), 1 - early * (inner_steps - 1))

@@ -1,0 +1,30 @@
+"""Code that the user names as `module:name` in a flag or a `--config` file.
+
+Such names are never read from a model folder, a checkpoint or a data set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from fmmeta.common.errors import UsageError
+
+
+def import_named(setting: str, name: str, what: str) -> Any:
+    """The object `module:name`; modules in the current folder count. `what` it should be, for the message.
+
+    Raises `UsageError` in one line.
+    """
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        said = " ".join(str(error).split())
+        raise UsageError(
+            f"{setting}={name} cannot be imported ({said}); write module:name of {what}"
+        ) from None

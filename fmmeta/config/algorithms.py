@@ -1,0 +1,97 @@
+"""What an algorithm is to the rest of the package: `AlgorithmSpec`, and the registry of the built-in ones.
+
+No other module compares an algorithm's name: all ask the fields of `find(name)`. A spec stands in the file of
+its rule and is imported when a Config names it, so that this module needs no torch and a new algorithm is one
+file: `--algorithm my_module:spec`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fmmeta.common.errors import UsageError
+from fmmeta.common.plugins import import_named
+
+
+@dataclass(frozen=True)
+class AlgorithmSpec:
+    """An algorithm: its rule, what it needs, what it costs.
+
+    rule: (Setup, outer step) -> Rule (fmmeta/meta/task_gradient.py); None: a baseline that trains nothing.
+    reference: the rule in plain PyTorch, (ReferenceTask) -> Gradients (fmmeta/meta/reference.py); the parity
+    tests compare the rule with it.
+    """
+
+    name: str
+    rule: Any = None
+    reference: Callable[[Any], Any] | None = None
+    order: int = 1  # derivatives of the inner loop that the meta-gradient takes, 1 or 2
+    adapts: str = "all"  # what the inner loop changes: all, body or head
+    frozen_body: bool = False  # training leaves the body alone inside a task: features are computed once
+    multi_task: str | None = None  # several tasks in a pass over adapters, by gradient: query or displacement
+    task_type: str | None = None  # the only one that it works with
+    all_classes: bool = False  # a classifier is trained with one head over the classes of all training tasks
+    in_prompt: bool = False  # the support set is put into the prompt instead of being learned
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # for settings that were left open
+    supports: frozenset[str] = frozenset()  # of the settings that not every algorithm goes with
+    conflicts: Callable[[Any], Iterator[str]] = lambda config: iter(())  # a line for each contradiction
+    passes: Callable[[Any, int], Any] | None = None  # (Config, support forwards) -> costs.Passes
+    work_shards: int = 0  # vectors like theta that it needs while a task runs
+    adds_directly: Callable[[Any], bool] = lambda config: False  # its gradient needs no vector beside the sum
+    numbers: tuple[str, ...] = ()  # names of TaskGradient.numbers, means of which go into metrics.jsonl
+    warning: Callable[[Any, Mapping[str, float]], str | None] = lambda config, values: None
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether nothing is trained."""
+        return self.rule is None
+
+    @property
+    def takes_differences(self) -> bool:
+        """Whether it takes Hessian-vector products, which are finite differences of gradients."""
+        return "check_meta_gradient" in self.supports
+
+
+NONE = AlgorithmSpec("none", supports=frozenset({"offload_outer"}))
+"""Evaluates the weights as they are."""
+
+RULES = "fmmeta.meta.algorithms"
+BUILT_IN = {
+    "fomaml": f"{RULES}.unrolled:FOMAML",
+    "maml": f"{RULES}.unrolled:MAML",
+    "reptile": f"{RULES}.reptile:spec",
+    "imaml": f"{RULES}.imaml:spec",
+    "anil": f"{RULES}.anil:spec",
+    "boil": f"{RULES}.unrolled:BOIL",
+    "proto_maml": f"{RULES}.unrolled:PROTO_MAML",
+    "meta_sgd": f"{RULES}.unrolled:META_SGD",
+    "joint": f"{RULES}.joint:spec",
+    "protonet": f"{RULES}.protonet:spec",
+    "none": "fmmeta.config.algorithms:NONE",
+    "in_context": f"{RULES}.in_context:spec",
+}
+"""Name -> module:spec."""
+
+
+def find(name: str) -> AlgorithmSpec:
+    """The spec of a built-in name or of `module:spec`. Raises `UsageError` in one line."""
+    if name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    if ":" not in name:
+        raise UsageError(f"algorithm={name} is unknown; use {', '.join(BUILT_IN)}, or module:spec of another")
+    found = import_named("algorithm", name, "an AlgorithmSpec")
+    if not isinstance(found, AlgorithmSpec):
+        raise UsageError(
+            f"algorithm={name} is a {type(found).__name__} and no AlgorithmSpec; name one"
+            " (examples/custom_rule.py)"
+        )
+    return found
+
+
+def supporting(setting: str) -> list[str]:
+    """Names of the built-in algorithms that go with a setting."""
+    return [name for name in BUILT_IN if setting in find(name).supports]

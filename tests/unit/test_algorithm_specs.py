@@ -1,0 +1,116 @@
+"""The registry of algorithms: names are compared there alone, and code is named by the user alone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fmmeta.cli import parse
+from fmmeta.config.algorithms import BUILT_IN, find
+from fmmeta.config.settings import Config
+from tests.launch import environment
+from tests.unit.helpers import ROOT, refusal
+
+PACKAGE = ROOT / "fmmeta"
+REGISTRY = PACKAGE / "config/algorithms.py"
+OTHER_MEANINGS = {("evaluation/settings.py", "in_context"), ("evaluation/command.py", "in_context")}
+DEFAULT = ("config/settings.py", "fomaml")
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_spec_has_its_name_and_a_reference(name):
+    spec = find(name)
+    assert spec.name == name
+    assert spec.is_baseline == (spec.reference is None)
+    assert spec.is_baseline == (spec.passes is None)
+
+
+def names_an_algorithm(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "algorithm"
+
+
+def test_the_registry_alone_compares_names():
+    found = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        own = str(path.relative_to(PACKAGE))
+        if path == REGISTRY:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            asked = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            asked += [node.subject] if isinstance(node, ast.Match) else []
+            asked += [node.slice] if isinstance(node, ast.Subscript) else []
+            found |= {(own, "compared") for part in asked if names_an_algorithm(part)}
+            if isinstance(node, ast.Constant) and node.value in {*BUILT_IN} - {"none"}:
+                found.add((own, node.value))
+    in_their_files = {(own, name) for own, name in found if own.startswith("meta/algorithms/")}
+    assert found - in_their_files == {DEFAULT, *OTHER_MEANINGS}
+    for own, name in in_their_files:  # a spec's own name, once
+        assert BUILT_IN[name].partition(":")[0] == f"fmmeta.{own[:-3].replace('/', '.')}"
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a module into the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def write(name: str, text: str) -> Path:
+        (tmp_path / f"{name}.py").write_text(text)
+        return tmp_path
+
+    return write
+
+
+def test_a_spec_of_the_current_folder(module):
+    module(
+        "rule_a",
+        "from fmmeta.config.algorithms import AlgorithmSpec\nspec = AlgorithmSpec('mine', order=2)\n",
+    )
+    config = parse(["--algorithm", "rule_a:spec"])
+    assert find(config.algorithm).name == "mine"
+    assert "inner_optimizer=adamw with algorithm=rule_a:spec" in refusal(
+        Config, algorithm="rule_a:spec", inner_optimizer="adamw"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nowhere:spec", "algorithm=nowhere:spec cannot be imported (No module named 'nowhere'); write"),
+        ("rule_b:missing", "algorithm=rule_b:missing cannot be imported (module 'rule_b' has no attribute"),
+        ("rule_b:value", "algorithm=rule_b:value is a int and no AlgorithmSpec; name one"),
+        ("rule_c:spec", "algorithm=rule_c:spec cannot be imported (division by zero); write module:name"),
+        (":spec", "algorithm=:spec cannot be imported"),
+    ],
+)
+def test_bad_names_are_refused_in_one_line(module, name, said):
+    module("rule_b", "value = 3\n")
+    module("rule_c", "1 / 0\n")
+    assert refusal(parse, ["--algorithm", name]).startswith(said)
+
+
+def test_a_bad_name_ends_with_exit_code_2(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "launch/train.py"), "--algorithm", "nowhere:spec"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
+    assert ran.stderr.startswith("fmmeta: error: algorithm=nowhere:spec cannot be imported")
+
+
+def test_the_current_folder_is_on_the_path_for_such_a_flag_alone(module):
+    folder = str(module("rule_d", "value = 3\n"))
+    sys.path[:] = [place for place in sys.path if place not in ("", folder)]
+    for name in BUILT_IN:
+        find(name)
+    assert folder not in sys.path
+    refusal(parse, ["--algorithm", "rule_d:value"])
+    assert folder in sys.path
