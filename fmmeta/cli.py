@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from fmmeta.common.errors import MachineFault, Stopped, UsageError
 from fmmeta.common.security import printable, redact
+from fmmeta.config.fields import rules
 from fmmeta.config.renamed import refuse
 from fmmeta.reliability.signals import EXIT_FAULT, EXIT_STOPPED, Signals, interrupting
 
@@ -215,9 +216,11 @@ def parse(argv: list[str], command: str = "train") -> Any:
     values, unknown = parser.parse_known_args(argv)
     for flag in unknown:
         name = flag.split("=")[0]
+        close = ""
         if name.startswith("--"):
             refuse([name[2:].replace("-", "_")], settings.__dataclass_fields__, dashes="--")
-        raise UsageError(f"{name} is not a flag{nearest(name, known)}; --help lists them")
+            close = nearest(f"--{own_name(name[2:], settings)}", known)
+        raise UsageError(f"{name} is not a flag{close}; --help lists them")
     given = vars(values)
     given.pop("config")
     return settings(**given)
@@ -249,9 +252,8 @@ def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
     refuse(values, known, f"config={path}: ")
     for name, value in values.items():
         if name not in known:
-            raise UsageError(
-                f"config={path} sets {name}, which is no setting{nearest(str(name), known)}; remove it"
-            )
+            close = nearest(own_name(str(name), settings), known)
+            raise UsageError(f"config={path} sets {name}, which is no setting{close}; remove it")
         if isinstance(value, dict) or (isinstance(value, list) and name not in lists):
             raise UsageError(
                 f"config={path} sets {name}={value}, which is not one value; write `{name}: value`"
@@ -261,6 +263,11 @@ def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
         for name, value in values.items()
         if value is not None
     }
+
+
+def own_name(name: str, settings: Any) -> str:
+    """The setting that transformers calls so, or the name itself."""
+    return next((own for own, rule in rules(settings).items() if name in rule.synonyms), name)
 
 
 def nearest(name: str, known: list[str]) -> str:

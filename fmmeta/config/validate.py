@@ -11,46 +11,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import Field
 from typing import Any
 
+from fmmeta.common.errors import UsageError
 from fmmeta.config import conflicts
+from fmmeta.config.fields import rules
 from fmmeta.config.values import LARGEST
 
-MINIMUM = {
-    "lora_r": 0,
-    "n_way": 2,
-    "k_shot": 1,
-    "num_query": 1,
-    "max_length": 4,
-    "meta_batch_size": 1,
-    "meta_accumulation_steps": 1,
-    "inner_steps": 0,
-    "inner_weight_decay": 0,
-    "cg_steps": 1,
-    "cg_damping": 0,
-    "first_order_steps": 0,
-    "multi_step_loss_steps": 0,
-    "outer_steps": 1,
-    "warmup_steps": 0,
-    "max_grad_norm": 0,
-    "max_bad_steps": 1,
-    "seed": 0,
-    "outer_delay": 0,
-    "micro_batch_size": 1,
-    "max_tokens_per_micro_batch": 0,
-    "pipeline_stages": 1,
-    "tensor_parallel_size": 1,
-    "feature_norm": 0,
-    "save_steps": 0,
-    "save_total_limit": 1,
-    "max_failed_saves": 1,
-    "check_replicas_steps": 0,
-    "eval_steps": 0,
-    "eval_episodes": 0,
-    "test_episodes": 0,
-    "logging_steps": 1,
-    "weight_decay": 0,
-    "prefetch_factor": 1,
-    "prepare_timeout": 1,
-}
 MOST_SEED = 2**64 - 1
 # What the settings of a run have beside the flags and the data's fingerprint (build.Plan.resolved).
 RESOLVED = (
@@ -60,14 +25,6 @@ RESOLVED = (
     "deepspeed_layout",
     "transforms_fingerprint",
 )
-POSITIVE = ("inner_lr", "outer_lr", "adam_epsilon", "inner_epsilon", "inner_lr_outer_lr", "proximal_weight")
-OPTIONAL_POSITIVE = (
-    "max_task_loss",
-    "max_task_norm",
-    "step_timeout",
-    "max_file_gib",
-)  # positive, where they are given
-BELOW_ONE = ("inner_momentum", "inner_beta1", "inner_beta2", "outer_momentum")
 
 
 def of_choices(c: Any, settings: Iterable[Field[Any]]) -> Iterator[str]:
@@ -78,6 +35,30 @@ def of_choices(c: Any, settings: Iterable[Field[Any]]) -> Iterator[str]:
             if choices and value is not None and value not in choices:
                 listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
                 yield f"{item.name}={value} is unknown; use {listed}"
+
+
+def out_of_bounds(c: Any) -> Iterator[str]:
+    """Numbers that break a rule of their setting. c: any dataclass of settings."""
+    for name, rule in rules(c).items():
+        value = getattr(c, name)
+        if value is None:
+            continue
+        if rule.below is not None and not 0 <= value < rule.below:
+            yield f"{name}={value} is not in [0, {rule.below:g}); use 0.9, say"
+        if rule.least is not None and value < rule.least:
+            yield f"{name}={value} is below {rule.least}; use {rule.least} or more"
+        if rule.least is not None and not value <= LARGEST:
+            yield f"{name}={value} is no number to compute with; use {rule.least} or more, up to {LARGEST:g}"
+        if rule.positive and value > LARGEST:
+            yield f"{name}={value} is no number to compute with; use one up to {LARGEST:g}"
+        if rule.positive and not value > 0:
+            yield f"{name}={value} is no positive number; use one, {rule.positive}"
+
+
+def check_bounds(settings: Any) -> None:
+    """Raises `UsageError`."""
+    for problem in out_of_bounds(settings):
+        raise UsageError(problem)
 
 
 def resolved(c: Any) -> dict[str, Any]:
@@ -106,28 +87,9 @@ def problems(c: Any) -> Iterator[str]:
 
 
 def _of_numbers(c: Any) -> Iterator[str]:
-    for name, least in MINIMUM.items():
-        if getattr(c, name) < least:
-            yield f"{name}={getattr(c, name)} is below {least}; use {least} or more"
-        if not getattr(c, name) <= LARGEST:
-            yield (
-                f"{name}={getattr(c, name)} is no number to compute with; use {least} or more, up to"
-                f" {LARGEST:g}"
-            )
+    yield from out_of_bounds(c)
     if c.seed > MOST_SEED:
         yield f"seed={c.seed} is above {MOST_SEED}, the largest that torch takes; use a smaller one"
-    for name in POSITIVE:
-        if getattr(c, name) > LARGEST:
-            yield f"{name}={getattr(c, name)} is no number to compute with; use one up to {LARGEST:g}"
-        if not getattr(c, name) > 0:
-            yield f"{name}={getattr(c, name)} is no positive number; use one, such as 0.1 for inner SGD"
-    for name in OPTIONAL_POSITIVE:
-        value = getattr(c, name)
-        if value is not None and not 0 < value < math.inf:
-            yield f"{name}={value} is no positive number; use one, or leave it out"
-    for name in BELOW_ONE:
-        if not 0 <= getattr(c, name) < 1:
-            yield f"{name}={getattr(c, name)} is not in [0, 1); use 0.9, say"
     if c.group_size != "auto" and not (c.group_size.isdecimal() and int(c.group_size) > 0):
         yield f"group_size={c.group_size} is neither a positive number nor auto; use auto, 1, 2, 4, ..."
     if c.num_workers != "auto" and not c.num_workers.isdecimal():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.config.fields import setting
 from fmmeta.config.settings import (
     POOLINGS,
     REMEMBERED,
@@ -22,8 +23,8 @@ from fmmeta.config.settings import (
     ParallelConfig,
     RowConfig,
     TaskConfig,
-    setting,
 )
+from fmmeta.config.validate import check_bounds
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe
 from fmmeta.models.stored_settings import remembered
@@ -108,14 +109,14 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     method: list[str] = setting(["finetune"], f"How a task is learned, one or more of: {', '.join(METHODS)}")
     n_way: str = setting("5", "Classes per episode, or all: every class of the split, or of the task")
     k_shot: list[int] = setting([5], "Support examples per class; per task for causal_lm; one or more")
-    episodes: int = setting(600, "Episodes; the same ones for every model, by --seed")
+    episodes: int = setting(600, "Episodes; the same ones for every model, by --seed", least=1)
     eval_split: str = setting("test", "Which of the train, valid and test splits", EVAL_SPLITS)
     metrics: list[str] = setting(
         [],
         "causal_lm: also rouge_l (of greedy answers) and options (is the right one of the episode's "
         "answers the likeliest?)",
     )
-    max_new_tokens: int = setting(64, "rouge_l: longest generated answer")
+    max_new_tokens: int = setting(64, "rouge_l: longest generated answer", least=1)
     compare: str | None = setting(
         None, "Another model, or the results.json of an earlier evaluation: the paired difference"
     )
@@ -133,9 +134,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
             raise UsageError(f"n_way={self.n_way} is neither a number nor all; use 5, say")
         if self.eval_split not in EVAL_SPLITS:
             raise UsageError(f"eval_split={self.eval_split} is unknown; use {', '.join(EVAL_SPLITS)}")
-        for name in ("episodes", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
+        check_bounds(self)
         if self.n_way == "all" and self.n_way_max is not None:
             raise UsageError(f"n_way_max={self.n_way_max} means nothing for n_way=all; leave it out")
         if self.k_shot_max is not None and len(self.k_shot) > 1:
@@ -150,18 +149,18 @@ class TuneConfig(EvaluateConfig):
     """`fmmeta tune`. Of what `evaluate` has, method, compare and metrics mean nothing here."""
 
     eval_split: str = setting("valid", "The split that the choice is made on", EVAL_SPLITS)
-    episodes: int = setting(40, "Episodes; the same ones for every choice")
+    episodes: int = setting(40, "Episodes; the same ones for every choice", least=1)
     inner_lrs: list[float] = setting(
         [0.01, 0.03, 0.1, 0.3, 1.0], "Rates to try; for optuna the least and the greatest"
     )
-    max_steps: int = setting(10, "Most inner steps")
+    max_steps: int = setting(10, "Most inner steps", least=1)
     head_inits: list[str] = setting(
         [], "Heads to try (default: zero, and prototype where the model can use it)"
     )
     tuner: str = setting(
         "grid", "grid: every head with every rate; optuna: as many --trials as asked", ("grid", "optuna")
     )
-    trials: int = setting(20, "optuna: trials")
+    trials: int = setting(20, "optuna: trials", least=1)
     output: str | None = setting(None, "JSON file for the choice (default: the model's own fmmeta.json)")
 
     def __post_init__(self) -> None:
@@ -188,9 +187,6 @@ class TuneConfig(EvaluateConfig):
         for head in self.head_inits:
             if head not in ("zero", "prototype", "learned"):
                 raise UsageError(f"head_inits={head} is unknown; use zero, prototype or learned")
-        for name in ("max_steps", "trials"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
         if not self.inner_lrs:
             raise UsageError("inner_lrs names nothing to try; give one or more")
         if self.tuner not in ("grid", "optuna"):
@@ -209,9 +205,9 @@ class AdaptConfig(FewShotConfig):
         "Choose the inner steps (up to twice inner_steps) by leaving out an example of each "
         "class in turn, where each class has two or more",
     )
-    micro_batch_size: int = setting(32, "Most examples of one forward pass")
+    micro_batch_size: int = setting(32, "Most examples of one forward pass", least=1)
     bf16: bool = setting(False, "bf16 weights and activations over fp32 master weights")
-    max_new_tokens: int = setting(64, "causal_lm: longest generated answer to a query")
+    max_new_tokens: int = setting(64, "causal_lm: longest generated answer to a query", least=1)
 
     def __post_init__(self) -> None:
         for name in ("support", "query"):
@@ -222,9 +218,7 @@ class AdaptConfig(FewShotConfig):
                 raise UsageError(
                     f"{name}={path} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them"
                 )
-        for name in ("micro_batch_size", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
+        check_bounds(self)
 
 
 @dataclass
@@ -250,8 +244,10 @@ class PredictConfig:
     )
     max_length: int = setting(None, "Longest text in tokens; the rest is cut off" + OPEN)
     prompt_template: str = setting(None, "causal_lm: plain, chat or a format string" + OPEN)
-    micro_batch_size: int = setting(32, "Most inputs of one forward pass, when they come from a file")
-    max_new_tokens: int = setting(64, "causal_lm: longest answer")
+    micro_batch_size: int = setting(
+        32, "Most inputs of one forward pass, when they come from a file", least=1
+    )
+    max_new_tokens: int = setting(64, "causal_lm: longest answer", least=1)
     attn_implementation: str | None = setting(
         None, "Passed to transformers: eager, sdpa, flash_attention_2, ..."
     )
@@ -260,9 +256,7 @@ class PredictConfig:
     def __post_init__(self) -> None:
         if not self.model_name_or_path:
             raise UsageError("model_name_or_path is missing; give the folder that fmmeta adapt wrote")
-        for name in ("micro_batch_size", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
+        check_bounds(self)
         if self.input != "-" and not Path(self.input).is_file():
             raise UsageError(f"input={self.input} is not a file; give one, or - for standard input")
         if self.input != "-" and Path(self.output).is_file() and Path(self.output).samefile(self.input):

@@ -11,6 +11,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import find
+from fmmeta.config.fields import setting
 from fmmeta.config.settings import (
     Config,
     InnerConfig,
@@ -18,14 +19,14 @@ from fmmeta.config.settings import (
     ModelConfig,
     ParallelConfig,
     TaskConfig,
-    setting,
 )
+from fmmeta.config.validate import check_bounds
 
 EVERY = " (default: every one is planned)"
 LORA_R = 8  # the rank of adapters that is planned beside training all weights
 ROWS = (32, 16, 8, 4, 2, 1)  # micro-batches, of which the largest that fits is planned
 ON_FAILURE = ("restart", "elastic")
-LEAST = {"gpus": 1, "gpus_per_node": 1, "top": 1, "row_tokens": 1, "simulate_steps": 1}
+POSITIVE = "such as 80"
 NOT_NEGATIVE = ("task_spread", "task_noise", "failures_per_gpu_year", "slow_share")
 
 
@@ -33,10 +34,12 @@ NOT_NEGATIVE = ("task_spread", "task_noise", "failures_per_gpu_year", "slow_shar
 class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig):
     """`fmmeta plan`. Raises `UsageError` in one line."""
 
-    gpus: int = setting(None, "GPUs of all nodes together, one rank each")
-    gpu_memory_gib: float = setting(None, "Memory of each GPU")
-    gpus_per_node: int = setting(8, "GPUs of a node")
-    host_memory_gib: float = setting(None, "Memory of a node for what is offloaded (default: not looked at)")
+    gpus: int = setting(None, "GPUs of all nodes together, one rank each", least=1)
+    gpu_memory_gib: float = setting(None, "Memory of each GPU", positive=POSITIVE)
+    gpus_per_node: int = setting(8, "GPUs of a node", least=1)
+    host_memory_gib: float = setting(
+        None, "Memory of a node for what is offloaded (default: not looked at)", positive=POSITIVE
+    )
     zero_stage: list[int] = setting([], "ZeRO stages, one or more of 0 1 2 3" + EVERY)
     pipeline_stages: int = setting(None, "Pipeline stages of a group" + EVERY)
     tensor_parallel_size: int = setting(None, "Tensor ranks of a group" + EVERY)
@@ -59,23 +62,23 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
     )
     save_profile: str = setting(None, "FILE.json for what --calibrate measured")
     row_tokens: int = setting(
-        None, "Tokens of a mean row, for the time; memory goes by --max_length (default: the same)"
+        None, "Tokens of a mean row, for the time; memory goes by --max_length (default: the same)", least=1
     )
     task_spread: float = setting(0.0, "Standard deviation of the logarithm of the tasks' sizes")
     task_noise: float = setting(0.0, "The same of what a task takes beyond its expected size")
     slow_share: float = setting(0.0, "How often a group is slow in an outer step")
-    slow_by: float = setting(1.5, "How many times slower it is then")
+    slow_by: float = setting(1.5, "How many times slower it is then", positive=POSITIVE)
     failures_per_gpu_year: float = setting(0.0, "How often a GPU, or what it needs, fails")
     restart_minutes: float = setting(
-        10.0, "From a failure to the next outer step, checkpoints 30 minutes apart"
+        10.0, "From a failure to the next outer step, checkpoints 30 minutes apart", positive=POSITIVE
     )
     on_failure: str = setting(
         "restart",
         "restart: all groups begin anew from a checkpoint; elastic: the others go on (fmmeta elastic)",
         ON_FAILURE,
     )
-    simulate_steps: int = setting(50, "Outer steps to simulate for the efficiency")
-    top: int = setting(10, "Layouts to show")
+    simulate_steps: int = setting(50, "Outer steps to simulate for the efficiency", least=1)
+    top: int = setting(10, "Layouts to show", least=1)
     json: bool = setting(False, "Print JSON: every layout, and what is lacking of those that do not fit")
     picture: str = setting(None, "FILE.svg: memory of the layouts shown, by kind")
     seed: int = setting(42, "Seed of the simulation")
@@ -88,13 +91,7 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
                 raise UsageError(
                     f"{name} is not given; say what there is, such as --gpus 8 --gpu_memory_gib 80"
                 )
-        for name, least in LEAST.items():
-            if getattr(self, name) is not None and getattr(self, name) < least:
-                raise UsageError(f"{name}={getattr(self, name)} is below {least}; use {least} or more")
-        for name in ("gpu_memory_gib", "host_memory_gib", "slow_by", "restart_minutes"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise UsageError(f"{name}={value} is no positive number; use one, such as 80")
+        check_bounds(self)
         for name in NOT_NEGATIVE:
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name}={getattr(self, name)} is no number from 0 on; use 0.5, say")

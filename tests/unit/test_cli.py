@@ -49,6 +49,10 @@ def test_flags_become_settings():
         (["--inner_stepz=3"], "--inner_stepz is not a flag; did you mean --inner_steps?; --help lists them"),
         (["--qqq"], "--qqq is not a flag; --help lists them"),
         (["stray"], "stray is not a flag; --help lists them"),
+        (
+            ["--learning_rate", "1"],
+            "--learning_rate is not a flag; did you mean --outer_lr?; --help lists them",
+        ),
         (["--n_w", "3"], "--n_w is not a flag; did you mean --n_way?; --help lists them"),  # no abbreviations
         (["--n_way", "x"], "argument --n_way/--n-way: invalid int value: 'x'"),
         (["--n_way", "2.5"], "argument --n_way/--n-way: invalid int value: '2.5'"),
@@ -107,6 +111,10 @@ def test_flags_win_over_the_file(config_file):
     ("text", "said"),
     [
         ("n_wey: 3", "config=FILE sets n_wey, which is no setting; did you mean n_way?; remove it"),
+        (
+            "max_steps: 3",
+            "config=FILE sets max_steps, which is no setting; did you mean outer_steps?; remove it",
+        ),
         ("n-way: 3", "config=FILE sets n-way, which is no setting; did you mean n_way?; remove it"),
         ("help: true", "config=FILE sets help, which is no setting; remove it"),
         ("config: other.yaml", "config=FILE sets config, which is no setting; remove it"),

@@ -10,8 +10,16 @@ from dataclasses import fields
 import numpy
 import pytest
 
-from fmmeta.config.settings import FREE_ON_RESUME, Config, changed_settings
-from fmmeta.config.validate import MINIMUM
+from fmmeta.config.fields import rules
+from fmmeta.config.settings import (
+    FREE_ON_RESUME,
+    HIDDEN_ON_RESUME,
+    KEYED,
+    REMEMBERED,
+    Config,
+    InnerConfig,
+    changed_settings,
+)
 from tests.unit.helpers import refusal
 
 COMPANIONS = {  # settings without which a choice is refused
@@ -21,6 +29,7 @@ COMPANIONS = {  # settings without which a choice is refused
     ("pipeline_balance", "time"): {"pipeline_stages": 2},
 }
 LEAST_NEEDS = {"first_order_steps": "maml", "inner_steps": "none", "cg_steps": "imaml", "cg_damping": "imaml"}
+MINIMUM = {name: rule.least for name, rule in rules(Config).items() if rule.least is not None}
 CHOICES = {item.name: item.metadata["choices"] for item in fields(Config) if "choices" in item.metadata}
 
 
@@ -241,8 +250,21 @@ def test_changed_settings_are_named():
     assert changed_settings(before, {**before, "new_setting": 1}) == {"new_setting": "new_setting: None -> 1"}
 
 
-def test_free_settings_exist():
-    assert {item.name for item in fields(Config)} >= FREE_ON_RESUME
+def test_what_the_rules_of_settings_say():
+    """Settings of every kind; a setting without rules is compared on resume and not stored with models."""
+    assert {"save_steps", "micro_batch_size", "output_dir"} <= FREE_ON_RESUME
+    assert not {"seed", "inner_lr", "bf16", "max_length"} & FREE_ON_RESUME
+    assert {
+        "output_dir",
+        "resume_from_checkpoint",
+        "local_rank",
+        "accept_changed_settings",
+    } == HIDDEN_ON_RESUME
+    assert {item.name for item in fields(InnerConfig)} < set(REMEMBERED)
+    assert {"max_length", "lora_r"} <= set(REMEMBERED)
+    assert "seed" not in REMEMBERED
+    assert {"max_length", "text_column", "max_file_gib"} <= set(KEYED)
+    assert "n_way" not in KEYED
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import numpy as np
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import publish
-from fmmeta.config.settings import Config
+from fmmeta.config.settings import KEYED, Config
 from fmmeta.tasks.data.columns import Table, tabulate
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.rows import Bad, Row, ending
@@ -33,20 +33,6 @@ FORMAT = (
     2  # part of every key: raise it when the columns, their meaning or the way texts become tokens change
 )
 CHUNK = 8192  # rows of a record batch, and of a call of the tokenizer
-KEYED = (
-    "task_type",
-    "max_length",
-    "prompt_template",
-    "text_column",
-    "label_column",
-    "stratum_column",
-    "task_column",
-    "input_column",
-    "output_column",
-    "on_bad_task",
-    "max_bad_fraction",
-    "max_file_gib",
-)
 OF_TOKENIZER = (
     "eos_token_id",
     "special_tokens_map",
