@@ -149,7 +149,7 @@ def product_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float
     from fmmeta.models.lazy_weights import initialise, wrap_without_storage
     from fmmeta.models.load import auto_class, describe
     from fmmeta.models.pipeline_split import FAMILIES
-    from fmmeta.planning.compute import products
+    from fmmeta.planning.compute import count_matmuls
     from fmmeta.planning.sizes import micro_batches
 
     alone = {"pipeline_stages": 1, "tensor_parallel_size": 1, "lora_r": 0, "gradient_checkpointing": False}
@@ -165,7 +165,7 @@ def product_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float
     initialise(hf, [], {})  # buffers only
     learner = wrap_without_storage(hf, config, description)
     seconds = sum(layer_seconds(learner, rows, tokens, device, bf16))
-    return rows * tokens * products(learner, config).flops(tokens, True, False) / seconds
+    return rows * tokens * count_matmuls(learner, config).flops(tokens, True, False) / seconds
 
 
 def plain_rate(text: Any, tokens: int, device: Any, bf16: bool) -> float:

@@ -39,6 +39,10 @@ class Facts:
         return self.run.get("held_out") or {}
 
     @property
+    def has_table(self) -> bool:
+        return AFTER in self.held_out
+
+    @property
     def finished(self) -> bool:
         return bool(self.run.get("finished"))
 
