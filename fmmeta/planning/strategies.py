@@ -1,4 +1,4 @@
-"""Every way to spread a model over groups of GPUs that a run could be told by its flags."""
+"""Every way to shard a model over groups of GPUs that the flags of a run can choose."""
 
 from __future__ import annotations
 

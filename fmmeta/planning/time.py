@@ -1,11 +1,12 @@
 """From work and a machine to seconds of an outer step.
 
     step = tasks of the fullest group x task + outer step + cross
-    task = sum over passes (flops / matmul + wire / link + offloaded weights / PCIe + shard arithmetic / memory + anew * page_in)
+    task = sum over passes (flops / matmul + wire / link + offloaded weights / PCIe
+                            + shard arithmetic / memory + allocated * page_in)
 
 A ring all-reduce of n bytes over M ranks sends 2 (M - 1) / M n per rank, gather and scatter half of it.
 In-group communication of ZeRO 3 is hidden behind computing as far as the profile says; nothing else is. What
-is left out: Python, kernels of few flops, loading (it goes on beside), evaluation and saving.
+is left out: Python, kernels of few flops, loading (in other processes), evaluation and saving.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ REDUCED = 24  # of all gradients: flattened, divided, copied back
 PLACED = {0: 0, 1: 16, 2: 16, 3: 24}  # of the shard: into the partition, flattened, into the weights
 WRITTEN = 8
 OUTER = 140  # mean, norm in fp64, AdamW's dozen reads and writes, write, zeros
-OUTER_ANEW = 8  # of it, what AdamW makes anew
-# Times that the payload of a collective is made anew (counted as page faults, docs/scaling.md): what is
+OUTER_ALLOCATED = 8  # of it, what AdamW allocates
+# Times that the payload of a collective is allocated (counted as page faults, docs/scaling.md): what is
 # gathered, by gloo for itself and by ZeRO 3 as the parameters; what is reduced, as the flattened copy and,
 # but at ZeRO 0, as the bucket.
-GATHERED_ANEW = {0: 0, 1: 1, 2: 1, 3: 2}
-REDUCED_ANEW = {0: 1, 1: 2, 2: 2, 3: 2}
+GATHERED_COPIES = {0: 0, 1: 1, 2: 1, 3: 2}
+REDUCED_COPIES = {0: 1, 1: 2, 2: 2, 3: 2}
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,11 @@ def task_seconds(
         moved += task.updates * ((REDUCED * sizes.params if topology.data > 1 else 0) + PLACED[stage] * shard)
     rate = profile.host_memory if precision.offload and not sizes.lazy else profile.memory
     away = offloaded(task, sizes, precision, shard) / profile.host_link
-    anew = (
-        GATHERED_ANEW[precision.zero_stage] * task.wire.gather
-        + REDUCED_ANEW[precision.zero_stage] * task.wire.reduce
+    allocated = (
+        GATHERED_COPIES[precision.zero_stage] * task.wire.gather
+        + REDUCED_COPIES[precision.zero_stage] * task.wire.reduce
     )
-    return Seconds(compute, group, moved / rate + away + anew * profile.page_in, 0.0)
+    return Seconds(compute, group, moved / rate + away + allocated * profile.page_in, 0.0)
 
 
 def step_seconds(
@@ -109,7 +110,7 @@ def step_seconds(
         cross += 8 * shard / profile.host_link if topology.groups > 1 else 0.0
     outer = OUTER * shard / (profile.host_memory if precision.offload and not sizes.lazy else profile.memory)
     new = refresh(precision, sizes, topology.data)
-    outer += (OUTER_ANEW * shard + GATHERED_ANEW[precision.zero_stage] * new.gather) * profile.page_in
+    outer += (OUTER_ALLOCATED * shard + GATHERED_COPIES[precision.zero_stage] * new.gather) * profile.page_in
     group = tasks * one.group + wire_seconds(new, precision.zero_stage, topology, profile)
     if sizes.offload_outer:
         outer += 2 * 4 * (2 + sizes.moments) * shard / profile.host_link

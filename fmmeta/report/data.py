@@ -1,4 +1,4 @@
-"""What a report tells, read from run.json and metrics.jsonl and nothing else, also while the run goes on."""
+"""What a report shows, read from run.json and metrics.jsonl alone, also during the run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read(folder: Path) -> Facts:
         if not isinstance(run["settings"], dict):
             raise TypeError
     except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(f"{file} cannot be read; mend it, or give another output_dir") from None
+        raise UsageError(f"{file} cannot be read; fix it, or give another output_dir") from None
     lines = read_lines(folder / "metrics.jsonl")
     return Facts(
         folder,

@@ -1,4 +1,4 @@
-"""The report of a run: report.html, one file that asks nobody for anything and runs no script."""
+"""The report of a run: report.html, one file that loads nothing and runs no script."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ReportConfig:
 
 
 def run(config: ReportConfig) -> None:
-    """`fmmeta report`: write the report of a run anew."""
+    """`fmmeta report`: write the report of a run."""
     print(f"fmmeta: report {write(Path(config.output_dir))}", flush=True)
 
 

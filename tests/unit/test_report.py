@@ -381,7 +381,7 @@ def test_the_command(run, capsys, tmp_path):
     (run / "run.json").write_text("{")
     assert ended("--output_dir", str(run)) == (
         2,
-        f"fmmeta: error: {run / 'run.json'} cannot be read; mend it, or give another output_dir",
+        f"fmmeta: error: {run / 'run.json'} cannot be read; fix it, or give another output_dir",
     )
 
 
