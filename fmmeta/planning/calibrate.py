@@ -1,12 +1,14 @@
 """Measure a machine for the plan: `--calibrate` starts as many ranks as there are GPUs (two on a machine
 without) and tries
 
-    products      a forward and backward pass through each kind of layer of the model (models/timing.py), all ranks at the same
-                  time; its flops by seconds, in the precision that is planned
+    products      a forward and backward pass through each kind of layer of the model
+                  (models/layer_timing.py), all ranks at the same time; its flops by seconds, in the precision
+                  that is planned
     memory        theta <- theta - rate gradient on vectors that no cache holds
     page_in       a new vector allocated and filled, minus filling an existing one
     link          an all-reduce of 32 MB between the ranks, and a tiny one for the latency
-    host          the vectors once more in host memory, and copies of pinned memory to the device, where that is another
+    host          the vectors once more in host memory, and copies of pinned memory to the device, where that
+                  is another
 
 What an engine adds to a pass is not measured and counts as nothing. One machine cannot measure a network:
 between nodes the link is taken to be that of the node.

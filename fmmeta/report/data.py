@@ -73,7 +73,7 @@ def read(folder: Path) -> Facts:
 
 
 def read_lines(file: Path) -> list[Line]:
-    """The whole lines of metrics.jsonl, by step; the last may be half written, and one may stand there twice."""
+    """The complete lines of metrics.jsonl, by step; the last may be half written, and one may be repeated."""
     found: dict[tuple[int, bool], Line] = {}
     for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
         try:
