@@ -49,7 +49,7 @@ class SimulatedCluster:
 
 @dataclass(frozen=True)
 class Outcome:
-    """efficiency: useful / total; waiting, failing, fixed: shares of the rest; step: mean without failures."""
+    """efficiency: useful / total; waiting, failing, fixed: shares of the rest; step: mean, no failures."""
 
     efficiency: float
     waiting: float

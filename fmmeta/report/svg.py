@@ -1,5 +1,5 @@
-"""Line charts: coordinates for the inline SVG of report.html.j2. No script: the values of a step show when the
-pointer is over it.
+"""Line charts: coordinates for the inline SVG of report.html.j2. No script: the values of a step show when
+the pointer is over it.
 
     +--------------------------- 360 ---------------------------+
     | values of the step under the pointer                      |
