@@ -8,7 +8,8 @@ a rank hands to a collective or sends, as `comm_bytes` in metrics.jsonl does:
                ZeRO 1 and 2: updated ones
     reduce     gradients, fp32: once a pass (ZeRO 0, 1), once a micro-batch (ZeRO 2, 3)
     tensor     activations between tensor ranks: after attention and MLP (Shoeybi et al. 2019, section 3),
-               and backward for each product that is cut by columns, where Megatron has one sum for those that share their input
+               and backward for each product that is cut by columns, where Megatron has one sum for
+               those that share their input
     send       hidden states to the next stage with ids and mask, their gradients to the one before
     cross      one reduction of the shard per outer step
 

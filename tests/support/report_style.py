@@ -1,4 +1,4 @@
-"""Colours of the report's style sheet, and the pairs of text and background that a reader has to tell apart."""
+"""Colours of the report's style sheet, and the pairs of text and background that must contrast."""
 
 from __future__ import annotations
 
