@@ -16,6 +16,7 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    package_data={"fmmeta.report": ["report.html.j2", "report.css"], "fmmeta.planning": ["memory.svg.j2"]},
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["fmmeta", "fmmeta.*"]),
     install_requires=[
@@ -25,6 +26,7 @@ setup(
         "datasets>=4.0,<6",
         "accelerate>=1.10,<2",
         "safetensors>=0.5",
+        "jinja2>=3.1",
         "numpy",
         "psutil",
         "scikit-learn>=1.4",

@@ -24,7 +24,7 @@ from benchmarks.floor import SETTINGS, Floor
 from benchmarks.stepping import Cost, alone, find_data, find_model, prepare
 from fmmeta.config.settings import Config
 from fmmeta.models.load import empty_learner, load_learner
-from fmmeta.planning.compute import MatmulCounts, products
+from fmmeta.planning.compute import MatmulCounts, count_matmuls
 from fmmeta.tasks.batching import Episode, MicroBatch
 
 # dense TFLOPS by precision, from the vendors' data sheets; fp32 is without TF32, as torch computes by default
@@ -69,7 +69,7 @@ def measure(config: Config, world: Any, ranks: Any, peak: float, floors: bool) -
     """
     prepared, ranks = prepare(config, world, ranks)
     device = ranks.device
-    asked = products(empty_learner(config, prepared.plan.description), config)
+    asked = count_matmuls(empty_learner(config, prepared.plan.description), config)
     floor = Floor(load_learner(config, prepared.plan.description).to(device), config) if floors else None
     work: list[tuple[float, int]] = []
     theirs: list[Cost] = []

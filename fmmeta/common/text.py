@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 
@@ -34,3 +35,17 @@ def as_stored(settings: Any) -> Any:
     (mix_temperature=inf).
     """
     return json.loads(json.dumps(settings), parse_constant=lambda name: str(float(name)))
+
+
+def render(template: Path, **values: Any) -> str:
+    """Text of a Jinja2 template; values are escaped for HTML and XML."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        autoescape=True,
+        loader=FileSystemLoader(template.parent),
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    return environment.get_template(template.name).render(values)

@@ -4,7 +4,7 @@ without) and tries
     products      a forward and backward pass through each kind of layer (models/layer_timing.py), all ranks
                   at the same time; its flops by seconds, in the precision that is planned
     memory        theta <- theta - rate gradient on vectors that no cache holds
-    page_in       such a vector made anew and filled, less filling one that is there
+    page_in       a new vector allocated and filled, minus filling an existing one
     link          an all-reduce of 32 MB between the ranks, and a tiny one for the latency
     host          the vectors once more in host memory, and copies of pinned memory to another device
 
@@ -43,8 +43,8 @@ def measure(plan: PlanConfig) -> Profile:
     there = torch.cuda.device_count() or 2
     count = min(plan.gpus, plan.gpus_per_node, there)
     with tempfile.TemporaryDirectory() as folder:
-        asked, out = Path(folder) / "plan.json", Path(folder) / "profile.json"
-        asked.write_text(json.dumps({**asdict(plan), "save_profile": None}))
+        settings, out = Path(folder) / "plan.json", Path(folder) / "profile.json"
+        settings.write_text(json.dumps({**asdict(plan), "save_profile": None}))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -59,23 +59,23 @@ def measure(plan: PlanConfig) -> Profile:
                 "LOCAL_WORLD_SIZE": str(count),
                 "MASTER_ADDR": "127.0.0.1",
             }
-            words = [sys.executable, "-m", "fmmeta.planning.calibrate", str(asked), str(out)]
+            words = [sys.executable, "-m", "fmmeta.planning.calibrate", str(settings), str(out)]
             ranks.append(
                 subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             )
         try:
-            said = wait(ranks)
+            failure = wait(ranks)
         finally:
             for one in ranks:
                 one.kill()
         if not out.is_file():
-            raise UsageError(f"calibrate=True: a rank failed ({said}); give --machine instead")
+            raise UsageError(f"calibrate=True: a rank failed ({failure}); give --machine instead")
         return Profile(**json.loads(out.read_text()))
 
 
 def wait(ranks: list[subprocess.Popen[str]]) -> str:
     """The last line of the first rank that failed; all have ended."""
-    said = ""
+    failure = ""
     deadline = time.monotonic() + TIMEOUT_S
     for rank in ranks:
         try:
@@ -84,18 +84,18 @@ def wait(ranks: list[subprocess.Popen[str]]) -> str:
             rank.kill()
             text, _ = rank.communicate()
             text = f"not done after {TIMEOUT_S} s"
-        if rank.returncode and not said:
-            said = (text.strip().splitlines() or ["no word"])[-1]
-    return said
+        if rank.returncode and not failure:
+            failure = (text.strip().splitlines() or ["no output"])[-1]
+    return failure
 
 
-def rank_main(asked: str, out: str) -> None:
+def rank_main(settings: str, out: str) -> None:
     """One of the ranks that measure."""
     end_with_parent()
     from fmmeta.parallel.layout import Launch
     from fmmeta.parallel.process_groups import World, pick_device
 
-    plan = PlanConfig(**json.loads(Path(asked).read_text()))
+    plan = PlanConfig(**json.loads(Path(settings).read_text()))
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
     ranks = world.split(launch.world_size, default_group=launch.world_size > 1)
@@ -118,8 +118,8 @@ def of_ranks(plan: PlanConfig, ranks: Any) -> Profile:
     if device.type != "cpu":
         found["host"], found["host_link"] = vector_rate(torch.device("cpu")), copy_rate(device)
     found["link"], found["latency"] = link_rates(ranks.group, device)
-    told = [json.loads(text) for text in ranks.world.gather_bytes(json.dumps(found).encode())]
-    mean = {name: statistics.mean(one[name] for one in told) for name in found}
+    gathered = [json.loads(text) for text in ranks.world.gather_bytes(json.dumps(found).encode())]
+    mean = {name: statistics.mean(one[name] for one in gathered) for name in found}
     precision = "bf16" if bf16 else "fp32"
     return Profile(
         "measured",
@@ -149,7 +149,7 @@ def product_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float
     from fmmeta.models.lazy_weights import initialise, wrap_without_storage
     from fmmeta.models.load import auto_class, describe
     from fmmeta.models.pipeline_split import FAMILIES
-    from fmmeta.planning.compute import products
+    from fmmeta.planning.compute import count_matmuls
     from fmmeta.planning.sizes import micro_batches
 
     alone = {"pipeline_stages": 1, "tensor_parallel_size": 1, "lora_r": 0, "gradient_checkpointing": False}
@@ -165,7 +165,7 @@ def product_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float
     initialise(hf, [], {})  # buffers only
     learner = wrap_without_storage(hf, config, description)
     seconds = sum(layer_seconds(learner, rows, tokens, device, bf16))
-    return rows * tokens * products(learner, config).flops(tokens, True, False) / seconds
+    return rows * tokens * count_matmuls(learner, config).flops(tokens, True, False) / seconds
 
 
 def plain_rate(text: Any, tokens: int, device: Any, bf16: bool) -> float:
@@ -192,12 +192,12 @@ def vector_rate(device: Any) -> float:
 
 
 def page_in(device: Any) -> float:
-    """Seconds per byte of memory that is had anew, beside writing to it."""
+    """Seconds per byte of newly allocated memory, besides writing to it."""
     import torch
 
     there = torch.zeros(VECTOR, device=device)
-    anew = median_s(lambda: torch.ones(VECTOR, device=device), device)
-    return max(0.0, anew - median_s(lambda: there.fill_(1.0), device)) / (4 * VECTOR)
+    allocated = median_s(lambda: torch.ones(VECTOR, device=device), device)
+    return max(0.0, allocated - median_s(lambda: there.fill_(1.0), device)) / (4 * VECTOR)
 
 
 def copy_rate(device: Any) -> float:

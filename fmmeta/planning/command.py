@@ -4,6 +4,8 @@ the best one.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import to_json
 from fmmeta.planning import picture, show
@@ -25,10 +27,13 @@ def run(plan: PlanConfig) -> None:
         shown = [one for lora in (False, True) for one in show.best(layouts, lora, plan.top)] or layouts[
             : plan.top
         ]
-        picture.write(
-            plan.picture,
-            picture.svg(shown, plan.gpu_memory_gib, f"Memory of {plan.model_name_or_path} by layout"),
-        )
+        drawn = picture.svg(shown, plan.gpu_memory_gib, f"Memory of {plan.model_name_or_path} by layout")
+        try:
+            Path(plan.picture).write_text(drawn, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"picture={plan.picture} cannot be written ({error.strerror}); choose another file"
+            ) from None
     if not fits:
         raise UsageError(show.lacking(planner, layouts))
 

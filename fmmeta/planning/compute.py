@@ -60,7 +60,7 @@ class MatmulCounts:
         return 2 * forward + layers + 2 * self.trained + 4 * self.width * tokens
 
 
-def products(learner: Learner, config: Config) -> MatmulCounts:
+def count_matmuls(learner: Learner, config: Config) -> MatmulCounts:
     """Of a learner without storage. A tied output layer is a product too; embeddings are looked up."""
     text = learner.hf.config.get_text_config()
     heads = getattr(text, "num_attention_heads", 12)
@@ -159,7 +159,7 @@ def task_work(
     config: Config,
     precision: DeepSpeedSettings,
     sizes: Sizes,
-    asked: MatmulCounts,
+    matmuls: MatmulCounts,
     data: int,
     row_tokens: int,
 ) -> TaskCost:
@@ -173,7 +173,7 @@ def task_work(
         (many.query_forwards, query, False),
     ]
     found = [
-        (times, one_pass(config, precision, sizes, asked, data, rows, row_tokens, back))
+        (times, one_pass(config, precision, sizes, matmuls, data, rows, row_tokens, back))
         for times, rows, back in kinds
         if times
     ]
@@ -181,7 +181,7 @@ def task_work(
 
 
 def leaves_open(config: Config, precision: DeepSpeedSettings, data: int) -> bool:
-    """Whether workers of this layout keep a forward pass until its backward pass is asked for
+    """Whether workers of this layout keep a forward pass until its backward pass is matmuls for
     (WholeWorker.keeps).
     """
     return config.pipeline_stages * config.tensor_parallel_size == 1 and (
@@ -189,14 +189,14 @@ def leaves_open(config: Config, precision: DeepSpeedSettings, data: int) -> bool
     )
 
 
-def needed_flops(config: Config, asked: MatmulCounts, tokens: int) -> float:
+def needed_flops(config: Config, matmuls: MatmulCounts, tokens: int) -> float:
     """Of one task on one rank that keeps all activations: what no layout can do without."""
     many = passes(config)
     support, query = rows_of(config)
     trained = many.support * support + many.query * query
     looked_at = many.support_forwards * support + many.query_forwards * query
     return tokens * (
-        asked.flops(tokens, True, False) * trained + asked.flops(tokens, False, False) * looked_at
+        matmuls.flops(tokens, True, False) * trained + matmuls.flops(tokens, False, False) * looked_at
     )
 
 
@@ -204,7 +204,7 @@ def one_pass(
     config: Config,
     precision: DeepSpeedSettings,
     sizes: Sizes,
-    asked: MatmulCounts,
+    matmuls: MatmulCounts,
     data: int,
     rows: int,
     tokens: int,
@@ -213,8 +213,8 @@ def one_pass(
     stages, width = config.pipeline_stages, 2 if precision.bf16 else 4
     most = stage_rows(config, data) if stages > 1 else config.micro_batch_size
     rounds, each = micro_batches(rows, data, most)
-    per_token = asked.flops(tokens, backward, config.gradient_checkpointing)
-    one = each * tokens * per_token * asked.fullest
+    per_token = matmuls.flops(tokens, backward, config.gradient_checkpointing)
+    one = each * tokens * per_token * matmuls.fullest
     flops = (rounds + stages - 1) * one  # a pipeline fills and empties
     hidden = each * tokens * sizes.hidden * width
     wire = Wire()
@@ -232,7 +232,7 @@ def one_pass(
     kept = held <= precision.live  # gathered parameters stay from the forward to the backward pass, no longer
     gathers = rounds * (1 if kept or not backward else 2)
     if stage == 3:
-        wire += Wire(gather=gathers * held * width, collectives=gathers * asked.matrices)
+        wire += Wire(gather=gathers * held * width, collectives=gathers * matmuls.matrices)
     if backward and data > 1:
         each_time = rounds if stage > 1 else 1
         buckets = max(1, -(-sizes.params // (precision.bucket or sizes.hidden**2)))

@@ -17,7 +17,7 @@ from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 from fmmeta.planning.auto_group_size import at_size
-from fmmeta.planning.compute import MatmulCounts, Wire, needed_flops, products, refresh, task_work
+from fmmeta.planning.compute import MatmulCounts, Wire, count_matmuls, needed_flops, refresh, task_work
 from fmmeta.planning.machines import Profile
 from fmmeta.planning.memory import GIB, HEADROOM, Estimate, Sizes, estimate, rank_sizes
 from fmmeta.planning.settings import ROWS, PlanConfig
@@ -34,7 +34,7 @@ INTERVAL_S = 1800  # between checkpoints, where failures are simulated
 class PlannedLayout:
     """A way and what comes of it on the GPUs that are planned for."""
 
-    way: Strategy
+    strategy: Strategy
     groups: int
     rows: int  # of the largest micro-batch
     memory: Estimate
@@ -57,23 +57,23 @@ class Planner:
         self.base = Config(**self.given)
         self.description = describe(self.base)
         self.learner = lru_cache(maxsize=4)(self._learner)
-        self.products = lru_cache(maxsize=256)(self._products)
+        self.matmuls = lru_cache(maxsize=256)(self._matmuls)
         self.counted = lru_cache(maxsize=256)(self._counted)
         self.refused: dict[str, int] = {}  # why ways were left out, and how many
 
     def layouts(self) -> list[PlannedLayout]:
         """All of them: those that fit first, the fastest first; then those that lack least."""
-        found = [layout for way in strategies(self.plan) if (layout := self._largest(way))]
+        found = [layout for strategy in strategies(self.plan) if (layout := self._largest(strategy))]
         return sorted(
             found, key=lambda one: (one.lacking, one.step_seconds if not one.lacking else 0, one.memory.total)
         )
 
-    def _largest(self, way: Strategy) -> PlannedLayout | None:
+    def _largest(self, strategy: Strategy) -> PlannedLayout | None:
         """With the most rows of a micro-batch that fit; None where the settings do not go together."""
         plan, ranks = self.plan, min(self.plan.gpus, self.plan.gpus_per_node)
         try:
-            config, precision = self.config_of(way), self.precision_of(way)
-            counted = self.counted(way.lora_r, way.stages, way.tensor)
+            config, precision = self.config_of(strategy), self.precision_of(strategy)
+            counted = self.counted(strategy.lora_r, strategy.stages, strategy.tensor)
         except UsageError as error:
             self.refused[str(error)] = self.refused.get(str(error), 0) + 1
             return None
@@ -81,17 +81,19 @@ class Planner:
             config = copy(config)
             config.micro_batch_size = rows
             sizes = rank_sizes(
-                config, self.description.hf_config, counted, self.profile.device == "cpu", way.data
+                config, self.description.hf_config, counted, self.profile.device == "cpu", strategy.data
             )
-            needed = estimate(sizes, precision, way.data)
-            lacking = max(0.0, needed.total - self.room, needed.host * ranks - self.host_room)
+            needed = estimate(sizes, precision, strategy.data)
+            lacking = max(0.0, needed.total - self.gpu_bytes, needed.host * ranks - self.host_limit)
             if not lacking:
                 break
-        return self._layout(replace(way, micro_batch_size=rows), config, precision, sizes, needed, lacking)
+        return self._layout(
+            replace(strategy, micro_batch_size=rows), config, precision, sizes, needed, lacking
+        )
 
     def _layout(
         self,
-        way: Strategy,
+        strategy: Strategy,
         config: Config,
         precision: DeepSpeedSettings,
         sizes: Sizes,
@@ -100,32 +102,39 @@ class Planner:
     ) -> PlannedLayout:
         """What a way comes to."""
         plan, ranks = self.plan, min(self.plan.gpus, self.plan.gpus_per_node)
-        room = Topology(
-            way.data, way.group_size, plan.gpus // way.group_size, way.group_size <= ranks, plan.gpus <= ranks
+        topology = Topology(
+            strategy.data,
+            strategy.group_size,
+            plan.gpus // strategy.group_size,
+            strategy.group_size <= ranks,
+            plan.gpus <= ranks,
         )
-        asked, tokens = self.products(way.lora_r, way.stages, way.tensor), plan.row_tokens or plan.max_length
-        task = task_work(config, precision, sizes, asked, way.data, tokens)
-        one = task_seconds(task, sizes, precision, room, self.profile)
-        most = -(-plan.tasks // room.groups)
-        step = step_seconds(one, most, sizes, precision, room, self.profile)
+        matmuls, tokens = (
+            self.matmuls(strategy.lora_r, strategy.stages, strategy.tensor),
+            plan.row_tokens or plan.max_length,
+        )
+        task = task_work(config, precision, sizes, matmuls, strategy.data, tokens)
+        one = task_seconds(task, sizes, precision, topology, self.profile)
+        most = -(-plan.tasks // topology.groups)
+        step = step_seconds(one, most, sizes, precision, topology, self.profile)
         outcome = simulate(
-            self._world(room, one, step.total - most * one.total), plan.simulate_steps, plan.seed
+            self._world(topology, one, step.total - most * one.total), plan.simulate_steps, plan.seed
         )
         seconds = outcome.step * one.total / (1 - outcome.failing)
         useful = (
             plan.tasks
-            * needed_flops(config, self.products(way.lora_r, 1, 1), tokens)
+            * needed_flops(config, self.matmuls(strategy.lora_r, 1, 1), tokens)
             / self.profile.matmul(precision.bf16)
         )
-        wire = task.wire * most + refresh(precision, sizes, way.data)  # the last: of the outer step
+        wire = task.wire * most + refresh(precision, sizes, strategy.data)  # the last: of the outer step
         cross = (
-            sizes.crossing * (sizes.params // (way.data if precision.zero_stage else 1))
-            if room.groups > 1
+            sizes.crossing * (sizes.params // (strategy.data if precision.zero_stage else 1))
+            if topology.groups > 1
             else 0
         )
         return PlannedLayout(
-            way,
-            room.groups,
+            strategy,
+            topology.groups,
             sizes.rows,
             needed,
             lacking,
@@ -138,13 +147,13 @@ class Planner:
             useful / (plan.gpus * seconds),
         )
 
-    def _world(self, room: Topology, one: Seconds, fixed_s: float) -> SimulatedCluster:
+    def _world(self, topology: Topology, one: Seconds, fixed_s: float) -> SimulatedCluster:
         """What is simulated; its unit of time is a mean task's."""
         plan = self.plan
-        rate = plan.failures_per_gpu_year * room.size * one.total / YEAR_S
+        rate = plan.failures_per_gpu_year * topology.size * one.total / YEAR_S
         away = 60 * plan.restart_minutes / one.total
         return SimulatedCluster(
-            room.groups,
+            topology.groups,
             plan.tasks,
             plan.task_spread,
             plan.task_noise,
@@ -158,18 +167,18 @@ class Planner:
         )
 
     @property
-    def room(self) -> float:
+    def gpu_bytes(self) -> float:
         return HEADROOM * self.plan.gpu_memory_gib * GIB
 
     @property
-    def host_room(self) -> float:
+    def host_limit(self) -> float:
         return (
             float("inf") if self.plan.host_memory_gib is None else HEADROOM * self.plan.host_memory_gib * GIB
         )
 
-    def config_of(self, way: Strategy) -> Config:
+    def config_of(self, strategy: Strategy) -> Config:
         """The run's settings; its own checks refuse what does not go together."""
-        return self._config(**way.settings(self.plan.bf16_planned))
+        return self._config(**strategy.settings(self.plan.bf16_planned))
 
     def _config(self, **changes: Any) -> Config:
         given = {**self.given, **changes}
@@ -177,19 +186,19 @@ class Planner:
             given = {name: value for name, value in given.items() if not name.startswith("lora_")}
         return Config(**given)
 
-    def precision_of(self, way: Strategy) -> DeepSpeedSettings:
-        settings, name = deepspeed_of(way), "the plan's file"
+    def precision_of(self, strategy: Strategy) -> DeepSpeedSettings:
+        settings, name = deepspeed_of(strategy), "the plan's file"
         if self.plan.deepspeed is not None:
             settings, name = deepspeed_config.load(self.plan.deepspeed), self.plan.deepspeed
         settings, precision = deepspeed_config.check(
             settings, name, self.plan.bf16_planned, lambda text: None
         )
-        if way.stages > 1:
+        if strategy.stages > 1:
             _, precision = deepspeed_config.for_pipeline(settings, precision, lambda text: None)
-        if way.tensor > 1:
+        if strategy.tensor > 1:
             deepspeed_config.for_tensor(precision)
-            tensor_parallel_block(self.description.hf_config, way.tensor)
-        return at_size(precision, way.group_size)
+            tensor_parallel_block(self.description.hf_config, strategy.tensor)
+        return at_size(precision, strategy.group_size)
 
     def _learner(self, lora_r: int) -> Learner:
         alone = {"pipeline_stages": 1, "tensor_parallel_size": 1, "gradient_checkpointing": False}
@@ -199,6 +208,6 @@ class Planner:
         config = self._config(lora_r=lora_r, pipeline_stages=stages, tensor_parallel_size=tensor)
         return largest_part(config, self.learner(lora_r), self.description.hf_config)
 
-    def _products(self, lora_r: int, stages: int, tensor: int) -> MatmulCounts:
+    def _matmuls(self, lora_r: int, stages: int, tensor: int) -> MatmulCounts:
         config = self._config(lora_r=lora_r, pipeline_stages=stages, tensor_parallel_size=tensor)
-        return products(self.learner(lora_r), config)
+        return count_matmuls(self.learner(lora_r), config)

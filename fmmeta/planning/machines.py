@@ -28,7 +28,7 @@ class Profile:
     the device; host_memory: the same by a rank's share of the host. group_link: to another rank of the node;
     cross_link: to another node; host_link: between device and host. latency: of a collective; step_overhead:
     of a pass with an update, beside its work. hidden: share of ZeRO 3's gathers that computing hides.
-    page_in: seconds per byte of memory that a process gets anew, beside writing to it: page faults of a CPU;
+    page_in: seconds per byte of newly allocated memory, besides writing to it: page faults of a CPU;
     0 where an allocator keeps what was freed, as on GPUs. device: cuda, or cpu, where memory that is not
     touched costs nothing and gloo makes a reduce-scatter out of an all-reduce.
     """
@@ -109,7 +109,7 @@ def find(name: str) -> Profile:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"machine={name} is not JSON ({error}); mend the file") from None
+        raise UsageError(f"machine={name} is not JSON ({error}); fix the file") from None
     return from_values(name, values)
 
 

@@ -74,7 +74,7 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
     )
     on_failure: str = setting(
         "restart",
-        "restart: all groups begin anew from a checkpoint; elastic: the others go on (fmmeta elastic)",
+        "restart: all groups restart from a checkpoint; elastic: the others continue (fmmeta elastic)",
         ON_FAILURE,
     )
     simulate_steps: int = setting(50, "Outer steps to simulate for the efficiency", least=1)

@@ -31,9 +31,11 @@ def best(layouts: Sequence[PlannedLayout], lora: bool, top: int) -> list[Planned
     """The fastest that fits of each spread; how it saves memory beside is chosen for time."""
     found: dict[tuple[int, ...], PlannedLayout] = {}
     for one in layouts:
-        way = one.way
-        if not one.lacking and bool(way.lora_r) == lora:
-            found.setdefault((way.group_size, way.zero_stage, way.stages, way.tensor), one)
+        strategy = one.strategy
+        if not one.lacking and bool(strategy.lora_r) == lora:
+            found.setdefault(
+                (strategy.group_size, strategy.zero_stage, strategy.stages, strategy.tensor), one
+            )
     return list(found.values())[:top]
 
 
@@ -77,7 +79,7 @@ def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
         lines += [
             "",
             *(
-                f"# {'adapters' if one.way.lora_r else 'all weights'}\n{command(planner, one.way)}"
+                f"# {'adapters' if one.strategy.lora_r else 'all weights'}\n{command(planner, one.strategy)}"
                 for one in winners
             ),
         ]
@@ -99,9 +101,9 @@ def table(shown: Sequence[PlannedLayout]) -> list[str]:
     ]
     cells = [
         [
-            str(one.way.group_size),
+            str(one.strategy.group_size),
             str(one.groups),
-            str(one.way),
+            str(one.strategy),
             str(one.rows),
             f"{one.memory.total / GIB:.1f}",
             f"{one.host_bytes / GIB:.0f}",
@@ -133,10 +135,11 @@ def bar(one: PlannedLayout, gpu_memory_gib: float) -> str:
     for name, size in bar_of(one.memory).items():
         at += BAR * size / (gpu_memory_gib * GIB)
         drawn += LETTERS[name] * (round(at) - len(drawn))
-    return f"|{drawn.ljust(BAR)}| {one.memory.total / GIB:5.1f}  group of {one.way.group_size}, {one.way}"
+    named = f"group of {one.strategy.group_size}, {one.strategy}"
+    return f"|{drawn.ljust(BAR)}| {one.memory.total / GIB:5.1f}  {named}"
 
 
-def command(planner: Planner, way: Strategy) -> str:
+def command(planner: Planner, strategy: Strategy) -> str:
     """What starts the run: `deepspeed` on one node, `torchrun` on each of several."""
     plan = planner.plan
     nodes = max(1, plan.gpus // plan.gpus_per_node)
@@ -146,16 +149,16 @@ def command(planner: Planner, way: Strategy) -> str:
             f"torchrun --nnodes {nodes} --nproc_per_node {plan.gpus_per_node} --rdzv_backend c10d"
             " --rdzv_endpoint $HEAD:29500"
         )
-    return f"{start} launch/train.py {shlex.join(flags(planner, way))}"
+    return f"{start} launch/train.py {shlex.join(flags(planner, strategy))}"
 
 
-def flags(planner: Planner, way: Strategy) -> list[str]:
+def flags(planner: Planner, strategy: Strategy) -> list[str]:
     """Flags of the run: those that were given to the plan, and those of the layout, where they are not the
     defaults.
     """
-    values = {**planner.plan.run_settings(), **way.settings(planner.plan.bf16_planned)}
-    plain = way.group_size == 1 and not way.offload
-    values["deepspeed"] = planner.plan.deepspeed or (None if plain else file_of(way))
+    values = {**planner.plan.run_settings(), **strategy.settings(planner.plan.bf16_planned)}
+    plain = strategy.group_size == 1 and not strategy.offload
+    values["deepspeed"] = planner.plan.deepspeed or (None if plain else file_of(strategy))
     words = []
     for item in fields(Config):
         default = item.default if item.default_factory is MISSING else item.default_factory()
@@ -184,16 +187,16 @@ def as_json(planner: Planner, layouts: Sequence[PlannedLayout]) -> dict[str, Any
 
 
 def facts(planner: Planner, one: PlannedLayout) -> dict[str, Any]:
-    way = one.way
-    named = {**way.settings(planner.plan.bf16_planned), "group_size": way.group_size}
+    strategy = one.strategy
+    named = {**strategy.settings(planner.plan.bf16_planned), "group_size": strategy.group_size}
     wire = {kind: size for kind, size in asdict(one.wire).items() if kind != "collectives"}
     return {
         "fits": not one.lacking,
         **named,
         "num_groups": one.groups,
         "rows": one.rows,
-        "zero_stage": way.zero_stage,
-        "offload": way.offload,
+        "zero_stage": strategy.zero_stage,
+        "offload": strategy.offload,
         "bytes_per_rank": {**asdict(one.memory), "total": one.memory.total},
         "lacking_bytes": round(one.lacking),
         "host_bytes_per_node": one.host_bytes,
@@ -201,7 +204,7 @@ def facts(planner: Planner, one: PlannedLayout) -> dict[str, Any]:
         "step_seconds": one.step_seconds,
         "seconds": asdict(one.step),
         "efficiency": one.efficiency,
-        "command": command(planner, way),
+        "command": command(planner, strategy),
     }
 
 
@@ -212,10 +215,10 @@ def lacking(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
         why = next(iter(planner.refused), "nothing was left to plan")
         return f"gpus={plan.gpus}: no layout goes with these settings ({why})"
     one = layouts[0]
-    way, host = one.way, one.memory.total <= planner.room
+    strategy, host = one.strategy, one.memory.total <= planner.gpu_bytes
     where, has = ("host", plan.host_memory_gib or 0.0) if host else ("gpu", plan.gpu_memory_gib)
     needs = f"{one.host_bytes / GIB:.3g} GiB of a node's host" if host else f"{one.memory} per rank"
-    nearest = f"group_size {way.group_size}, {way}, micro_batch_size {way.micro_batch_size}"
+    nearest = f"group_size {strategy.group_size}, {strategy}, micro_batch_size {strategy.micro_batch_size}"
     return (
         f"{where}_memory_gib={has:g} holds no layout of {plan.model_name_or_path} on {plan.gpus} GPUs; the"
         f" nearest ({nearest}) needs {needs}, {one.lacking / GIB:.3g} GiB more than 90 % of it; use more GPUs"

@@ -30,7 +30,7 @@ class SimulatedCluster:
     spread: standard deviation of the logarithm of the tasks' sizes, which the dealer knows; noise: the same
     of what it does not know. slow_share, slow_by: how often a group is slower in a step, and how many times.
     fixed: of a step, beside its tasks. failure_rate: of one group, per unit of time. elastic: a failure costs
-    the step in which it happens and `away` with fewer groups; else all groups begin anew after `away`, from
+    the step in which it happens and `away` with fewer groups; else all groups restart after `away`, from
     the last of the checkpoints that are `interval` apart.
     """
 
@@ -49,7 +49,7 @@ class SimulatedCluster:
 
 @dataclass(frozen=True)
 class Outcome:
-    """efficiency: useful / total; waiting, failing, fixed: shares of the rest; step: mean if none fails."""
+    """efficiency: useful / total; waiting, failing, fixed: shares of the rest; step: mean, no failures."""
 
     efficiency: float
     waiting: float

@@ -1,4 +1,4 @@
-"""Every way to spread a model over groups of GPUs that a run could be told by its flags."""
+"""Every way to shard a model over groups of GPUs that the flags of a run can choose."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ class Strategy:
         return ", ".join(filter(None, parts)) or "whole"
 
 
-def deepspeed_of(way: Strategy) -> dict[str, Any]:
+def deepspeed_of(strategy: Strategy) -> dict[str, Any]:
     """What the shipped file says that `file_of` names."""
-    zero: dict[str, Any] = {"stage": way.zero_stage}
-    if way.offload:
+    zero: dict[str, Any] = {"stage": strategy.zero_stage}
+    if strategy.offload:
         zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     return {"zero_optimization": zero}
 
 
-def file_of(way: Strategy) -> str:
-    return f"ds_configs/zero{way.zero_stage}{'_offload' if way.offload else ''}.json"
+def file_of(strategy: Strategy) -> str:
+    return f"ds_configs/zero{strategy.zero_stage}{'_offload' if strategy.offload else ''}.json"
 
 
 def strategies(plan: PlanConfig) -> Iterator[Strategy]:

@@ -1,4 +1,4 @@
-"""What a report tells, read from run.json and metrics.jsonl and nothing else, also while the run goes on."""
+"""What a report shows, read from run.json and metrics.jsonl alone, also during the run."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ class Facts:
         return self.run.get("held_out") or {}
 
     @property
+    def has_table(self) -> bool:
+        return AFTER in self.held_out
+
+    @property
     def finished(self) -> bool:
         return bool(self.run.get("finished"))
 
@@ -61,7 +65,7 @@ def read(folder: Path) -> Facts:
             raise TypeError
         run["settings"] = translated(run["settings"], Config.__dataclass_fields__)
     except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(f"{file} cannot be read; mend it, or give another output_dir") from None
+        raise UsageError(f"{file} cannot be read; fix it, or give another output_dir") from None
     lines = read_lines(folder / "metrics.jsonl")
     return Facts(
         folder,
@@ -72,7 +76,7 @@ def read(folder: Path) -> Facts:
 
 
 def read_lines(file: Path) -> list[Line]:
-    """The complete lines of metrics.jsonl, by step: the last may be cut short, and a line may be repeated."""
+    """The complete lines of metrics.jsonl, by step; the last may be half written, and one may be repeated."""
     found: dict[tuple[int, bool], Line] = {}
     for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
         try:

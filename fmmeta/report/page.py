@@ -1,4 +1,4 @@
-"""The report of a run: report.html, one file that asks nobody for anything and runs no script."""
+"""The report of a run: report.html, one file that loads nothing and runs no script."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import redact
+from fmmeta.common.text import render
 from fmmeta.config.settings import setting
 from fmmeta.report import charts, results, timing
-from fmmeta.report.data import AFTER, FROM_START, Facts, number, read
-from fmmeta.report.markup import NONE, Markup, cell, quiet, row, row_head, section, table, tag
-from fmmeta.report.style import SHEET
+from fmmeta.report.data import AFTER, BEFORE, FROM_START, Facts, number, read
 
 NAME = "report.html"
-POLICY = (  # the browser itself refuses scripts and requests
-    "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-)
+NONE = "\u2013"  # where there is no value
 
 
 @dataclass
@@ -35,7 +32,7 @@ class ReportConfig:
 
 
 def run(config: ReportConfig) -> None:
-    """`fmmeta report`: write the report of a run anew."""
+    """`fmmeta report`: write the report of a run."""
     print(f"fmmeta: report {write(Path(config.output_dir))}", flush=True)
 
 
@@ -62,30 +59,30 @@ def keep(folder: Path, writes: bool, notice: Callable[[str], None]) -> None:
 
 def page(facts: Facts, written: str) -> str:
     """The report as text. `written`: when."""
-    sections = [
-        results.held_out(facts),
-        results.strata(facts),
-        charts.curves(facts),
-        timing.timing(facts),
-        results.confusion(facts),
-        about(facts),
-    ]
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("meta", name="robots", content="noindex"),
-        tag("link", rel="icon", href="data:,"),
-        tag("title", f"{title(facts)} · fmmeta"),
-        tag("style", Markup(SHEET)),
+    versions = {
+        **(facts.run.get("versions") or {}),
+        "git commit": facts.run.get("git_commit"),
+        "layout": facts.run.get("layout"),
+    }
+    return render(
+        Path(__file__).with_name("report.html.j2"),
+        facts=facts,
+        title=title(facts),
+        state=state(facts),
+        what=summary(facts),
+        shape=results.shape_of(facts),
+        strata=results.strata(facts),
+        training=charts.training(facts),
+        time=timing.timing(facts),
+        confusion=results.confusion(facts),
+        about=[("Settings", texts(facts.settings)), ("Versions", texts(versions))],
+        command=redact(f"fmmeta report --output_dir {facts.folder}"),
+        written=written,
+        number=number,
+        BEFORE=BEFORE,
+        FROM_START=FROM_START,
+        AFTER=AFTER,
     )
-    again = tag("code", redact(f"fmmeta report --output_dir {facts.folder}"))
-    footer = tag(
-        "footer", quiet(f"Written {written}. ", again, " writes it anew, also while the run goes on.")
-    )
-    body = tag("body", tag("main", header(facts), *sections, footer))
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
 def title(facts: Facts) -> str:
@@ -95,76 +92,28 @@ def title(facts: Facts) -> str:
     return f"{settings.get('algorithm')} on {redact(names)}"
 
 
-def header(facts: Facts) -> Markup:
+def state(facts: Facts) -> str:
+    last, wanted = facts.outer_step, facts.settings.get("outer_steps")
+    return "Finished" if facts.finished else f"Not finished: logged to outer step {last:,} of {wanted:,}"
+
+
+def summary(facts: Facts) -> str:
+    """Model, tasks, inner and outer loop, and layout in one line."""
     settings = facts.settings
-    last, wanted = facts.outer_step, settings.get("outer_steps")
-    state = "Finished" if facts.finished else f"Not finished: logged to outer step {last:,} of {wanted:,}"
     model = Path(redact(str(settings.get("model_name_or_path")))).name
-    what = (
+    tasks = settings.get("meta_batch_size", 1) * settings.get("meta_accumulation_steps", 1)
+    return (
         f"{model}, {results.shape_of(facts)} tasks, {settings.get('inner_steps')} inner steps at"
-        f" {settings.get('inner_lr')}, {wanted:,} outer steps of {tasks_per_step(settings)} tasks;"
+        f" {settings.get('inner_lr')}, {settings.get('outer_steps'):,} outer steps of {tasks} tasks;"
         f" {facts.run.get('layout')}"
     )
-    return tag("header", tag("span", state, cls="pill"), tag("h1", title(facts)), quiet(what), heroes(facts))
 
 
-def tasks_per_step(settings: dict[str, Any]) -> int:
-    return settings.get("meta_batch_size", 1) * settings.get("meta_accumulation_steps", 1)
-
-
-def heroes(facts: Facts) -> Markup | None:
-    """The few numbers that one looks for first."""
-    found = facts.held_out
-    if AFTER in found:
-        causal = (
-            facts.settings.get("task_type") == "causal_lm"
-        )  # of which few answers are right to the last token
-        key, what, form = (
-            ("loss", "loss", results.plain) if causal else ("accuracy", "accuracy %", results.percent)
+def texts(values: dict[str, Any]) -> dict[str, str]:
+    """Settings as text, secrets removed."""
+    return {
+        key: redact(
+            " ".join(map(str, value)) if isinstance(value, list) else NONE if value is None else str(value)
         )
-        parts = [
-            hero("a", form(found[AFTER][key]), f"{what} on held-out tasks, meta-trained"),
-            hero("b", form(found[FROM_START][key]), "the same from the weights at the start"),
-        ]
-        if isinstance(found.get("gain"), dict):
-            parts.append(hero("c", form(found["gain"][key], signed=True), f"gain in {what} (paired)"))
-        return tag("div", *parts, cls="heroes")
-    if not facts.steps:
-        return None
-    line = facts.steps[-1]
-    loss, right = number(line.get("query_loss")), number(line.get("accuracy"))
-    said_loss, said_right = (
-        NONE if loss is None else f"{loss:.4f}",
-        NONE if right is None else f"{100 * right:.1f}",
-    )
-    return tag(
-        "div",
-        hero("a", f"{line['step']:,}", "last logged outer step"),
-        hero("b", said_loss, "query loss there"),
-        hero("c", said_right, "accuracy % there, on the query sets"),
-        cls="heroes",
-    )
-
-
-def hero(look: str, value: str, text: str) -> Markup:
-    return tag("div", tag("b", value), tag("span", text), cls=f"hero {look}")
-
-
-def about(facts: Facts) -> Markup:
-    """Settings and versions, folded."""
-    versions = {
-        **(facts.run.get("versions") or {}),
-        "git commit": facts.run.get("git_commit"),
-        "layout": facts.run.get("layout"),
+        for key, value in values.items()
     }
-    return section("about", "What was run", folded("Settings", facts.settings), folded("Versions", versions))
-
-
-def folded(name: str, values: dict[str, Any]) -> Markup:
-    cells = {key: (tag("code", key), tag("code", redact(said(value)))) for key, value in values.items()}
-    rows = [row(row_head(name), cell(value)) for name, value in cells.values()]
-    return tag("details", tag("summary", f"{name} ({len(rows)})"), table([], rows, "settings"))
-
-
-def said(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else NONE if value is None else str(value)

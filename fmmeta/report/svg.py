@@ -1,4 +1,5 @@
-"""Line charts as inline SVG: no script; the values of a step show when the pointer is over it.
+"""Line charts: coordinates for the inline SVG of report.html.j2. No script: the values of a step show when
+the pointer is over it.
 
     +--------------------------- 360 ---------------------------+
     | values of the step under the pointer                      |
@@ -17,13 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from fmmeta.report.markup import Markup, join, tag
+from typing import Any
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360.0, 214.0, 45.0, 10.0, 22.0, 34.0
 MOST_POINTS, MOST_STRIPS = 300, 100
 
 Points = Sequence[tuple[int, "float | None"]]
+Place = Callable[[int, "float | None"], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -55,32 +56,71 @@ class Chart:
     spikes: Sequence[tuple[int, float]] = ()
     ticks: Sequence[tuple[str, Sequence[int]]] = ()
 
-    def svg(self, summary: str) -> Markup:
-        """The drawing; `summary` describes it to those who cannot see it."""
-        beyond = {step for step, _ in self.spikes}  # they are drawn at the edge, lest they flatten the rest
-        values = [
-            self._height(value)
-            for one in self.series
-            if one.name
-            for step, value in one.points
-            if self._drawn(value) and step not in beyond
-        ]
-        low, high = span(values, self.log)
-        known = [(one, dict(one.points)) for one in self.series if one.name]
-        strips = [self._strip(at, known, low, high) for at in thin(self._steps(), MOST_STRIPS)]
-        named = f"{self.name}-title {self.name}-desc"
-        return tag(
-            "svg",
-            tag("title", self.title, id=f"{self.name}-title"),
-            tag("desc", summary, id=f"{self.name}-desc"),
-            self._axes(low, high),
-            *(self._line(one, low, high) for one in self.series),
-            self._marks(low, high),
-            tag("g", *strips, cls="strips"),
-            viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
-            role="img",
-            aria_labelledby=named,
+    @property
+    def named(self) -> list[Series]:
+        return [one for one in self.series if one.name]
+
+    @property
+    def area(self) -> dict[str, float]:
+        """Edges of the picture and of the part that the lines are in."""
+        return {
+            "width": WIDTH,
+            "height": HEIGHT,
+            "left": LEFT,
+            "right": WIDTH - RIGHT,
+            "top": TOP,
+            "bottom": HEIGHT - BOTTOM,
+        }
+
+    def summary(self) -> str:
+        """The curves in words, for readers who cannot see them."""
+        parts = []
+        for one in self.named:
+            known = [(step, value) for step, value in one.points if value is not None]
+            if known:
+                low, high = min(value for _, value in known), max(value for _, value in known)
+                parts.append(
+                    f"{one.name}: {known[0][1]:.4g} at step {known[0][0]}, {known[-1][1]:.4g} at step"
+                    f" {known[-1][0]}, between {low:.4g} and {high:.4g}"
+                )
+        parts += [f"{len(self.spikes)} spikes"] if self.spikes else []
+        return f"{self.title} over the outer steps. " + ("; ".join(parts) or "No values") + "."
+
+    def drawing(self) -> dict[str, Any]:
+        """Coordinates and texts of what report.html.j2 draws."""
+        beyond = {step for step, _ in self.spikes}  # drawn at the edge, so that they do not flatten the rest
+        low, high = span(
+            [
+                self._height(value)
+                for one in self.named
+                for step, value in one.points
+                if self._drawn(value) and step not in beyond
+            ],
+            self.log,
         )
+
+        def place(step: int, value: float | None) -> tuple[float, float]:
+            return self.x(step), self.y(value, low, high)
+
+        return {
+            "grid": [
+                (self.y(mark, low, high), self.form(mark))
+                for mark in (log_marks(low, high) if self.log else marks_between(low, high, 5))
+            ],
+            "labels": [(self.x(mark), f"{mark:,.0f}") for mark in marks_between(0, max(1, self.steps), 5)],
+            "lines": [(one.look, self._path(one, place), self._dots(one, place)) for one in self.series],
+            "spikes": [
+                f"M{self.x(step)} {round(self.y(value, low, high) - 1, 1)}l4.5 -8h-9z"
+                for step, value in self.spikes
+                if self._drawn(value)
+            ],
+            "ticks": [
+                (look, " ".join(f"M{self.x(step)} {HEIGHT - BOTTOM + 3}v7" for step in steps))
+                for look, steps in self.ticks
+                if steps
+            ],
+            "strips": self._strips(place),
+        }
 
     def _drawn(self, value: float | None) -> bool:
         return value is not None and (value > 0 or not self.log)
@@ -89,81 +129,46 @@ class Chart:
         assert value is not None
         return math.log10(value) if self.log else value
 
-    def _steps(self) -> list[int]:
-        return sorted({step for one in self.series if one.name for step, _ in one.points})
-
     def x(self, step: float) -> float:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * step / max(1, self.steps), 1)
 
-    def y(self, value: float, low: float, high: float) -> float:
+    def y(self, value: float | None, low: float, high: float) -> float:
         share = min(1.0, max(0.0, (self._height(value) - low) / (high - low)))
         return round(TOP + (HEIGHT - TOP - BOTTOM) * (1 - share), 1)
 
-    def _axes(self, low: float, high: float) -> Markup:
-        parts = []
-        for mark in log_marks(low, high) if self.log else marks_between(low, high, 5):
-            at = self.y(mark, low, high)
-            parts += [
-                tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, cls="grid"),
-                tag("text", self.form(mark), x=LEFT - 5, y=at, dy=".35em", cls="end"),
-            ]
-        for mark in marks_between(0, max(1, self.steps), 5):
-            parts.append(tag("text", f"{mark:,.0f}", x=self.x(mark), y=HEIGHT - 8, cls="middle"))
-        return tag("g", *parts, cls="axes")
-
-    def _line(self, one: Series, low: float, high: float) -> Markup:
+    def _path(self, one: Series, place: Place) -> str:
         moves, up = [], "M"
         for step, value in extremes(one.points, MOST_POINTS):
-            if not self._drawn(value):
-                up = "M"
-                continue
-            moves.append(f"{up}{self.x(step)} {self.y(value, low, high)}")  # type: ignore[arg-type]
-            up = "L"
-        ends = (
-            [
-                tag("circle", cx=self.x(step), cy=self.y(value, low, high), r=2.2, cls=f"dot {one.look}")  # type: ignore
-                for step, value in one.points
-                if self._drawn(value)
-            ]
-            if one.name and len(one.points) <= 40
-            else []
-        )
-        return join(tag("path", d=" ".join(moves) or "M0 0", cls=f"curve {one.look}"), *ends)
+            if self._drawn(value):
+                moves.append("{}{} {}".format(up, *place(step, value)))
+            up = "L" if self._drawn(value) else "M"
+        return " ".join(moves) or "M0 0"
 
-    def _marks(self, low: float, high: float) -> Markup:
-        parts = [
-            tag("path", d=f"M{self.x(step)} {round(self.y(value, low, high) - 1, 1)}l4.5 -8h-9z", cls="spike")
-            for step, value in self.spikes
-            if self._drawn(value)
-        ]
-        for look, steps in self.ticks:
-            moves = " ".join(f"M{self.x(step)} {HEIGHT - BOTTOM + 3}v7" for step in steps)
-            if moves:
-                parts.append(tag("path", d=moves, cls=f"tick {look}"))
-        return tag("g", *parts)
+    def _dots(self, one: Series, place: Place) -> list[tuple[float, float]]:
+        """Points of a short line."""
+        if not one.name or len(one.points) > 40:
+            return []
+        return [place(step, value) for step, value in one.points if self._drawn(value)]
 
-    def _strip(
-        self, step: int, known: Sequence[tuple[Series, dict[int, float | None]]], low: float, high: float
-    ) -> Markup:
+    def _strips(self, place: Place) -> list[dict[str, Any]]:
         """What shows while the pointer is over a step, and where the pointer has to be for it."""
-        here = [(one, values.get(step)) for one, values in known]
-        here = [(one, value) for one, value in here if self._drawn(value)]
-        words = [tag("tspan", f"\u2002{one.name} {value:.4g}", cls=f"word {one.look}") for one, value in here]
-        dots = [
-            tag("circle", cx=self.x(step), cy=self.y(value, low, high), r=3.4, cls=f"dot {one.look}")  # type: ignore
-            for one, value in here
+        known = [(one, dict(one.points)) for one in self.named]
+        steps = sorted({step for _, values in known for step in values})
+        width = max(3.0, (WIDTH - LEFT - RIGHT) / min(MOST_STRIPS, max(1, len(steps))))
+        return [
+            {
+                "step": step,
+                "x": self.x(step),
+                "left": round(min(max(0.0, self.x(step) - width / 2), WIDTH - width), 1),
+                "width": round(width, 1),
+                "shown": [
+                    (one.look, one.name, values[step], place(step, values[step])[1])
+                    for one, values in known
+                    if self._drawn(values.get(step))
+                ],
+            }
+            for step in thin(steps, MOST_STRIPS)
         ]
-        width = max(3.0, (WIDTH - LEFT - RIGHT) / min(MOST_STRIPS, max(1, len(self._steps()))))
-        left = min(max(0.0, self.x(step) - width / 2), WIDTH - width)
-        shown = tag(
-            "g",
-            tag("line", x1=self.x(step), x2=self.x(step), y1=TOP, y2=HEIGHT - BOTTOM, cls="hair"),
-            *dots,
-            tag("text", tag("tspan", f"step {step:,}"), *words, x=WIDTH - RIGHT, y=12, cls="end"),
-            cls="tip",
-        )
-        area = tag("rect", x=round(left, 1), y=0, width=round(width, 1), height=HEIGHT, cls="area")
-        return tag("g", area, shown, cls="strip")
 
 
 def span(values: Sequence[float], log: bool) -> tuple[float, float]:

@@ -81,7 +81,7 @@ def main(model: str, data: str, out: str, *cases: str) -> None:
 def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any) -> dict[str, Any]:
     from fmmeta.config.settings import Config
     from fmmeta.models.load import empty_learner
-    from fmmeta.planning.compute import one_pass, products
+    from fmmeta.planning.compute import count_matmuls, one_pass
     from fmmeta.planning.memory import rank_sizes
     from fmmeta.planning.sizes import largest_part
     from fmmeta.training import build
@@ -119,7 +119,7 @@ def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any
         config,
         plan.precision,
         sizes,
-        products(learner, config),
+        count_matmuls(learner, config),
         data_ranks,
         4,
         batches.support[0].input_ids.shape[1],

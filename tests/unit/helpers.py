@@ -15,6 +15,7 @@ import torch
 from fmmeta.common.errors import UsageError
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World
+from fmmeta.tasks.data import rows
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -52,3 +53,11 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
         path.write_bytes(gzip.compress(plain.read_bytes()))
         plain.unlink()
     return path
+
+
+def read_rows(dataset: str, config_name: str | None = None) -> list[rows.Row]:
+    """Every row of a file, a folder or a hub data set."""
+    files = rows.data_files(dataset)
+    if files is None:
+        return rows.hub_rows(dataset, rows.open_hub(dataset, config_name))
+    return [row for file in files for row in rows.read_file(file)]

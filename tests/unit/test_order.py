@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule, node_parts
 from fmmeta.tasks.schedule.order import VIRTUAL, StratifiedOrder, epoch_quotas, splitmix64
-from fmmeta.tasks.schedule.samplers import EveryClassBatches, SequentialTasks, TaskSampler
+from fmmeta.tasks.schedule.samplers import TaskSampler
 from fmmeta.tasks.sources.base import shares
 from tests.unit.helpers import refusal
 
@@ -208,45 +208,6 @@ def test_task_sampler_goes_on_where_it_is_told():
     tasks = [next(stream) for _ in range(20)]
     begin = next(i for i, task in enumerate(tasks) if task.seed[2] == 3)
     assert [next(later) for _ in range(5)] == tasks[begin : begin + 5]
-
-
-@given(
-    st.lists(st.integers(0, 5), min_size=3, max_size=40),
-    st.integers(0, 9),
-    st.integers(0, 30),
-    st.integers(0, 5),
-)
-def test_every_class_is_in_each_batch(labels, more, first, seed):
-    classes = len(set(labels))
-    sampler = iter(EveryClassBatches(labels, classes + more, seed, first))
-    straight = iter(EveryClassBatches(labels, classes + more, seed))
-    for _ in range(first):
-        next(straight)
-    for _ in range(5):
-        batch = next(sampler)
-        held = Counter(labels[row] for row in batch)
-        assert len(batch) == classes + more
-        assert len(held) == classes
-        assert max(held.values()) - min(held.values()) <= 1
-        assert batch == next(straight)
-
-
-def test_small_batches_and_shuffled_schedules_are_refused():
-    with pytest.raises(ValueError, match="batch_size=2 is below the 3 classes; use 3 or more"):
-        EveryClassBatches([0, 1, 2], 2)
-    with pytest.raises(ValueError, match="the schedule shuffles; make it with shuffle=False"):
-        SequentialTasks(Schedule(items_of([3]), 1, 0), 3)
-
-
-def test_sequential_tasks_end_and_repeat():
-    made = [
-        [task.item for task in SequentialTasks(Schedule(items_of([3, 2]), 2, seed, shuffle=False), 7)]
-        for seed in (0, 1)
-    ]
-    assert made[0] == made[1]
-    assert sorted(made[0][:5]) == [0, 1, 2, 3, 4]
-    assert made[0][5:] == made[0][:2]
-    assert len(SequentialTasks(Schedule(items_of([3]), 1, 0, shuffle=False), 7)) == 7
 
 
 def test_epoch_and_index_of_an_outer_step():

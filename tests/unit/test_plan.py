@@ -21,7 +21,7 @@ from fmmeta.meta.outer_step import OPTIMIZERS, MetaGradient, Outer
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.planning import machines, show
-from fmmeta.planning.compute import MatmulCounts, needed_flops, products, task_work
+from fmmeta.planning.compute import MatmulCounts, count_matmuls, needed_flops, task_work
 from fmmeta.planning.layouts import Planner
 from fmmeta.planning.machines import PROFILES, Profile
 from fmmeta.planning.memory import estimate, rank_sizes
@@ -106,7 +106,7 @@ def test_flops_are_those_that_torch_counts(tmp_path, family, task, checkpointing
         logits = learner(ids, torch.ones_like(ids))
     with FlopCounterMode(display=False) as backward:
         logits.float().sum().backward()
-    asked = products(learner, config)
+    asked = count_matmuls(learner, config)
     found = (
         rows * tokens * asked.flops(tokens, False, False),
         rows * tokens * asked.flops(tokens, True, checkpointing),
@@ -129,7 +129,7 @@ def test_frozen_weights_cost_no_gradients_of_their_own(tmp_path):
     ids = torch.randint(3, 200, (3, 20))
     with FlopCounterMode(display=False) as counted:
         learner(ids, torch.ones_like(ids)).float().sum().backward()
-    found = 60 * products(learner, config).flops(20, True, False)
+    found = 60 * count_matmuls(learner, config).flops(20, True, False)
     assert found == pytest.approx(
         counted.get_total_flops(), rel=0.05
     )  # nothing is asked of the first layer's input
@@ -208,7 +208,7 @@ def seconds_of(
         DeepSpeedSettings(stage, False, False),
         Topology(group_size, group_size, groups, True, groups == 1),
     )
-    task = task_work(config, precision, sizes, products(learner, config), group_size, 16)
+    task = task_work(config, precision, sizes, count_matmuls(learner, config), group_size, 16)
     one = task_seconds(task, sizes, precision, room, profile)
     return sizes, one, step_seconds(one, tasks, sizes, precision, room, profile)
 
@@ -218,10 +218,12 @@ def test_one_rank_computes_and_nothing_else(folders):
         model_name_or_path=folders["llama"], task_type="causal_lm", k_shot=8, num_query=4, inner_steps=3
     )
     learner = empty_learner(config, describe(config))
-    per_token = 6 * products(learner, config).whole + 12 * 3 * 32 * 16
+    per_token = 6 * count_matmuls(learner, config).whole + 12 * 3 * 32 * 16
     _, one, step = seconds_of(config, 0, 1, tasks=2)
     assert one.compute == pytest.approx((3 * 8 + 4) * 16 * per_token / 1e12)
-    assert needed_flops(config, products(learner, config), 16) == pytest.approx((3 * 8 + 4) * 16 * per_token)
+    assert needed_flops(config, count_matmuls(learner, config), 16) == pytest.approx(
+        (3 * 8 + 4) * 16 * per_token
+    )
     assert (one.group, step.cross) == (0, 0)
     assert step.compute == 2 * one.compute
 
@@ -285,7 +287,7 @@ def test_offloaded_weights_come_for_every_micro_batch(folders):
     room = Topology(1, 1, 1, True, True)
     for live, times in ((1000, 2 * 4), (10**9, 4)):
         precision = DeepSpeedSettings(3, False, True, live, offload_param=True)
-        task = task_work(config, precision, sizes, products(learner, config), 1, 16)
+        task = task_work(config, precision, sizes, count_matmuls(learner, config), 1, 16)
         assert [one.fetched for _, one in task.passes] == [times * 4 * sizes.params] * 2
         found = task_seconds(task, sizes, precision, room, RATES)
         assert found.group == pytest.approx(6 * times * 4 * sizes.params / 1e8)
@@ -348,9 +350,9 @@ def test_best_comes_first(planned):
     assert all(not one.lacking for one in layouts)
     times = [one.step_seconds for one in layouts]
     assert times == sorted(times)
-    assert layouts[0].memory.total <= planner.room
+    assert layouts[0].memory.total <= planner.gpu_bytes
     assert all(0 < one.efficiency <= 1 for one in layouts)
-    assert {one.way.tensor for one in layouts if one.way.lora_r} == {1}
+    assert {one.strategy.tensor for one in layouts if one.strategy.lora_r} == {1}
     assert any("adapters are not cut" in why for why in planner.refused)
 
 
@@ -374,10 +376,10 @@ def test_less_memory_leaves_fewer_layouts(folders):
 def test_every_command_is_one_that_train_takes(planned):
     planner, layouts = planned
     for one in layouts:
-        config = cli.parse(show.flags(planner, one.way))
-        wanted = planner.config_of(one.way)
-        assert replace(config, deepspeed=None) == replace(wanted, deepspeed=None), one.way
-        assert (config.deepspeed is None) == (one.way.group_size == 1 and not one.way.offload)
+        config = cli.parse(show.flags(planner, one.strategy))
+        wanted = planner.config_of(one.strategy)
+        assert replace(config, deepspeed=None) == replace(wanted, deepspeed=None), one.strategy
+        assert (config.deepspeed is None) == (one.strategy.group_size == 1 and not one.strategy.offload)
     starts = {
         gpus: show.command(Planner(plan_of(gpus=gpus), PROFILES["h100"]), Strategy(1, 0)) for gpus in (4, 16)
     }

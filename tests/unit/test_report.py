@@ -17,9 +17,9 @@ from fmmeta import cli
 from fmmeta.report import data as facts_of
 from fmmeta.report.data import read, spikes, times
 from fmmeta.report.page import keep, write
-from fmmeta.report.style import DARK, LIGHT, TEXTS
 from fmmeta.report.svg import extremes, marks_between, smooth
 from tests.runs import BAD, NOT_FINITE, SKIPPED, SPIKE, held_out, metrics, write_run
+from tests.support.report_style import DARK, LIGHT, TEXTS
 
 VOID = {"meta", "link", "br"}
 
@@ -356,6 +356,7 @@ def test_contrast(colours):
         light, dark = sorted((luminance(colours[ink]), luminance(colours[on])), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5, (ink, on)
     assert LIGHT.keys() == DARK.keys()
+    assert len(LIGHT) == 23
 
 
 def test_the_command(run, capsys, tmp_path):
@@ -380,7 +381,7 @@ def test_the_command(run, capsys, tmp_path):
     (run / "run.json").write_text("{")
     assert ended("--output_dir", str(run)) == (
         2,
-        f"fmmeta: error: {run / 'run.json'} cannot be read; mend it, or give another output_dir",
+        f"fmmeta: error: {run / 'run.json'} cannot be read; fix it, or give another output_dir",
     )
 
 

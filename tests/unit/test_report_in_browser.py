@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 
 from fmmeta.report.page import write
-from fmmeta.report.style import DARK, LIGHT
 from tests.browser import Browser, find
 from tests.runs import held_out, write_run
+from tests.support.report_style import DARK, LIGHT
 
 pytestmark = pytest.mark.skipif(
     find() is None, reason="no chromium; install one, or name it by FMMETA_CHROMIUM"

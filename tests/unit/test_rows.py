@@ -6,8 +6,7 @@ import gzip
 
 import pytest
 
-from fmmeta.tasks.data.rows import read_rows
-from tests.unit.helpers import refusal, write_rows
+from tests.unit.helpers import read_rows, refusal, write_rows
 
 ROWS = [
     {"text": 'Grüße, "du"', "label": "a"},

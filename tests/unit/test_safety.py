@@ -20,13 +20,13 @@ from fmmeta.common.security import CONTROL, disk_trouble, redact
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks import episode_folder, loader
-from fmmeta.tasks.data.rows import data_files, read_file, read_rows
+from fmmeta.tasks.data.rows import data_files, read_file
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.tasks.sources.task_files import task_files
 from fmmeta.training.run_record import Metrics, write_run
 from tests import audit
 from tests.models import write_classes
-from tests.unit.helpers import refusal
+from tests.unit.helpers import read_rows, refusal
 
 ROW = b'{"text": "a b c", "label": "x"}\n'
 

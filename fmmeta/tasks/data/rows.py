@@ -61,14 +61,6 @@ def data_files(dataset: str) -> list[Path] | None:
     return None
 
 
-def read_rows(dataset: str, config_name: str | None = None, bad: Bad = refuse) -> list[Row]:
-    """Read every row of a file, a folder or a hub data set. Raises `UsageError` naming file and line."""
-    files = data_files(dataset)
-    if files is None:
-        return hub_rows(dataset, open_hub(dataset, config_name))
-    return [row for file in files for row in read_file(file, bad)]
-
-
 def ending(path: Path) -> str | None:
     name = path.name.removesuffix(".gz")
     return next((end for end in ENDINGS if name.endswith(end)), None)
