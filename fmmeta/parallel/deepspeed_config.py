@@ -1,6 +1,6 @@
 """The user's DeepSpeed JSON, completed: "auto" filled, our part set, what would break meta-training refused.
 
-Source of each rule: docs/design.md, "What DeepSpeed does by itself".
+Source of each rule: docs/architecture.md, "What DeepSpeed does by itself".
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ Backward, from v = dL_query/dphi_K, w = 0, for k = K-1 .. 0:
     v <- v + c_k dL_query/dphi_k        multi-step loss: the query loss counts at phi_k too, k > 0
 
 then v = dL/dphi_0, and the gradient through the initial head (classifier_head.py). Products alpha v are
-element by element, so every vector is a rank's shard. H v comes from ordinary gradients
-(hessian.py); this is the Hessian-free form of Fallah, Mokhtari, Ozdaglar, "On the Convergence Theory of Gradient-Based Model-Agnostic Meta-Learning
-Algorithms", 2020 (arXiv 1908.10400), for K steps.
+element by element, so every vector is a rank's shard. H v comes from ordinary gradients (hessian.py); this
+is the Hessian-free form of Fallah, Mokhtari, Ozdaglar, "On the Convergence Theory of Gradient-Based
+Model-Agnostic Meta-Learning Algorithms", 2020 (arXiv 1908.10400), for K steps.
 """
 
 from __future__ import annotations
