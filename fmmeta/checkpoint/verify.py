@@ -93,7 +93,7 @@ def file_fault(file: Path, entry: Entry) -> str:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """state.json. Raises `UsageError` if it is none that a run can go on from."""
+    """state.json. Raises `UsageError` if no run can resume from it."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -25,8 +25,8 @@ REPEATS = 5
 
 
 def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device, bf16: bool) -> list[float]:
-    """Median seconds of a forward and backward pass of `rows` x `tokens` through each layer and what lies
-    beside it.
+    """Median seconds of a forward and backward pass of `rows` x `tokens` through each layer and the
+    parts outside the layers.
 
     learner: parameters without storage, real buffers, as a Stream has them; it stays as it is.
     """

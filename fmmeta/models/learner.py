@@ -35,10 +35,10 @@ class Learner(nn.Module):
 
 
 class CausalLearner(Learner):
-    """A causal language model; it has no head of its own to reset.
+    """A causal language model; it has no separate head to reset.
 
     packed: `attention_mask` numbers the rows of each sequence. transformers keeps rows apart by their
-    positions, which begin anew with each (masking_utils.find_packed_sequence_indices), if it gets no mask
+    positions, which restart with each (masking_utils.find_packed_sequence_indices), if it gets no mask
     beside them.
     """
 

@@ -38,7 +38,7 @@ class OuterMemory:
     offload: bool
 
     def keep(self, vector: Tensor) -> Tensor:
-        """The vector at home, wherever it comes from: itself if it lies on the device already, or a copy."""
+        """The vector on the storage device: itself if it is there already, or a copy."""
         return self.zeros(vector).copy_(vector) if self.offload else vector.to(self.device)
 
     def zeros(self, like: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ class Communicator:
         except Exception as error:
             failure, trouble = error, disk_trouble(error)
             if trouble is not None:
-                failure = UsageError(f"{trouble} (while {doing}); mend that, and run the same command again")
+                failure = UsageError(f"{trouble} (while {doing}); fix that, and run the same command again")
         kind = "" if failure is None else "usage:" if isinstance(failure, UsageError) else "crash:"
         answers = self.gather_bytes(f"{kind}{failure if failure else ''}".encode())
         failed = [(rank, text.decode()) for rank, text in enumerate(answers) if text]
@@ -178,8 +178,8 @@ class Communicator:
 
 
 class SharedStore:
-    """Notes by name, kept by one process (rank 0's, or torchrun's agent) and read without waiting for whoever
-    writes them. Each carries a code that needs the secret of this launch: whoever reaches the store can
+    """Notes by name, kept by one process (rank 0's, or torchrun's agent) and read without waiting for the
+    writer. Each carries a code that needs the secret of this launch: a client of the store can
     remove notes, and write none that count.
 
     Nothing else works while a rank is stopped. If the keeper is the one that is stopped, every call waits:
@@ -226,7 +226,7 @@ class ProcessGroups:
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks, logs and writes for all."""
+        """Whether this process logs and writes for all."""
         return self.layout.launch.global_rank == 0
 
 
@@ -290,7 +290,7 @@ class World:
         prepared = launch.global_rank == first or self._wait(board, key, doing, first, timeout_s, say)
         with self.comm.raise_on_all(doing):
             try:
-                if prepared:  # if not, that rank's error is everybody's
+                if prepared:  # if not, every rank raises that rank's error
                     result = work()
                     done = "done"
             finally:
@@ -454,7 +454,7 @@ def connect_gloo(address: str, name: str, rank: int, size: int, timeout: timedel
 
 
 def proof(secret: bytes, *said: Any) -> str:
-    """That whoever says so knows the secret: an HMAC, as PROOF hex digits."""
+    """Proof that the writer knows the secret: an HMAC of PROOF hex digits."""
     return hmac.new(secret, json.dumps(said, sort_keys=True).encode(), "sha256").hexdigest()
 
 
@@ -468,7 +468,7 @@ def backends() -> tuple[bool, bool]:
 
 
 def pending_type() -> Any:
-    """What a communication under way is; whoever needs its result calls `wait` on it, DeepSpeed too."""
+    """A pending communication; a caller that needs its result calls `wait` on it, DeepSpeed too."""
     return dist.Work
 
 

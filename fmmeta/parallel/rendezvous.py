@@ -2,8 +2,8 @@
 one.
 
 torchrun's agent keeps its store over `--max-restarts` when the rendezvous is static (torch's comment says
-otherwise), and ranks that read each other's old addresses wait for ever. So every process brings a number of
-its own:
+otherwise), and ranks that read each other's old addresses wait for ever. So every process writes a random
+number:
 
     all     join/<rank> = own number
     first   roster = a new name and the numbers it has read; again, whenever one of them has changed
@@ -37,7 +37,7 @@ def agree_on_generation(
 ) -> str:
     """Return a name that is new and the same for all.
 
-    Raises `TimeoutError`. Collective: everybody, by way of `notes`.
+    Raises `TimeoutError`. Collective: world, through `notes`.
     """
     number = number or uuid.uuid4().hex
     deadline = time.monotonic() + timeout_s

@@ -137,7 +137,7 @@ class Transforms:
             made = transform(value, np.random.default_rng(seed))
         except Exception as error:
             raise UsageError(
-                f"transform {name} failed with {type(error).__name__}: {error}; mend it or leave it out"
+                f"transform {name} failed with {type(error).__name__}: {error}; fix it or leave it out"
             ) from error
         if type(made) is not type(value):
             raise UsageError(

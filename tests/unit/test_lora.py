@@ -449,5 +449,5 @@ def test_a_broken_adapter_folder_is_refused(tmp_path):
     assert (
         refusal(describe, Config(model_name_or_path=str(tmp_path)))
         == f"model_name_or_path={tmp_path}: adapter_config.json cannot be read ('base_model_name_or_path');"
-        " mend it"
+        " fix it"
     )

@@ -4,8 +4,8 @@
     chat      the tokenizer's own chat template, {input} as the user's turn and {output} as the assistant's
     other     a format string with {input}, and {output} where it does not just follow
 
-The prompt of an example is exactly the text that a model is asked with after training: for chat it ends with
-the template's generation prompt. What a template puts behind the answer (the end of the turn) is learned with
+The prompt of an example is exactly the text that a model gets after training: for chat it ends with the
+template's generation prompt. What a template puts behind the answer (the end of the turn) is learned with
 it.
 """
 
@@ -96,7 +96,7 @@ def chat_prompt(tokenizer: Any) -> Prompt:
                 enable_thinking=False,
                 chat_template=STOPPED_CLOCK + tokenizer.get_chat_template(),
             )
-        except Exception as error:  # a template is a program of its own
+        except Exception as error:  # a template is a program
             raise UsageError(
                 f"prompt_template=chat: the tokenizer's chat template fails ({' '.join(str(error).split())});"
                 " use plain or a format string"
