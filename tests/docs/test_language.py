@@ -44,7 +44,6 @@ LEFT = {
     "config": 11,
     "elastic": 20,
     "meta": 34,
-    "pages": 94,
     "planning": 21,
     "reliability": 13,
     "report": 10,
