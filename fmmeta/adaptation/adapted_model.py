@@ -1,4 +1,4 @@
-"""A model that has learned one task: what `adapt` gives."""
+"""The result of `adapt`: a model that has learned one task."""
 
 from __future__ import annotations
 

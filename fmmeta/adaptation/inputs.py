@@ -1,5 +1,4 @@
-"""What `predict` reads and where its answers go: plain lines, JSON lines or the rows of a table in, JSON
-lines out.
+"""Input and output of `predict`: reads plain lines, JSON lines or table rows, writes JSON lines.
 
 A file of answers appears under its name when it is whole; until then, and if anything fails, what lay there
 stays.

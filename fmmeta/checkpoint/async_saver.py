@@ -1,4 +1,4 @@
-"""Saving while training continues: shards are copied into host memory, a thread writes them.
+"""Saves checkpoints while training continues: copies shards to host memory, writes them in a thread.
 
     save:    wait for the write before -> copy this rank's pieces (training waits) -> start the thread
     thread:  write.py over a separate communicator, without mixing with messages of training

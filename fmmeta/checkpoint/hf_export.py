@@ -1,5 +1,4 @@
-"""From theta to an ordinary HF folder: config, safetensors, tokenizer, and fmmeta.json with what adaptation
-needs.
+"""Exports theta as a Hugging Face folder: config, safetensors, tokenizer and fmmeta.json.
 
 `from_pretrained` reads it without fmmeta. An encoder with fmmeta's pooling becomes a sentence-transformers
 folder. A model is written file by file, each by the rank that holds its tensors or the first one; no rank

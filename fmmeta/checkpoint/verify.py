@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: the names in its folder, its manifest, the digest of every file.
+"""Verifies checkpoints: the names in a folder, its manifest, the checksum of every file.
 
 Reads and renames; what the files mean is checkpoint.py's. Names in a manifest are compared and never
 followed.

@@ -51,7 +51,7 @@ class ElasticCommunicator(Communicator):
     def __init__(self, own: Communicator, lighthouse: str, name: str) -> None:
         super().__init__(None, 0, 1, torch.device("cpu"))
         self.own, self.mark, self.secret = own, "", b""
-        mine = f"{name}:{uuid.uuid4().hex[:8]}"  # who comes again is somebody else
+        mine = f"{name}:{uuid.uuid4().hex[:8]}"  # a restarted group gets a new name
         self.name = own.gather_bytes(mine.encode())[0].decode()
         self.fresh, self.writes = True, False
         self.patience_s = MEET_S
@@ -204,7 +204,7 @@ class AllGroups(Communicator):
         return [bytes.fromhex(part) for group in told for part in json.loads(group)]
 
     def broadcast_(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        raise NotImplementedError("nobody needs it")
+        raise NotImplementedError("not used across groups")
 
     def set_timeout(self, seconds: float) -> None:
         """Both have their own."""

@@ -1,6 +1,4 @@
-"""How a launch becomes a group of an elastic run: its line to the lighthouse, its communicators, and the mark
-by which groups of one run know each other (--elastic).
-"""
+"""Joins a launch to an elastic run: lighthouse client, communicators, and the mark of the run (--elastic)."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ SECRET = ".elastic-secret"
 
 
 def join(config: Config, own: Communicator) -> ElasticCommunicator | None:
-    """A crew that nobody has been called for yet; None without --elastic.
+    """An elastic communicator without members yet; None without --elastic.
 
     Raises `UsageError`. Collective: world.
     """

@@ -1,6 +1,4 @@
-"""`fmmeta lighthouse`: the one process that tells the groups of an elastic run who is there; torchft's
-server.
-"""
+"""`fmmeta lighthouse`: runs torchft's lighthouse server, which lists the groups of an elastic run."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ class LighthouseConfig:
     join_timeout: float = setting(
         60.0, "Seconds that those who are there wait for a group that beats and does not come"
     )
-    min_groups: int = setting(1, "Fewest groups that go on together")
+    min_groups: int = setting(1, "Minimum number of groups of a step")
 
 
 def lighthouse(config: LighthouseConfig) -> None:

@@ -35,7 +35,7 @@ QUESTION = timedelta(days=1)
 
 class LighthouseClient:
     """One per group. `name`: of this group, used once; `ft`: torchft's low-level interface. Raises
-    `UsageError` where nobody answers.
+    `UsageError` without an answer.
     """
 
     def __init__(self, address: str, name: str, ft: Any) -> None:

@@ -1,5 +1,4 @@
-"""Who takes part in an outer step of a run whose groups come and go, and what follows from it, as arithmetic
-alone.
+"""The members of an outer step of an elastic run, and the roles that follow. Arithmetic only.
 
 Every group computes the same from the same answer: who gives its state (`root`), who takes it (`heals`), who
 writes the files.

@@ -1,5 +1,4 @@
-"""How a group that is new, or has missed the end of an outer step, comes to the state of one that is furthest
-on (--elastic).
+"""Transfers the state of a run to a group that is new or behind (--elastic).
 
 Everything that a checkpoint holds travels, rank by rank and bit for bit: theta, outer optimizer, position,
 counters, the last line of metrics.jsonl. Nothing of it is used before all of it is there, so that a group

@@ -1,9 +1,8 @@
-"""`fmmeta elastic`: the groups of an elastic run on this node, each a launch of its own, started again when
-they die.
+"""`fmmeta elastic`: starts the groups of an elastic run on this node and restarts those that die.
 
-A group is the processes of one launch; if one of them ends badly, all of them are ended and the group begins
-anew. Nothing is kept here. If it dies itself, groups of one go on (and need another lighthouse, if it was
-here), larger ones stop after a save, as under any launcher that is gone.
+A group is the processes of one launch; if one of them ends badly, all of them are ended and the group is
+restarted. The supervisor stores no state. If it dies, groups of one rank continue (and need another
+lighthouse, if it ran here); larger ones stop after a save, as without any launcher.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class ElasticConfig(Config):
 
 
 class Process(Protocol):
-    """A rank, as subprocess has it; it leads a session of its own."""
+    """A rank, as subprocess has it; it leads a separate session."""
 
     @property
     def pid(self) -> int: ...
@@ -213,7 +212,7 @@ class Supervisor:
             process.wait()
 
     def start(self, group: Group) -> None:
-        """A launch of its own: own ranks, own port."""
+        """A separate launch: own ranks, own port."""
         size, number, port = self.config.ranks_per_group, self.groups.index(group), free_port()
         group.starts += 1
         group.processes = []

@@ -1,6 +1,4 @@
-"""Which episodes an evaluation looks at: fixed by the data, the settings and the seed; of models only the
-splits that they were trained with count.
-"""
+"""The episodes of an evaluation, fixed by data, settings, seed and the training splits of the models."""
 
 from __future__ import annotations
 

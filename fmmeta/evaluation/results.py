@@ -1,4 +1,4 @@
-"""The results of an evaluation: as a file, as a table, and as paired differences from another one."""
+"""Results of an evaluation: as a file, as a table, and as paired differences from other results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a model's name, be it a folder or a hub id. Without a network nothing waits for the hub."""
+"""Files of a folder or hub id, online or offline; without a network no call waits for the hub."""
 
 from __future__ import annotations
 

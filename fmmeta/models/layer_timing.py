@@ -1,4 +1,4 @@
-"""How long each layer of a model takes, by trying one of each kind on this machine.
+"""Measures the time of each layer of a model by running one of each kind on this machine.
 
 A stage of one layer runs forward and backward with random weights, through the code that will train it; what
 a stage without layers takes (masks, rotary tables) is subtracted, since every stage pays it alike. The first

@@ -1,5 +1,4 @@
-"""Weights one tensor at a time: a learner whose parameters have no storage yet, and a checkpoint that fills
-them by name.
+"""Builds a learner on the meta device and loads its weights from the checkpoint one tensor at a time.
 
 Pipeline stages and ZeRO 3 begin here, so that no rank ever holds a whole model. What the checkpoint lacks (a
 new classifier, adapters) is made whole on every rank as transformers and peft would make it, from the same

@@ -1,4 +1,4 @@
-"""What is trained: an HF model, and for classification its head, behind one forward.
+"""The trained module: a Hugging Face model, and a head for classification, behind one forward.
 
     learner(input_ids [B, T], attention_mask [B, T]) -> logits [B, C] or [B, T, V]
     learner(..., want="features")                    -> [B, D], what the classifier head sees

@@ -1,4 +1,4 @@
-"""From a folder, a hub id or `tiny` to a learner and its tokenizer.
+"""Loads a learner and its tokenizer from a folder, a hub id or `tiny`.
 
 Weights come from safetensors, never from pickles.
 """

@@ -1,5 +1,4 @@
-"""LoRA through peft: low-rank adapters beside frozen linear layers, and the folder that plain peft loads them
-from.
+"""LoRA through peft: low-rank adapters on frozen linear layers, saved as a peft adapter folder.
 
     y = W x + (alpha / r) B A x        W frozen; A [r, in] random from the seed, B [out, r] zero
 

@@ -1,5 +1,4 @@
-"""Adapters and heads with a task axis: rows of several tasks go through the frozen base together, each with
-its task's weights.
+"""Adapters and heads with a task axis: one pass of the frozen base for rows of several tasks.
 
     y = W x + (alpha / r) B_t A_t x        LoRA, rows of task t
     y = W_t x + b_t                        a head, or what else is trained whole

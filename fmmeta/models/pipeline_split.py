@@ -1,4 +1,4 @@
-"""A learner cut into pipeline stages: consecutive layers stay, the others give way to stand-ins.
+"""Splits a learner into pipeline stages: a stage keeps consecutive layers, stand-ins replace the rest.
 
     stage 0          tokens -> embeddings -> layers -> hidden states
     in between       hidden states -> layers -> hidden states

@@ -1,4 +1,4 @@
-"""The user's DeepSpeed JSON, completed: "auto" filled, our part set, what would break meta-training refused.
+"""Completes the user's DeepSpeed JSON: fills "auto", sets our keys, refuses what breaks meta-training.
 
 Source of each rule: docs/architecture.md, "What DeepSpeed does by itself".
 """

@@ -1,5 +1,4 @@
-"""Which ranks share a node, whether groups stay inside one, and which links carry what. Arithmetic and words
-only.
+"""Assigns ranks to nodes: groups inside a node, and the printed map of links. Does not communicate.
 
 A group sends something in every pass, groups among each other once per outer step: a group belongs on one
 node wherever it fits.

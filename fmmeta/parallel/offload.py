@@ -1,5 +1,4 @@
-"""Where a rank's outer state lives: theta, the sum of directions, the outer moments. None of it is used
-inside the inner loop.
+"""Stores the outer state of a rank (theta, summed meta-gradient, moments) on the device or in host memory.
 
     device (default)    beside the shards: work happens in place
     host (--offload_outer)    in the host's memory, pinned where there is a GPU; work happens on copies

@@ -1,4 +1,4 @@
-"""Process groups, and the only module that imports torch.distributed.
+"""Process groups; the only module that imports torch.distributed.
 
 Each worker group is its own default world, so that DeepSpeed and transformers see nothing but the model
 they shard (docs/design.md). Three communicators exist beside each other:

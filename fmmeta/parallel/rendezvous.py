@@ -1,5 +1,4 @@
-"""A name that the processes of one launch agree on, in a store that may still hold the notes of an earlier
-one.
+"""Agrees on a fresh key prefix among the processes of a launch, in a store that may hold old keys.
 
 torchrun's agent keeps its store over `--max-restarts` when the rendezvous is static (torch's comment says
 otherwise), and ranks that read each other's old addresses wait for ever. So every process writes a random

@@ -1,5 +1,4 @@
-"""Transforms of training episodes: plain callables on an example or on a whole episode, named `module:name`
-in flags.
+"""Transforms of training episodes: callables on an example or an episode, named `module:name` in flags.
 
     example   (TextExample, rng) -> TextExample      text augmentation
     episode   (TextEpisode, rng) -> TextEpisode      label-name prompts, anything that has to see the classes

@@ -1,4 +1,4 @@
-"""Examples as tokens, and a set of them cut into this rank's micro-batches.
+"""Tokenised examples, and sets of them split into this rank's micro-batches.
 
 A set (support or query) is split over the ranks of a group so that every rank gets the same number of
 micro-batches, rows of similar length are together, and the weights make the losses add up to the mean over

@@ -1,4 +1,4 @@
-"""From a checkpoint to a worker that holds it, in each of the ways to spread a model over a group.
+"""Creates a worker from a checkpoint, for each way to share a model among the ranks of a group.
 
 plain        whole on one rank                                   reads everything
 ZeRO 0-2     whole on every rank of the group                    reads everything

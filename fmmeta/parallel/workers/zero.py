@@ -1,4 +1,4 @@
-"""The worker's verbs over a DeepSpeed engine (ZeRO 0 to 3, with or without CPU offload).
+"""The worker's operations over a DeepSpeed engine (ZeRO 0 to 3, with or without CPU offload).
 
 The optimizer handed to DeepSpeed is a tap: it holds no state, communicates nothing and applies the update of
 the day to the tensors that DeepSpeed shows it. DeepSpeed calls it once per step, per parameter group or per

@@ -1,4 +1,4 @@
-"""Columns of a data set by the role they play: text and class, or input and output, task and stratum."""
+"""Columns of a data set by role: text and class, or input and output, task and stratum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an input and its answer become one text for a language model, and where in it the answer begins.
+"""Prompts of a language model: joins input and answer, and finds where the answer begins.
 
     plain     Input: {input}\\nOutput: {output}
     chat      the tokenizer's own chat template, {input} as the user's turn and {output} as the assistant's

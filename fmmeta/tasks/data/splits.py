@@ -1,6 +1,4 @@
-"""Which classes or named tasks are for training, validation and test: from a JSON file, or by a hash of their
-names.
-"""
+"""Classes or tasks of the train, validation and test splits, from a JSON file or by a hash of their names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""In which order tasks come: endless, stratified, reshuffled every epoch, and any position of it by
-arithmetic.
+"""The order of tasks: endless, stratified, reshuffled every epoch; any position is computed directly.
 
     members of strata --(seed, epoch)--> quota of each stratum --> its next members --> strata interleaved
 

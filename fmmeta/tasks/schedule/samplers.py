@@ -1,5 +1,4 @@
-"""Samplers for torch's DataLoader on the same orders: over the tasks of a schedule, and over the rows of
-labelled data.
+"""Samplers for torch's DataLoader: tasks of a schedule, and rows of labelled data.
 
 Endless ones run through virtual epochs and never drop or repeat anything to end on a whole batch; finite ones
 say.

@@ -1,4 +1,4 @@
-"""Task sources: they describe their tasks cheaply, and draw the rows of an episode on demand.
+"""Task sources: list their tasks without reading data, and draw the rows of an episode on demand.
 
     TaskSource.items                 what there is, for the schedule
     TaskSource.draw(task) -> Draw    which rows support and query are, a pure function of the task's seed

@@ -1,4 +1,4 @@
-"""From the names of data sets to task sources, one per split.
+"""Loads data sets by name into task sources, one per split.
 
     name -> rows -> columns -> tokens (token_store.py) -> classes or named tasks -> train | valid | test
          -> TaskSource

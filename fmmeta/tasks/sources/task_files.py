@@ -1,5 +1,4 @@
-"""A folder of folders of files: each file is a task, its folder the stratum. A file is read when its task is
-drawn.
+"""A folder of folders of files: each file is a task, its folder the stratum; files are read when drawn.
 
     tasks/<stratum>/<task>.jsonl      (.csv, .parquet, .gz too)
 

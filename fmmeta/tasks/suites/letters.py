@@ -1,5 +1,4 @@
-"""The built-in suite `letters`: seven families of little string tasks, generated, disjoint between train,
-valid and test.
+"""The built-in suite `letters`: seven families of string tasks, disjoint between train, valid and test.
 
 The 60 letters and digits belong to 12 hidden kinds of five. A task fixes a family and some kinds; its classes
 differ in one property of otherwise random strings. Five examples show a few letters of a kind, the query set
