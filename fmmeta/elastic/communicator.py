@@ -68,7 +68,7 @@ class ElasticCommunicator(Communicator):
         """Wait for the others of this outer step and meet them.
 
         Raises `PeerLost` where one goes at this very moment, and `MachineFault` where the lighthouse is
-        silent for `patience_s`. Collective: own, and everyone else's.
+        silent for `patience_s`. Collective: all groups.
         """
         told = b""
         with self.own.raise_on_all("asking the lighthouse"):
@@ -186,7 +186,7 @@ class AllGroups(Communicator):
         return self.crew.size * self.own.size
 
     def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Iterator[slice]:
-        """As the base; it has ended when this returns. Raises `PeerLost`. Collective: everyone."""
+        """As the base; it has ended when this returns. Raises `PeerLost`. Collective: all groups."""
         sent = self.crew.bytes_sent
         self.crew.sum_(self.own.sum_(tensor, wire), wire)
         self.crew.bytes_sent = sent  # those of meta-gradients are counted, as without a crew
@@ -195,7 +195,7 @@ class AllGroups(Communicator):
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """As the base: groups in the order of their names, then ranks.
 
-        Raises `PeerLost`. Collective: everyone.
+        Raises `PeerLost`. Collective: all groups.
         """
         sent = self.crew.bytes_sent
         mine = json.dumps([part.hex() for part in self.own.gather_bytes(payload)]).encode()

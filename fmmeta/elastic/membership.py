@@ -1,7 +1,7 @@
 """The members of an outer step of an elastic run, and the roles that follow. Arithmetic only.
 
-Every group computes the same from the same answer: who gives its state (`root`), who takes it (`heals`), who
-writes the files.
+Every group computes the same from the same answer: which group sends its state (`root`), which groups need
+it (`heals`), and which one writes the files.
 """
 
 from __future__ import annotations

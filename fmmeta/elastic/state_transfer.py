@@ -1,8 +1,8 @@
 """Transfers the state of a run to a group that is new or behind (--elastic).
 
-Everything that a checkpoint holds travels, rank by rank and bit for bit: theta, outer optimizer, position,
-counters, the last line of metrics.jsonl. Nothing of it is used before all of it is there, so that a group
-lost meanwhile costs another roll call and no more. No pickles: JSON and plain tensors.
+Everything that a checkpoint holds is sent, rank by rank and bit for bit: theta, outer optimizer, position,
+counters, the last line of metrics.jsonl. It is used only when it is complete, so that a group lost meanwhile
+costs another quorum and no more. No pickles: JSON and plain tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ElasticRun(Protocol):
 def transfer_state(
     run: ElasticRun, crew: ElasticCommunicator, roll: Membership, notice: Callable[[str], None]
 ) -> None:
-    """Those behind take over the root's state. Raises `Lost`. Collective: everyone."""
+    """Those behind take over the root's state. Raises `Lost`. Collective: all groups."""
     here, root = roll.here == roll.root, roll.root
     vectors, tables, state = run.state.give() if here else ({}, {}, {})
     head = {"state": state, "line": run.journal.line, "vectors": kinds(vectors), "tables": kinds(tables)}

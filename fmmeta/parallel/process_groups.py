@@ -1,16 +1,16 @@
 """Process groups; the only module that imports torch.distributed.
 
-Each worker group is its own default world, so that DeepSpeed and transformers see nothing but the model
-they shard (docs/design.md). Three communicators exist beside each other:
+Each worker group is its own default world, so that DeepSpeed and transformers see only the ranks that share
+its model (docs/design.md). There are three communicators:
 
-    world   every process; gloo; control only: agreement, small byte strings, barriers
+    world   all processes; gloo; control only: agreement, small byte strings, barriers
     group   the ranks that hold one model; the default process group of each of them
-    cross   equal group_rank in every group; carries the meta-gradient shards and nothing else
+    cross   the ranks of equal group_rank in all groups; reduces meta-gradient shards only
 
-With --elastic a launch is one group, `world` is its own, and `cross` is a crew of groups that come and go
-(elastic/communicator.py); `everyone` is all processes of all groups either way.
+With --elastic a launch is one group: `world` contains its ranks, and `cross` connects groups that join and
+leave (elastic/communicator.py). `all_groups` contains all processes of all groups in both cases.
 
-A communicator has few verbs: sum, broadcast, gather bytes, barrier. No pickles travel.
+A communicator can sum, broadcast, gather bytes and wait at a barrier. It sends no pickles.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class SharedStore:
 
 @dataclass
 class ProcessGroups:
-    """The communicators of one process, handed to everything that needs to talk."""
+    """The communicators of one process."""
 
     layout: Layout
     world: Communicator
@@ -217,7 +217,7 @@ class ProcessGroups:
     background: Communicator | None = (
         None  # the first group once more, for the threads that write checkpoints; None elsewhere
     )
-    crew: Communicator | None = None  # with --elastic everyone who takes part, of all groups
+    crew: Communicator | None = None  # with --elastic: all processes of the members
 
     @property
     def all_groups(self) -> Communicator:
