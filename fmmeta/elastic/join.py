@@ -49,7 +49,7 @@ def with_crew(
     worker: Worker,
     precision: DeepSpeedSettings,
 ) -> ProcessGroups:
-    """The communicators of a group in a crew.
+    """Add the communicators across groups to those of this group.
 
     `settings`: those of the run (record.settings_of). Collective: world.
     """
@@ -63,8 +63,8 @@ def with_crew(
 
 
 def run_secret(folder: Path) -> bytes:
-    """What the groups of a run share and no other user can read: random hex digits in a file of its folder,
-    which the first of them makes. Raises `UsageError`.
+    """The secret of the run: random hex digits in a file of its folder (mode 0600), created by the first
+    group. Raises `UsageError`.
     """
     file, deadline = folder / SECRET, time.monotonic() + 10
     try:

@@ -29,7 +29,7 @@ class LighthouseConfig:
 
 
 def lighthouse(config: LighthouseConfig) -> None:
-    """Stand until a signal comes."""
+    """Run the lighthouse until a signal arrives."""
     _server, address = open_lighthouse(config)
     asked = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -41,7 +41,7 @@ def lighthouse(config: LighthouseConfig) -> None:
 
 
 def open_lighthouse(config: LighthouseConfig) -> tuple[Any, str]:
-    """torchft's server, and where groups find it. Raises `UsageError`."""
+    """torchft's server and its address. Raises `UsageError`."""
     if (
         not 0 <= config.port < 2**16
         or config.min_groups < 1

@@ -65,7 +65,7 @@ class ElasticConfig(Config):
 
 
 class Process(Protocol):
-    """A rank, as subprocess has it; it leads a separate session."""
+    """A rank as a subprocess, leader of a separate session."""
 
     @property
     def pid(self) -> int: ...
@@ -84,20 +84,20 @@ class Group:
     ended: int | None = None
 
     def ask(self) -> None:
-        """Ask every rank that is left to stop; their loader processes are theirs to end."""
+        """Send SIGTERM to every remaining rank; ranks end their loader processes."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End every rank that is left, and what any rank has started: its session outlives it."""
+        """Kill every remaining rank and the other processes of its session."""
         for process in self.processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
 class Supervisor:
-    """Starts groups, and starts those again that die. say: prints a line."""
+    """Starts groups and restarts those that die. say: prints a line."""
 
     def __init__(self, config: ElasticConfig, say: Callable[[str], None] | None = None) -> None:
         self.config, self.say = config, say or (lambda text: print(text, flush=True))
@@ -160,7 +160,7 @@ class Supervisor:
             time.sleep(PAUSE_S)
 
     def begin(self) -> None:
-        """Light a lighthouse if none is given, and write down the settings that the groups read."""
+        """Start a lighthouse if none is given, and write the settings file of the groups."""
         if not self.shared:
             light = LighthouseConfig(
                 host="127.0.0.1", port=0, heartbeat_timeout=self.config.heartbeat_timeout
@@ -178,7 +178,7 @@ class Supervisor:
         self.file = file.name
 
     def look(self, group: Group) -> None:
-        """Start a group, see whether it has ended, end what is left of it, start it again."""
+        """Start a group, check whether it has ended, end its remaining processes, restart it."""
         if group.ended is not None:
             return
         if not group.processes:
@@ -203,7 +203,7 @@ class Supervisor:
                 self.start(group)
 
     def finish(self, group: Group, code: int) -> None:
-        """End the ranks that are left: a usage error reaches them by itself, a death does not."""
+        """End the remaining ranks: after a usage error they end themselves, after a death they do not."""
         deadline = time.monotonic() + (KILL_S if code in (2, EXIT_STOPPED) else 0)
         while time.monotonic() < deadline and any(process.poll() is None for process in group.processes):
             time.sleep(PAUSE_S)
