@@ -357,7 +357,7 @@ def test_adapters_are_gone_on_with(source, tmp_path, sources):
         assert (
             refusal(lambda config: load_learner(config, describe(config)), config)
             == f"lora_r={rank}: {tmp_path / 'model'} holds adapters of rank 3, alpha 5 and of {layers}"
-            " layers, not these; give the same --lora_r, --lora_alpha and --lora_target_modules to go on"
+            " layers, not these; give the same --lora_r, --lora_alpha and --lora_target_modules to continue"
             " with them, or a merged/ folder for others"
         )
 
