@@ -70,7 +70,7 @@ def seen(look: Callable[[], list[Finding]]) -> list[Finding]:
                 look.__name__,
                 "problem",
                 f"{type(error).__name__}: {' '.join(str(error).split())}",
-                "mend that first",
+                "fix that first",
             )
         ]
 

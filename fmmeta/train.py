@@ -37,7 +37,7 @@ class MetaTrainer:
         return f"MetaTrainer({self.config!r})"
 
     def train(self) -> Result:
-        """Run to the end, or go on where an earlier process stopped.
+        """Run to the end; resume where an earlier process stopped.
 
         Raises `UsageError`, `MachineFault` where a machine misbehaves, and `Stopped` after a signal.
         Collective: world.

@@ -1,4 +1,4 @@
-"""A model that has learned one task: what `adapt` gives."""
+"""The result of `adapt`: a model that has learned one task."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class AdaptedModel:
             if not isinstance(text, str):
                 raise UsageError(f"texts[{place}]={shortened(text)} is no text; give strings")
             if not text:
-                raise UsageError(f"texts[{place}] is empty; mend it")
+                raise UsageError(f"texts[{place}] is empty; fix it")
             if wrong := broken_text(text):
-                raise UsageError(f"texts[{place}] has {wrong}; mend it")
+                raise UsageError(f"texts[{place}] has {wrong}; fix it")
         if not texts:
             return []
         return answer(self.single, texts, max_new_tokens)

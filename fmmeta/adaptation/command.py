@@ -146,7 +146,7 @@ def write(
 ) -> None:
     """The adapted model as a folder: weights, head, card, answers.
 
-    It remembers `inner_steps`, not those of this task.
+    It stores `inner_steps`, not those of this task.
     """
     single = adapted.single
     config = replace(single.config, head_init="learned", inner_steps=inner_steps)
@@ -201,7 +201,7 @@ def new_folder(output_dir: str) -> Iterator[Path | None]:
 def read_task(
     setting: str, given: str | Examples, config: Config, notice: Callable[[str], None], unique: bool = True
 ) -> Table:
-    """The rows of a file, or examples, as one task; unique: what is said twice counts once.
+    """The rows of a file, or examples, as one task; unique: duplicates count once.
 
     Raises `UsageError`.
     """

@@ -1,5 +1,4 @@
-"""What `predict` reads and where its answers go: plain lines, JSON lines or the rows of a table in, JSON
-lines out.
+"""Input and output of `predict`: reads plain lines, JSON lines or table rows, writes JSON lines.
 
 A file of answers appears under its name when it is whole; until then, and if anything fails, what lay there
 stays.
@@ -55,10 +54,10 @@ def read_texts(lines: Iterable[str], settings: PredictConfig) -> Iterator[str]:
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise UsageError(f"{where} is no JSON object ({error}); mend it") from None
+                raise UsageError(f"{where} is no JSON object ({error}); fix it") from None
             yield text_in(values, where, settings)
         elif wrong := broken_text(line):
-            raise UsageError(f"{where} has {wrong}; mend it")
+            raise UsageError(f"{where} has {wrong}; fix it")
         else:
             yield line
 
@@ -70,9 +69,9 @@ def text_in(values: dict[str, Any], where: str, settings: PredictConfig) -> str:
     if found is None:
         raise UsageError(f"{where} has no text under {', '.join(keys)}; name the key with --text_column")
     if not values[found]:
-        raise UsageError(f"{where} has no text in {found}, which is empty; mend it")
+        raise UsageError(f"{where} has no text in {found}, which is empty; fix it")
     if wrong := broken_text(values[found]):
-        raise UsageError(f"{where} has {wrong} in {found}; mend it")
+        raise UsageError(f"{where} has {wrong} in {found}; fix it")
     return values[found]
 
 
@@ -90,7 +89,7 @@ def decoded(lines: Iterable[str], name: str) -> Iterator[str]:
                 f"input is not UTF-8 at line {number} or soon after it ({error.reason}); convert it"
             ) from None
         except (OSError, EOFError, zlib.error) as error:
-            raise UsageError(f"input={name} cannot be read: {error}; mend it, or give another file") from None
+            raise UsageError(f"input={name} cannot be read: {error}; fix it, or give another file") from None
 
 
 def batched(texts: Iterable[str], size: int) -> Iterator[list[str]]:

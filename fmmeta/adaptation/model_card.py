@@ -1,6 +1,4 @@
-"""The card of an adapted model: README.md, with where it comes from, what it learned from, and how well it
-does.
-"""
+"""The model card of an adapted model (README.md): its base model, its examples and its scores."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def answer(single: LoadedModel, texts: Sequence[str], max_new_tokens: int) -> li
         if not ids:  # blanks, to some tokenizers
             raise UsageError(
                 f"text={shortened(text)} has no tokens for"
-                f" model_name_or_path={single.config.model_name_or_path}; mend or remove it"
+                f" model_name_or_path={single.config.model_name_or_path}; fix or remove it"
             )
     if causal:
         outputs = generate(

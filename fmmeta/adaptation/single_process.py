@@ -1,4 +1,4 @@
-"""One model on one process, for `adapt` and `predict`: no groups, no DeepSpeed, no process group."""
+"""Loads one model in one process for `adapt` and `predict`: no groups, no DeepSpeed, no process group."""
 
 from __future__ import annotations
 

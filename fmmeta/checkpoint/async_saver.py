@@ -1,7 +1,7 @@
-"""Saving while training goes on: shards are copied into host memory, a thread writes them.
+"""Saves checkpoints while training continues: copies shards to host memory, writes them in a thread.
 
     save:    wait for the write before -> copy this rank's pieces (training waits) -> start the thread
-    thread:  write.py over a communicator of its own, so that it never meets the messages of training
+    thread:  write.py over a separate communicator, without mixing with messages of training
     judge:   once the thread of every rank is done, all ranks learn how it went, at the same outer step
 
 The copies stay allocated: their first touch costs ten times as much as a copy. Where host memory has no room
@@ -137,7 +137,7 @@ class Saver:
         said = self.failure or f"{folder} could not be written"
         if last or self.failed >= self.config.max_failed_saves:
             raise UsageError(f"{said}; {self.failed} in a row, {whole}")
-        self.notice(f"{said}; training goes on, {whole}")
+        self.notice(f"{said}; training continues, {whole}")
 
     def _write(
         self, pieces: Mapping[str, Tensor], state: dict[str, Any], tables: Mapping[str, Tensor]

@@ -1,8 +1,7 @@
-"""From theta to an ordinary HF folder: config, safetensors, tokenizer, and fmmeta.json with what adaptation
-needs.
+"""Exports theta as a Hugging Face folder: config, safetensors, tokenizer and fmmeta.json.
 
 `from_pretrained` reads it without fmmeta. An encoder with fmmeta's pooling becomes a sentence-transformers
-folder. A model is written file by file, each by the rank that holds its tensors or the first one; nobody
+folder. A model is written file by file, each by the rank that holds its tensors or the first one; no rank
 holds all of it. LoRA leaves adapters there, which peft loads on their base, and on request an ordinary model
 in another folder.
 """
@@ -92,7 +91,7 @@ def export(
 
 def clear(folder: Path, base: str | None = None) -> None:
     """An export folder without the weights of an earlier export: one file is read before several, adapters
-    before a whole model. Those of `base` stay, which the adapters that come here stand beside.
+    before a whole model. Those of `base` stay, which the new adapters are added to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if base is None or folder.resolve() != Path(base).resolve():
@@ -246,7 +245,7 @@ def plan_files(hf: Any, worker: Worker) -> dict[str, tuple[int, list[str]]]:
 def save_model(
     folder: Path, hf: Any, description: Description, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """An HF model in fp32, its dropouts as the checkpoint had them. `weights`: in place of its own."""
+    """An HF model in fp32, its dropouts as in the checkpoint. `weights`: in place of the stored ones."""
     for key, value in description.dropouts.items():
         setattr(hf.config, key, value)
     hf.config.dtype = torch.float32
@@ -262,7 +261,7 @@ def write_metadata(
     rates: Rates | None,
     trained: Sequence[UsedSplits],
 ) -> None:
-    """What lies beside the weights: tokenizer, pooling, fmmeta.json."""
+    """Files beside the weights: tokenizer, pooling, fmmeta.json."""
     tokenizer.save_pretrained(folder)
     if isinstance(skeleton, PooledClassifier):
         sentence_transformers(folder, config, description)

@@ -1,4 +1,4 @@
-"""Slices of parameters out of a checkpoint, whatever layout wrote them. Nothing that is read here is run."""
+"""Reads slices of parameters from a checkpoint of any layout. No code or pickle is loaded."""
 
 from __future__ import annotations
 

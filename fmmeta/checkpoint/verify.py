@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: the names in its folder, its manifest, the digest of every file.
+"""Verifies checkpoints: the names in a folder, its manifest, the checksum of every file.
 
 Reads and renames; what the files mean is checkpoint.py's. Names in a manifest are compared and never
 followed.
@@ -95,7 +95,7 @@ def file_fault(file: Path, entry: Entry) -> str:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """state.json. Raises `UsageError` if it is none that a run can go on from."""
+    """state.json. Raises `UsageError` if no run can resume from it."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -139,7 +139,7 @@ def told(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(
-            f"{folder} could not be written: {error.strerror or error}; free room or mend it"
+            f"{folder} could not be written: {error.strerror or error}; free space or fix it"
         ) from None
 
 

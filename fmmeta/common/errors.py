@@ -1,4 +1,4 @@
-"""The exceptions that end a command in one line; the command line turns each into an exit code."""
+"""Exceptions that end a command with one line; the command line maps each to an exit code."""
 
 from __future__ import annotations
 

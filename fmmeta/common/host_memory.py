@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the host's, its resource limits', its cgroup's."""
+"""Memory that this process may still allocate: limits of the host, of resources and of the cgroup."""
 
 from __future__ import annotations
 

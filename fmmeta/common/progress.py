@@ -10,7 +10,7 @@ from fmmeta.common.security import printable
 
 
 class Progress:
-    """Speaks on the first rank only.
+    """Prints on the first rank only.
 
     On a terminal the live line is redrawn; elsewhere a line comes every few seconds.
     """

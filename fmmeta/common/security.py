@@ -1,5 +1,5 @@
-"""What keeps strangers and accidents out: secrets out of texts, links out of folders, bombs out of memory,
-disks in one line.
+"""Redacts secrets in texts, refuses links that leave a folder and files that unpack to too many bytes, and
+reports disk errors in one line.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def disk_trouble(error: BaseException) -> str | None:
 
 
 def make_folders(folder: Path) -> list[Path]:
-    """Make a folder and those that it lies in; return those that were missing, innermost first."""
+    """Make a folder and its parents; return those that were missing, innermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
@@ -77,7 +77,7 @@ def one_line(error: BaseException) -> str:
 
 
 def inside(root: Path, path: Path) -> Path:
-    """`path`, if what it links to lies in `root`, or among the blobs of a hub cache. Raises `UsageError`."""
+    """`path`, if its target is inside `root` or among the blobs of a hub cache. Raises `UsageError`."""
     if path.is_symlink():
         there, home = Path(os.path.realpath(path)), root.resolve()
         cached = any(

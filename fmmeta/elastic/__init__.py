@@ -1,3 +1,1 @@
-"""Groups that come and go: who is there (lighthouse), what they owe each other (attendance), who starts them
-(supervisor).
-"""
+"""Elastic runs: groups that join and leave (lighthouse, membership, communicator, supervisor)."""

@@ -39,11 +39,11 @@ KNOCK_S = 5.0  # that a member's kernel has to answer for it before they meet
 
 
 class PeerLost(RuntimeError):
-    """A group has gone, or cannot be reached: what was being summed is worth nothing."""
+    """A group has died or cannot be reached: the current reduction is invalid."""
 
 
 class ElasticCommunicator(Communicator):
-    """`cross` of groups that come and go.
+    """The `cross` communicator of groups that join and leave.
 
     `own`: the ranks of this group, gloo. Raises `UsageError` without a lighthouse.
     """
@@ -51,7 +51,7 @@ class ElasticCommunicator(Communicator):
     def __init__(self, own: Communicator, lighthouse: str, name: str) -> None:
         super().__init__(None, 0, 1, torch.device("cpu"))
         self.own, self.mark, self.secret = own, "", b""
-        mine = f"{name}:{uuid.uuid4().hex[:8]}"  # who comes again is somebody else
+        mine = f"{name}:{uuid.uuid4().hex[:8]}"  # a restarted group gets a new name
         self.name = own.gather_bytes(mine.encode())[0].decode()
         self.fresh, self.writes = True, False
         self.patience_s = MEET_S
@@ -65,10 +65,10 @@ class ElasticCommunicator(Communicator):
                 self.venue = RendezvousStore(self.line.host)
 
     def form(self, step: int, patience_s: float) -> Membership:
-        """Wait for the others of this outer step and meet them.
+        """Wait for the other groups of this outer step and connect to them.
 
-        Raises `PeerLost` where one goes at this very moment, and `MachineFault` where the lighthouse is
-        silent for `patience_s`. Collective: own, and everyone else's.
+        Raises `PeerLost` if a group dies meanwhile, and `MachineFault` if the lighthouse does not answer for
+        `patience_s`. Collective: all groups.
         """
         told = b""
         with self.own.raise_on_all("asking the lighthouse"):
@@ -91,7 +91,7 @@ class ElasticCommunicator(Communicator):
         return Membership(members, here, anew, strangers)
 
     def _ask(self, line: LighthouseClient, step: int, patience_s: float) -> Any:
-        """The quorum: its number, a name used once, its members, and how many others the lighthouse lists."""
+        """The quorum: its number, a unique name, its members, and the number of other groups listed."""
         mine = {"fresh": self.fresh, "writes": self.writes, "met": self.met, "mark": self.mark}
         mine["proof"] = proof(self.secret, self.name, self.venue.address, step, mine)
         found = line.ask(
@@ -109,7 +109,7 @@ class ElasticCommunicator(Communicator):
         return [found.quorum_id, created, sorted(listed, key=lambda one: one["name"]), strangers]
 
     def _introduced(self, one: Any) -> dict[str, Any] | None:
-        """A member of the quorum as it presents itself; None if it does not know the secret of the run."""
+        """A member of the quorum; None if it does not know the secret of the run."""
         data = dict(one.data or {})
         known = is_proof(
             data.pop("proof", None), self.secret, one.replica_id, one.store_address, one.step, data
@@ -119,9 +119,7 @@ class ElasticCommunicator(Communicator):
         )
 
     def _meet(self, members: tuple[GroupInfo, ...], name: str) -> None:
-        """Raises `RuntimeError` where one of them does not come; at once where its process has ended since it
-        was counted.
-        """
+        """Connect to the members. Raises `RuntimeError` if one fails; at once if its process has ended."""
         if self.size == 1:
             return
         for member in members:
@@ -132,7 +130,7 @@ class ElasticCommunicator(Communicator):
         )
 
     def _attempt(self, act: Callable[[], Any], doing: str) -> None:
-        """Do something with the other groups; if it fails on one rank of this group, raise `PeerLost` on all.
+        """Communicate with other groups; a failure on one rank of this group raises `PeerLost` on all.
 
         Collective: own.
         """
@@ -165,14 +163,14 @@ class ElasticCommunicator(Communicator):
         super().set_timeout(seconds)
 
     def leave(self) -> None:
-        """Take part no longer; the others see it at once."""
+        """Leave the elastic run; the other groups detect it at once."""
         self.backend = None
         if self.line is not None:
             self.line.stop_beating()
 
 
 class AllGroups(Communicator):
-    """All ranks of all groups of a crew: first the group's own, then equal places across."""
+    """All ranks of all groups: reduces inside each group, then across groups."""
 
     def __init__(self, own: Communicator, crew: ElasticCommunicator) -> None:
         self.own, self.crew, self.backend, self.device, self.bytes_sent = own, crew, None, own.device, 0
@@ -186,7 +184,7 @@ class AllGroups(Communicator):
         return self.crew.size * self.own.size
 
     def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Iterator[slice]:
-        """As the base; it has ended when this returns. Raises `PeerLost`. Collective: everyone."""
+        """As the base; it has ended when this returns. Raises `PeerLost`. Collective: all groups."""
         sent = self.crew.bytes_sent
         self.crew.sum_(self.own.sum_(tensor, wire), wire)
         self.crew.bytes_sent = sent  # those of meta-gradients are counted, as without a crew
@@ -195,7 +193,7 @@ class AllGroups(Communicator):
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """As the base: groups in the order of their names, then ranks.
 
-        Raises `PeerLost`. Collective: everyone.
+        Raises `PeerLost`. Collective: all groups.
         """
         sent = self.crew.bytes_sent
         mine = json.dumps([part.hex() for part in self.own.gather_bytes(payload)]).encode()
@@ -204,7 +202,7 @@ class AllGroups(Communicator):
         return [bytes.fromhex(part) for group in told for part in json.loads(group)]
 
     def broadcast_(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        raise NotImplementedError("nobody needs it")
+        raise NotImplementedError("not used across groups")
 
     def set_timeout(self, seconds: float) -> None:
-        """Both have their own."""
+        """Both communicators have separate timeouts."""

@@ -1,6 +1,4 @@
-"""How a launch becomes a group of an elastic run: its line to the lighthouse, its communicators, and the mark
-by which groups of one run know each other (--elastic).
-"""
+"""Joins a launch to an elastic run: lighthouse client, communicators, and the mark of the run (--elastic)."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ SECRET = ".elastic-secret"
 
 
 def join(config: Config, own: Communicator) -> ElasticCommunicator | None:
-    """A crew that nobody has been called for yet; None without --elastic.
+    """An elastic communicator without members yet; None without --elastic.
 
     Raises `UsageError`. Collective: world.
     """
@@ -51,7 +49,7 @@ def with_crew(
     worker: Worker,
     precision: DeepSpeedSettings,
 ) -> ProcessGroups:
-    """The communicators of a group in a crew.
+    """Add the communicators across groups to those of this group.
 
     `settings`: those of the run (record.settings_of). Collective: world.
     """
@@ -65,8 +63,8 @@ def with_crew(
 
 
 def run_secret(folder: Path) -> bytes:
-    """What the groups of a run share and no other user can read: random hex digits in a file of its folder,
-    which the first of them makes. Raises `UsageError`.
+    """The secret of the run: random hex digits in a file of its folder (mode 0600), created by the first
+    group. Raises `UsageError`.
     """
     file, deadline = folder / SECRET, time.monotonic() + 10
     try:

@@ -1,6 +1,4 @@
-"""`fmmeta lighthouse`: the one process that tells the groups of an elastic run who is there; torchft's
-server.
-"""
+"""`fmmeta lighthouse`: runs torchft's lighthouse server, which lists the groups of an elastic run."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ class LighthouseConfig:
     join_timeout: float = setting(
         60.0, "Seconds that those who are there wait for a group that beats and does not come"
     )
-    min_groups: int = setting(1, "Fewest groups that go on together")
+    min_groups: int = setting(1, "Minimum number of groups of a step")
 
 
 def lighthouse(config: LighthouseConfig) -> None:
-    """Stand until a signal comes."""
+    """Run the lighthouse until a signal arrives."""
     _server, address = open_lighthouse(config)
     asked = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -43,7 +41,7 @@ def lighthouse(config: LighthouseConfig) -> None:
 
 
 def open_lighthouse(config: LighthouseConfig) -> tuple[Any, str]:
-    """torchft's server, and where groups find it. Raises `UsageError`."""
+    """torchft's server and its address. Raises `UsageError`."""
     if (
         not 0 <= config.port < 2**16
         or config.min_groups < 1

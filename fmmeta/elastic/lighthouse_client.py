@@ -35,7 +35,7 @@ QUESTION = timedelta(days=1)
 
 class LighthouseClient:
     """One per group. `name`: of this group, used once; `ft`: torchft's low-level interface. Raises
-    `UsageError` where nobody answers.
+    `UsageError` without an answer.
     """
 
     def __init__(self, address: str, name: str, ft: Any) -> None:
@@ -51,7 +51,7 @@ class LighthouseClient:
         self.beats: Any = None
 
     def begin_beating(self, venue: str, size: int) -> None:
-        """From here on the others wait for this group."""
+        """Start heartbeats; from now on the other groups wait for this one."""
         if self.beats is None:
             bind = f"[{self.host}]:0" if ":" in self.host else f"{self.host}:0"
             self.beats = self.ft.ManagerServer(
@@ -72,9 +72,9 @@ class LighthouseClient:
         self.beats = None
 
     def ask(self, patience_s: float, **mine: Any) -> Any:
-        """The quorum that this group takes part in. mine: what torchft's `quorum` is told.
+        """The quorum that this group is a member of. mine: arguments of torchft's `quorum`.
 
-        Raises `MachineFault` where the lighthouse is silent for `patience_s`.
+        Raises `MachineFault` if the lighthouse does not answer for `patience_s`.
         """
         heard, why = time.monotonic(), "no answer"
         while True:
@@ -100,7 +100,7 @@ class LighthouseClient:
             time.sleep(0.1)
 
     def _question(self, mine: dict[str, Any]) -> queue.SimpleQueue[Any]:
-        """Ask in a thread; the answer, or the exception, is put into what is returned."""
+        """Send the request in a thread; the answer or exception is put into the returned queue."""
         told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(
             target=put, args=(told, lambda: self.client.quorum(self.name, QUESTION, **mine)), daemon=True
@@ -108,9 +108,9 @@ class LighthouseClient:
         return told
 
     def _sign(self) -> Exception | None:
-        """Why there is no sign of life of the lighthouse; None if there is one.
+        """Why the lighthouse does not answer a status request; None if it does.
 
-        What is asked next goes by a new connection, if there is none.
+        Without an answer the next request uses a new connection.
         """
         try:
             self.client.heartbeat(self.name, SIGN)
@@ -131,7 +131,7 @@ def put(told: queue.SimpleQueue[Any], asked: Callable[[], Any]) -> None:
 
 
 def coordination() -> Any:
-    """torchft's low-level interface. Raises `UsageError` where it is not installed."""
+    """torchft's low-level interface. Raises `UsageError` if it is not installed."""
     os.environ.setdefault("RUST_LOG", "warn")  # it tells every question otherwise
     try:
         return importlib.import_module("torchft.coordination")

@@ -1,8 +1,7 @@
-"""Who takes part in an outer step of a run whose groups come and go, and what follows from it, as arithmetic
-alone.
+"""The members of an outer step of an elastic run, and the roles that follow. Arithmetic only.
 
-Every group computes the same from the same answer: who gives its state (`root`), who takes it (`heals`), who
-writes the files.
+Every group computes the same from the same answer: which group sends its state (`root`), which groups need
+it (`heals`), and which one writes the files.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """A group as it presents itself for an outer step."""
+    """A group as a member of an outer step."""
 
     name: str
     venue: str
@@ -25,7 +24,7 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class Membership:
-    """Who takes part in a step, alike for all of them; `here` is this group.
+    """The members of a step, equal on all groups; `here` is the index of this group.
 
     Members are in the order of their names.
     """
@@ -38,7 +37,7 @@ class Membership:
 
     @property
     def root(self) -> int:
-        """Whom the others heal from: the first of those furthest on, those that are new coming last."""
+        """The donor of state: the first group with the highest step; new groups come last."""
         return min(range(len(self.members)), key=lambda n: (self.members[n].fresh, -self.members[n].step, n))
 
     def heals(self, number: int) -> bool:

@@ -1,9 +1,8 @@
-"""How a group that is new, or has missed the end of an outer step, comes to the state of one that is furthest
-on (--elastic).
+"""Transfers the state of a run to a group that is new or behind (--elastic).
 
-Everything that a checkpoint holds travels, rank by rank and bit for bit: theta, outer optimizer, position,
-counters, the last line of metrics.jsonl. Nothing of it is used before all of it is there, so that a group
-lost meanwhile costs another roll call and no more. No pickles: JSON and plain tensors.
+Everything that a checkpoint holds is sent, rank by rank and bit for bit: theta, outer optimizer, position,
+counters, the last line of metrics.jsonl. It is used only when it is complete, so that a group lost meanwhile
+costs another quorum and no more. No pickles: JSON and plain tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class ElasticRun(Protocol):
 def transfer_state(
     run: ElasticRun, crew: ElasticCommunicator, roll: Membership, notice: Callable[[str], None]
 ) -> None:
-    """Those behind take over the root's state. Raises `Lost`. Collective: everyone."""
+    """Groups that are behind receive the root's state. Raises `PeerLost`. Collective: all groups."""
     here, root = roll.here == roll.root, roll.root
     vectors, tables, state = run.state.give() if here else ({}, {}, {})
     head = {"state": state, "line": run.journal.line, "vectors": kinds(vectors), "tables": kinds(tables)}
@@ -69,12 +68,12 @@ def transfer_state(
 
 
 def kinds(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Dtype and shape of each tensor, by name, as JSON has them."""
+    """Dtype and shape of each tensor by name, as JSON values."""
     return {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
 
 
 def check_kinds(sent: Mapping[str, Any], like: Tensor | None) -> None:
-    """gloo ends the process on a message of another size, so the dtype and shape are compared before.
+    """Compare dtype and shape first: gloo ends the process on a message of another size.
 
     Raises `UsageError`.
     """

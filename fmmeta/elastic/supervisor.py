@@ -1,9 +1,8 @@
-"""`fmmeta elastic`: the groups of an elastic run on this node, each a launch of its own, started again when
-they die.
+"""`fmmeta elastic`: starts the groups of an elastic run on this node and restarts those that die.
 
-A group is the processes of one launch; if one of them ends badly, all of them are ended and the group begins
-anew. Nothing is kept here. If it dies itself, groups of one go on (and need another lighthouse, if it was
-here), larger ones stop after a save, as under any launcher that is gone.
+A group is the processes of one launch; if one of them ends badly, all of them are ended and the group is
+restarted. The supervisor stores no state. If it dies, groups of one rank continue (and need another
+lighthouse, if it ran here); larger ones stop after a save, as without any launcher.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class ElasticConfig(Config):
 
 
 class Process(Protocol):
-    """A rank, as subprocess has it; it leads a session of its own."""
+    """A rank as a subprocess, leader of a separate session."""
 
     @property
     def pid(self) -> int: ...
@@ -85,20 +84,20 @@ class Group:
     ended: int | None = None
 
     def ask(self) -> None:
-        """Ask every rank that is left to stop; their loader processes are theirs to end."""
+        """Send SIGTERM to every remaining rank; ranks end their loader processes."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End every rank that is left, and what any rank has started: its session outlives it."""
+        """Kill every remaining rank and the other processes of its session."""
         for process in self.processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
 class Supervisor:
-    """Starts groups, and starts those again that die. say: prints a line."""
+    """Starts groups and restarts those that die. say: prints a line."""
 
     def __init__(self, config: ElasticConfig, say: Callable[[str], None] | None = None) -> None:
         self.config, self.say = config, say or (lambda text: print(text, flush=True))
@@ -161,7 +160,7 @@ class Supervisor:
             time.sleep(PAUSE_S)
 
     def begin(self) -> None:
-        """Light a lighthouse if none is given, and write down the settings that the groups read."""
+        """Start a lighthouse if none is given, and write the settings file of the groups."""
         if not self.shared:
             light = LighthouseConfig(
                 host="127.0.0.1", port=0, heartbeat_timeout=self.config.heartbeat_timeout
@@ -179,7 +178,7 @@ class Supervisor:
         self.file = file.name
 
     def look(self, group: Group) -> None:
-        """Start a group, see whether it has ended, end what is left of it, start it again."""
+        """Start a group, check whether it has ended, end its remaining processes, restart it."""
         if group.ended is not None:
             return
         if not group.processes:
@@ -204,7 +203,7 @@ class Supervisor:
                 self.start(group)
 
     def finish(self, group: Group, code: int) -> None:
-        """End the ranks that are left: a usage error reaches them by itself, a death does not."""
+        """End the remaining ranks: after a usage error they end themselves, after a death they do not."""
         deadline = time.monotonic() + (KILL_S if code in (2, EXIT_STOPPED) else 0)
         while time.monotonic() < deadline and any(process.poll() is None for process in group.processes):
             time.sleep(PAUSE_S)
@@ -213,7 +212,7 @@ class Supervisor:
             process.wait()
 
     def start(self, group: Group) -> None:
-        """A launch of its own: own ranks, own port."""
+        """A separate launch: own ranks, own port."""
         size, number, port = self.config.ranks_per_group, self.groups.index(group), free_port()
         group.starts += 1
         group.processes = []

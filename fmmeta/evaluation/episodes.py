@@ -1,6 +1,4 @@
-"""Which episodes an evaluation looks at: fixed by the data, the settings and the seed; of models only the
-splits that they were trained with count.
-"""
+"""The episodes of an evaluation, fixed by data, settings, seed and the training splits of the models."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ class Episodes:
         return digest([[draw.classes, draw.support, draw.query, texts(draw)] for draw in self.draws()])
 
     def missing(self) -> dict[str, str]:
-        """Why an episode cannot be had, by its place, for those of which that is so here."""
+        """Errors of the episodes that failed to load on this rank, by index."""
         found = {}
         for place, task in enumerate(self.tasks):
             try:
@@ -71,7 +69,7 @@ def skipped(
         return episodes
     bad, total = len(missing), len(episodes.tasks)
     said = (
-        f"{bad} of {total} {k_shot}-shot episodes cannot be had; the first: {missing[min(missing, key=int)]}"
+        f"{bad} of {total} {k_shot}-shot episodes failed to load; the first: {missing[min(missing, key=int)]}"
     )
     if bad == total or bad > config.max_bad_fraction * max(total, LEAST_SEEN):
         raise UsageError(f"max_bad_fraction={config.max_bad_fraction}: {said}")

@@ -53,7 +53,7 @@ def knn(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
 
 @contextmanager
 def labels_are_classes() -> Iterator[None]:
-    """Where most rows have a class of their own scikit-learn asks whether a regression is meant; it has no
+    """If most rows have distinct classes, scikit-learn asks whether a regression is meant; it has no
     setting to say no.
     """
     with warnings.catch_warnings():

@@ -1,8 +1,7 @@
-"""Ways to learn a task, each giving the score of an episode: inner loop, prompt, or a classifier on frozen
-features.
+"""Evaluation methods: inner loop, prompt or feature classifier, each from an episode to its score.
 
-The worker holds theta before and after. Every method is a pure function of weights and episode, whoever
-computes it.
+The worker holds theta before and after. Every method is a pure function of weights and episode, on
+any rank.
 """
 
 from __future__ import annotations

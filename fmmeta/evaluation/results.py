@@ -1,4 +1,4 @@
-"""The results of an evaluation: as a file, as a table, and as paired differences from another one."""
+"""Results of an evaluation: as a file, as a table, and as paired differences from other results."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class EvaluationResults(dict[str, Any]):
 def results_of(settings: EvaluateConfig, cells: Sequence[EvalCell], task_type: str) -> EvaluationResults:
     """The first cell's numbers on top, all cells below.
 
-    `task_type`: of the run, be it asked for or remembered.
+    `task_type`: of the run, from flags or stored.
     """
     listed = [cell.as_dict() for cell in cells]
     ways = None if task_type == "causal_lm" else settings.n_way
@@ -99,7 +99,7 @@ def read_cells(path: str) -> list[EvalCell]:
 def check_comparable(
     settings: EvaluateConfig, prints: dict[int, str], others: Sequence[EvalCell] | None
 ) -> None:
-    """Raise `UsageError` where the other cells have nothing in common with what is asked for, or met other
+    """Raise `UsageError` where the other cells have nothing in common with the requested ones, or used other
     episodes.
     """
     if others is None:

@@ -1,5 +1,4 @@
-"""The settings of `evaluate`, `adapt`, `predict` and `tune`: those of a run that matter without
-meta-training, and their own.
+"""Settings of `evaluate`, `adapt`, `predict` and `tune`: those shared with training, and their own.
 
 What is left open comes from the model's fmmeta.json, so that a model is adapted as it was meta-trained to be;
 what that does not say is as in a run.

@@ -1,4 +1,4 @@
-"""The inner rates that a model was meta-trained with, read from its folder for another worker."""
+"""Inner learning rates of meta-training, read from a model folder for another worker."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ class TuneRun:
     def score(self, head: str, rate: float) -> Choice:
         """Mean loss after each number of steps.
 
-        Raises `Stopped` on all ranks if one was asked to stop. Collective: world.
+        Raises `Stopped` on all ranks if one got a stop signal. Collective: world.
         """
         worker, theta = self.parts.worker, self.parts.theta
         inner, count = self._inner(head, rate), len(self.episodes)

@@ -1,5 +1,4 @@
-"""What an algorithm costs per task, counted and not measured: passes over its sets, and shards that it keeps
-meanwhile.
+"""The cost of each algorithm per task: passes over its sets and shards that it stores, counted.
 
 The table of docs/algorithms.md as functions of a Config. Tests count the passes of the real rules.
 """
@@ -22,7 +21,7 @@ MOMENTS = {
     "rmsprop": 1,
 }
 """Vectors that each outer optimizer keeps."""
-WORK = 5  # vectors that a Hessian-vector product and the way back need beside the direction
+WORK = 5  # vectors that a Hessian-vector product and the backward recursion need beside the direction
 
 
 class Passes(NamedTuple):
@@ -46,7 +45,7 @@ def rows_of(config: Config) -> tuple[int, int]:
 
 
 def keeps_means(config: Config, data: int) -> bool:
-    """Whether the first inner step goes on from the features of the class means: the support set is one
+    """Whether the first inner step reuses the features of the class means: the support set is one
     micro-batch.
     """
     return config.inner_steps > 0 and -(-rows_of(config)[0] // data) <= config.micro_batch_size
@@ -87,7 +86,7 @@ class ShardCounts(NamedTuple):
 
 
 def adds_directly(config: Config) -> bool:
-    """Whether a task's direction needs no vector of its own (Rule.direction; tensor ranks do not agree on
+    """Whether a task's direction needs no separate vector (Rule.direction; tensor ranks do not agree on
     what is finite).
     """
     spec = find(config.algorithm)

@@ -1,5 +1,4 @@
-"""When a meta-gradient moves theta: at once, or (--outer_delay 1) after the inner loops of the next outer
-step.
+"""Applies a meta-gradient at once, or (--outer_delay 1) after the inner loops of the next outer step.
 
     at once    theta_{t+1} = U(theta_t, G_t(theta_t); lr_t)
     delayed    theta_1 = theta_0;   theta_{t+1} = U(theta_t, G_{t-1}(theta_{t-1}); lr_{t-1})
@@ -7,12 +6,12 @@ step.
 
 G_t: the mean meta-gradient of meta-batch t; U: clipping, optimizer, weight decay. Delayed, the reduction of
 G_t across the groups has the inner loops of step t + 1 to hide behind; the price is a gradient that is one
-update old, as in pipelined and asynchronous SGD (Langford, Smola, Zinkevich 2009, arXiv 0911.0491). There is
-one reduction on its way at any time, every rank begins it at the same place between two steps, and nothing
-else uses the cross communicator meanwhile.
+update old, as in pipelined and asynchronous SGD (Langford, Smola, Zinkevich 2009, arXiv 0911.0491). One
+reduction is pending at any time, every rank starts it at the same place between two steps, and nothing else
+uses the cross communicator meanwhile.
 
-What is on its way belongs to the state of a run: a checkpoint holds it, summed. A save never changes what
-follows.
+A pending meta-gradient is part of the state of a run: a checkpoint stores it, summed. A save never changes
+later steps.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class PendingUpdate:
-    """The meta-gradient of an outer step, on its way: `means` as MetaGradient.begin gave it, None if no task
-    was finite. `unread`: no task of its step could be had.
+    """The pending meta-gradient of an outer step: `means` as MetaGradient.begin gave it, None if no task
+    was finite. `unread`: all tasks of its step failed to load.
     """
 
     meta: MetaGradient
@@ -58,8 +57,8 @@ class DelayedUpdate:
         """End the outer step with what is in `meta`, which is empty afterwards. Returns what moved theta,
         None if nothing did.
 
-        weight: of all groups' finite tasks; unread: none of its tasks could be had; last: of the run, so that
-        nothing may stay pending. If `last` moves theta twice, the second is returned. Collective: cross,
+        weight: of all groups' finite tasks; unread: all of its tasks failed to load; last: of the run, so
+        that nothing may stay pending. If `last` moves theta twice, the second is returned. Collective: cross,
         group.
         """
         moved = self.drain()

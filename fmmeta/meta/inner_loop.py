@@ -61,8 +61,8 @@ class InnerLoop:
     phi_0|^2 / 2.
 
     Where the head alone moves, the support set goes through the body once, however many steps follow. Where
-    class means start the head and the support set is one micro-batch, the first step goes on from the pass
-    that they were made of.
+    class means start the head and the support set is one micro-batch, the first step reuses the pass
+    that computed them.
     """
 
     steps: int
@@ -100,7 +100,7 @@ class InnerLoop:
     def begin(
         self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], tracked: bool = False
     ) -> InnerStart:
-        """Take the worker from theta to phi_0. tracked: every phi_k is asked for. Collective: group."""
+        """Take the worker from theta to phi_0. tracked: every phi_k is needed. Collective: group."""
         on_features = not tracked and self._only_head()
         ahead = None
         if on_features:

@@ -1,4 +1,4 @@
-"""Inner learning rates: how far each element of phi moves at each inner step. They may be meta-parameters.
+"""Inner learning rates by step, layer or element, fixed or learned as meta-parameters.
 
     alpha_k[i] = table[k, layer of i] * element[i]          k inner step, i element of this rank's vector
 
@@ -60,7 +60,7 @@ class Layers:
         return cls(tuple(names), tuple(merged))
 
     def inside(self, where: slice) -> Iterator[tuple[slice, slice, int]]:
-        """Pieces of `where` that lie in a layer: place in the vector, place within `where`, index of the
+        """Pieces of `where` inside a layer: place in the vector, place within `where`, index of the
         layer.
         """
         first = bisect_right(self.segments, where.start, key=lambda segment: segment[1])
@@ -97,7 +97,7 @@ class Rates:
         )
 
     def of_head(self, numel: int) -> Rates:
-        """Those of a head alone, as a vector of its own."""
+        """The rates of the head alone, as a separate vector."""
         column = self.layers.names.index(HEAD)
         return Rates(Layers((HEAD,), ((0, numel, 0),)), self.table[:, [column]])
 

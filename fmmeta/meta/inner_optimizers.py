@@ -1,5 +1,4 @@
-"""Inner optimizers: the direction u in phi <- phi - alpha * u, element by element, with state that lives for
-one task.
+"""Inner optimizers: the direction u in phi <- phi - alpha * u, element-wise, with state per task.
 
     sgd       u = g
     momentum  m <- mu m + g;  u = m                          (Sutskever et al. 2013, torch's SGD)
@@ -32,7 +31,7 @@ class InnerState:
 
 @dataclass(frozen=True)
 class InnerRule:
-    """One of the optimizers above: which vectors it remembers, and u from (g, phi, state vectors, step number
+    """One of the optimizers above: which vectors it stores, and u from (g, phi, state vectors, step number
     from 1).
 
     `kept`: the state that every task starts with, changed by the outer step alone; None: zeros (state ends

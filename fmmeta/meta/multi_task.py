@@ -39,7 +39,7 @@ class AdapterMultiTaskRule:
     def directions(
         self, worker: Worker, theta: Tensor, episodes: Sequence[Episode], total: Tensor | None = None
     ) -> list[TaskGradient]:
-        """Meta-gradients of some tasks, each a vector of its own. Collective: group."""
+        """Meta-gradients of some tasks, each a separate vector. Collective: group."""
         assert isinstance(worker, FullModelWorker)
         batch = TaskBatch(worker, self.axis, theta, len(episodes))
         support, query = [episode.support for episode in episodes], [episode.query for episode in episodes]

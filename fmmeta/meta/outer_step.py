@@ -97,7 +97,7 @@ class MetaGradient:
 class OuterStep:
     """What an outer step did: norm of the meta-gradient before clipping, learning rate, whether theta moved.
 
-    `unread`: that no task could be had is why it did not.
+    `unread`: it did not, because all tasks failed to load.
     """
 
     grad_norm: float
@@ -112,7 +112,7 @@ class Outer:
 
     theta and rates are updated in place. The learning rate is a function of the step's number alone, so a
     resumed run needs no scheduler state. Weight decay is decoupled (Loshchilov, Hutter 2019) whatever the
-    optimizer. A head that starts anew in every task is no meta-parameter: its slice stays as it is.
+    optimizer. A head that every task initialises is no meta-parameter: its slice is not updated.
     """
 
     def __init__(self, theta: Tensor, worker: Worker, config: Config, inner: InnerLoop | None = None) -> None:
@@ -201,7 +201,7 @@ class Outer:
     def _move(
         self, value: Tensor, gradient: Tensor, state: dict[str, Tensor], lr: float, weight_decay: float = 0.0
     ) -> dict[str, Tensor]:
-        """One step of torch's optimizer on a tensor, in place; return its moments, remember its numbers."""
+        """One step of torch's optimizer on a tensor, in place; return its moments, store its scalars."""
         optimizer = OPTIMIZERS[self.config.outer_optimizer]([{"params": [value]}], self.config)
         optimizer.param_groups[0]["lr"] = lr
         if state:
@@ -237,7 +237,7 @@ class Outer:
         return state
 
     def load_state(self, state: OuterState) -> None:
-        """Continue from what `state` returned, on this layout or another, wherever its tensors lie."""
+        """Continue from what `state` returned, on this layout or another, on any device."""
         moments = {
             name: vector for name, vector in state.vectors.items() if not name.startswith(("rates", "kept."))
         }
@@ -290,8 +290,8 @@ def _with_epsilon(kind: Any, **more: Any) -> Callable[[list[dict[str, Any]], Con
 
 
 def _adamw(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
-    """On CPUs one pass over memory in place of nine; on GPUs its numbers would have to lie there, and foreach
-    is the default.
+    """On CPUs one pass over memory in place of nine; on GPUs its scalars would have to be on the device, and
+    foreach is the default.
     """
     on_cpu = groups[0]["params"][0].device.type == "cpu"
     return _with_epsilon(torch.optim.AdamW, fused=True if on_cpu else None)(groups, config)

@@ -1,8 +1,8 @@
 """The meta-parameters: what training changes, and what evaluation and export are given.
 
-The live ones are changed in place by the outer step alone. Whoever needs other weights (the initial ones, the
-best validated, an interpolation) gets a copy and passes it on; nothing puts other values into the live
-tensors for a while, so that a checkpoint taken at any moment holds what was learned.
+Only the outer step changes the live ones, in place. Code that needs other weights (the initial ones, the best
+validated, an interpolation) gets a copy and passes it on; no code sets other values in the live tensors
+temporarily, so that a checkpoint taken at any moment holds what was learned.
 """
 
 from __future__ import annotations

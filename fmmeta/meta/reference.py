@@ -103,7 +103,7 @@ def reference_run(
             if config.inner_optimizer_state == "kept":
                 memory = mean_memory([m for *_, m in told])
         else:
-            due.append(({}, {}))  # no task counts: theta stays, the schedule goes on
+            due.append(({}, {}))  # no task counts: theta is unchanged, the schedule continues
         while len(due) > (0 if outer_step + 1 == len(steps) else config.outer_delay):
             mean, of_rates = due.pop(0)
             if mean:
@@ -320,7 +320,7 @@ def head_start(
     """
     phi = {
         name: value.clone() for name, value in theta.items()
-    }  # nodes of their own: a head of means is no path to the body
+    }  # separate nodes: a head of means is no path to the body
     if config.head_init == "prototype" and learner.head_names:
         means = class_means(learner, theta, episode, config.most_classes, bf16)
         if not (config.prototype_gradient if through_means is None else through_means):

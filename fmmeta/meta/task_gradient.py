@@ -1,4 +1,4 @@
-"""What a rule says of one task, and the shape of a rule."""
+"""The meta-gradient of one task, and the protocol of a rule."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class TaskGradient:
 
 
 class Rule(Protocol):
-    """A meta-gradient rule: it finds theta in the worker, leaves theta in the worker, and talks to nobody
-    outside its group.
+    """A meta-gradient rule: it finds theta in the worker, leaves theta in the worker, and does not
+    communicate outside its group.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""The files of a model's name, be it a folder or a hub id. Without a network nothing waits for the hub."""
+"""Files of a folder or hub id, online or offline; without a network no call waits for the hub."""
 
 from __future__ import annotations
 
@@ -79,17 +79,17 @@ def base_of(model_name_or_path: str) -> str:
         base = json.loads(Path(path).read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"model_name_or_path={model_name_or_path}: adapter_config.json cannot be read ({error}); mend it"
+            f"model_name_or_path={model_name_or_path}: adapter_config.json cannot be read ({error}); fix it"
         ) from None
     if not isinstance(base, str):
         raise UsageError(
-            f"model_name_or_path={model_name_or_path}: adapter_config.json names no base model; mend it"
+            f"model_name_or_path={model_name_or_path}: adapter_config.json names no base model; fix it"
         )
     return base
 
 
 def adapter_folder(model_name_or_path: str) -> Path:
-    """Where the files of an adapter folder lie on this machine: peft itself would ask the hub for them, and
+    """The local folder of an adapter: peft itself would ask the hub for them, and
     take a pickle too. Raises `UsageError`.
     """
     settings, weights = (

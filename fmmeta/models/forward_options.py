@@ -1,4 +1,4 @@
-"""How a forward pass is done: which attention, which activations are kept.
+"""Options of the forward pass: attention implementation and gradient checkpointing.
 
 What a model cannot do is refused before its weights are read.
 """

@@ -1,4 +1,4 @@
-"""How long each layer of a model takes, by trying one of each kind on this machine.
+"""Measures the time of each layer of a model by running one of each kind on this machine.
 
 A stage of one layer runs forward and backward with random weights, through the code that will train it; what
 a stage without layers takes (masks, rotary tables) is subtracted, since every stage pays it alike. The first
@@ -25,8 +25,8 @@ REPEATS = 5
 
 
 def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device, bf16: bool) -> list[float]:
-    """Median seconds of a forward and backward pass of `rows` x `tokens` through each layer and what lies
-    beside it.
+    """Median seconds of a forward and backward pass of `rows` x `tokens` through each layer and the
+    parts outside the layers.
 
     learner: parameters without storage, real buffers, as a Stream has them; it stays as it is.
     """

@@ -1,5 +1,4 @@
-"""Weights one tensor at a time: a learner whose parameters have no storage yet, and a checkpoint that fills
-them by name.
+"""Builds a learner on the meta device and loads its weights from the checkpoint one tensor at a time.
 
 Pipeline stages and ZeRO 3 begin here, so that no rank ever holds a whole model. What the checkpoint lacks (a
 new classifier, adapters) is made whole on every rank as transformers and peft would make it, from the same
@@ -41,17 +40,15 @@ class LazyModel:
     )  # exact initial values of what the checkpoint lacks
 
     def read(self, name: str) -> Tensor:
-        """One whole parameter in fp32, in memory of its own."""
+        """One complete parameter in fp32, in separate memory."""
         if name in self.fresh:
             return self.fresh[name].clone()
         from safetensors import safe_open
 
-        path, key = self.where[
-            name.replace(".base_layer.", ".")
-        ]  # peft's name for what an adapter stands beside
+        path, key = self.where[name.replace(".base_layer.", ".")]  # peft's name for the adapted layer
         with safe_open(
             path, "pt"
-        ) as file:  # opened anew each time: an open file keeps the pages that it has read
+        ) as file:  # opened again each time: an open file keeps the pages that it has read
             return file.get_tensor(key).to(torch.float32, copy=True)
 
     def fill(self, names: Sequence[str], then: Callable[[nn.Parameter], None] = lambda param: None) -> None:
@@ -94,7 +91,7 @@ def open_lazy_model(config: Config, description: Description) -> LazyModel:
         key = min(wrong)
         raise UsageError(
             f"{name} holds {key} of shape {list(shapes[key])}, and its configuration says "
-            f"{list(hf.get_parameter(key).shape)}; mend the checkpoint"
+            f"{list(hf.get_parameter(key).shape)}; fix the checkpoint"
         )
     missing = [key for key, _ in hf.named_parameters() if key not in found or key in wrong]
     torch.manual_seed(config.seed)
@@ -106,7 +103,7 @@ def open_lazy_model(config: Config, description: Description) -> LazyModel:
     places = places_of(learner)
     for head in learner.head_names:
         param = learner.get_parameter(head)
-        if config.head_init != "learned":  # a head that starts anew in every task is not read
+        if config.head_init != "learned":  # a head that every task initialises is not read
             put(places[id(param)], nn.Parameter(torch.zeros(param.shape)))
     where = {f"hf.{key}": entry for key, entry in found.items()}
     fresh = {name: param.detach().clone() for name, param in learner.named_parameters() if not param.is_meta}
@@ -114,8 +111,8 @@ def open_lazy_model(config: Config, description: Description) -> LazyModel:
 
 
 def wrap_without_storage(hf: Any, config: Config, description: Description) -> Learner:
-    """`wrap`, with real adapters: peft makes them on the device of the weights that they stand beside, so
-    that those seem to lie on the CPU while it does, each of them one number seen in all its places.
+    """`wrap`, with real adapters: peft makes them on the device of the adapted weights, so
+    that these are presented as CPU tensors meanwhile, each of them one number seen in all its places.
     """
     places = places_of(hf)
     seeming = {
@@ -155,9 +152,7 @@ def initialise(hf: Any, missing: list[str], saved_buffers: dict[str, Entry]) -> 
 
 
 def find_tensors(hf: Any, config: Config) -> tuple[dict[str, Entry], dict[str, tuple[int, ...]]]:
-    """Where the tensors of `hf` lie, under their names in it, and their shapes; old names are translated by
-    transformers.
-    """
+    """Files and shapes of the tensors of `hf`, by their names in it; transformers translates old names."""
     from safetensors import SafetensorError, safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key

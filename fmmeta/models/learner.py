@@ -1,4 +1,4 @@
-"""What is trained: an HF model, and for classification its head, behind one forward.
+"""The trained module: a Hugging Face model, and a head for classification, behind one forward.
 
     learner(input_ids [B, T], attention_mask [B, T]) -> logits [B, C] or [B, T, V]
     learner(..., want="features")                    -> [B, D], what the classifier head sees
@@ -35,10 +35,10 @@ class Learner(nn.Module):
 
 
 class CausalLearner(Learner):
-    """A causal language model; it has no head of its own to reset.
+    """A causal language model; it has no separate head to reset.
 
     packed: `attention_mask` numbers the rows of each sequence. transformers keeps rows apart by their
-    positions, which begin anew with each (masking_utils.find_packed_sequence_indices), if it gets no mask
+    positions, which restart with each (masking_utils.find_packed_sequence_indices), if it gets no mask
     beside them.
     """
 

@@ -1,5 +1,4 @@
-"""How long a text a model can take: the positions that its configuration names, less those it keeps for
-itself.
+"""The longest text that a model accepts: the positions of its configuration, less reserved ones.
 
 A length that the user gave is refused where the model has fewer positions; the default becomes what it has.
 """

@@ -1,4 +1,4 @@
-"""From a folder, a hub id or `tiny` to a learner and its tokenizer.
+"""Loads a learner and its tokenizer from a folder, a hub id or `tiny`.
 
 Weights come from safetensors, never from pickles.
 """
@@ -149,7 +149,7 @@ def resolve_pooling(config: Config) -> str:
         modes = dict(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UsageError(
-            f"pooling=auto: {path} cannot be read ({one_line(error)}); mend it, or choose one with --pooling"
+            f"pooling=auto: {path} cannot be read ({one_line(error)}); fix it, or choose one with --pooling"
         ) from None
     if modes.get("pooling_mode_cls_token") or modes.get("pooling_mode") == "cls":
         return "cls"
@@ -172,7 +172,7 @@ def normalizes(config: Config) -> bool:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"model_name_or_path={config.model_name_or_path}: modules.json cannot be read"
-            f" ({one_line(error)}); mend or remove it"
+            f" ({one_line(error)}); fix or remove it"
         ) from None
 
 
@@ -246,7 +246,7 @@ def load_learner(config: Config, description: Description) -> Learner:
 
 
 def restore_head(learner: Learner, config: Config) -> None:
-    """Give an encoder with fmmeta's pooling the head that lies beside it, if it has outputs for as many
+    """Give an encoder with fmmeta's pooling the head stored beside it, if it has outputs for as many
     classes.
     """
     from safetensors import SafetensorError

@@ -1,11 +1,10 @@
-"""LoRA through peft: low-rank adapters beside frozen linear layers, and the folder that plain peft loads them
-from.
+"""LoRA through peft: low-rank adapters on frozen linear layers, saved as a peft adapter folder.
 
     y = W x + (alpha / r) B A x        W frozen; A [r, in] random from the seed, B [out, r] zero
 
-Hu et al. 2021 (arXiv 2106.09685), section 4.1. Trained are A and B, a classifier's head and what lies beside
-it on top of the base; the base stays as the checkpoint has it and is never copied. This module alone imports
-peft, and only when it is asked to.
+Hu et al. 2021 (arXiv 2106.09685), section 4.1. Trained are A and B, a classifier's head and the other
+layers on top of the base; the base keeps the weights of the checkpoint and is never copied. Only this module
+imports peft, and only when it is used.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def refuse_unknown(learner: Learner, config: Config) -> None:
 
 
 def refuse_shared(learner: Learner, config: Config) -> None:
-    """No adapter lies on an embedding, nor on a layer that shares its weight with one: merging would part
+    """No adapter is on an embedding, nor on a layer that shares its weight with one: merging would part
     them.
     """
     from peft.tuners.lora import LoraLayer
@@ -177,7 +176,7 @@ def save_adapter(folder: Path, learner: Learner, weights: dict[str, Tensor], con
 def restore_adapters(
     learner: Learner, config: Config, settings: dict[str, Any], stored: dict[str, Tensor]
 ) -> None:
-    """Go on with adapters that were trained before: `settings` and tensors as `save_adapter` wrote them.
+    """Load adapters that were trained before: `settings` and tensors as `save_adapter` wrote them.
 
     A head of other classes is left as it is. Raises `UsageError` where they are not those that `config`
     describes.
@@ -195,8 +194,8 @@ def restore_adapters(
         raise UsageError(
             f"lora_r={config.lora_r}: {config.model_name_or_path} holds adapters of rank {settings.get('r')},"
             f" alpha {settings.get('lora_alpha', 0):g} and of {len(found) // 2} layers, not these; give the"
-            " same --lora_r, --lora_alpha and --lora_target_modules to go on with them, or a merged/ folder"
-            " for others"
+            " same --lora_r, --lora_alpha and --lora_target_modules to continue with them, or a merged/"
+            " folder for others"
         )
     whole = {
         file_name(name): learner.get_parameter(name)

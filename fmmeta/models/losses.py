@@ -1,4 +1,4 @@
-"""The loss: a mean over a whole set, however the set is cut into micro-batches and over ranks.
+"""The loss: a mean over a whole set, independent of micro-batches and ranks.
 
 Shapes: B rows of a micro-batch, T tokens, C classes, V vocabulary.
 """

@@ -1,12 +1,11 @@
-"""Adapters and heads with a task axis: rows of several tasks go through the frozen base together, each with
-its task's weights.
+"""Adapters and heads with a task axis: one pass of the frozen base for rows of several tasks.
 
     y = W x + (alpha / r) B_t A_t x        LoRA, rows of task t
     y = W_t x + b_t                        a head, or what else is trained whole
 
-The rows of a task lie together, as many as every other task's: x [N B, ...] for N tasks; without padding
+The rows of a task are contiguous, equally many for each task: x [N B, ...] for N tasks; without padding
 (models/unpadded.py) its tokens do, x [1, tokens, ...]. Values come from outside, by the names of the
-parameters that they stand in for; the modules' own parameters are neither read nor changed. The base is
+parameters that they replace; the modules' own parameters are neither read nor changed. The base is
 called once per pass for all tasks, through the modules that an engine watches, so that ZeRO 3 gathers it
 once.
 """

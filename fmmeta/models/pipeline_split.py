@@ -1,4 +1,4 @@
-"""A learner cut into pipeline stages: consecutive layers stay, the others give way to stand-ins.
+"""Splits a learner into pipeline stages: a stage keeps consecutive layers, stand-ins replace the rest.
 
     stage 0          tokens -> embeddings -> layers -> hidden states
     in between       hidden states -> layers -> hidden states
@@ -86,7 +86,7 @@ class Stage(nn.Module):
         self.body: nn.Module = learner if last else base_of(learner)
         self.inlet, self.last = inlet, last
         self.want = "logits"
-        # a stage without adapters of its own: DeepSpeed wants something to train, and a gradient for what is
+        # a stage without adapters: DeepSpeed wants something to train, and a gradient for what is
         # sent back
         trains = any(param.requires_grad for param in self.body.parameters())
         self.idle = None if trains else nn.Parameter(torch.zeros(1))
@@ -136,7 +136,7 @@ class StagePartition:
 
 def plan_stages(learner: Learner, stages: int, costs: Sequence[float] | None = None) -> StagePartition:
     """Share out the layers so that the largest stage has as few parameters as possible, or as small a sum of
-    `costs` (one number for each layer and what lies beside it). Raises `UsageError`.
+    `costs` (one number for each layer and the parts outside). Raises `UsageError`.
     """
     family = family_of(learner.hf.config)
     base = base_of(learner)

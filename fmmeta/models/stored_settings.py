@@ -1,4 +1,4 @@
-"""What a model remembers in its fmmeta.json: how it learns a task, and what it was trained on."""
+"""Settings that a model stores in its fmmeta.json: how it learns a task, and what it was trained on."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def remembered(model_name_or_path: str) -> dict[str, Any]:
         used_splits.read(facts)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"model_name_or_path={model_name_or_path}: fmmeta.json cannot be read ({error}); mend or"
-            " remove it"
+            f"model_name_or_path={model_name_or_path}: fmmeta.json cannot be read ({error}); fix or remove it"
         ) from None
     return {
         name: value for name, value in facts.items() if value is not None and value == value

@@ -1,4 +1,4 @@
-"""Built-in models and tokenizer, made from nothing: the bare command needs no file and no network.
+"""Built-in models and tokenizer, generated in code: the bare command needs no file and no network.
 
 `tiny` is a 2-layer BERT for classification and a 2-layer Llama for causal_lm, both over bytes.
 """

@@ -30,7 +30,7 @@ ATTENTION = "fmmeta_unpadded"  # what transformers calls it, in place of sdpa
 
 @dataclass(frozen=True)
 class UnpaddedRows:
-    """Where the real tokens lie in a padded batch: `places` [N] among B x T."""
+    """Positions of the real tokens in a padded batch: `places` [N] among B x T."""
 
     places: Tensor
     shape: tuple[int, int]

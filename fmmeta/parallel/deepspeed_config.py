@@ -1,6 +1,6 @@
-"""The user's DeepSpeed JSON, completed: "auto" filled, our part set, what would break meta-training refused.
+"""Completes the user's DeepSpeed JSON: fills "auto", sets our keys, refuses what breaks meta-training.
 
-Source of each rule: docs/design.md, "What DeepSpeed does by itself".
+Source of each rule: docs/architecture.md, "What DeepSpeed does by itself".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REFUSED = {
     "curriculum_learning": "it changes the data by step count, and inner steps would count",
     "progressive_layer_drop": "it drops layers by step count, and inner steps would count",
     "eigenvalue": "it is tied to DeepSpeed's own training loop",
-    "autotuning": "it starts runs of its own; use --group_size auto",
+    "autotuning": "it starts separate runs; use --group_size auto",
     "tensor_parallel": "it is made by --tensor_parallel_size",
     "sequence_parallel_size": "it is not supported yet",
     "pipeline": "stages are made by --pipeline_stages",
@@ -231,7 +231,7 @@ def load(path: str) -> dict[str, Any]:
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"deepspeed={path} is not JSON ({error}); mend the file") from None
+        raise UsageError(f"deepspeed={path} is not JSON ({error}); fix the file") from None
     if not isinstance(config, dict):
         raise UsageError(f"deepspeed={path} holds no JSON object; see ds_configs/ for ready ones")
     return config

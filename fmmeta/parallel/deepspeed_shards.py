@@ -128,7 +128,7 @@ def param_groups(model: nn.Module, head: Iterable[str], weight_decay: bool) -> l
     sorted_into: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
     for name, param in model.named_parameters():
         if param.requires_grad:
-            matrix = len(getattr(param, "ds_shape", param.shape)) > 1  # ZeRO 3 from birth empties the shape
+            matrix = len(getattr(param, "ds_shape", param.shape)) > 1  # ZeRO 3 empties the shape
             sorted_into[
                 "head" if name in head else "decay" if weight_decay and matrix else "no_decay"
             ].append(param)
@@ -137,7 +137,7 @@ def param_groups(model: nn.Module, head: Iterable[str], weight_decay: bool) -> l
 
 Agreement = Literal["engine", "tap", "none"]
 """Who sees to it that a step is taken by every rank of a group or, as soon as one gradient is not finite, by
-none: the engine; the tap, which is called once for the whole model; nobody.
+none: the engine; the tap, which is called once for the whole model; no rank.
 """
 
 Piece = tuple[
@@ -147,8 +147,8 @@ Piece = tuple[
 
 @dataclass(frozen=True)
 class Shards:
-    """The fp32 tensors that a DeepSpeed optimizer wrapper owns, what lies in them, and how the model learns
-    of a change.
+    """The fp32 tensors that a DeepSpeed optimizer wrapper owns, their contents, and how a change
+    reaches the model.
     """
 
     tensors: list[Tensor]
@@ -159,7 +159,7 @@ class Shards:
     agreement: Agreement = "engine"
 
     def gaps(self) -> list[list[slice]]:
-        """Padding of each tensor: what no parameter lies in."""
+        """Padding of each tensor: elements of no parameter."""
         found = []
         for tensor, pieces in zip(self.tensors, self.pieces, strict=True):
             runs, begin = [], 0
@@ -282,7 +282,7 @@ def _zero_1_bf16(wrapper: Any, group_rank: int) -> Shards:
 
 
 def _zero_3(wrapper: Any, group_rank: int) -> Shards:
-    """ZeRO 3: every parameter is cut into equal parts over the ranks; parts lie one after another in
+    """ZeRO 3: every parameter is cut into equal parts over the ranks; parts are consecutive in
     sub-groups.
     """
     pieces = []

@@ -1,4 +1,4 @@
-"""Which process is which: from a launcher's environment to groups and places in them. Arithmetic only."""
+"""Assigns ranks to groups from a launcher's environment. Arithmetic only."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _recorder(env: Mapping[str, str]) -> Iterator[NetworkIssue]:
             and not os.access(folder, os.W_OK)
         ):
             yield NetworkIssue(
-                f"{file}={env.get(file, '')} lies in {folder}, which cannot be written to",
+                f"{file}={env.get(file, '')} is in {folder}, which cannot be written to",
                 "choose another folder",
             )
 
@@ -243,7 +243,7 @@ def check_and_choose_interface(notes: Notes, launch: Launch, nccl: bool) -> list
     """Refuse on all ranks what cannot work on one; return what to say of the rest. Sets GLOO_SOCKET_IFNAME
     where it must be.
 
-    Raises `UsageError`. Collective: everybody, by way of `notes`.
+    Raises `UsageError`. Collective: world, through `notes`.
     """
     known, said = interfaces(), []
     if launch.local_world_size < launch.world_size and not os.environ.get("GLOO_SOCKET_IFNAME"):

@@ -1,5 +1,4 @@
-"""Which ranks share a node, whether groups stay inside one, and which links carry what. Arithmetic and words
-only.
+"""Assigns ranks to nodes: groups inside a node, and the printed map of links. Does not communicate.
 
 A group sends something in every pass, groups among each other once per outer step: a group belongs on one
 node wherever it fits.
@@ -66,11 +65,11 @@ class Nodes:
         return [list(dict.fromkeys(self.node[start : start + group_size])) for start in groups]
 
     def can_defer_backward(self, group_size: int) -> bool:
-        """Whether every group lies on one node."""
+        """Whether every group is on one node."""
         return all(len(nodes) == 1 for nodes in self.spanned(group_size))
 
     def check(self, group_size: int) -> str | None:
-        """Refuse groups that lie across nodes although they fit into each; say so where they have to.
+        """Refuse groups that span nodes although they fit into each; say so where they have to.
 
         Raises `UsageError`.
         """
@@ -79,7 +78,7 @@ class Nodes:
         if not across:
             return None
         first = across[0]
-        where = f"group {first} ({ranks_of(first, group_size)}) lies on {self.names(spanned[first])}"
+        where = f"group {first} ({ranks_of(first, group_size)}) is on {self.names(spanned[first])}"
         if group_size <= min(self.sizes):
             sizes = divisors(len(self.node))
             good = [str(size) for size in sizes if self.can_defer_backward(size) or size > min(self.sizes)]

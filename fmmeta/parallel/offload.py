@@ -1,5 +1,4 @@
-"""Where a rank's outer state lives: theta, the sum of directions, the outer moments. None of it is used
-inside the inner loop.
+"""Stores the outer state of a rank (theta, summed meta-gradient, moments) on the device or in host memory.
 
     device (default)    beside the shards: work happens in place
     host (--offload_outer)    in the host's memory, pinned where there is a GPU; work happens on copies
@@ -38,7 +37,7 @@ class OuterMemory:
     offload: bool
 
     def keep(self, vector: Tensor) -> Tensor:
-        """The vector at home, wherever it comes from: itself if it lies on the device already, or a copy."""
+        """The vector on the storage device: itself if it is there already, or a copy."""
         return self.zeros(vector).copy_(vector) if self.offload else vector.to(self.device)
 
     def zeros(self, like: Tensor) -> Tensor:

@@ -1,16 +1,16 @@
-"""Process groups, and the only module that imports torch.distributed.
+"""Process groups; the only module that imports torch.distributed.
 
-Each worker group is its own default world, so that DeepSpeed and transformers see nothing but the model
-they shard (docs/design.md). Three communicators exist beside each other:
+Each worker group is its own default world, so that DeepSpeed and transformers see only the ranks that share
+its model (docs/design.md). There are three communicators:
 
-    world   every process; gloo; control only: agreement, small byte strings, barriers
+    world   all processes; gloo; control only: agreement, small byte strings, barriers
     group   the ranks that hold one model; the default process group of each of them
-    cross   equal group_rank in every group; carries the meta-gradient shards and nothing else
+    cross   the ranks of equal group_rank in all groups; reduces meta-gradient shards only
 
-With --elastic a launch is one group, `world` is its own, and `cross` is a crew of groups that come and go
-(elastic/communicator.py); `everyone` is all processes of all groups either way.
+With --elastic a launch is one group: `world` contains its ranks, and `cross` connects groups that join and
+leave (elastic/communicator.py). `all_groups` contains all processes of all groups in both cases.
 
-A communicator has few verbs: sum, broadcast, gather bytes, barrier. No pickles travel.
+A communicator can sum, broadcast, gather bytes and wait at a barrier. It sends no pickles.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Communicator:
         except Exception as error:
             failure, trouble = error, disk_trouble(error)
             if trouble is not None:
-                failure = UsageError(f"{trouble} (while {doing}); mend that, and run the same command again")
+                failure = UsageError(f"{trouble} (while {doing}); fix that, and run the same command again")
         kind = "" if failure is None else "usage:" if isinstance(failure, UsageError) else "crash:"
         answers = self.gather_bytes(f"{kind}{failure if failure else ''}".encode())
         failed = [(rank, text.decode()) for rank, text in enumerate(answers) if text]
@@ -178,8 +178,8 @@ class Communicator:
 
 
 class SharedStore:
-    """Notes by name, kept by one process (rank 0's, or torchrun's agent) and read without waiting for whoever
-    writes them. Each carries a code that needs the secret of this launch: whoever reaches the store can
+    """Notes by name, kept by one process (rank 0's, or torchrun's agent) and read without waiting for the
+    writer. Each carries a code that needs the secret of this launch: a client of the store can
     remove notes, and write none that count.
 
     Nothing else works while a rank is stopped. If the keeper is the one that is stopped, every call waits:
@@ -207,7 +207,7 @@ class SharedStore:
 
 @dataclass
 class ProcessGroups:
-    """The communicators of one process, handed to everything that needs to talk."""
+    """The communicators of one process."""
 
     layout: Layout
     world: Communicator
@@ -217,7 +217,7 @@ class ProcessGroups:
     background: Communicator | None = (
         None  # the first group once more, for the threads that write checkpoints; None elsewhere
     )
-    crew: Communicator | None = None  # with --elastic everyone who takes part, of all groups
+    crew: Communicator | None = None  # with --elastic: all processes of the members
 
     @property
     def all_groups(self) -> Communicator:
@@ -226,7 +226,7 @@ class ProcessGroups:
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks, logs and writes for all."""
+        """Whether this process logs and writes for all."""
         return self.layout.launch.global_rank == 0
 
 
@@ -290,7 +290,7 @@ class World:
         prepared = launch.global_rank == first or self._wait(board, key, doing, first, timeout_s, say)
         with self.comm.raise_on_all(doing):
             try:
-                if prepared:  # if not, that rank's error is everybody's
+                if prepared:  # if not, every rank raises that rank's error
                     result = work()
                     done = "done"
             finally:
@@ -454,7 +454,7 @@ def connect_gloo(address: str, name: str, rank: int, size: int, timeout: timedel
 
 
 def proof(secret: bytes, *said: Any) -> str:
-    """That whoever says so knows the secret: an HMAC, as PROOF hex digits."""
+    """Proof that the writer knows the secret: an HMAC of PROOF hex digits."""
     return hmac.new(secret, json.dumps(said, sort_keys=True).encode(), "sha256").hexdigest()
 
 
@@ -468,7 +468,7 @@ def backends() -> tuple[bool, bool]:
 
 
 def pending_type() -> Any:
-    """What a communication under way is; whoever needs its result calls `wait` on it, DeepSpeed too."""
+    """A pending communication; a caller that needs its result calls `wait` on it, DeepSpeed too."""
     return dist.Work
 
 

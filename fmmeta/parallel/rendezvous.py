@@ -1,9 +1,8 @@
-"""A name that the processes of one launch agree on, in a store that may still hold the notes of an earlier
-one.
+"""Agrees on a fresh key prefix among the processes of a launch, in a store that may hold old keys.
 
 torchrun's agent keeps its store over `--max-restarts` when the rendezvous is static (torch's comment says
-otherwise), and ranks that read each other's old addresses wait for ever. So every process brings a number of
-its own:
+otherwise), and ranks that read each other's old addresses wait for ever. So every process writes a random
+number:
 
     all     join/<rank> = own number
     first   roster = a new name and the numbers it has read; again, whenever one of them has changed
@@ -37,7 +36,7 @@ def agree_on_generation(
 ) -> str:
     """Return a name that is new and the same for all.
 
-    Raises `TimeoutError`. Collective: everybody, by way of `notes`.
+    Raises `TimeoutError`. Collective: world, through `notes`.
     """
     number = number or uuid.uuid4().hex
     deadline = time.monotonic() + timeout_s

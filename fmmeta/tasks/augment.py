@@ -1,5 +1,4 @@
-"""Transforms of training episodes: plain callables on an example or on a whole episode, named `module:name`
-in flags.
+"""Transforms of training episodes: callables on an example or an episode, named `module:name` in flags.
 
     example   (TextExample, rng) -> TextExample      text augmentation
     episode   (TextEpisode, rng) -> TextEpisode      label-name prompts, anything that has to see the classes
@@ -135,7 +134,7 @@ class Transforms:
             made = transform(value, np.random.default_rng(seed))
         except Exception as error:
             raise UsageError(
-                f"transform {name} failed with {type(error).__name__}: {error}; mend it or leave it out"
+                f"transform {name} failed with {type(error).__name__}: {error}; fix it or leave it out"
             ) from error
         if type(made) is not type(value):
             raise UsageError(

@@ -1,8 +1,8 @@
-"""Examples as tokens, and a set of them cut into this rank's micro-batches.
+"""Tokenised examples, and sets of them split into this rank's micro-batches.
 
-A set (support or query) is dealt over the ranks of a group so that every rank gets the same number of
-micro-batches, rows of like length lie together, and the weights make the losses add up to the mean over the
-whole set. Sets of several tasks are joined where their rows go through a model together.
+A set (support or query) is split over the ranks of a group so that every rank gets the same number of
+micro-batches, rows of similar length are together, and the weights make the losses add up to the mean over
+the whole set. Sets of several tasks are joined where their rows go through a model together.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def empty(batch: MicroBatch) -> MicroBatch:
 
 
 def widen_rows(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
-    """Tokens that nobody looks at, and copies of the last row that count nothing."""
+    """Masked tokens, and copies of the last row with weight zero."""
     wider = tokens - batch.input_ids.shape[1]
     more = rows - len(batch.input_ids)
     ids = F.pad(batch.input_ids, (0, wider))

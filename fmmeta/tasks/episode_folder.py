@@ -57,7 +57,7 @@ class EpisodeFolder:
 
 
 def stale() -> Iterator[Path]:
-    """Folders of this user whose trainers have ended; each is locked until the next one is asked for."""
+    """Folders of this user whose trainers have ended; each is locked until the next one is requested."""
     for path in root().glob(f"{PREFIX}*"):
         with suppress(OSError):  # another process has just removed it, or it is another user's
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,5 +1,4 @@
-"""What the fork server of the loader processes imports: it ends with its trainer, and each loader process
-with the fork server.
+"""Preload of the fork server of loader processes: it ends with its trainer, and they end with it.
 
 Without this each would keep the other alive. No other process may import this module.
 """

@@ -107,7 +107,7 @@ class Tasks(torch.utils.data.Dataset[tuple[str, int]]):
     """What DataLoader asks for; an index is a task, and what comes back is a file in memory that holds the
     episode.
 
-    Files, because a process may be killed at any moment: a tensor on its way would be lost with the process
+    Files, because a process may be killed at any moment: a tensor in transit would be lost with the process
     that sent it, and half a large message would let the reader wait for ever. A name is written to the pipe
     whole or not at all.
     """
@@ -234,9 +234,7 @@ class EpisodeLoader:
         self.load.sleep(BACK_OFF_S[min(tries, len(BACK_OFF_S)) - 1])
 
     def _not_passed(self, error: OSError) -> None:
-        """A loader process could not write an episode, or its file is gone: the training process loads this
-        one.
-        """
+        """Load in this process an episode that a loader process could not write or whose file was removed."""
         if self.folder and not self.folder.path.exists():
             self.warnings.append(
                 f"{self.folder.path} was removed while it was in use; the loader processes start again"

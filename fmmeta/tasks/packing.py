@@ -1,4 +1,4 @@
-"""Several short rows in one sequence, so that less of a micro-batch is padding.
+"""Packs several short rows into one sequence to reduce padding.
 
 Attention must not cross rows; models/forward_options.py checks it. A packed sequence is an Example whose
 `numbers` hold the row of each token. The loss is unchanged: the first token of a row is not

@@ -344,7 +344,7 @@ def prepare_once(world: World, folder: str) -> None:
 
     def broken() -> str:
         assert world.launch.local_rank == 0, "the others have nothing to do"
-        raise UsageError("dataset=x is broken; mend it")
+        raise UsageError("dataset=x is broken; fix it")
 
     print("found", world.run_on_first_rank_of_node("reading the data", read, 60), flush=True)
     try:

@@ -176,11 +176,11 @@ def test_too_many_bad_tasks_stop_all_ranks(tmp_path):
 def test_one_rank_of_a_node_prepares_and_the_others_wait_for_it(tmp_path):
     ended = run_ranks(["-m", "tests.distributed.scenarios", "prepare_once", str(tmp_path)], 3, 100).ok()
     first, second, third = (text.splitlines() for text in ended.output)
-    assert first == ["found nothing", "dataset=x is broken; mend it"]
+    assert first == ["found nothing", "dataset=x is broken; fix it"]
     assert second[0].startswith("fmmeta: rank 1 waits for rank 0 on ")
     assert "(reading the data): 0 s so far, 60 s at most" in second[0]
     assert [line for line in second if line.startswith("found")] == ["found what rank 0 left"]
-    assert third[:2] == ["found what rank 0 left", "dataset=x is broken; mend it"]  # one waiting rank speaks
+    assert third[:2] == ["found what rank 0 left", "dataset=x is broken; fix it"]  # one waiting rank speaks
     late = f"has waited 1 s for rank 0 on {platform.node()} (reading slowly); raise it, or look there"
     assert second[-2:] == [
         f"fmmeta: error: prepare_timeout=0.5: rank 1 {late}",

@@ -345,7 +345,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
         ),
         "tensor, family": (
             {"group_size": 2, "tensor_parallel_size": 2},
-            "model_type=bert has no plan of its own",
+            "model_type=bert has no plan",
         ),
         "tensor, heads": (
             {

@@ -116,7 +116,7 @@ def test_command_evaluates(command, tmp_path):
     need_data(command)
     text = run(command, "--episodes", "2", cwd=tmp_path)
     assert "2 5-way episodes of the test split" in text
-    assert text.count("accuracy %    ") == (2 if "--compare" in command else 1)  # one rank speaks
+    assert text.count("accuracy %    ") == (2 if "--compare" in command else 1)  # one rank logs
     assert (tmp_path / "results.json").is_file() == ("--output" in command)
 
 

@@ -304,7 +304,7 @@ def test_half_a_surrogate_pair_is_named_with_its_line(bert, tmp_path):
     support.write_text('{"text": "a", "label": "x"}\n{"text": "b\\ud800", "label": "y"}\n')
     assert (
         refusal(fmmeta.adapt, bert, support)
-        == f"{support}:2 has half of a surrogate pair (\\ud800) in text; mend the row"
+        == f"{support}:2 has half of a surrogate pair (\\ud800) in text; fix the row"
     )
 
 
@@ -478,8 +478,8 @@ def test_python_takes_rows_and_paths_as_files_have_them(bert, tmp_path):
     for texts, said in (
         ("hello", "texts='hello' is one text; give a list of texts"),
         ([None], "texts[0]=None is no text; give strings"),
-        (["a", "\ud800"], "texts[1] has half of a surrogate pair (\\ud800); mend it"),
-        (["a", ""], "texts[1] is empty; mend it"),
+        (["a", "\ud800"], "texts[1] has half of a surrogate pair (\\ud800); fix it"),
+        (["a", ""], "texts[1] is empty; fix it"),
     ):
         assert refusal(adapted.predict, texts) == said
 
@@ -493,11 +493,11 @@ def test_python_takes_rows_and_paths_as_files_have_them(bert, tmp_path):
         (5, "support=5 is neither a file nor pairs; give [(text, class), ...]"),
         ([("a",)], "support[0]=('a',) is no pair; give (text, label) or {'text': ..., 'label': ...}"),
         (["ab", "cd"], "support[0]='ab' is no pair; give (text, label) or {'text': ..., 'label': ...}"),
-        ([("a", "x"), ("b", None)], "support[1] has label=None, which is no text; mend the row"),
-        ([("a", "x"), ("b", float("nan"))], "support[1] has label=nan, which is no text; mend the row"),
+        ([("a", "x"), ("b", None)], "support[1] has label=None, which is no text; fix the row"),
+        ([("a", "x"), ("b", float("nan"))], "support[1] has label=nan, which is no text; fix the row"),
         (
             [("a", "x"), ("\ud800b", "y")],
-            "support[1] has half of a surrogate pair (\\ud800) in text; mend the row",
+            "support[1] has half of a surrogate pair (\\ud800) in text; fix the row",
         ),
         (
             [{"words": "a", "label": "x"}],

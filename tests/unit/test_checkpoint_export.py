@@ -437,7 +437,7 @@ def test_a_full_disk_is_told_after_the_others_have_gone_on(tmp_path, bert, monke
     message = refusal(exported, bert, tmp_path, pooling="mean", head_init="learned")
     assert (
         message
-        == "the disk: No space left on device (while exporting the weights); mend that, and run the same"
+        == "the disk: No space left on device (while exporting the weights); fix that, and run the same"
         " command again"
     )
     assert list(tmp_path.glob("model-00001-of-*.safetensors"))

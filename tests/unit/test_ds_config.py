@@ -241,7 +241,7 @@ def test_offload_is_noticed(ds_file):
             "{",
             (
                 "is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1));"
-                " mend the file"
+                " fix the file"
             ),
         ),
         ("[]", "holds no JSON object; see ds_configs/ for ready ones"),

@@ -363,12 +363,12 @@ def test_a_broken_task_file_is_left_out_of_both_models(llama, tmp_path, capsys):
         (10, 0),
         (10, 0),
     ]
-    said = [line for line in capsys.readouterr().out.splitlines() if "cannot be had" in line]
+    said = [line for line in capsys.readouterr().out.splitlines() if "failed to load" in line]
     assert len(said) == 4  # for either model and number of shots
-    assert said[0].startswith("fmmeta: 2 of 12 1-shot episodes cannot be had; the first: task s1/t3: ")
+    assert said[0].startswith("fmmeta: 2 of 12 1-shot episodes failed to load; the first: task s1/t3: ")
     message = refusal(fmmeta.evaluate, llama, data, **flags, on_bad_task="skip", max_bad_fraction=0.01)
     assert message.startswith(
-        "max_bad_fraction=0.01: 2 of 12 1-shot episodes cannot be had; the first: task s1/t3: "
+        "max_bad_fraction=0.01: 2 of 12 1-shot episodes failed to load; the first: task s1/t3: "
     )
 
 
@@ -532,7 +532,7 @@ def test_a_broken_memory_is_refused(tmp_path, bert):
     (tmp_path / "fmmeta.json").write_text("[]")
     assert (
         refusal(fmmeta.evaluate, str(tmp_path), "letters")
-        == f"model_name_or_path={tmp_path}: fmmeta.json cannot be read (it holds no settings); mend or"
+        == f"model_name_or_path={tmp_path}: fmmeta.json cannot be read (it holds no settings); fix or"
         " remove it"
     )
 

@@ -148,7 +148,7 @@ def adapted_copy(model: nn.Module, head_init: str) -> nn.Module:
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    """Relative to the whole vector, as docs/design.md measures it."""
+    """Relative to the whole vector, as docs/architecture.md measures it."""
     assert list(found) == list(wanted)
     off = math.sqrt(sum(float((found[name] - wanted[name]).square().sum()) for name in wanted))
     size = math.sqrt(sum(float(value.square().sum()) for value in wanted.values()))

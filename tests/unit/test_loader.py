@@ -62,7 +62,7 @@ class Trouble(TaskSource):
                 os._exit(0)
             raise {
                 "io": OSError(5, "Input/output error", "a.jsonl"),
-                "row": UsageError("a.jsonl:3 is bad; mend it"),
+                "row": UsageError("a.jsonl:3 is bad; fix it"),
                 "bug": ZeroDivisionError("division by zero"),
             }[what]
         return self.source.draw(task)
@@ -190,7 +190,7 @@ def test_input_errors_are_tried_again_with_longer_and_longer_waits(made, tmp_pat
     ("what", "said", "crash", "waits"),
     [
         ("io", "OSError: [Errno 5] Input/output error: 'a.jsonl'", False, 3),
-        ("row", "a.jsonl:3 is bad; mend it", False, 0),
+        ("row", "a.jsonl:3 is bad; fix it", False, 0),
         ("bug", "ZeroDivisionError: division by zero", True, 0),
     ],
 )

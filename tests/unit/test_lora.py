@@ -358,7 +358,7 @@ def test_adapters_are_gone_on_with(source, tmp_path, sources):
         assert (
             refusal(lambda config: load_learner(config, describe(config)), config)
             == f"lora_r={rank}: {tmp_path / 'model'} holds adapters of rank 3, alpha 5 and of {layers}"
-            " layers, not these; give the same --lora_r, --lora_alpha and --lora_target_modules to go on"
+            " layers, not these; give the same --lora_r, --lora_alpha and --lora_target_modules to continue"
             " with them, or a merged/ folder for others"
         )
 
@@ -450,5 +450,5 @@ def test_a_broken_adapter_folder_is_refused(tmp_path):
     assert (
         refusal(describe, Config(model_name_or_path=str(tmp_path)))
         == f"model_name_or_path={tmp_path}: adapter_config.json cannot be read ('base_model_name_or_path');"
-        " mend it"
+        " fix it"
     )

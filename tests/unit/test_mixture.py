@@ -99,7 +99,7 @@ def test_a_data_set_without_training_tasks_is_named(tmp_path):
     (tmp_path / "second" / "class_splits.json").write_text(json.dumps({"train": [], "test": ["c0", "c1"]}))
     assert (
         refusal(load, first, tmp_path / "second")
-        == f"dataset={tmp_path / 'second'} has nothing to train on: its train split is empty; mend the split"
+        == f"dataset={tmp_path / 'second'} has nothing to train on: its train split is empty; fix the split"
         " file"
     )
 
@@ -160,13 +160,13 @@ def test_no_file_is_read_before_its_task_is_drawn(tmp_path):
         (
             [{"text": "x", "label": "a"}, {"text": "y", "label": "b"}],
             (
-                "{path}: k_shot=1 and num_query=2 need 3 rows, but class 'a' of task 's0/t0' has 1; mend or"
+                "{path}: k_shot=1 and num_query=2 need 3 rows, but class 'a' of task 's0/t0' has 1; fix or"
                 " remove the file"
             ),
         ),
         (
             [{"text": f"x{i}", "label": "a"} for i in range(4)],
-            "{path}: n_way=2 is above the 1 classes of task 's0/t0'; mend or remove the file",
+            "{path}: n_way=2 is above the 1 classes of task 's0/t0'; fix or remove the file",
         ),
     ],
 )

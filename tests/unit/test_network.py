@@ -83,7 +83,7 @@ def test_timeouts_and_the_flight_recorder(tmp_path):
     assert said(NCCL_IB_TIMEOUT="long") == ["NCCL_IB_TIMEOUT=long is not a number; use one, or leave it out"]
     file = tmp_path / "gone" / "fr_"
     assert said(TORCH_NCCL_TRACE_BUFFER_SIZE="2000", TORCH_NCCL_DEBUG_INFO_TEMP_FILE=str(file)) == [
-        f"TORCH_NCCL_DEBUG_INFO_TEMP_FILE={file} lies in {file.parent}, which cannot be written to; choose"
+        f"TORCH_NCCL_DEBUG_INFO_TEMP_FILE={file} is in {file.parent}, which cannot be written to; choose"
         " another folder"
     ]
     assert said(TORCH_FR_DUMP_TEMP_FILE="/tmp/fr_") == [

@@ -75,17 +75,17 @@ def test_a_group_that_fits_on_every_node_lies_on_one_or_is_refused(sizes, group_
 def test_the_refusal_names_group_nodes_and_sizes_that_work():
     assert (
         refusal(nodes_of(6, 6).check, 4)
-        == "group_size=4 fits on a node, but group 1 (ranks 4 to 7) lies on gpu0 and gpu1, and all that it"
+        == "group_size=4 fits on a node, but group 1 (ranks 4 to 7) is on gpu0 and gpu1, and all that it"
         " sends in every pass would cross the network; use group_size 1, 2, 3, 6 or 12, or start"
         " consecutive ranks on each node (srun --distribution=block), as many as whole groups have"
     )
     cyclic = Nodes((0, 1, 0, 1), ("a", "a"))
-    assert "group 0 (ranks 0 and 1) lies on a (node 0) and a (node 1)" in refusal(cyclic.check, 2)
+    assert "group 0 (ranks 0 and 1) is on a (node 0) and a (node 1)" in refusal(cyclic.check, 2)
     assert cyclic.check(1) is None
 
 
 def test_a_group_that_has_to_span_nodes_is_told():
-    said = "group 0 (ranks 0 to 7) lies on gpu0 and gpu1: what it sends in every pass crosses the network"
+    said = "group 0 (ranks 0 to 7) is on gpu0 and gpu1: what it sends in every pass crosses the network"
     assert nodes_of(4, 4, 4, 4).check(8) == said
     assert nodes_of(4, 4, 4, 4).check(4) is None
 

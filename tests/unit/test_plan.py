@@ -601,10 +601,7 @@ def test_settings_that_no_layout_goes_with(capfd, folders):
     argv = ["plan", "--model_name_or_path", folders["bert"], *SMALL, "--tensor_parallel_size", "2"]
     code, _, error = ended(capfd, argv)
     assert code == 2
-    assert (
-        "no layout goes with these settings (tensor_parallel_size=2: model_type=bert has no plan of its own"
-        in error
-    )
+    assert "no layout goes with these settings (tensor_parallel_size=2: model_type=bert has no plan" in error
 
 
 def test_profiles_from_files(tmp_path):

@@ -85,7 +85,7 @@ def test_standard_input_with_a_byte_order_mark(adapted, tmp_path, monkeypatch):
         (
             "a.jsonl",
             b'{"text": "a"}\n{"text": "\\ud800"}\n',
-            ":2 has half of a surrogate pair (\\ud800) in text; mend it",
+            ":2 has half of a surrogate pair (\\ud800) in text; fix it",
         ),
         (
             "a.jsonl",
@@ -95,8 +95,8 @@ def test_standard_input_with_a_byte_order_mark(adapted, tmp_path, monkeypatch):
                 "the key with --text_column"
             ),
         ),
-        ("a.jsonl", b'{"text": "a"}\n{"text": ""}\n', ":2 has no text in text, which is empty; mend it"),
-        ("a.csv", b"text,label\na,x\n,y\n", ":3 has no text in text, which is empty; mend it"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ""}\n', ":2 has no text in text, which is empty; fix it"),
+        ("a.csv", b"text,label\na,x\n,y\n", ":3 has no text in text, which is empty; fix it"),
         (
             "a.csv",
             b"words,label\nx,y\n",
@@ -105,9 +105,9 @@ def test_standard_input_with_a_byte_order_mark(adapted, tmp_path, monkeypatch):
                 "--text_column"
             ),
         ),
-        ("a.csv", b"text,label\nx\n", ":2 has another number of fields than the header; mend the line"),
+        ("a.csv", b"text,label\nx\n", ":2 has another number of fields than the header; fix the line"),
         ("a.txt", b"x\n\xff\n", "input is not UTF-8 at line"),
-        ("a.txt.gz", b"plain", " cannot be read: Not a gzipped file (b'pl'); mend it, or give another file"),
+        ("a.txt.gz", b"plain", " cannot be read: Not a gzipped file (b'pl'); fix it, or give another file"),
     ],
 )
 def test_what_cannot_be_read_leaves_the_answers_of_before(adapted, tmp_path, name, data, said):
@@ -223,11 +223,11 @@ def test_a_text_without_tokens_is_no_input(bert, tmp_path, monkeypatch):
     assert len(predict.answer(single, ["a"], 1)) == 1
     assert (
         refusal(predict.answer, single, ["a", " "], 1)
-        == f"text=' ' has no tokens for model_name_or_path={folder}; mend or remove it"
+        == f"text=' ' has no tokens for model_name_or_path={folder}; fix or remove it"
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"text": "a"}\n{"text": ""}\n'))
     said = refusal(predict.run, PredictConfig(str(folder), output=str(tmp_path / "told")))
-    assert said == "input line 2 has no text in text, which is empty; mend it"
+    assert said == "input line 2 has no text in text, which is empty; fix it"
 
 
 def test_a_language_model_answers_a_table(tmp_path):

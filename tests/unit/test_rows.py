@@ -55,19 +55,19 @@ def test_what_editors_add_does_no_harm(tmp_path, name, text):
             "is not a line of JSON ('utf-8' codec can't decode byte 0xff",
         ),
         ("d.jsonl", b'{"a": 1}\n[1]\n', 2, 'is no JSON object; write {"text": ..., "label": ...}'),
-        ("d.csv", b"a,b\n1,2\n3\n", 3, "has another number of fields than the header; mend the line"),
-        ("d.csv", b"a,b\n1,2\n\n3,4,5\n", 4, "has another number of fields than the header; mend the line"),
+        ("d.csv", b"a,b\n1,2\n3\n", 3, "has another number of fields than the header; fix the line"),
+        ("d.csv", b"a,b\n1,2\n\n3,4,5\n", 4, "has another number of fields than the header; fix the line"),
         (
             "d.csv",
             b'a,b\n1,2\n3,"4"4\n5,6\n',
             3,
-            "is not a line of CSV (',' expected after '\"'); mend the line",
+            "is not a line of CSV (',' expected after '\"'); fix the line",
         ),
         (
             "d.csv",
             b'a,b\n1,2\n3,"4\n5,6\n',
             3,
-            "is not a line of CSV (unexpected end of data); mend the line",
+            "is not a line of CSV (unexpected end of data); fix the line",
         ),
         (
             "d.csv",
@@ -83,7 +83,7 @@ def test_a_bad_line_is_named(tmp_path, name, data, line, said, compressed):
     path.write_bytes(gzip.compress(data, mtime=0) if compressed else data)
     message = refusal(read_rows, str(path))
     assert message.startswith(f"{path}:{line} {said}")
-    assert message.endswith("mend the line") or "; write {" in message
+    assert message.endswith("fix the line") or "; write {" in message
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_damaged_file_is_refused(tmp_path, name, data, said):
     (tmp_path / name).write_bytes(data)
     message = refusal(read_rows, str(tmp_path / name))
     assert message.startswith(f"{tmp_path / name} {said}")
-    assert "; mend or remove" in message
+    assert "; fix or remove" in message
 
 
 @pytest.mark.parametrize("missing", ["./none", "/none/at/all", "data/none.jsonl", "a/b/c", "none.csv.gz"])

@@ -223,7 +223,7 @@ def test_doctor_survives_what_it_looks_at(monkeypatch):
         raise RuntimeError("CUDA driver\nversion is insufficient")
 
     (found,) = doctor.seen(broken)
-    assert str(found) == "problem  broken: RuntimeError: CUDA driver version is insufficient; mend that first"
+    assert str(found) == "problem  broken: RuntimeError: CUDA driver version is insufficient; fix that first"
 
 
 def test_doctor_knows_the_tested_range(monkeypatch):

@@ -272,9 +272,9 @@ print(whole, checkpoint.find_corruption(good, one_rank().world), os.statvfs(run)
     if "unshare" in ended.stderr or "mount:" in ended.stderr:
         pytest.skip("no namespaces here")
     lines = ended.stdout.splitlines()
-    full = "could not be written: No space left on device; free room or mend it"
+    full = "could not be written: No space left on device; free space or fix it"
     assert lines == [
-        f"{tmp_path}/checkpoint-4 {full}; training goes on, the last whole one is {tmp_path}/checkpoint-3",
+        f"{tmp_path}/checkpoint-4 {full}; training continues, the last whole one is {tmp_path}/checkpoint-3",
         f"ends: {tmp_path}/checkpoint-5 {full}; 2 in a row, the last whole one is {tmp_path}/checkpoint-3",
         "['checkpoint-3']  True",
     ], ended.stderr
@@ -291,7 +291,7 @@ def test_quota_and_read_only_are_told_alike(tmp_path, monkeypatch, number):
     message = refusal(saved, tmp_path, WHOLE, 4)
     assert (
         message
-        == f"{tmp_path / 'checkpoint-4'} could not be written: {os.strerror(number)}; free room or mend it"
+        == f"{tmp_path / 'checkpoint-4'} could not be written: {os.strerror(number)}; free space or fix it"
     )
     monkeypatch.undo()
     assert checkpoint.list_complete(tmp_path) == [good]
@@ -334,7 +334,7 @@ def test_an_unexpected_error_of_the_thread_is_told(tmp_path, monkeypatch):
     saver.save(tmp_path / "checkpoint-1", {"theta": torch.zeros(WHOLE.numel)}, state_of(1), {})
     saver.wait()
     assert said == [
-        f"{tmp_path / 'checkpoint-1'}: ZeroDivisionError: division by zero; training goes on, there is no"
+        f"{tmp_path / 'checkpoint-1'}: ZeroDivisionError: division by zero; training continues, there is no"
         " whole one"
     ]
 

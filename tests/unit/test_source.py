@@ -200,7 +200,7 @@ def test_missing_columns_are_named(tmp_path):
 )
 def test_a_cell_without_text_is_named(tmp_path, value, shown):
     path = write_rows(tmp_path / "d.jsonl", [{"text": "x", "label": "y"}, {"text": value, "label": "y"}])
-    assert refusal(load, path) == f"{path}:2 has text={shown}, which is no text; mend the row"
+    assert refusal(load, path) == f"{path}:2 has text={shown}, which is no text; fix the row"
 
 
 def test_too_small_tasks_are_named(tmp_path):
@@ -229,7 +229,7 @@ def test_too_small_tasks_are_named(tmp_path):
     [
         (
             {"train": ["c0", "c1", "c99"]},
-            "the train split names the class 'c99', which the data set does not have; mend the split file",
+            "the train split names the class 'c99', which the data set does not have; fix the split file",
         ),
         (
             {"train": ["c0", "c1"], "test": ["c1", "c2"]},
@@ -241,7 +241,7 @@ def test_too_small_tasks_are_named(tmp_path):
         ),
         (
             {"train": [], "test": ["c1", "c2"]},
-            "dataset={path} has nothing to train on: its train split is empty; mend the split file",
+            "dataset={path} has nothing to train on: its train split is empty; fix the split file",
         ),
     ],
 )
@@ -268,7 +268,7 @@ def test_splits_divide_the_classes(tmp_path, classes):
 def test_the_builtin_suite_takes_no_other_splits(setting):
     assert (
         refusal(load, "letters", **{setting: "01"})
-        == "dataset=letters has splits of its own; leave --class_splits, --task_splits and --class_split out"
+        == "dataset=letters has its own splits; leave --class_splits, --task_splits and --class_split out"
     )
 
 

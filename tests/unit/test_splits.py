@@ -95,7 +95,7 @@ def test_an_unreadable_file_is_refused(tmp_path):
     path = written(tmp_path, "{train")
     message = refusal(read_splits, "data", config_for(path), False, print)
     assert message.startswith(f"class_splits={path} is not JSON (Expecting property name")
-    assert message.endswith("; mend the file")
+    assert message.endswith("; fix the file")
     none = tmp_path / "none.json"
     assert (
         refusal(read_splits, "data", config_for(none), False, print)
@@ -128,7 +128,7 @@ def test_members_must_exist_and_be_in_one_split():
     check_splits({"train": ["a"], "test": ["b"]}, strata, "class")
     assert (
         refusal(check_splits, {"train": ["a"], "valid": ["x"]}, strata, "class")
-        == "the valid split names the class 'x', which the data set does not have; mend the split file"
+        == "the valid split names the class 'x', which the data set does not have; fix the split file"
     )
     assert (
         refusal(check_splits, {"train": ["a", "b"], "test": ["b"]}, strata, "task")

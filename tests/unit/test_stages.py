@@ -259,5 +259,5 @@ def test_a_tensor_of_another_shape_is_refused_in_a_language_model(tmp_path, save
     assert (
         refusal(open_lazy_model, config, describe(config))
         == f"model_name_or_path={tmp_path} holds model.norm.weight of shape [31], and its configuration says"
-        " [32]; mend the checkpoint"
+        " [32]; fix the checkpoint"
     )

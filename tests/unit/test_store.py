@@ -170,7 +170,7 @@ def bad_file(tmp_path: Path, lines: list[bytes]) -> Path:
     ("line", "said"),
     [
         (b'{"text": "a\x00b", "label": "a"}', ":41 is not a line of JSON (Invalid control character"),
-        (b'{"text": "a\\u0000b", "label": "a"}', ":41 has NUL bytes in text; mend the row"),
+        (b'{"text": "a\\u0000b", "label": "a"}', ":41 has NUL bytes in text; fix the row"),
         (
             '{"text": "gr\u00fcn", "label": "a"}'.encode("latin-1"),
             ":41 is not a line of JSON ('utf-8' codec can't decode byte",
@@ -180,8 +180,8 @@ def bad_file(tmp_path: Path, lines: list[bytes]) -> Path:
             ":41 is not a line of JSON ('utf-8' codec can't decode byte",
         ),
         (b'{"text": "cut', ":41 is not a line of JSON (Invalid control character"),
-        (b'{"text": "", "label": "a"}', ":41 has text='', which is no text; mend the row"),
-        (b'{"label": "a"}', ":41 has text=None, which is no text; mend the row"),
+        (b'{"text": "", "label": "a"}', ":41 has text='', which is no text; fix the row"),
+        (b'{"label": "a"}', ":41 has text=None, which is no text; fix the row"),
     ],
 )
 def test_bad_rows_are_refused_or_left_out(tmp_path, line, said):

@@ -189,7 +189,7 @@ def test_a_memory_is_a_split_file(model, bert, classes):
         byte_tokenizer(),
         print,
     )
-    assert "splits of its own" in message
+    assert "its own splits" in message
     assert one["content"]
 
 

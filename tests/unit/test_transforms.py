@@ -141,7 +141,7 @@ def test_built_in_ones_do_what_they_say():
         ),
         (
             {"example_transforms": [f"{HERE}:broken"]},
-            f"transform {HERE}:broken failed with KeyError: 'no such word'; mend it or leave it out",
+            f"transform {HERE}:broken failed with KeyError: 'no such word'; fix it or leave it out",
         ),
         (
             {"example_transforms": [f"{HERE}:silent"]},

@@ -1,5 +1,4 @@
-"""A self-check of finite differences: the meta-gradient of one task against the same at half the difference
-step.
+"""Checks finite differences: compares the meta-gradient of a task with that at half the difference step.
 
 Truncation falls to a quarter when the step is halved, rounding doubles: if neither matters the two agree.
 They measure the error of the differences, not of the mathematics; that is compared with autograd by the

@@ -1,4 +1,4 @@
-"""Hessian-vector products out of ordinary gradients, so that they work wherever a worker has gradients.
+"""Hessian-vector products from differences of ordinary gradients, on every worker.
 
     H(phi) d  ~  (g(phi + h d) - g(phi - h d)) / 2h        g: gradient of the mean loss over a set
 

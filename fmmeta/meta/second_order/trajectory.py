@@ -1,5 +1,4 @@
-"""The way of an inner loop, kept for the way back: phi_k, and the directions u_k where inner rates are
-learned.
+"""Stores phi_k and, for learned rates, u_k of an inner loop, for the backward recursion.
 
 Vectors are a rank's shards. Those beyond a budget of bytes on the device wait in host memory.
 """

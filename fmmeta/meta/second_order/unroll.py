@@ -1,19 +1,18 @@
-"""The way back through an unrolled inner loop: the meta-gradient of MAML and of what differs from it in a
-detail.
+"""Backward recursion through an unrolled inner loop: the meta-gradient of MAML and its variants.
 
 Forward, k = 0 .. K-1 (the inner loop):   u_{k+1} = mu u_k + g(phi_k),   phi_{k+1} = phi_k - alpha_k u_{k+1}
 Backward, from v = dL_query/dphi_K, w = 0, for k = K-1 .. 0:
 
     dL/dalpha_k = -v u_{k+1}            where rates are learned
-    w <- w - alpha_k v                  what u_{k+1} hears of the loss
+    w <- w - alpha_k v                  gradient with respect to u_{k+1}
     v <- v + H(phi_k) w                 order 2; at order 1 v is unchanged
     w <- mu w
     v <- v + c_k dL_query/dphi_k        multi-step loss: the query loss counts at phi_k too, k > 0
 
 then v = dL/dphi_0, and the gradient through the initial head (classifier_head.py). Products alpha v are
-element by element, so every vector is a rank's shard. H v comes from ordinary gradients (hessian.py); this is
-the Hessian-free form of Fallah, Mokhtari, Ozdaglar, "On the Convergence Theory of Gradient-Based Model-Agnostic
-Meta-Learning Algorithms", 2020 (arXiv 1908.10400), for K steps.
+element by element, so every vector is a rank's shard. H v comes from ordinary gradients (hessian.py); this
+is the Hessian-free form of Fallah, Mokhtari, Ozdaglar, "On the Convergence Theory of Gradient-Based
+Model-Agnostic Meta-Learning Algorithms", 2020 (arXiv 1908.10400), for K steps.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Unrolled:
         return TaskGradient(v, 1.0, finite, adapted.passes[0], query, extra)
 
     def _short(self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None) -> TaskGradient:
-        """Order 1 and nothing else: the query gradient at phi_K; restoring theta costs no pass of its own."""
+        """Order 1 and nothing else: the query gradient at phi_K; restoring theta costs no separate pass."""
         adapted: InnerResult = self.inner.adapt(worker, theta, episode.support)
         passes, v, more = adapted.passes, None, []
         if total is not None:

@@ -35,7 +35,7 @@ from fmmeta.parallel.process_groups import Communicator
 from fmmeta.tasks.batching import MicroBatch
 
 Update = Callable[[Tensor, Tensor, slice], None]
-"""Changes a shard in place, given its gradient and where it lies in the vector.
+"""Changes a shard in place, given its gradient and its slice of the vector.
 
 Local: it must not communicate.
 """
@@ -69,7 +69,7 @@ class PassStats:
 class SavedForward:
     """A forward pass over a set that was done ahead: features [B, D] of each micro-batch of this rank, fp32.
 
-    outputs: features and logits with their way back to the weights, good for one pass, as long as the body
+    outputs: features and logits with their graph, valid for one pass, as long as the body
     stays as it is; None where a worker does not keep it, and a later pass has to come by here again.
     """
 
@@ -141,7 +141,7 @@ class Worker(ABC):
         """
 
     def ahead(self, batches: Sequence[MicroBatch]) -> SavedForward:
-        """Features of `batches`, of which a later pass may go on.
+        """Features of `batches`, from which a later pass may continue.
 
         Activations of all of them are kept. Collective: group.
         """
@@ -167,8 +167,7 @@ class Worker(ABC):
     def add_gradient(
         self, total: Tensor, weight: float, batches: Sequence[MicroBatch], restore: Tensor
     ) -> PassStats:
-        """Add `weight` times the gradient of the mean loss to `total` [S], which may lie elsewhere, and put
-        `restore` in.
+        """Add `weight` times the gradient of the mean loss to `total` [S] (any device); write `restore`.
 
         `total` stays as it is where the loss or the gradient is not finite on any rank of the group. No
         vector is made for it. Collective: group.
@@ -204,7 +203,7 @@ class Worker(ABC):
 
     @abstractmethod
     def held(self) -> list[tuple[Tensor, slice]]:
-        """This rank's shards themselves, and where they lie in a vector."""
+        """This rank's shards themselves, and their slices of a vector."""
 
     def _capture(
         self, step: Callable[[Update], PassStats], restore: Tensor | None = None
@@ -222,7 +221,7 @@ class Worker(ABC):
         return captured, result
 
     def displacement(self, theta: Tensor) -> Tensor:
-        """theta minus what the worker holds, fp32 [S] beside the shards, wherever theta lies."""
+        """theta minus what the worker holds, fp32 [S] on the device of the shards."""
         way = self.read().neg_()
         for part, there in pieces(self.device, way, theta):
             part.add_(there.to(part.device))

@@ -1,4 +1,4 @@
-"""From a checkpoint to a worker that holds it, in each of the ways to spread a model over a group.
+"""Creates a worker from a checkpoint, for each way to share a model among the ranks of a group.
 
 plain        whole on one rank                                   reads everything
 ZeRO 0-2     whole on every rank of the group                    reads everything
@@ -109,7 +109,7 @@ def start_sharded(
     place: GroupCoordinates,
     ranks: ProcessGroups,
 ) -> CreatedWorker:
-    """ZeRO 3 from birth. Collective: world."""
+    """A worker whose parameters ZeRO 3 shards while they are loaded. Collective: world."""
     from fmmeta.parallel.workers.zero import DeepSpeedWorker, shard_while_loading
 
     with ranks.world.raise_on_all("opening the checkpoint"):
@@ -183,7 +183,7 @@ def group_coordinates(config: Config, layout: Layout) -> GroupCoordinates:
 
 
 def per_task(config: Config, learner: Learner) -> tuple[str, ...]:
-    """Names of a head that starts anew in every task; it is adapted, but it is no meta-parameter.
+    """Names of a head that every task initialises; it is adapted, but it is no meta-parameter.
 
     That of `joint` is one.
     """
@@ -215,7 +215,7 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def check_equal(ranks: ProcessGroups, mine: str, what: str, stage: int = 0) -> None:
-    """Refuse to go on where ranks of the same stage hold other tensors. Collective: world."""
+    """Refuse a start if ranks of the same stage hold different tensors. Collective: world."""
     told = set(ranks.world.gather_bytes(f"{stage} {mine}".encode()))
     if len(told) > len({text.split()[0] for text in told}):
         raise UsageError(

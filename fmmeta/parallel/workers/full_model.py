@@ -1,5 +1,4 @@
-"""A worker each of whose ranks runs the model from tokens to logits. What engines differ in is left to two
-primitives.
+"""A worker whose ranks each run the complete model; engines differ in two primitives only.
 
 batches --> _call (features, logits) --> loss --> backward --> ... --> apply --> Pass, summed over the group
 """

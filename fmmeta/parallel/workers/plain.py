@@ -1,4 +1,4 @@
-"""The worker's verbs on one process without DeepSpeed: groups of one, notebooks, `adapt` and `evaluate`.
+"""The worker's operations in one process without DeepSpeed: groups of one, notebooks, `adapt`, `evaluate`.
 
 Trainable parameters become views of one flat buffer (fp32), so that reading, writing and updating are single
 operations on it. With bf16 the model keeps bf16 copies that `refresh` fills from the fp32 buffer.

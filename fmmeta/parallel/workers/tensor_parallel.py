@@ -34,7 +34,7 @@ def tensor_parallel_block(hf_config: Any, size: int) -> dict[str, Any]:
     """
     if hf_config.model_type not in PLANS:
         raise UsageError(
-            f"tensor_parallel_size={size}: model_type={hf_config.model_type} has no plan of its own; use one"
+            f"tensor_parallel_size={size}: model_type={hf_config.model_type} has no plan; use one"
             f" of {', '.join(PLANS)}, or pipeline stages or ZeRO 3 for this one"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

@@ -1,4 +1,4 @@
-"""The worker's verbs over a DeepSpeed engine (ZeRO 0 to 3, with or without CPU offload).
+"""The worker's operations over a DeepSpeed engine (ZeRO 0 to 3, with or without CPU offload).
 
 The optimizer handed to DeepSpeed is a tap: it holds no state, communicates nothing and applies the update of
 the day to the tensors that DeepSpeed shows it. DeepSpeed calls it once per step, per parameter group or per
@@ -43,7 +43,7 @@ class ShardOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every tensor that has a gradient; remember whether one of them was not finite.
+        """Update every tensor that has a gradient; store whether one of them was not finite.
 
         Without an update it does nothing: FP16_UnfusedOptimizer takes a step on zeros when it is made.
         """
@@ -169,9 +169,7 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
         place: GroupCoordinates,
         exact: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
-        """`exact`: whole fp32 parameters by name, where `model` does not hold them itself (ZeRO 3 from
-        birth).
-        """
+        """exact: complete fp32 parameters by name, if `model` was sharded while loading (ZeRO 3)."""
         deepspeed = import_deepspeed()
         self.group, self.device, self.place = group, group.device, place
         self.counts_rows = place.tensor_rank == 0

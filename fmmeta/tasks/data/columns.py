@@ -1,4 +1,4 @@
-"""Columns of a data set by the role they play: text and class, or input and output, task and stratum."""
+"""Columns of a data set by role: text and class, or input and output, task and stratum."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def tabulate(
     """Pick the columns of data set `name`, check that every row fills them, and drop rows that say the same
     twice.
 
-    one_task: the rows are one task, whatever they say of tasks and strata. unique: False keeps what is said
-    twice.
+    one_task: the rows are one task, whatever they say of tasks and strata. unique: False keeps
+    duplicates.
     """
     columns = sorted({column for row in rows for column in row.values})
     causal = config.task_type == "causal_lm"
@@ -106,10 +106,10 @@ def cell(row: Row, column: str) -> str:
     value = row.values.get(column)
     empty = value is None or value == "" or (isinstance(value, float) and value != value)
     if empty or isinstance(value, (dict, list)):
-        raise UsageError(f"{row.origin} has {column}={value!r}, which is no text; mend the row")
+        raise UsageError(f"{row.origin} has {column}={value!r}, which is no text; fix the row")
     text = str(value)
     if wrong := broken_text(text):
-        raise UsageError(f"{row.origin} has {wrong} in {column}; mend the row")
+        raise UsageError(f"{row.origin} has {wrong} in {column}; fix the row")
     return text
 
 

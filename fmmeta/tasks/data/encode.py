@@ -11,9 +11,7 @@ from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.prompts import Prompt, make_prompt
 
-LONGEST_TOKEN = (
-    64  # characters: what lies further off than max_length of these is cut before a tokenizer sees it
-)
+LONGEST_TOKEN = 64  # characters: text further away than max_length of these is cut before a tokenizer sees it
 
 
 def encode(tokenizer: Any, config: Config, left: Sequence[str], right: Sequence[str]) -> list[Example]:

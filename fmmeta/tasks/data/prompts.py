@@ -1,11 +1,11 @@
-"""How an input and its answer become one text for a language model, and where in it the answer begins.
+"""Prompts of a language model: joins input and answer, and finds where the answer begins.
 
     plain     Input: {input}\\nOutput: {output}
     chat      the tokenizer's own chat template, {input} as the user's turn and {output} as the assistant's
     other     a format string with {input}, and {output} where it does not just follow
 
-The prompt of an example is exactly the text that a model is asked with after training: for chat it ends with
-the template's generation prompt. What a template puts behind the answer (the end of the turn) is learned with
+The prompt of an example is exactly the text that a model gets after training: for chat it ends with the
+template's generation prompt. What a template puts behind the answer (the end of the turn) is learned with
 it.
 """
 
@@ -96,7 +96,7 @@ def chat_prompt(tokenizer: Any) -> Prompt:
                 enable_thinking=False,
                 chat_template=STOPPED_CLOCK + tokenizer.get_chat_template(),
             )
-        except Exception as error:  # a template is a program of its own
+        except Exception as error:  # a template is a program
             raise UsageError(
                 f"prompt_template=chat: the tokenizer's chat template fails ({' '.join(str(error).split())});"
                 " use plain or a format string"

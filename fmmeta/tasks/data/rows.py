@@ -1,8 +1,8 @@
 """Rows of a data set: local .jsonl, .csv and .parquet files (.gz too), folders of them, or a hub id.
 
-Local files are read line by line here, so that an error can name the file and the line. What cannot be read
-goes to `bad`, which raises it or counts it; reading goes on after a bad line wherever the next line can still
-be told.
+Local files are read line by line here, so that an error can name the file and the line. Errors are
+passed to `bad`, which raises or counts them; reading continues after a bad line if the next line can be
+found.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_GIB = 16.0  # that a compressed file may hold, unless told otherwise
 ENDINGS = (".jsonl", ".csv", ".parquet")
 
 Bad = Callable[[UsageError], None]
-"""Takes what is wrong with a row or a file: raises it, or remembers it."""
+"""Handles an error of a row or a file: raises it, or stores it."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def read_file(path: Path, bad: Bad = refuse, most_gib: float = MOST_GIB) -> list
         with unpacked(path, most_gib) if path.suffix == ".gz" else path.open("rb") as file:
             rows.extend(readers[ending(path) or ""](path, file, told))  # type: ignore[arg-type]
     except (OSError, EOFError, zlib.error) as error:
-        bad(UsageError(f"{path} cannot be read: {error}; mend or remove the file"))
+        bad(UsageError(f"{path} cannot be read: {error}; fix or remove the file"))
         return rows
     if not rows and not wrong:
         bad(UsageError(f"{path} is empty; remove it or fill it"))
@@ -97,7 +97,7 @@ def jsonl(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
         try:
             values = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8
-            bad(UsageError(f"{path}:{number} is not a line of JSON ({error}); mend the line"))
+            bad(UsageError(f"{path}:{number} is not a line of JSON ({error}); fix the line"))
             continue
         if isinstance(values, dict):
             yield Row(values, f"{path}:{number}")
@@ -117,8 +117,7 @@ def csv_rows(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
             elif cells and len(cells) != len(header):
                 bad(
                     UsageError(
-                        f"{path}:{reader.line_num} has another number of fields than the header; mend the"
-                        " line"
+                        f"{path}:{reader.line_num} has another number of fields than the header; fix the line"
                     )
                 )
             elif cells:
@@ -126,7 +125,7 @@ def csv_rows(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
             done = reader.line_num
     except (csv.Error, UnicodeDecodeError) as error:  # where the next row begins is not known any more
         line = done + 1 if isinstance(error, csv.Error) else reader.line_num + 1
-        bad(UsageError(f"{path}:{line} is not a line of CSV ({error}); mend the line"))
+        bad(UsageError(f"{path}:{line} is not a line of CSV ({error}); fix the line"))
 
 
 def parquet(path: Path, file: io.BufferedReader, bad: Bad, most_gib: float) -> Iterator[Row]:
@@ -144,7 +143,7 @@ def parquet(path: Path, file: io.BufferedReader, bad: Bad, most_gib: float) -> I
             )
         table = pyarrow.parquet.read_table(packed)
     except pyarrow.ArrowException as error:
-        bad(UsageError(f"{path} is not a parquet file ({error}); mend or remove it"))
+        bad(UsageError(f"{path} is not a parquet file ({error}); fix or remove it"))
         return
     for number, values in enumerate(table.to_pylist(), 1):
         yield Row(values, f"{path}:{number}")

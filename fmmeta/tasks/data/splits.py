@@ -1,6 +1,4 @@
-"""Which classes or named tasks are for training, validation and test: from a JSON file, or by a hash of their
-names.
-"""
+"""Classes or tasks of the train, validation and test splits, from a JSON file or by a hash of their names."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def read_splits(
     try:
         splits = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{setting}={path} is not JSON ({error}); mend the file") from None
+        raise UsageError(f"{setting}={path} is not JSON ({error}); fix the file") from None
     if isinstance(splits, dict) and isinstance(splits.get("datasets"), list):  # fmmeta.json of a model
         splits = next(
             (
@@ -114,7 +112,7 @@ def check_splits(splits: Mapping[str, list[str]], strata: Mapping[str, str], nou
             if member not in strata:
                 raise UsageError(
                     f"the {split} split names the {noun} {member!r}, which the data set does not have; "
-                    "mend the split file"
+                    "fix the split file"
                 )
             if home.setdefault(member, split) != split:
                 raise UsageError(

@@ -1,5 +1,4 @@
-"""Tokenised rows on disk: written once per content, tokenizer and settings, memory-mapped by every process
-that reads.
+"""Tokenised rows on disk, written once per content, tokenizer and settings, and memory-mapped.
 
     <datasets cache>/fmmeta/<key>.arrow      an Arrow stream (datasets.Dataset.from_file reads it too)
 

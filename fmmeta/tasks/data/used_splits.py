@@ -1,4 +1,4 @@
-"""Which classes or tasks of which data sets a model was trained on: stored in its fmmeta.json as `datasets`.
+"""The classes or tasks that a model was trained on, stored in its fmmeta.json as `datasets`.
 
 A later command on the same data keeps these splits, unless a file says otherwise; what it would then test of
 the classes that were trained on is named. Data are the same if their contents are, or if a data set of the

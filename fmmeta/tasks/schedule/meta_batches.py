@@ -20,7 +20,7 @@ import numpy as np
 from fmmeta.common.errors import UsageError
 from fmmeta.tasks.schedule.order import StratifiedOrder, splitmix64
 
-WINDOW = 64  # outer steps over which the strata are dealt evenly
+WINDOW = 64  # outer steps over which the strata are assigned evenly
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Schedule:
             _, last, shares, counted = self._dealt
             seen = [
                 Counter(strata) for strata in counted
-            ]  # copies of a schedule go on from here by themselves
+            ]  # copies of a schedule continue from here independently
         else:
             last, shares, seen = first - 1, [], [Counter() for _ in range(num_groups)]
         for step in range(last + 1, outer_step + 1):
@@ -179,10 +179,10 @@ def node_parts(stratum: np.ndarray, nodes: int, seed: int) -> list[np.ndarray]:
 def assign_to_groups(
     tasks: Sequence[Task], num_groups: int, seen: Sequence[Counter[str]] | None = None
 ) -> list[list[Task]]:
-    """Deal tasks to groups, largest first, each to the least loaded group.
+    """Assign tasks to groups, largest first, each to the least loaded group.
 
     Among groups within 5 % of the mean load of the least, the one with fewest tasks, then with fewest of the
-    stratum, is preferred; `seen` counts these per group from earlier deals and is brought up to date.
+    stratum, is preferred; `seen` counts these per group from earlier calls and is updated.
     (Graham's LPT rule: at most 4/3 of the best makespan.)
     """
     seen = seen or [Counter() for _ in range(num_groups)]

@@ -1,9 +1,8 @@
-"""In which order tasks come: endless, stratified, reshuffled every epoch, and any position of it by
-arithmetic.
+"""The order of tasks: endless, stratified, reshuffled every epoch; any position is computed directly.
 
     members of strata --(seed, epoch)--> quota of each stratum --> its next members --> strata interleaved
 
-A stratum's members come in passes; each pass holds every member once, in an order of its own. An epoch takes
+A stratum's members come in passes; each pass holds every member once, in a new order. An epoch takes
 `quota` members of each stratum. With natural quotas (as many as there are members) an epoch is one pass over
 everything; with others it is virtual: rare strata come round several times while frequent ones have not yet
 been seen whole. Shuffles are hashes of (seed, stream, stratum, pass, member): no history, the same on every
@@ -51,7 +50,7 @@ class StratifiedOrder:
         return int(self.epoch(epoch)[index])
 
     def _epoch(self, epoch: int) -> np.ndarray:
-        """Tasks of one epoch: the j-th of a stratum's q draws lies at (j + u) / q, u in [0, 1) drawn per
+        """Tasks of one epoch: the j-th of a stratum's q draws is at (j + u) / q, u in [0, 1) drawn per
         stratum.
 
         Every stretch then holds each stratum within about one of its share.

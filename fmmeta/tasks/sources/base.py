@@ -1,4 +1,4 @@
-"""Task sources: they describe their tasks cheaply, and draw the rows of an episode on demand.
+"""Task sources: list their tasks without reading data, and draw the rows of an episode on demand.
 
     TaskSource.items                 what there is, for the schedule
     TaskSource.draw(task) -> Draw    which rows support and query are, a pure function of the task's seed
@@ -113,7 +113,7 @@ class TaskSource(ABC):
 
     @abstractmethod
     def draw(self, task: Task) -> Draw:
-        """The rows of a task's episode. Raises `OSError` or `UsageError` if they cannot be had."""
+        """The rows of a task's episode. Raises `OSError` or `UsageError` if they cannot be read."""
 
     def known(self) -> list[Known]:
         """The classes of each item. Raises `UsageError` where they are not known yet."""
@@ -162,7 +162,7 @@ Pool = Mapping[str, np.ndarray]
 
 
 class ClassSource(TaskSource):
-    """N-way episodes. Named tasks are pools of their own; one labelled set is a single pool, named "".
+    """N-way episodes. Each named task is a pool; one labelled set is a single pool, named "".
 
     Each class of a labelled set leads episodes in turn, the others being drawn at random, so that every
     class, and with it every stratum, comes up equally often.
@@ -225,10 +225,10 @@ class ClassSource(TaskSource):
 
 
 class SplitRowsSource(ClassSource):
-    """N-way episodes of rows that are either shown or asked.
+    """N-way episodes whose rows are pre-assigned to support or query.
 
-    parts [rows of the store]: 0 for a row that is asked; those that are shown have other numbers, each of
-    which gives as many rows of a class as the others, the first ones the odd rows.
+    parts [rows of the store]: 0 for a query row; support rows have other numbers, each of which
+    contributes equally many rows of a class, the first ones the remainder.
     """
 
     def __init__(

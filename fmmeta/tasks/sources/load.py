@@ -1,4 +1,4 @@
-"""From the names of data sets to task sources, one per split.
+"""Loads data sets by name into task sources, one per split.
 
     name -> rows -> columns -> tokens (token_store.py) -> classes or named tasks -> train | valid | test
          -> TaskSource
@@ -59,7 +59,7 @@ def load_sources(
     for name, (made, *_) in zip(config.dataset, loaded, strict=True):
         if "train" not in made:
             raise UsageError(
-                f"dataset={name} has nothing to train on: its train split is empty; mend the split file"
+                f"dataset={name} has nothing to train on: its train split is empty; fix the split file"
             )
     fingerprint, summary = loaded[0][1], "; ".join(text for _, _, text, _ in loaded)
     if len(loaded) == 1:
@@ -100,8 +100,7 @@ def load_one(
         )
         if config.class_splits or config.task_splits or config.class_split:
             raise UsageError(
-                f"dataset={name} has splits of its own; leave --class_splits, --task_splits and"
-                " --class_split out"
+                f"dataset={name} has its own splits; leave --class_splits, --task_splits and --class_split out"
             )
         return from_store(name, store, splits, config, notice, None, parts)
     files = task_files(name, config.max_length)
@@ -199,7 +198,7 @@ def choose_splits(
     notice: Notice,
     trained: Sequence[UsedSplits],
 ) -> tuple[Splits, UsedSplits]:
-    """Those that a setting names, that the model was trained with, that lie beside the data, or by a hash;
+    """Those that a setting names, that the model was trained with, stored beside the data, or by a hash;
     the first there are.
 
     content: digest of the data. Classes that are tested although the model was trained on them are named.

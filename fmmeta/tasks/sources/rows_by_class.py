@@ -1,4 +1,4 @@
-"""From the rows of a store to the source of a split: rows by task and class, and what has too few of them."""
+"""Groups the rows of a token store by task and class, and drops those with too few rows."""
 
 from __future__ import annotations
 

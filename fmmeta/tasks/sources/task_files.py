@@ -1,10 +1,9 @@
-"""A folder of folders of files: each file is a task, its folder the stratum. A file is read when its task is
-drawn.
+"""A folder of folders of files: each file is a task, its folder the stratum; files are read when drawn.
 
     tasks/<stratum>/<task>.jsonl      (.csv, .parquet, .gz too)
 
 Nothing but the name, the size and the first line of each file is looked at before, so that a run over a
-million files starts soon; after that a node reads the files of its own tasks only, and a bad file is one bad
+million files starts soon; after that a node reads the files of its tasks only, and a bad file is one bad
 task.
 """
 
@@ -109,7 +108,7 @@ class FolderSource(TaskSource):
         pool = group_rows(store, set(store.member.names), classes)[""]
         problem = next((text for _, text in problems(file.name, pool, self.shape, "")), None)
         if problem:
-            raise UsageError(f"{file.path}: {problem.split(';')[0]}; mend or remove the file")
+            raise UsageError(f"{file.path}: {problem.split(';')[0]}; fix or remove the file")
         make = ClassSource if classes else PairSource
         return make(store, {file.name: pool if classes else pool[""]}, {file.name: file.stratum}, self.shape)  # type: ignore
 

@@ -1,10 +1,9 @@
-"""The built-in suite `letters`: seven families of little string tasks, generated, disjoint between train,
-valid and test.
+"""The built-in suite `letters`: seven families of string tasks, disjoint between train, valid and test.
 
 The 60 letters and digits belong to 12 hidden kinds of five. A task fixes a family and some kinds; its classes
 differ in one property of otherwise random strings. Five examples show a few letters of a kind, the query set
-others: whoever has learned the kinds from other tasks knows the answer. Families are the strata; held-out
-tasks combine other kinds.
+others: a model that has learned the kinds from other tasks knows the answer. Families are the strata;
+held-out tasks combine other kinds.
 
     first      the first letter is of one of six kinds
     last       the last letter is

@@ -1,5 +1,4 @@
-"""The built-in suite `marks`: support sets that say nothing to whoever does not read their marks, and queries
-without marks.
+"""The built-in suite `marks`: support sets are informative only through their marks; queries have no marks.
 
 Letters belong to the hidden kinds of `letters`. A task has three classes, each of a kind. A query shows
 letters of its class's kind. A support text shows letters of some class's kind and a mark that says how far

@@ -1,0 +1,40 @@
+"""The figure is what its source draws; modules and links that the pages name exist."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.launch import ROOT
+
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+]
+PAGES = [page for page in PAGES if page.name != "log.md"]  # a dated log keeps the names of its time
+BASES = (ROOT, ROOT / "fmmeta", ROOT / "tests")
+
+
+def test_the_figure_is_what_its_source_draws():
+    source: dict[str, object] = {"__name__": "figure"}
+    exec((ROOT / "docs" / "architecture_figure.py").read_text(), source)
+    assert (ROOT / "docs" / "architecture.svg").read_text() == source["figure"]()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_modules_exist(page):
+    named = set(re.findall(r"[\w./]*\w/\w+\.py\b", page.read_text()))
+    missing = {name for name in named if not any((base / name.lstrip("./")).exists() for base in BASES)}
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_and_headings_hold(page):
+    for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        file = (page.parent / target) if target else page
+        assert file.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert heading in anchors, f"{target}#{heading}"
