@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fmmeta.common.errors import PeerLost
 from fmmeta.elastic.lighthouse_client import LighthouseClient, coordination, first_line, reachable_as
 from fmmeta.elastic.membership import GroupInfo, Membership
 from fmmeta.parallel.process_groups import (
@@ -35,10 +36,6 @@ from fmmeta.parallel.process_groups import (
 
 MEET_S = 10.0  # that members of a quorum wait for each other to meet; gloo tries up to four times for so long
 KNOCK_S = 5.0  # that a member's kernel has to answer for it before they meet
-
-
-class PeerLost(RuntimeError):
-    """A group has gone, or cannot be reached: what was being summed is worth nothing."""
 
 
 class ElasticCommunicator(Communicator):

@@ -1,9 +1,9 @@
-"""How a group that is new, or has missed the end of an outer step, comes to the state of one that is furthest
-on (--elastic).
+"""How a group that is new, or has missed the end of an outer step, takes over the state of the donor group
+(--elastic).
 
-Everything that a checkpoint holds travels, rank by rank and bit for bit: theta, outer optimizer, position,
-counters, the last line of metrics.jsonl. Nothing of it is used before all of it is there, so that a group
-lost meanwhile costs another roll call and no more. No pickles: JSON and plain tensors.
+Everything that a checkpoint holds is sent, rank by rank and bit for bit: theta, outer optimizer, position,
+counters, and the last line of metrics.jsonl. It is loaded only when all of it has arrived, so that a group lost
+meanwhile costs another roll call and nothing else. No pickles: JSON and plain tensors.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}  # of v
 
 
 class ElasticRun(Protocol):
-    """What is looked at and moved of a run (run.py)."""
+    """The parts of a Run that the controller uses."""
 
     folder: Path
     guard: Guard
     feed: TrainingEpisodes
     worker: Worker
     state: TrainingState
-    journal: RunLogger
+    logger: RunLogger
 
     def begin_writing(self) -> None: ...
 
@@ -45,14 +45,14 @@ class ElasticRun(Protocol):
 def transfer_state(
     run: ElasticRun, crew: ElasticCommunicator, roll: Membership, notice: Callable[[str], None]
 ) -> None:
-    """Those behind take over the root's state. Raises `Lost`. Collective: everyone."""
+    """Groups that are behind take over the donor's state. Raises `PeerLost`. Collective: all groups."""
     here, root = roll.here == roll.root, roll.root
-    vectors, tables, state = run.state.give() if here else ({}, {}, {})
-    head = {"state": state, "line": run.journal.line, "vectors": kinds(vectors), "tables": kinds(tables)}
+    vectors, tables, state = run.state.state_dict() if here else ({}, {}, {})
+    head = {"state": state, "line": run.logger.line, "vectors": kinds(vectors), "tables": kinds(tables)}
     head = json.loads(broadcast_bytes(crew, json.dumps(head).encode() if here else b"", root))
     with crew.own.raise_on_all("looking at the state to take over"):
         check_kinds(head["vectors"], run.state.theta)
-        check_kinds(head["tables"], run.state.live.rates)
+        check_kinds(head["tables"], run.state.meta_params.rates)
     for kind, tensors in (("vectors", vectors), ("tables", tables)):
         for name, (dtype, shape) in head[kind].items():
             tensors[name] = crew.broadcast_(
@@ -61,9 +61,9 @@ def transfer_state(
     if not roll.heals(roll.here):
         return
     before = run.state.outer_step
-    run.state.take(vectors, tables, head["state"])
+    run.state.load_state_dict(vectors, tables, head["state"])
     run.worker.write(run.state.theta)
-    run.journal.line = head["line"]
+    run.logger.line = head["line"]
     whom = roll.members[root].name.rpartition(":")[0]
     notice(f"healed from group {whom}: outer step {before} -> {run.state.outer_step}")
 

@@ -59,7 +59,7 @@ def test_none_that_can_be_had_is_an_error_whatever_may_be_skipped(folder):
     assert said.endswith(told[-1].removeprefix(f"left out: task {tasks[-1].name}: "))
     assert f"{tasks[-1].name}.jsonl" in told[-1]
     assert len(told) == 3
-    assert reader.alike(tasks[0]) == []  # of one that every group looks at, its absence is no error
+    assert reader.read_same_task(tasks[0]) == []  # of one that every group looks at, its absence is no error
 
 
 def test_too_many_are_an_error_and_so_is_the_first_where_none_may_be_skipped(folder):
