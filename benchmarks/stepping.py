@@ -99,7 +99,7 @@ class Prepared:
                 marks[:] = [time.perf_counter(), time.process_time()]
 
         run.rule_at = lambda step: Noting(rule_at(step))  # type: ignore[assignment]
-        run.callbacks.built_in = [*run.callbacks.built_in, Stopwatch()]  # without the agreement of users' callbacks
+        run.callbacks.built_in = [*run.callbacks.built_in, Stopwatch()]  # no agreement is timed
         marks[:] = [time.perf_counter(), time.process_time()]
         run.loop()
         return costs[first:]

@@ -1,8 +1,8 @@
 """Groups that come and go: the verbs of `cross` and `everyone` among those who take part in the next outer
 step.
 
-    form        ask the lighthouse (quorum.py) for everybody who wants to take part in this step and is alive; meet them
-    a verb      fails on all ranks of a group if it fails on one (`PeerLost`): the group then abandons the step and forms anew
+    form        ask the lighthouse for the groups that are alive and take part in this step; connect to them
+    a verb      fails on all ranks of a group if it fails on one (`PeerLost`): the group retries the step
     leave       be missed by nobody
 
 Tensors travel by gloo in host memory on every kind of device: a NCCL communicator that has lost a rank cannot

@@ -1,13 +1,13 @@
 """Which groups take part in an outer step, and what a run does when groups come and go (--elastic).
 
     begin_step     roll call -> transfer state -> change of writer
-    form_again     a group was lost: the same outer step once more, its tasks dealt to the groups that are left
+    form_again     a group was lost: the same outer step once more, its tasks dealt to the remaining groups
     finish         a last roll call, so that one of the remaining groups writes the model
     leave          end the membership
 
-A group takes its state from the group that is furthest on (state_transfer.py). An outer step changes nothing before
-all its sums have arrived, so that an abandoned one needs no undoing. If a sum has arrived at some groups only, those
-are a step ahead, and the others take over their state.
+A group takes its state from the group that is furthest on (state_transfer.py). An outer step changes nothing
+before all its sums have arrived, so that an abandoned one needs no undoing. If a sum has arrived at some
+groups only, those are a step ahead, and the others take over their state.
 
 One group writes checkpoints, metrics and the model: the one that did so before, else the first by name. It
 holds the folder's lock.
@@ -24,9 +24,10 @@ from fmmeta.config.settings import Config
 from fmmeta.elastic.communicator import ElasticCommunicator
 from fmmeta.elastic.join import SECRET
 from fmmeta.elastic.membership import Membership
-from fmmeta.elastic.state_transfer import ElasticRun, transfer_state
+from fmmeta.elastic.state_transfer import transfer_state
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.stop import Guard
+from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import lock_folder
 from fmmeta.training.run_record import read_run
 from fmmeta.training.static_controller import StaticController
@@ -48,7 +49,7 @@ class ElasticController(StaticController):
         self.began: float | None = None  # the first attempt at this outer step
         self.retries, self.lost_s, self.tasks = 0, 0.0, 0
 
-    def begin_step(self, run: ElasticRun) -> None:
+    def begin_step(self, run: Run) -> None:
         """Roll call: find the groups of this outer step, and take over their state where this one is behind.
 
         Raises `PeerLost`. Collective: all groups.
@@ -92,14 +93,14 @@ class ElasticController(StaticController):
                 f" ({', '.join(name.rpartition(':')[0] for name in names)})"
             )
 
-    def form_again(self, run: ElasticRun, lost: PeerLost) -> None:
+    def form_again(self, run: Run, lost: PeerLost) -> None:
         """Prepare another attempt at this outer step. Raises `MachineFault` if there were too many. Local."""
         self.retries += 1
         step = run.state.outer_step + 1
         if self.retries > MOST:
             raise MachineFault(
-                f"outer step {step} was attempted {MOST} times in vain ({lost}); look at the network between the"
-                " groups"
+                f"outer step {step} was attempted {MOST} times in vain ({lost}); look at the network"
+                " between the groups"
             ) from None
         self.notice(f"outer step {step} is attempted again: a group is lost ({lost})")
         run.state.updates.meta.clear()
@@ -129,7 +130,7 @@ class ElasticController(StaticController):
         self.began, self.retries, self.lost_s = None, 0, 0.0
         return values
 
-    def finish(self, run: ElasticRun) -> None:
+    def finish(self, run: Run) -> None:
         """All outer steps are done: agree which group writes the model. Collective: all groups."""
         last = self.config.outer_steps
         while run.state.outer_step == last and self.called != last and not self.over:
@@ -150,8 +151,8 @@ class ElasticController(StaticController):
     def leave(self) -> None:
         self.crew.leave()
 
-    def _write_from_here(self, run: ElasticRun, patience_s: float) -> None:
-        """Take the folder's lock and write what the run writes; retry at the next step while another process holds it.
+    def _write_from_here(self, run: Run, patience_s: float) -> None:
+        """Take the folder's lock and open the files of the run; retry at the next step if it is locked.
 
         Collective: group.
         """

@@ -2,16 +2,15 @@
 (--elastic).
 
 Everything that a checkpoint holds is sent, rank by rank and bit for bit: theta, outer optimizer, position,
-counters, and the last line of metrics.jsonl. It is loaded only when all of it has arrived, so that a group lost
-meanwhile costs another roll call and nothing else. No pickles: JSON and plain tensors.
+counters, and the last line of metrics.jsonl. It is loaded only when all of it has arrived, so that a group
+lost meanwhile costs another roll call and nothing else. No pickles: JSON and plain tensors.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,30 +19,13 @@ from fmmeta.common.errors import UsageError
 from fmmeta.elastic.communicator import ElasticCommunicator
 from fmmeta.elastic.membership import Membership
 from fmmeta.parallel.process_groups import Communicator
-from fmmeta.parallel.workers.base import Worker
-from fmmeta.reliability.stop import Guard
-from fmmeta.training.episodes import TrainingEpisodes
-from fmmeta.training.run_log import RunLogger
-from fmmeta.training.state import TrainingState
+from fmmeta.training.loop import Run
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}  # of vectors and tables
 
 
-class ElasticRun(Protocol):
-    """The parts of a Run that the controller uses."""
-
-    folder: Path
-    guard: Guard
-    feed: TrainingEpisodes
-    worker: Worker
-    state: TrainingState
-    logger: RunLogger
-
-    def begin_writing(self) -> None: ...
-
-
 def transfer_state(
-    run: ElasticRun, crew: ElasticCommunicator, roll: Membership, notice: Callable[[str], None]
+    run: Run, crew: ElasticCommunicator, roll: Membership, notice: Callable[[str], None]
 ) -> None:
     """Groups that are behind take over the donor's state. Raises `PeerLost`. Collective: all groups."""
     here, root = roll.here == roll.root, roll.root

@@ -1,15 +1,18 @@
-"""What happens around the outer loop: hooks, the order they run in, and the built-in validation, limit and saving.
+"""Callbacks around the outer loop: hooks, their order, and those built in for validation and saving.
 
-    on_step_begin -> on_step_end -> [on_log] -> [on_evaluate -> on_log] -> [on_save]
+    on_train_begin -> (on_step_begin -> on_step_end) per outer step -> on_train_end -> close
+                                        on_log, then on_evaluate and on_log, then on_save
 
-Each hook runs through the callbacks in a fixed order: profiler (its clock stops first), run logger, trackers, report page,
-limit of non-finite steps, validation, saving, then those of `MetaTrainer(config, callbacks=[...])` as given. A logged
-line is thus written before the run can end because of it, and a checkpoint knows the best validated weights.
+Every hook runs through the callbacks in one order: profiler (its clock stops first), run logger, trackers,
+report page, limit of non-finite steps, validation, saving, then `MetaTrainer(config, callbacks=[...])` as
+given. So a line is logged before its step can end the run, and a checkpoint holds the best validated weights.
+`close` runs in reverse order, since trackers may wait for a server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,26 +28,30 @@ if TYPE_CHECKING:
 class Callback:
     """Base class of callbacks; every hook does nothing.
 
-    Hooks run on all ranks of the launch, at the same place. A hook may use collectives only if all ranks take part; it must
-    not change theta or the settings. `run` has `config`, `folder`, `ranks`, `worker`, `theta` (this rank's fp32 shard [S])
-    and `state` (`state.outer_step`: outer steps done). A hook of a user's callback that raises on any rank ends the run
-    on all ranks with one line.
+    Hooks run on all ranks of the launch at the same place (with --elastic: of each group). A hook may use
+    collectives only if all ranks take part. It must not change theta or the settings. `run` has `config`,
+    `folder`, `ranks`, `worker`, `theta` (this rank's fp32 shard [S]) and `state` (`state.outer_step`: outer
+    steps done). If a hook of a user's callback raises on any rank, the run ends on all of them with one line,
+    exit code 2.
     """
 
     def on_train_begin(self, run: Run) -> None:
-        """Before the first outer step of this process. With --elastic the state of other groups is taken later."""
+        """Before the first outer step of this process (with --elastic: before the first roll call)."""
 
     def on_step_begin(self, run: Run) -> None:
         """Before the tasks of an outer step. With --elastic also before each retry."""
 
     def on_step_end(self, run: Run, outcome: Outcome) -> None:
-        """After an outer step, which `run.state.outer_step` counts already. outcome: what the step did to theta."""
+        """After an outer step, already counted in `run.state.outer_step`. outcome: what it did to theta."""
 
     def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
         """After a validation that is complete. metrics: valid_accuracy in [0, 1] and valid_loss."""
 
     def on_log(self, run: Run, metrics: dict[str, Any]) -> None:
-        """For every line of metrics.jsonl, and for the held-out accuracies at the end."""
+        """For every line of metrics.jsonl, and for the held-out accuracies at the end.
+
+        With --elastic a line may come twice, if its writer group died before writing it.
+        """
 
     def on_save(self, run: Run, folder: Path) -> None:
         """When a checkpoint is begun. A background thread may still be writing to `folder`."""
@@ -56,47 +63,31 @@ class Callback:
         """Release resources, however the run ended. Local: must not communicate."""
 
 
-class CallbackList(Callback):
-    """Calls the hooks of `built_in`, then those of `users`.
+class CallbackList:
+    """Calls a hook of all callbacks: `callbacks.on_step_end(run, outcome)`.
 
-    Without `users` there is no agreement to pay for. Collective (every hook but `close`): world, where there are users.
+    built_in: their errors are agreed where they occur. users: agreed here, after each hook of each callback.
+    Collective (every hook but `close`): world, where there are users.
     """
 
     def __init__(self, built_in: Sequence[Callback], users: Sequence[Callback] = ()) -> None:
         self.built_in, self.users = built_in, users
 
-    def on_train_begin(self, run: Run) -> None:
-        self._call(run, "on_train_begin")
-
-    def on_step_begin(self, run: Run) -> None:
-        self._call(run, "on_step_begin")
-
-    def on_step_end(self, run: Run, outcome: Outcome) -> None:
-        self._call(run, "on_step_end", outcome)
-
-    def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
-        self._call(run, "on_evaluate", metrics)
-
-    def on_log(self, run: Run, metrics: dict[str, Any]) -> None:
-        self._call(run, "on_log", metrics)
-
-    def on_save(self, run: Run, folder: Path) -> None:
-        self._call(run, "on_save", folder)
-
-    def on_train_end(self, run: Run) -> None:
-        self._call(run, "on_train_end")
+    def __getattr__(self, hook: str) -> Callable[..., None]:
+        """The hook of that name, called on all."""
+        if hook not in vars(Callback):
+            raise AttributeError(f"{hook} is not a hook of Callback")
+        return partial(self._call, hook)
 
     def close(self, run: Run) -> None:
-        """Close all; one that raises does not hide how the run ended."""
-        for callback in reversed(
-            (*self.built_in, *self.users)
-        ):  # trackers after the report: they may wait for a server
+        """Close all in reverse order; one that raises does not hide how the run ended. Local."""
+        for callback in reversed((*self.built_in, *self.users)):
             try:
                 callback.close(run)
             except Exception as error:
                 run.progress.notice(f"{failure_of(callback, 'close', error)}; the run is not affected")
 
-    def _call(self, run: Run, hook: str, *arguments: Any) -> None:
+    def _call(self, hook: str, run: Run, *arguments: Any) -> None:
         for callback in self.built_in:
             getattr(callback, hook)(run, *arguments)
         for callback in self.users:
@@ -112,8 +103,8 @@ class CallbackList(Callback):
 
 def failure_of(callback: Callback, hook: str, error: Exception) -> str:
     """One line that names the callback, the hook and the first line of the error."""
-    lines = str(error).strip().splitlines()
-    return f"callbacks={type(callback).__name__}: {hook} raised {type(error).__name__}: {lines[0] if lines else ''}"
+    text = str(error).strip().partition("\n")[0]
+    return f"callbacks={type(callback).__name__}: {hook} raised {type(error).__name__}: {text}"
 
 
 class ReportPage(Callback):
@@ -134,13 +125,13 @@ class NonfiniteLimit(Callback):
         if run.state.bad_steps >= run.config.max_bad_steps:
             steps = f"{run.state.bad_steps} outer steps in a row (the last is {run.state.outer_step})"
             raise UsageError(
-                f"inner_lr={run.config.inner_lr}: no task was finite in {steps}; lower --inner_lr or --outer_lr,"
-                " and continue from the last checkpoint"
+                f"inner_lr={run.config.inner_lr}: no task was finite in {steps}; lower --inner_lr or"
+                " --outer_lr, and continue from the last checkpoint"
             )
 
 
 class Validation(Callback):
-    """Scores on validation tasks (--eval_steps); a validation that a stop cuts short is repeated by the resumed run."""
+    """Scores on validation tasks (--eval_steps); a resumed run repeats a validation that a stop cut short."""
 
     def __init__(self, held_out: HeldOut) -> None:
         self.held_out = held_out

@@ -1,7 +1,9 @@
 """Provides this group's training episodes and lets all ranks agree how to handle tasks that failed to load.
 
-schedule.share --> loader.fetch --> read:  a task that failed on one rank of a group is left out by all its ranks
-                                --> apply_bad_task_policy: gather the errors of all ranks; skip those tasks, or stop on all
+share of the schedule -> loader.fetch -> read                    a task that failed on one rank of a group
+                                                                  is left out by all its ranks
+                                      -> apply_bad_task_policy   gather the errors of all ranks; skip those
+                                                                  tasks, or stop on all ranks
 """
 
 from __future__ import annotations
@@ -76,8 +78,9 @@ class EpisodeReader:
         return cls(lambda tasks: [load(task) for task in tasks], ranks, config, notice)
 
     def read_share(self, tasks: Sequence[Task]) -> Episodes:
-        """This group's share of `tasks`, which are dealt over all groups. Raises as `apply_bad_task_policy` does,
-        and where none is loaded.
+        """This group's share of `tasks`, which are dealt over all groups.
+
+        Raises as `apply_bad_task_policy` does, and where none is loaded.
 
         Collective: world.
         """
@@ -87,7 +90,7 @@ class EpisodeReader:
         if len(left_out) == len(tasks):
             last = left_out[-1]
             raise UsageError(
-                f"none of {len(tasks)} tasks could be had, the last: task {last['task']}: {last['error']}"
+                f"none of {len(tasks)} tasks was loaded, the last: task {last['task']}: {last['error']}"
             )
         return found
 
@@ -127,14 +130,14 @@ class EpisodeReader:
             raise PeerError(f"loading task {crash['task']} failed: {crash['error']}")
         first = f"task {found[0]['task']}: {found[0]['error']}"
         if self.config.on_bad_task == "raise":
-            raise UsageError(f"{first}; mend it, or go on without such tasks by --on_bad_task skip")
+            raise UsageError(f"{first}; correct it, or skip such tasks by --on_bad_task skip")
         self.bad += len(found)
         for error in found:
             self.notice(f"left out: task {error['task']}: {error['error']}")
         if self.bad > self.config.max_bad_fraction * max(self.seen, LEAST_SEEN):
             raise UsageError(
-                f"max_bad_fraction={self.config.max_bad_fraction}: {self.bad} of {self.seen} tasks could not be"
-                f" had, the last: task {found[-1]['task']}: {found[-1]['error']}"
+                f"max_bad_fraction={self.config.max_bad_fraction}: {self.bad} of {self.seen} tasks failed"
+                f" to load, the last: task {found[-1]['task']}: {found[-1]['error']}"
             )
         return [{"task": error["task"], "error": error["error"]} for error in found]
 

@@ -1,6 +1,6 @@
 """The outer loop of a run: resume, outer steps, stop and save; finish.py exports and evaluates the result.
 
-It knows nothing of files or sharding (state.py, run_log.py, parallel/); what follows a step are callbacks (callbacks.py).
+It knows nothing of files or sharding (state.py, run_log.py, parallel/); callbacks.py has what follows a step.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Run:
                 yield found.pop(0), sum(episode.tokens)  # no reference stays here
 
     def raise_if_stopped(self) -> None:
-        """Save and end the run if a signal has asked for it. Raises `Stopped` on all ranks. Collective: world."""
+        """Save and end the run if a signal asked for it. Raises `Stopped` on all ranks. Collective: world."""
         if not self.guard.agree_on_stop():
             return
         if self.trains:

@@ -1,8 +1,9 @@
 """Where the time of one outer step goes: a trace for Perfetto or chrome://tracing, and a table of shares.
 
-For that one step the profiler wraps the worker's verbs from outside and unwraps them after it; other steps are
-not affected. The time of a nested region counts for the inner one only, so that the shares add up to the step. On
-a GPU the end of each region waits for the device; otherwise a region would measure how long queueing takes.
+For that one step the profiler wraps the worker's verbs from outside and unwraps them after it; other steps
+are not affected. The time of a nested region counts for the inner one only, so that the shares add up to the
+step. On a GPU the end of each region waits for the device; otherwise a region would measure how long queueing
+takes.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Clock:
 
 
 class Profiler(Callback):
-    """Profiles the outer step `STEP` after the first of this process, or the last one; writes trace-rankN.json."""
+    """Profiles the outer step `STEP` after the first of this process, or the last (trace-rankN.json)."""
 
     def __init__(self, enabled: bool) -> None:
         self.chosen: int | None = None
@@ -104,7 +105,7 @@ class Profiler(Callback):
         self.trace = torch.profiler.profile(activities=kinds)
         self.trace.start()
         self.clock = Clock(now)
-        self._wrap(run)
+        self._wrap(run, self.clock)
 
     def on_step_end(self, run: Run, outcome: Outcome) -> None:
         """Unwrap, write the trace, gather the shares. Collective: world, after the chosen step."""
@@ -130,7 +131,7 @@ class Profiler(Callback):
         self.wrapped.close()
 
     def show(self, table: Callable[[str, list[str], list[list[str]]], None]) -> dict[str, Any]:
-        """Show the table (seconds are means over the ranks) and return the entry of run.json; empty without a profile."""
+        """Show the table (seconds are means over the ranks); return the entry of run.json, if any."""
         if self.facts is None:
             return {}
         whole = sum(self.facts["seconds"].values())
@@ -143,8 +144,9 @@ class Profiler(Callback):
         )
         return {"profile": self.facts}
 
-    def _wrap(self, run: Run) -> None:
-        worker, model = run.worker, getattr(run.worker, "model", None) or run.worker.stage
+    def _wrap(self, run: Run, clock: Clock) -> None:
+        worker: Any = run.worker
+        model = getattr(worker, "model", None) or worker.stage
         model = getattr(model, "module", model)
         parts = {
             "data": [(run.feed, "episodes")],
@@ -177,7 +179,7 @@ class Profiler(Callback):
                 if hasattr(
                     owner, name
                 ):  # a pipeline's worker has neither _loss nor backward: its engine runs both
-                    self.wrapped.enter_context(wrapped(owner, name, self.clock, kind))
+                    self.wrapped.enter_context(wrapped(owner, name, clock, kind))
 
 
 @contextlib.contextmanager

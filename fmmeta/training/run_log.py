@@ -31,7 +31,7 @@ class RunLogger(Callback):
         self.first = run.state.outer_step
 
     def on_step_end(self, run: Run, outcome: Outcome) -> None:
-        """Show the outer step, and write a line every logging_steps and whenever something unusual happened."""
+        """Show the outer step; write a line every logging_steps and whenever something unusual happened."""
         config, step, step_metrics, update = run.config, run.state.outer_step, run.metrics, run.update
         membership = run.controller.metrics()
         values = {

@@ -1,5 +1,6 @@
-"""The record of a run: run.json (settings, versions, results) and metrics.jsonl (one line per logged step). Neither
-holds secrets.
+"""The record of a run: run.json (settings, versions, results) and metrics.jsonl (a line per logged step).
+
+Neither holds secrets.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NOTHING: Mapping[str, Any] = {}
 
 
 def settings_of(config: Config, fingerprint: str, resolved: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
-    """What identifies a run: its flags, the fingerprint of its data and the `resolved` settings (build.Plan)."""
+    """What identifies a run: flags, fingerprint of the data, and the `resolved` settings (build.Plan)."""
     return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint, **resolved})
 
 

@@ -93,7 +93,7 @@ class TrainingState:
     def load_state_dict(
         self, vectors: dict[str, Tensor], tables: dict[str, Tensor], facts: dict[str, Any]
     ) -> None:
-        """Restore what `state_dict` returned; the arguments are emptied and the worker is not written. Local."""
+        """Restore what `state_dict` returned; the worker is not written. Local."""
         self.theta.copy_(vectors.pop("theta"))
         if self.best is not None:
             self.best.load_state(vectors, tables, facts["best"])

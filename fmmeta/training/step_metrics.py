@@ -1,4 +1,4 @@
-"""The numbers of one outer step, summed over all groups: a line of metrics.jsonl; and what the step did to theta."""
+"""The numbers of one outer step, summed over all groups (a line of metrics.jsonl), and its outcome."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Outcome(enum.Enum):
 
 
 class StepMetrics:
-    """Numbers of this group's tasks in one outer step; after `all_reduce`, `values` holds those of all groups.
+    """Numbers of this group's tasks in one outer step; `all_reduce` puts those of all groups into `values`.
 
     names: further numbers of each task gradient, by algorithm.
     """
@@ -65,7 +65,7 @@ class StepMetrics:
             self.sums[name] += gradient.weight * found[name]
 
     def count_missing(self, tasks: int, failures: int, data_seconds: float) -> None:
-        """Count tasks of the group without an episode, those that failed on this rank, and its wait for data."""
+        """Count the group's tasks without an episode, this rank's failures, and its wait for data."""
         self.skipped += tasks
         self.tasks += tasks
         self.failures, self.data_seconds = failures, data_seconds

@@ -44,7 +44,7 @@ def check_installed(config: Config) -> None:
 
 
 class Trackers(Callback):
-    """The trackers of `config.report_to`; only the first rank starts them, the hooks of the others do nothing."""
+    """The trackers of `config.report_to`, started on the first rank only; elsewhere the hooks do nothing."""
 
     def __init__(self, notice: Callable[[str], None]) -> None:
         self.notice = notice
@@ -53,8 +53,8 @@ class Trackers(Callback):
     def start(self, config: Config, folder: Path, outer_step: int) -> None:
         """Start them, for a run that begins or goes on at `outer_step`.
 
-        A tracker that cannot start raises `UsageError` at the beginning of a run; in a resumed run it is a notice,
-        since the user may not be there to correct it.
+        A tracker that cannot start raises `UsageError` at the beginning of a run. In a resumed run it is a
+        notice, since the user may not be there to correct it.
         """
         names = [name for name in config.report_to if name != "none"]
         known = read_ids(folder) if outer_step else {}
@@ -69,7 +69,8 @@ class Trackers(Callback):
                 if not outer_step:
                     self.finish()
                     raise UsageError(
-                        f"report_to={name} cannot start ({describe_error(error)}); correct that, or leave it out"
+                        f"report_to={name} cannot start ({describe_error(error)}); correct that, or leave it"
+                        " out"
                     ) from error
                 self.notice(f"{name} cannot start ({describe_error(error)}); the run goes on without it")
             else:
@@ -104,7 +105,8 @@ class Trackers(Callback):
         except Exception as error:
             self.running.pop(name, None)
             self.notice(
-                f"{name} failed ({describe_error(error)}); the run goes on without it, metrics.jsonl has all numbers"
+                f"{name} failed ({describe_error(error)}); the run goes on without it, metrics.jsonl has"
+                " all numbers"
             )
 
 

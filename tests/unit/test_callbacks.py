@@ -85,7 +85,7 @@ class Recorder(Callback):
 
 
 def test_hooks_run_in_the_documented_order(tmp_path):
-    """A line is logged before the validation, which is done before the checkpoint that holds its best weights."""
+    """A line is logged before the validation, which is done before the checkpoint."""
     seen = Recorder()
     settings = {**SHORT, "eval_episodes": 2, "test_episodes": 2, "eval_steps": 1, "save_steps": 1}
     MetaTrainer(Config(**settings, output_dir=str(tmp_path)), callbacks=[seen]).train()
@@ -128,7 +128,7 @@ def test_a_stop_abandons_the_step_and_does_not_count_it(tmp_path, monkeypatch):
         return ends[-1][0]
 
     monkeypatch.setattr(Run, "run_step", recording)
-    with pytest.raises(Stopped, match="after outer step 1, saved in .*checkpoint-1"):
+    with pytest.raises(Stopped, match=r"after outer step 1, saved in .*checkpoint-1"):
         MetaTrainer(Config(**SHORT, output_dir=str(tmp_path)), Signals(), [seen]).train()
     assert [end[0] for end in ends] == [Outcome.APPLIED, Outcome.STOP]
     assert ends[1][1] == 1
@@ -146,7 +146,8 @@ def test_a_callback_that_raises_ends_the_run_in_one_line(tmp_path):
 
     run = MetaTrainer(Config(**SHORT, output_dir=str(tmp_path)), callbacks=[Failing()])
     assert refusal(run.train) == (
-        "callbacks=Failing: on_log raised KeyError: 'name' at outer step 1; correct the callback, or leave it out"
+        "callbacks=Failing: on_log raised KeyError: 'name' at outer step 1; correct the callback, or leave it"
+        " out"
     )
     assert "Not finished: logged to outer step 1 of 2" in (tmp_path / "report.html").read_text()
 
