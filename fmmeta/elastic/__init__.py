@@ -1,3 +1,3 @@
-"""Groups that come and go: who is there (lighthouse), what they owe each other (attendance), who starts them
-(supervisor).
+"""Groups that come and go: lighthouse (which are alive), controller (what they do in an outer step), supervisor
+(starts them).
 """
