@@ -24,6 +24,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.tasks.batching import Episode
 from fmmeta.training import build
+from fmmeta.training.callbacks import Callback
 from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import RunStart
 
@@ -79,7 +80,7 @@ class Prepared:
         `between` runs after every one.
         """
         run, costs, used, marks = self.run, [], [], []
-        rule_at, after = run.rule_at, run._after_step
+        rule_at = run.rule_at
         assert rule_at is not None
 
         class Noting:
@@ -90,15 +91,15 @@ class Prepared:
                 used.append(episode)
                 return self.rule.direction(worker, theta, episode, total)
 
-        def stop(*arguments: Any) -> None:
-            after(*arguments)
-            costs.append(Cost(time.perf_counter() - marks[0], time.process_time() - marks[1]))
-            between(list(used))
-            used.clear()
-            marks[:] = [time.perf_counter(), time.process_time()]
+        class Stopwatch(Callback):
+            def on_step_end(self, run: Run, outcome: Any) -> None:
+                costs.append(Cost(time.perf_counter() - marks[0], time.process_time() - marks[1]))
+                between(list(used))
+                used.clear()
+                marks[:] = [time.perf_counter(), time.process_time()]
 
         run.rule_at = lambda step: Noting(rule_at(step))  # type: ignore[assignment]
-        run._after_step = stop  # type: ignore[method-assign]
+        run.callbacks.built_in = [*run.callbacks.built_in, Stopwatch()]  # no agreement is timed
         marks[:] = [time.perf_counter(), time.process_time()]
         run.loop()
         return costs[first:]

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from fmmeta.common.errors import UsageError as UsageError
     from fmmeta.config.settings import Config as Config
     from fmmeta.train import MetaTrainer as MetaTrainer
+    from fmmeta.training.callbacks import Callback as Callback
 
 __version__ = "0.1.0"
-__all__ = ["Config", "MetaTrainer", "UsageError", "adapt", "evaluate"]
+__all__ = ["Callback", "Config", "MetaTrainer", "UsageError", "adapt", "evaluate"]
 
-_HOME = {
+_MODULES = {
+    "Callback": "fmmeta.training.callbacks",
     "Config": "fmmeta.config.settings",
     "UsageError": "fmmeta.config.settings",
     "MetaTrainer": "fmmeta.train",
@@ -27,8 +29,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'fmmeta' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

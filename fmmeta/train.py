@@ -1,11 +1,12 @@
 """The trainer: from a `Config` and a launch to a finished run.
 
-It puts the parts together and owns none of them.
+It connects the parts and owns none of them.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 from fmmeta.common.progress import Progress
@@ -19,7 +20,9 @@ from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.reliability.signals import Signals
 from fmmeta.reliability.stop import Guard
 from fmmeta.training import build
-from fmmeta.training.loop import Result, Run
+from fmmeta.training.callbacks import Callback
+from fmmeta.training.finish import Result, finish
+from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import open_run
 from fmmeta.training.run_record import settings_of
 from fmmeta.training.trackers import check_installed
@@ -28,16 +31,20 @@ from fmmeta.training.trackers import check_installed
 class MetaTrainer:
     """Meta-train as `config` says: `MetaTrainer(Config(...)).train()`, in a notebook or on every rank of a
     launch.
+
+    callbacks: hooks around the outer loop, the same on every rank (`fmmeta.Callback`).
     """
 
-    def __init__(self, config: Config, signals: Signals | None = None) -> None:
-        self.config, self.signals = config, signals
+    def __init__(
+        self, config: Config, signals: Signals | None = None, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        self.config, self.signals, self.callbacks = config, signals, callbacks
 
     def __repr__(self) -> str:
         return f"MetaTrainer({self.config!r})"
 
     def train(self) -> Result:
-        """Run to the end; resume where an earlier process stopped.
+        """Run to the end, or resume where an earlier process stopped.
 
         Raises `UsageError`, `MachineFault` where a machine misbehaves, and `Stopped` after a signal.
         Collective: world.
@@ -78,12 +85,15 @@ class MetaTrainer:
         with nullcontext(self.signals) if self.signals else Signals() as signals:
             guard = Guard(config, ranks, parts.worker, signals, world.board())
             elastic = crew and ElasticController(config, crew, ranks, notice)
-            run = Run(config, plan, ranks, parts, start, self.progress, guard, elastic)
+            run = Run(config, plan, ranks, parts, start, self.progress, guard, elastic, self.callbacks)
             run.resume()
             signals.run()
-            with guard.watching(), run.told():
-                run.loop()
-                return run.finish()
+            with guard.watching():
+                try:
+                    run.loop()
+                    return finish(run)
+                finally:
+                    run.callbacks.close(run)
 
 
 def train(config: Config, signals: Signals | None = None) -> Result:

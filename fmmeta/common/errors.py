@@ -17,5 +17,9 @@ class MachineFault(RuntimeError):
     """
 
 
+class PeerLost(RuntimeError):
+    """A group is gone or cannot be reached (--elastic): the sum that it took part in is void."""
+
+
 class Stopped(Exception):
     """The command was stopped by a signal (exit code 75); what was learned is saved."""

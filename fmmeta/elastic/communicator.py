@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from fmmeta.common.errors import PeerLost
 from fmmeta.elastic.lighthouse_client import LighthouseClient, coordination, first_line, reachable_as
 from fmmeta.elastic.membership import GroupInfo, Membership
 from fmmeta.parallel.process_groups import (
@@ -36,10 +37,6 @@ from fmmeta.parallel.process_groups import (
 
 MEET_S = 10.0  # that members of a quorum wait for each other to meet; gloo tries up to four times for so long
 KNOCK_S = 5.0  # that a member's kernel has to answer for it before they meet
-
-
-class PeerLost(RuntimeError):
-    """A group has died or cannot be reached: the current reduction is invalid."""
 
 
 class ElasticCommunicator(Communicator):

@@ -1,13 +1,13 @@
-"""Who is there for an outer step, and what a run does when groups come and go (--elastic).
+"""Which groups take part in an outer step, and what a run does when groups come and go (--elastic).
 
-    of_step    roll call -> heal -> change of writer -> the step
-               if a group was lost meanwhile: the same step once more, with its tasks assigned to the others
-    end        a last roll call, so that one of those who are there writes the model
-    leave      be missed by nobody
+    begin_step     roll call -> transfer state -> change of writer
+    form_again     a group was lost: the same outer step once more, its tasks dealt to the remaining groups
+    finish         a last roll call, so that one of the remaining groups writes the model
+    leave          end the membership
 
-A group heals from the one furthest on (healing.py). Nothing that a step computes counts before all its sums
-have arrived, so that abandoning one needs no undoing. If a sum has arrived at some groups and not at others,
-those that have it are a step ahead, and the others heal from them.
+A group takes its state from the group that is furthest on (state_transfer.py). An outer step changes nothing
+before all its sums have arrived, so that an abandoned one needs no undoing. If a sum has arrived at some
+groups only, those are a step ahead, and the others take over their state.
 
 One group writes checkpoints, metrics and the model: the one that did so before, else the first by name. It
 holds the folder's lock.
@@ -16,28 +16,28 @@ holds the folder's lock.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from fmmeta import checkpoint
-from fmmeta.common.errors import MachineFault, UsageError
+from fmmeta.common.errors import MachineFault, PeerLost, UsageError
 from fmmeta.config.settings import Config
-from fmmeta.elastic.communicator import ElasticCommunicator, PeerLost
+from fmmeta.elastic.communicator import ElasticCommunicator
 from fmmeta.elastic.join import SECRET
 from fmmeta.elastic.membership import Membership
-from fmmeta.elastic.state_transfer import ElasticRun, transfer_state
+from fmmeta.elastic.state_transfer import transfer_state
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.stop import Guard
+from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import lock_folder
 from fmmeta.training.run_record import read_run
+from fmmeta.training.static_controller import StaticController
 
-LIGHTHOUSE_S = 120.0  # that a silent lighthouse is put up with
+LIGHTHOUSE_S = 120.0  # that a group waits for a silent lighthouse
 MOST = 100  # attempts at one outer step
 LOCK_S = 2.0  # that a group which is to write waits for the lock at an outer step; it asks again at the next
 
 
-class ElasticController:
+class ElasticController(StaticController):
     """One for a run of a group."""
 
     def __init__(self, config: Config, crew: ElasticCommunicator, ranks: ProcessGroups, notice: Any) -> None:
@@ -49,91 +49,14 @@ class ElasticController:
         self.began: float | None = None  # the first attempt at this outer step
         self.retries, self.lost_s, self.tasks = 0, 0.0, 0
 
-    @contextmanager
-    def step_attempt(self, run: ElasticRun) -> Iterator[None]:
-        """An attempt at an outer step; a group that is lost meanwhile costs it, one lost at the roll call
-        another roll call.
+    def begin_step(self, run: Run) -> None:
+        """Roll call: find the groups of this outer step, and take over their state where this one is behind.
 
-        Collective: everyone.
+        Raises `PeerLost`. Collective: all groups.
         """
-        while True:
-            try:
-                self._call(run)
-                break
-            except PeerLost as lost:
-                self._begin_anew(run, lost)
-        counts = dict(run.state.tasks)
-        try:
-            yield
-        except PeerLost as lost:
-            self._begin_anew(run, lost)
-            run.state.updates.meta.clear()
-            run.state.tasks = counts
-            run.feed.restart(counts)
-
-    def _begin_anew(self, run: ElasticRun, lost: PeerLost) -> None:
-        """One attempt more at this outer step. Raises `MachineFault` if there were too many."""
-        self.retries += 1
-        if self.retries > MOST:
-            where = f"outer step {run.state.outer_step + 1} was begun {MOST} times in vain"
-            raise MachineFault(f"{where} ({lost}); look at the network between the groups") from None
-        self.notice(f"outer step {run.state.outer_step + 1} is begun anew: a group is lost ({lost})")
-
-    def goes(self, guard: Guard) -> bool:
-        """Whether this group, asked to stop, leaves the others its tasks of this step."""
-        guard.stop = guard.stop or guard.left
-        return guard.left
-
-    def count(self, tasks: int, wanted: int) -> None:
-        """The tasks of all groups must be the meta-batch, whoever was there. Raises `MachineFault`."""
-        self.tasks = tasks
-        if tasks != wanted:
-            raise MachineFault(
-                f"{tasks} tasks were learned from in an outer step of {wanted}: the groups disagree who"
-                " they are"
-            )
-
-    def facts(self) -> dict[str, Any]:
-        """Of the outer step that has ended, for metrics.jsonl."""
-        told = {
-            "groups": self.crew.size,
-            "tasks": self.tasks,
-            "retries": self.retries,
-            "lost_seconds": round(self.lost_s, 3),
-        }
-        self.began, self.retries, self.lost_s = None, 0, 0.0
-        return told
-
-    def end(self, run: ElasticRun) -> None:
-        """All outer steps are done: find out who writes. Collective: everyone."""
-        while (
-            run.state.outer_step == self.config.outer_steps
-            and self.called != run.state.outer_step
-            and not self.over
-        ):
-            with self.step_attempt(run):
-                pass
-        if self.over:
-            self.notice("the run is finished; nothing is left to do")
-        elif (
-            self.roll is not None
-            and self.roll.writer == self.roll.here
-            and not self.writes
-            and not run.guard.stop
-        ):
-            self._write_from_here(run, 120.0)
-
-    def leave(self) -> None:
-        self.crew.leave()
-
-    def _call(self, run: ElasticRun) -> None:
-        """Who is there; then be like the others. Collective: everyone."""
         run.guard.begin_stage("waiting for the other groups")
         self.began = self.began or time.monotonic()
-        self.crew.writes, self.crew.bytes_sent = (
-            self.writes,
-            0,
-        )  # what an attempt in vain has sent is not the step's
+        self.crew.writes, self.crew.bytes_sent = self.writes, 0  # bytes of a lost attempt do not count
         roll = self.crew.form(run.state.outer_step, LIGHTHOUSE_S)
         if roll.strangers > (self.roll.strangers if self.roll else 0):
             self.notice(
@@ -152,7 +75,7 @@ class ElasticController:
         if any(roll.heals(number) for number in range(len(names))):
             transfer_state(run, self.crew, roll, self.notice)
             if self.writes:
-                run.journal.write_pending_line()
+                run.logger.write_pending_line(run)
         self.crew.fresh, self.called = False, run.state.outer_step
         if roll.anew or self.retries:
             run.feed.restart(run.state.tasks)
@@ -170,8 +93,66 @@ class ElasticController:
                 f" ({', '.join(name.rpartition(':')[0] for name in names)})"
             )
 
-    def _write_from_here(self, run: ElasticRun, patience_s: float) -> None:
-        """Take the folder's lock and write what the run writes; at the next step, if somebody still has it.
+    def form_again(self, run: Run, lost: PeerLost) -> None:
+        """Prepare another attempt at this outer step. Raises `MachineFault` if there were too many. Local."""
+        self.retries += 1
+        step = run.state.outer_step + 1
+        if self.retries > MOST:
+            raise MachineFault(
+                f"outer step {step} was attempted {MOST} times in vain ({lost}); look at the network"
+                " between the groups"
+            ) from None
+        self.notice(f"outer step {step} is attempted again: a group is lost ({lost})")
+        run.state.updates.meta.clear()
+
+    def should_leave(self, guard: Guard) -> bool:
+        """Whether this group, asked to stop, leaves its tasks of this step to the others."""
+        guard.stop_requested = guard.stop_requested or guard.abandoned
+        return guard.abandoned
+
+    def check_task_count(self, tasks: int, expected: int) -> None:
+        """The tasks of all groups must be the meta-batch, whichever took part. Raises `MachineFault`."""
+        self.tasks = tasks
+        if tasks != expected:
+            raise MachineFault(
+                f"{tasks} tasks were learned from in an outer step of {expected}: the groups disagree which"
+                " groups take part"
+            )
+
+    def metrics(self) -> dict[str, Any]:
+        """Of the outer step that has ended, for metrics.jsonl; the next step counts from zero."""
+        values = {
+            "groups": self.crew.size,
+            "tasks": self.tasks,
+            "retries": self.retries,
+            "lost_seconds": round(self.lost_s, 3),
+        }
+        self.began, self.retries, self.lost_s = None, 0, 0.0
+        return values
+
+    def finish(self, run: Run) -> None:
+        """All outer steps are done: agree which group writes the model. Collective: all groups."""
+        last = self.config.outer_steps
+        while run.state.outer_step == last and self.called != last and not self.over:
+            try:
+                self.begin_step(run)
+            except PeerLost as lost:
+                self.form_again(run, lost)
+        if self.over:
+            self.notice("the run is finished; nothing is left to do")
+        elif (
+            self.roll is not None
+            and self.roll.writer == self.roll.here
+            and not self.writes
+            and not run.guard.stop_requested
+        ):
+            self._write_from_here(run, 120.0)
+
+    def leave(self) -> None:
+        self.crew.leave()
+
+    def _write_from_here(self, run: Run, patience_s: float) -> None:
+        """Take the folder's lock and open the files of the run; retry at the next step if it is locked.
 
         Collective: group.
         """
@@ -192,11 +173,11 @@ class ElasticController:
                 self.over = bool((read_run(run.folder) or {}).get("finished"))
         if any(
             self.ranks.world.gather_bytes(b"over" if self.over else b"")
-        ):  # by groups that have left before this one came
+        ):  # finished by groups that have left
             run.state.outer_step, self.over = self.config.outer_steps, True
             return
         with self.ranks.world.raise_on_all("beginning to write"):
             run.begin_writing()
         self.writes = self.crew.writes = True
         self.notice(f"this group writes the files of the run, from outer step {run.state.outer_step + 1} on")
-        run.journal.write_pending_line()
+        run.logger.write_pending_line(run)

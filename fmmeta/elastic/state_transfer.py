@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,39 +18,22 @@ from fmmeta.common.errors import UsageError
 from fmmeta.elastic.communicator import ElasticCommunicator
 from fmmeta.elastic.membership import Membership
 from fmmeta.parallel.process_groups import Communicator
-from fmmeta.parallel.workers.base import Worker
-from fmmeta.reliability.stop import Guard
-from fmmeta.training.episodes import TrainingEpisodes
-from fmmeta.training.run_log import RunLogger
-from fmmeta.training.state import TrainingState
+from fmmeta.training.loop import Run
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}  # of vectors and tables
 
 
-class ElasticRun(Protocol):
-    """The parts of a run that are compared and transferred (training/loop.py)."""
-
-    folder: Path
-    guard: Guard
-    feed: TrainingEpisodes
-    worker: Worker
-    state: TrainingState
-    journal: RunLogger
-
-    def begin_writing(self) -> None: ...
-
-
 def transfer_state(
-    run: ElasticRun, crew: ElasticCommunicator, roll: Membership, notice: Callable[[str], None]
+    run: Run, crew: ElasticCommunicator, roll: Membership, notice: Callable[[str], None]
 ) -> None:
-    """Groups that are behind receive the root's state. Raises `PeerLost`. Collective: all groups."""
+    """Groups that are behind take over the donor's state. Raises `PeerLost`. Collective: all groups."""
     here, root = roll.here == roll.root, roll.root
-    vectors, tables, state = run.state.give() if here else ({}, {}, {})
-    head = {"state": state, "line": run.journal.line, "vectors": kinds(vectors), "tables": kinds(tables)}
+    vectors, tables, state = run.state.state_dict() if here else ({}, {}, {})
+    head = {"state": state, "line": run.logger.line, "vectors": kinds(vectors), "tables": kinds(tables)}
     head = json.loads(broadcast_bytes(crew, json.dumps(head).encode() if here else b"", root))
     with crew.own.raise_on_all("looking at the state to take over"):
         check_kinds(head["vectors"], run.state.theta)
-        check_kinds(head["tables"], run.state.live.rates)
+        check_kinds(head["tables"], run.state.meta_params.rates)
     for kind, tensors in (("vectors", vectors), ("tables", tables)):
         for name, (dtype, shape) in head[kind].items():
             tensors[name] = crew.broadcast_(
@@ -60,9 +42,9 @@ def transfer_state(
     if not roll.heals(roll.here):
         return
     before = run.state.outer_step
-    run.state.take(vectors, tables, head["state"])
+    run.state.load_state_dict(vectors, tables, head["state"])
     run.worker.write(run.state.theta)
-    run.journal.line = head["line"]
+    run.logger.line = head["line"]
     whom = roll.members[root].name.rpartition(":")[0]
     notice(f"healed from group {whom}: outer step {before} -> {run.state.outer_step}")
 

@@ -48,7 +48,7 @@ class SimulatedCluster:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationResult:
     """efficiency: useful / total; waiting, failing, fixed: shares of the rest; step: mean, no failures."""
 
     efficiency: float
@@ -58,7 +58,7 @@ class Outcome:
     step: float
 
 
-def simulate(world: SimulatedCluster, steps: int = 200, seed: int = 0) -> Outcome:
+def simulate(world: SimulatedCluster, steps: int = 200, seed: int = 0) -> SimulationResult:
     """Run `steps` outer steps."""
     times, taken = dealt(world.groups, world.tasks, world.spread, world.noise, steps, seed)
     return outcome(world, times, taken, np.random.default_rng((seed, 1)))
@@ -109,7 +109,7 @@ def deal_steps(tokens: np.ndarray, groups: int) -> np.ndarray:
 
 def outcome(
     world: SimulatedCluster, times: np.ndarray, taken: np.ndarray, rng: np.random.Generator
-) -> Outcome:
+) -> SimulationResult:
     """What steps with these times of groups [S, G] and tasks [S, N] come to; slowness and failures are drawn
     here.
     """
@@ -123,7 +123,7 @@ def outcome(
             world, np.tile(length, again), rng
         ) / again
     total = float(length.sum() + lost)
-    return Outcome(
+    return SimulationResult(
         float(useful.sum()) / total,
         float((length - world.fixed - useful).sum()) / total,
         lost / total,

@@ -1,15 +1,14 @@
-"""What stands beside the training loop: stopping at a safe point, the watchdog, equal replicas, explosions
-and spikes.
+"""Safety checks beside the training loop: stop at a safe point, watchdog, replica check, outlier bounds.
 
-    leaves()    between two tasks: does this group leave the rest of the outer step?      group
-    fit()       is a task's direction small enough to be believed?                        group
-    agree()     after the tasks: abandon the step? stop after it? is a save done?         world
-    settled()   after the step: measured, replicas compared now and then                  world
-    stops()     has any rank been asked to stop?                                          world
+    should_abandon_step()     between two tasks: does this group leave the rest of the outer step?      group
+    reject_outlier()          mark a task gradient beyond its bounds as not finite                      group
+    agree_to_abandon()        after the tasks: abandon the step? stop after it? is a save done?         world
+    end_step()                after the step: record its time, compare replicas every so often          world
+    agree_on_stop()           has any rank been asked to stop?                                          world
 
 A stop costs at most one task of each group, the agreement and the save: tasks are left out, never cut in two.
-A step that some group has left is abandoned by all, since theta is a function of whole meta-batches; if none
-has, it is finished.
+If one group leaves a step, all groups abandon it, since theta is a function of whole meta-batches; if none
+does, the step is finished.
 """
 
 from __future__ import annotations
@@ -50,33 +49,31 @@ class Guard:
         self.config, self.ranks, self.worker = config, ranks, worker
         self.signals, self.board = signals or Signals(), board
         self.watch = WatchdogStage(config.step_timeout)
-        self.left = self.stop = False
+        self.abandoned = self.stop_requested = False
         self.count = self.exploded = 0  # tasks of this group, in this outer step
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the ranks while the block runs. Collective: world."""
-        told = [json.loads(part) for part in self.ranks.world.gather_bytes(json.dumps(myself()).encode())]
+        peers = [json.loads(part) for part in self.ranks.world.gather_bytes(json.dumps(myself()).encode())]
         launched = self.ranks.world.size > 1
-        watchdog = Watchdog(self.watch, self.board, told, self.ranks, self.signals, Launcher(launched))
+        watchdog = Watchdog(self.watch, self.board, peers, self.ranks, self.signals, Launcher(launched))
         watchdog.start()
         self.ranks.world.barrier()
         try:
             yield
         except Exception:
-            if (
-                watchdog.asked.is_set()
-            ):  # others have left before this rank has said its words: it leaves with the same code
+            if watchdog.asked.is_set():  # other ranks have exited: the watchdog exits with the same code
                 time.sleep(MARGIN_S)
             raise
         finally:
             watchdog.close()
 
-    def begin(self, outer_step: int) -> None:
+    def begin_step(self, outer_step: int) -> None:
         """An outer step begins."""
-        self.left, self.count, self.exploded = False, 0, 0
+        self.abandoned, self.count, self.exploded = False, 0, 0
         self.begin_stage(f"outer step {outer_step + 1}")
-        self.watch.enter("waiting for its tasks")
+        self.watch.set_phase("waiting for its tasks")
 
     def begin_stage(self, stage: str) -> None:
         """Something that must end within its bound begins; the groups wait for each other accordingly."""
@@ -84,28 +81,28 @@ class Guard:
         for communicator in (self.ranks.cross, self.ranks.world):
             communicator.set_timeout(self.watch.bound_s + MARGIN_S)
 
-    def rests(self) -> bool:
-        """`leaves`, between two episodes of an evaluation. Collective: group."""
+    def should_stop_evaluation(self) -> bool:
+        """`should_abandon_step`, between two episodes of an evaluation. Collective: group."""
         self.begin_stage("an episode of an evaluation")
-        return self.leaves()
+        return self.should_abandon_step()
 
-    def leaves(self) -> bool:
+    def should_abandon_step(self) -> bool:
         """Whether the group leaves its remaining tasks. Collective: group."""
         self.count += 1
-        self.watch.enter(f"task {self.count} of group {self.ranks.cross.rank}")
+        self.watch.set_phase(f"task {self.count} of group {self.ranks.cross.rank}")
         asked = torch.tensor([float(bool(self.signals.asked))])
-        self.left = float(self.ranks.group.sum_(asked)) > 0
-        return self.left
+        self.abandoned = float(self.ranks.group.sum_(asked)) > 0
+        return self.abandoned
 
-    def agree(self, saver: Saver) -> bool:
+    def agree_to_abandon(self, saver: Saver) -> bool:
         """Whether all abandon this outer step; judges a save that is done.
 
         Raises `UsageError`. Collective: world.
         """
-        self.watch.enter("agreeing with the other groups")
+        self.watch.set_phase("agreeing with the other groups")
         exploded = self.exploded if self.ranks.layout.group_rank == 0 else 0
         mine = [
-            self.left,
+            self.abandoned,
             bool(self.signals.asked),
             saver.folder is not None and saver.done,
             bool(saver.failure),
@@ -114,7 +111,7 @@ class Guard:
         left, asked, done, failed, exploded = self.ranks.world.sum_(
             torch.tensor(mine, dtype=torch.float64)
         ).tolist()
-        self.stop, self.exploded = asked > 0 or left > 0, int(exploded)
+        self.stop_requested, self.exploded = asked > 0 or left > 0, int(exploded)
         if self.ranks.crew is not None and (
             self.config.max_task_loss is not None or self.config.max_task_norm is not None
         ):
@@ -123,25 +120,25 @@ class Guard:
             saver.judge(failed > 0)
         return left > 0
 
-    def stops(self) -> bool:
+    def agree_on_stop(self) -> bool:
         """Whether any rank was asked to stop; then all know by what. Collective: world."""
-        told = [name.decode() for name in self.ranks.world.gather_bytes(self.signals.asked.encode()) if name]
-        self.stop = self.stop or bool(told)
-        self.signals.asked = told[0] if told else ""
-        return self.stop
+        names = [name.decode() for name in self.ranks.world.gather_bytes(self.signals.asked.encode()) if name]
+        self.stop_requested = self.stop_requested or bool(names)
+        self.signals.asked = names[0] if names else ""
+        return self.stop_requested
 
     @property
-    def trusts(self) -> bool:
-        """Whether every direction that is finite counts, whatever its size."""
+    def no_outlier_bounds(self) -> bool:
+        """Whether every finite task gradient counts, whatever its size."""
         return self.config.max_task_loss is None and self.config.max_task_norm is None
 
-    def fit(self, direction: TaskGradient) -> TaskGradient:
-        """The direction, not finite if the task's loss or the direction's norm is beyond its bound.
+    def reject_outlier(self, direction: TaskGradient) -> TaskGradient:
+        """Return the task gradient, marked as not finite if the task's loss or its norm exceeds its bound.
 
         Collective: group.
         """
         most_loss, most_norm = self.config.max_task_loss, self.config.max_task_norm
-        if not direction.finite or self.trusts:
+        if not direction.finite or self.no_outlier_bounds:
             return direction
         exploded = most_loss is not None and max(direction.support.loss, direction.query.loss) > most_loss
         if most_norm is not None:
@@ -150,14 +147,16 @@ class Guard:
         self.exploded += exploded
         return replace(direction, finite=False) if exploded else direction
 
-    def settled(self, outer_step: int, theta: Tensor) -> None:
-        """After an outer step: note how long it took, compare the replicas now and then.
+    def end_step(self, outer_step: int, theta: Tensor) -> None:
+        """Record how long an outer step took; compare the replicas every check_replicas_steps.
 
         Raises `MachineFault`. Collective: world.
         """
-        self.watch.measured(time.monotonic() - self.watch.began)
+        self.watch.record(time.monotonic() - self.watch.began)
         every = self.config.check_replicas_steps
-        if every and outer_step % every == 0 and self.ranks.crew is None:  # a crew compares when it meets
+        if (
+            every and outer_step % every == 0 and self.ranks.crew is None
+        ):  # with --elastic they are compared at the roll call
             self.check_replicas(outer_step, theta)
 
     def check_replicas(self, outer_step: int, theta: Tensor) -> None:

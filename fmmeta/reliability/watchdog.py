@@ -52,10 +52,10 @@ class WatchdogStage:
         """
         self.began, self.stage, self.at = time.monotonic(), stage, ""
 
-    def enter(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         self.at = phase
 
-    def measured(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         self.slowest = max(self.slowest, seconds)
 
     @property
@@ -66,11 +66,11 @@ class WatchdogStage:
         return self.step_timeout or (max(FLOOR_S, TIMES * self.slowest) if self.slowest else FIRST_S)
 
     @property
-    def late(self) -> bool:
+    def overdue(self) -> bool:
         return time.monotonic() - self.began > self.bound_s
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         return f"{self.stage}, {self.at}" if self.at else self.stage
 
 
@@ -135,7 +135,7 @@ class Watchdog:
         now = time.monotonic()
         if now - self.pinned >= self.every_s or self.asked.is_set():
             self.count, self.pinned = self.count + 1, now
-            words = {"count": self.count, "words": self.watch.words}
+            words = {"count": self.count, "words": self.watch.text}
             if self.asked.is_set():
                 words["stack"] = stack_of(self.main)
             self.board.set(f"beat/{self.rank}", json.dumps(words))
@@ -155,7 +155,7 @@ class Watchdog:
             if not told and self.launcher.gone:
                 told = True
                 self.signals.receive("the end of the launcher", 128 + signal.SIGTERM)
-            if self.watch.late:
+            if self.watch.overdue:
                 self._end()
                 return
 
@@ -165,7 +165,7 @@ class Watchdog:
         self.asked.set()
         if self.board is not None:
             time.sleep(2 * (self.every_s + GRACE_S))
-        if not watch.late or self.closed.is_set():  # it has ended in the meantime
+        if not watch.overdue or self.closed.is_set():  # it has ended in the meantime
             self.asked.clear()
             threading.Thread(target=self._clock, name="watchdog", daemon=True).start()
             return
@@ -217,7 +217,7 @@ class Watchdog:
                     f"{told.get('words', 'unknown')}; stack: {told.get('stack', 'unknown')}", []
                 ).append(rank)
         if not self.beats:
-            others[f"{watch.words}; stack: {stack_of(self.main)}"] = [self.rank]
+            others[f"{watch.text}; stack: {stack_of(self.main)}"] = [self.rank]
         for where, named in others.items():
             who = (
                 self.name(named[0])

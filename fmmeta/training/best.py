@@ -26,21 +26,21 @@ class BestState:
 
 
 class Best:
-    """`live`: the meta-parameters that training changes in place. Local; every rank decides alike."""
+    """`meta_params`: those that training changes in place. Local; every rank decides alike."""
 
-    def __init__(self, live: MetaParameters) -> None:
-        self.live = live
+    def __init__(self, meta_params: MetaParameters) -> None:
+        self.meta_params = meta_params
         self.kept: MetaParameters | None = None
         self.step, self.accuracy, self.loss = 0, -math.inf, math.inf
 
-    def meet(self, step: int, accuracy: float, loss: float) -> None:
+    def update(self, step: int, accuracy: float, loss: float) -> None:
         """Keep the weights as they are if they score higher than those before (of equals, if their loss is
         lower).
         """
         loss = loss if math.isfinite(loss) else math.inf  # the worst, and equal to itself
         if (accuracy, -loss) > (self.accuracy, -self.loss):
             self.step, self.accuracy, self.loss = step, accuracy, loss
-            self.kept = self.live.snapshot()
+            self.kept = self.meta_params.snapshot()
 
     @property
     def text(self) -> str:
@@ -52,7 +52,7 @@ class Best:
     def state(self) -> BestState:
         if self.kept is None:
             return BestState()
-        size = self.live.theta.shape
+        size = self.meta_params.theta.shape
         named = {f"{MARK}{name}": value for name, value in self.kept.named().items()}
         vectors = {name: value for name, value in named.items() if value.shape == size}
         tables = {name: value for name, value in named.items() if value.shape != size}

@@ -32,7 +32,7 @@ def confusion(held_out: HeldOut, source: TaskSource, theta: Tensor, learning: Le
             )
         }
     task = held_out.tasks(source, TEST)[0]
-    found = held_out.reader(source).alike(task)
+    found = held_out.reader(source).read_same_task(task)
     if not found:
         return {"left_out": f"task {task.name} could not be had"}
     ((_, episode),) = found

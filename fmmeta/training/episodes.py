@@ -1,8 +1,9 @@
-"""What the outer loop eats: the episodes of this group's tasks, and what all ranks do about those that cannot
-be had.
+"""Provides this group's training episodes and lets all ranks agree how to handle tasks that failed to load.
 
-schedule.share --> loader.fetch --> read:  a task that one rank of the group misses is left out by all of them
-                                --> judge: the errors of all ranks; skip those tasks, or stop together
+share of the schedule -> loader.fetch -> read                    a task that failed on one rank of a group
+                                                                  is left out by all its ranks
+                                      -> apply_bad_task_policy   gather the errors of all ranks; skip those
+                                                                  tasks, or stop on all ranks
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode, LoadResult
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task, assign_to_groups
 from fmmeta.tasks.schedule.samplers import TaskSampler
+from fmmeta.training.step_metrics import StepMetrics
 
 # tasks that max_bad_fraction counts as seen from the start, so that the first bad one does not stop a run
 LEAST_SEEN = 100
@@ -31,14 +33,8 @@ LEAST_SEEN = 100
 Episodes = list[tuple[Task, Episode]]
 
 
-class Missed(Protocol):
-    """Who counts what a group could not have (meta/tally.py)."""
-
-    def missed(self, tasks: int, failures: int, data_seconds: float) -> None: ...
-
-
 class EpisodeReader:
-    """Fetches the episodes of a group and judges the failures.
+    """Fetches the episodes of a group and decides about failures.
 
     `seen`, `bad`: tasks over all groups so far.
     """
@@ -51,9 +47,9 @@ class EpisodeReader:
         notice: Callable[[str], None],
     ) -> None:
         self.fetch, self.ranks, self.config, self.notice = fetch, ranks, config, notice
-        self.voting_group = ranks.world  # who judges together
+        self.voting_group = ranks.world  # ranks that decide together
         self.seen = self.bad = 0
-        self.errors: list[dict[str, Any]] = []  # of this rank, not judged yet
+        self.errors: list[dict[str, Any]] = []  # of this rank, not gathered yet
 
     def read(self, tasks: Sequence[Task]) -> Episodes:
         """The episodes of `tasks` that every rank of the group has. Collective: group."""
@@ -82,34 +78,37 @@ class EpisodeReader:
         return cls(lambda tasks: [load(task) for task in tasks], ranks, config, notice)
 
     def read_share(self, tasks: Sequence[Task]) -> Episodes:
-        """This group's share of `tasks`, which are dealt over all groups. Raises as `judge` does, and where
-        none can be had.
+        """This group's share of `tasks`, which are dealt over all groups.
+
+        Raises as `apply_bad_task_policy` does, and where none is loaded.
 
         Collective: world.
         """
         layout = self.ranks.layout
         found = self.read(assign_to_groups(tasks, layout.num_groups)[layout.group_index])
-        left_out = self._judge_all(len(tasks))
+        left_out = self._judge_over_world(len(tasks))
         if len(left_out) == len(tasks):
             last = left_out[-1]
             raise UsageError(
-                f"none of {len(tasks)} tasks could be had, the last: task {last['task']}: {last['error']}"
+                f"none of {len(tasks)} tasks was loaded, the last: task {last['task']}: {last['error']}"
             )
         return found
 
-    def alike(self, task: Task) -> Episodes:
-        """One task that every group looks at; empty if it cannot be had.
+    def read_same_task(self, task: Task) -> Episodes:
+        """One task that every group looks at; empty if it failed to load.
 
-        Raises as `judge` does. Collective: world.
+        Raises as `apply_bad_task_policy` does. Collective: world.
         """
         found = self.read([task])
-        return [] if self._judge_all(1) else found
+        return [] if self._judge_over_world(1) else found
 
-    def _judge_all(self, tasks: int) -> list[dict[str, str]]:
-        """`judge`, the failures of all ranks counted first. Collective: world."""
-        return self.judge(tasks, int(self.ranks.world.sum_(torch.tensor([float(len(self.errors))]))))
+    def _judge_over_world(self, tasks: int) -> list[dict[str, str]]:
+        """`apply_bad_task_policy`, the failures of all ranks counted first. Collective: world."""
+        return self.apply_bad_task_policy(
+            tasks, int(self.ranks.world.sum_(torch.tensor([float(len(self.errors))])))
+        )
 
-    def judge(self, tasks: int, failures: int) -> list[dict[str, str]]:
+    def apply_bad_task_policy(self, tasks: int, failures: int) -> list[dict[str, str]]:
         """Decide about the failures of the last `tasks` tasks of all groups; return those left out, by name
         and error.
 
@@ -120,23 +119,25 @@ class EpisodeReader:
         self.seen += tasks
         if not failures:
             return []
-        told = [json.loads(part) for part in self.voting_group.gather_bytes(json.dumps(self.errors).encode())]
+        gathered = [
+            json.loads(part) for part in self.voting_group.gather_bytes(json.dumps(self.errors).encode())
+        ]
         self.errors = []
-        by_slot = {error["slot"]: error for errors in told for error in errors}
+        by_slot = {error["slot"]: error for errors in gathered for error in errors}
         found = [by_slot[slot] for slot in sorted(by_slot)]
         crash = next((error for error in found if error["crash"]), None)
         if crash:
             raise PeerError(f"loading task {crash['task']} failed: {crash['error']}")
         first = f"task {found[0]['task']}: {found[0]['error']}"
         if self.config.on_bad_task == "raise":
-            raise UsageError(f"{first}; mend it, or go on without such tasks by --on_bad_task skip")
+            raise UsageError(f"{first}; correct it, or skip such tasks by --on_bad_task skip")
         self.bad += len(found)
         for error in found:
             self.notice(f"left out: task {error['task']}: {error['error']}")
         if self.bad > self.config.max_bad_fraction * max(self.seen, LEAST_SEEN):
             raise UsageError(
-                f"max_bad_fraction={self.config.max_bad_fraction}: {self.bad} of {self.seen} tasks could not"
-                f" be had, the last: task {found[-1]['task']}: {found[-1]['error']}"
+                f"max_bad_fraction={self.config.max_bad_fraction}: {self.bad} of {self.seen} tasks failed"
+                f" to load, the last: task {found[-1]['task']}: {found[-1]['error']}"
             )
         return [{"task": error["task"], "error": error["error"]} for error in found]
 
@@ -180,13 +181,13 @@ class TrainingEpisodes(EpisodeReader):
 
     def task_stream(self, task: Task) -> Iterable[Task]:
         """The tasks of this group from `task` to the end of the run."""
-        own = copy.copy(self.schedule)  # a reader of its own: it runs ahead of the loop
+        own = copy.copy(self.schedule)  # a separate reader: it runs ahead of the loop
         sampler = TaskSampler(own, self.ranks.cross.size, self.ranks.cross.rank, task.seed[2])
         running = itertools.takewhile(lambda one: one.seed[2] < self.config.outer_steps, sampler)
         return itertools.dropwhile(lambda one: one != task, running)
 
-    def episodes(self, outer_step: int, tally: Missed) -> list[Episode]:
-        """What this group learns from in an outer step; `tally` is told what is missing.
+    def episodes(self, outer_step: int, metrics: StepMetrics) -> list[Episode]:
+        """What this group learns from in an outer step; the missing ones are counted in `metrics`.
 
         Collective: group.
         """
@@ -195,19 +196,19 @@ class TrainingEpisodes(EpisodeReader):
             self.schedule.share(outer_step, self.ranks.cross.size, self.ranks.cross.rank),
         )
         found = self.read(asked)
-        tally.missed(len(asked) - len(found), len(self.errors), self.loader.wait_s - waited)
+        metrics.count_missing(len(asked) - len(found), len(self.errors), self.loader.wait_s - waited)
         return [batches for _, batches in found]
 
     def restart(self, counts: dict[str, int]) -> None:
-        """Begin anew with other shares, or another step: what was loaded ahead is dropped.
+        """Restart with other shares, or at another step: prefetched episodes are dropped.
 
         `counts`: as they then are.
         """
         self.loader.close()
         self.seen, self.bad, self.errors = counts["seen"], counts["bad"], []
 
-    def settle(self, step_seconds: float) -> None:
-        """Let the loader decide how many processes it wants; print its warnings."""
+    def tune_workers(self, step_seconds: float) -> None:
+        """Let the loader choose its number of processes; print its warnings."""
         chosen = self.loader.decide(step_seconds)
         if chosen is not None:
             share = 100 * (self.loader.load_s - self.loader.warm[0]) / (step_seconds - self.loader.warm[1])

@@ -1,9 +1,9 @@
 """Where the time of one outer step goes: a trace for Perfetto or chrome://tracing, and a table of shares.
 
-For that one step the verbs are wrapped from outside, and unwrapped after it; nothing else in fmmeta knows of
-it, and every other step runs as if this file did not exist. A region's time is its own: what a region inside
-it takes counts there, so that the shares add up to the step. On a GPU each region's end waits for the device,
-without which a region would be the time that it takes to queue its work.
+For that one step the profiler wraps the worker's verbs from outside and unwraps them after it; other steps
+are not affected. The time of a nested region counts for the inner one only, so that the shares add up to the
+step. On a GPU the end of each region waits for the device; otherwise a region would measure how long queueing
+takes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fmmeta.meta.outer_step import MetaGradient
-from fmmeta.parallel.process_groups import ProcessGroups, pending_type
+from fmmeta.parallel.process_groups import pending_type
+from fmmeta.training.callbacks import Callback
+
+if TYPE_CHECKING:
+    from fmmeta.training.loop import Run
+    from fmmeta.training.step_metrics import Outcome
 
 KINDS = (
     "data",
@@ -69,20 +73,24 @@ class Clock:
         self.since = now
 
 
-class Profiler:
-    """Of the outer step `STEP` after `first`, or the last one. folder: where trace-rankN.json goes."""
+class Profiler(Callback):
+    """Profiles the outer step `STEP` after the first of this process, or the last (trace-rankN.json)."""
 
-    def __init__(self, folder: Path, ranks: ProcessGroups, first: int, outer_steps: int) -> None:
-        self.file = folder / f"trace-rank{ranks.layout.launch.global_rank}.json"
-        self.ranks, self.chosen = ranks, min(first + STEP, outer_steps - 1)
-        self.wrapped = contextlib.ExitStack()
+    def __init__(self, enabled: bool) -> None:
+        self.chosen: int | None = None
+        self.enabled, self.wrapped = enabled, contextlib.ExitStack()
+        self.clock: Clock | None = None
         self.facts: dict[str, Any] | None = None
 
-    def begin(self, outer_step: int, run: Any) -> None:
-        """Wrap the verbs of `run` if it is this step that is looked at."""
-        if outer_step != self.chosen:
+    def on_train_begin(self, run: Run) -> None:
+        if self.enabled:
+            self.chosen = min(run.state.outer_step + STEP, run.config.outer_steps - 1)
+
+    def on_step_begin(self, run: Run) -> None:
+        """Wrap the verbs of `run` if this step is the chosen one."""
+        if run.state.outer_step != self.chosen or self.clock is not None:
             return
-        device = self.ranks.device
+        device = run.ranks.device
         on_gpu = device.type == "cuda"
 
         def now() -> float:
@@ -97,34 +105,33 @@ class Profiler:
         self.trace = torch.profiler.profile(activities=kinds)
         self.trace.start()
         self.clock = Clock(now)
-        self._wrap(run)
+        self._wrap(run, self.clock)
 
-    def end(self, outer_step: int) -> None:
-        """Unwrap, write the trace, tell the shares. Collective: world, after the chosen step."""
-        if outer_step != self.chosen:
+    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+        """Unwrap, write the trace, gather the shares. Collective: world, after the chosen step."""
+        if self.clock is None or self.facts is not None:
             return
         self.wrapped.close()
         seconds = self.clock.stop()
         self.trace.stop()
-        with self.ranks.world.raise_on_all("writing the trace"):
-            self.trace.export_chrome_trace(str(self.file))
-        told = [json.loads(part) for part in self.ranks.world.gather_bytes(json.dumps(seconds).encode())]
-        mean = {kind: sum(each[kind] for each in told) / len(told) for kind in KINDS}
+        world, file = run.ranks.world, run.folder / f"trace-rank{run.ranks.layout.launch.global_rank}.json"
+        with world.raise_on_all("writing the trace"):
+            self.trace.export_chrome_trace(str(file))
+        by_rank = [json.loads(part) for part in world.gather_bytes(json.dumps(seconds).encode())]
+        mean = {kind: sum(each[kind] for each in by_rank) / len(by_rank) for kind in KINDS}
         self.facts = {
-            "outer_step": outer_step + 1,
+            "outer_step": run.state.outer_step,
             "seconds": mean,
-            "seconds_by_rank": told,
-            "trace": self.file.name,
+            "seconds_by_rank": by_rank,
+            "trace": file.name,
         }
 
-    def close(self) -> None:
+    def close(self, run: Run) -> None:
         """Leave nothing wrapped, however the step ended."""
         self.wrapped.close()
 
-    def told(self, table: Callable[[str, list[str], list[list[str]]], None]) -> dict[str, Any]:
-        """Show the table (seconds are means over the ranks) and return what run.json holds of it; neither
-        without a profile.
-        """
+    def show(self, table: Callable[[str, list[str], list[list[str]]], None]) -> dict[str, Any]:
+        """Show the table (seconds are means over the ranks); return the entry of run.json, if any."""
         if self.facts is None:
             return {}
         whole = sum(self.facts["seconds"].values())
@@ -137,8 +144,9 @@ class Profiler:
         )
         return {"profile": self.facts}
 
-    def _wrap(self, run: Any) -> None:
-        worker, model = run.worker, getattr(run.worker, "model", None) or run.worker.stage
+    def _wrap(self, run: Run, clock: Clock) -> None:
+        worker: Any = run.worker
+        model = getattr(worker, "model", None) or worker.stage
         model = getattr(model, "module", model)
         parts = {
             "data": [(run.feed, "episodes")],
@@ -152,26 +160,26 @@ class Profiler:
                     "write",
                     "gradient",
                     "add_gradient",
-                    "travelled",
-                    "add_travelled",
+                    "displacement",
+                    "add_displacement",
                 )
             ],
             "outer step": [(run.state.outer, "step"), (MetaGradient, "add")],
         }
         if worker.group.size > 1:  # verbs of a communicator of one rank return at once
             parts["group communication"] = [(worker.group, "sum_"), (pending_type(), "wait")]
-        if self.ranks.world.size > 1:
+        if run.ranks.world.size > 1:
             parts["cross-group"] = [
                 (run.state.updates, "move"),
-                (self.ranks.world, "sum_"),
-                (self.ranks.world, "gather_bytes"),
+                (run.ranks.world, "sum_"),
+                (run.ranks.world, "gather_bytes"),
             ]
         for kind, places in parts.items():
             for owner, name in places:
                 if hasattr(
                     owner, name
                 ):  # a pipeline's worker has neither _loss nor backward: its engine runs both
-                    self.wrapped.enter_context(wrapped(owner, name, self.clock, kind))
+                    self.wrapped.enter_context(wrapped(owner, name, clock, kind))
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def _open(
     with comm.raise_on_all("opening output_dir"):
         if comm.rank == 0:
             folder = choose_run_folder(config, fingerprint, resolved)
-            # of elastic groups whoever writes has the lock (elastic/attendance.py)
+            # with --elastic the writing group takes the lock (elastic/controller.py)
             lock = FolderLock(folder, None, make(folder)) if config.elastic else lock_folder(folder)
             held.callback(lock.close)
             if not config.elastic:

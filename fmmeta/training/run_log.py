@@ -1,87 +1,77 @@
-"""What a run tells while it lasts: lines of metrics.jsonl and of trackers, progress on the terminal, marks
-and warnings.
-"""
+"""The log of a run: lines of metrics.jsonl, progress on the terminal, and warnings."""
 
 from __future__ import annotations
 
-import math
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fmmeta.common.progress import Progress
+import torch
+
 from fmmeta.config.algorithms import find
-from fmmeta.config.settings import Config
-from fmmeta.meta.outer_step import OuterStep
-from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.training import run_record
-from fmmeta.training.state import TrainingState
-from fmmeta.training.step_metrics import StepMetrics
-from fmmeta.training.trackers import Trackers
+from fmmeta.training.callbacks import Callback
+
+if TYPE_CHECKING:
+    from fmmeta.training.loop import Outcome, Run
 
 
-class RunLogger:
-    """One for a run, from the outer step that `state` is at. Files are the first rank's, from `open` on."""
+class RunLogger(Callback):
+    """Logs every outer step and validation; only the first rank writes, from `open` on."""
 
-    def __init__(
-        self,
-        config: Config,
-        state: TrainingState,
-        folder: Path,
-        ranks: ProcessGroups,
-        trackers: Trackers,
-        progress: Progress,
-    ) -> None:
-        self.config, self.state, self.ranks, self.progress = config, state, ranks, progress
-        self.folder, self.trackers = folder, trackers
-        self.metrics = run_record.Metrics(folder, state.outer_step, False)
-        self.first, self.warned = state.outer_step, False
+    def __init__(self) -> None:
+        self.metrics: run_record.Metrics | None = None
+        self.first, self.warned = 0, False
         self.line: dict[str, Any] | None = None  # the last of metrics.jsonl
 
-    def open(self) -> None:
-        """Go on with the file; lines after the state's outer step are dropped."""
-        self.metrics = run_record.Metrics(
-            self.folder, self.state.outer_step, self.ranks.first, self.trackers.log
-        )
+    def open(self, run: Run) -> None:
+        """Continue metrics.jsonl; lines after the state's outer step are dropped. Local."""
+        self.metrics = run_record.Metrics(run.folder, run.state.outer_step, run.ranks.first)
 
-    def step(
-        self, moved: OuterStep | None, tally: StepMetrics, epoch: int, exploded: int, facts: dict[str, Any]
-    ) -> None:
-        """An outer step is done: `tally` agreed, `exploded` tasks dropped for their size. moved: None if no
-        update was due; facts: of those who took part. Collective: none.
-        """
-        config, step = self.config, self.state.outer_step
+    def on_train_begin(self, run: Run) -> None:
+        self.first = run.state.outer_step
+
+    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+        """Show the outer step; write a line every logging_steps and whenever something unusual happened."""
+        config, step, step_metrics, update = run.config, run.state.outer_step, run.metrics, run.update
+        membership = run.controller.metrics()
         values = {
             "step": step,
-            "epoch": epoch,
-            "seconds": time.monotonic() - tally.began,  # the reduction and the outer step are part of it
-            **tally.values,
-            "grad_norm": moved.grad_norm if moved else math.nan,
-            "lr": moved.lr if moved else math.nan,
-            "comm_bytes": self.ranks.cross.bytes_sent,
-            **facts,
+            "epoch": run.schedule.position(step)[0],
+            "seconds": time.monotonic()
+            - step_metrics.began,  # the reduction and the outer step are part of it
+            **step_metrics.values,
+            "grad_norm": update.grad_norm if update else float("nan"),
+            "lr": update.lr if update else float("nan"),
+            "comm_bytes": run.ranks.cross.bytes_sent,
+            **membership,
         }
-        self.ranks.cross.bytes_sent = 0
-        if exploded:
-            values["exploded_tasks"] = exploded
-        if spike := self.state.spikes.mark(values["query_loss"]):
+        run.ranks.cross.bytes_sent = 0
+        if run.guard.exploded:
+            values["exploded_tasks"] = run.guard.exploded
+        if spike := run.state.spikes.mark(values["query_loss"]):
             values["loss_spike"] = spike
-        noted = step in (1, config.outer_steps) or step % config.logging_steps == 0
-        if noted or values["skipped_tasks"] or spike or facts.get("retries"):
+        due = step in (1, config.outer_steps) or step % config.logging_steps == 0
+        if due or values["skipped_tasks"] or spike or membership.get("retries"):
             self.line = values
-            self.metrics.write(self.line)
+            self._log(run, values)
         text = f"loss {values['query_loss']:.4f}  accuracy {100 * values['accuracy']:.1f} %"
         skipped = f"  skipped {values['skipped_tasks']}" if values["skipped_tasks"] else ""
-        self.progress.line("outer step", step, config.outer_steps, text + skipped, self.first)
+        run.progress.line("outer step", step, config.outer_steps, text + skipped, self.first)
         if not self.warned and (warning := find(config.algorithm).warning(config, values)):
             self.warned = True
-            self.progress.notice(warning)
+            run.progress.notice(warning)
 
-    def write_pending_line(self) -> None:
-        """Write a line that its writer has not lived to write."""
-        if self.line is not None and self.metrics.last < self.line["step"] <= self.state.outer_step:
-            self.metrics.write(self.line)
+    def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
+        self._log(run, {"step": run.state.outer_step, **metrics})
 
-    def validated(self, accuracy: float, loss: float) -> None:
-        """Means over the validation tasks, at the state's outer step."""
-        self.metrics.write({"step": self.state.outer_step, "valid_accuracy": accuracy, "valid_loss": loss})
+    def write_pending_line(self, run: Run) -> None:
+        """Append the last line if the previous writer group died before writing it. Collective: world."""
+        last = torch.tensor(self.metrics.last if self.metrics else 0)
+        last = int(run.ranks.world.broadcast_(last, 0))
+        if self.line is not None and last < self.line["step"] <= run.state.outer_step:
+            self._log(run, self.line)
+
+    def _log(self, run: Run, values: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(values)
+        run.callbacks.on_log(run, values)

@@ -1,4 +1,7 @@
-"""What a run says of itself: run.json (what it is) and metrics.jsonl (how it went). No secrets go there."""
+"""The record of a run: run.json (settings, versions, results) and metrics.jsonl (a line per logged step).
+
+Neither holds secrets.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ NOTHING: Mapping[str, Any] = {}
 
 
 def settings_of(config: Config, fingerprint: str, resolved: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
-    """What makes a run: the flags, the data's fingerprint and what was `resolved` (build.Plan)."""
+    """What identifies a run: flags, fingerprint of the data, and the `resolved` settings (build.Plan)."""
     return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint, **resolved})
 
 
@@ -37,7 +40,9 @@ def read_run(folder: Path) -> dict[str, Any] | None:
             return None
         return {**run, "settings": translated(run["settings"], Config.__dataclass_fields__)}
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise UsageError(f"{file} cannot be read; mend or remove it, or choose another output_dir") from None
+        raise UsageError(
+            f"{file} cannot be read; correct or remove it, or choose another output_dir"
+        ) from None
 
 
 def write_run(
@@ -84,21 +89,14 @@ def git_commit() -> str | None:
 
 
 class Metrics:
-    """metrics.jsonl: one object per logged outer step.
+    """metrics.jsonl: one object per logged outer step. Only the rank that `writes` opens the file.
 
     On a resumed run, lines after the checkpoint are dropped first.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        outer_step: int,
-        writes: bool,
-        tell: Callable[[dict[str, Any]], None] | None = None,
-    ) -> None:
-        """`tell`: who gets the lines as well."""
+    def __init__(self, folder: Path, outer_step: int, writes: bool) -> None:
         self.file = folder / "metrics.jsonl"
-        self.writes, self.lost, self.tell, self.last = writes, False, tell, 0
+        self.writes, self.lost, self.last = writes, False, 0
         if writes and self.file.is_file():
             kept = [
                 line
@@ -127,8 +125,6 @@ class Metrics:
                     )
                     print(f"fmmeta: {text}", file=sys.stderr, flush=True)
                 self.lost = True
-            if self.tell is not None:
-                self.tell(values)
 
 
 def keep_line(line: str, outer_step: int) -> bool:

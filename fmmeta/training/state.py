@@ -1,4 +1,4 @@
-"""Where a run is: what its checkpoints hold, and what a resumed run goes on from.
+"""The state of a run: what its checkpoints hold and a resumed run continues from.
 
     theta, learned rates, the outer optimizer      what training changes
     outer step, tasks seen, steps that failed      what was counted
@@ -10,7 +10,7 @@ alpha theta. Wortsman et al., "Robust fine-tuning of zero-shot models", 2022 (ar
 it keeps what pre-training knew of classes that training does not show. Such weights are copies: the live
 tensors hold what was learned, at any moment.
 
-It changes only between two outer steps. Settings, seeds and data are no part of it: they are the run's own.
+It changes only between two outer steps. Settings, seeds and data are not part of it: they belong to the run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.outliers import Spikes
 from fmmeta.training import build, run_record
 from fmmeta.training.best import Best, BestState
+from fmmeta.training.step_metrics import Outcome
 
 
 class TrainingState:
-    """One for a run. theta and rates are changed in place by `outer`, by nobody else while training lasts."""
+    """One for a run. While training lasts, only `outer` changes theta and rates, in place."""
 
     def __init__(
         self,
@@ -48,12 +49,13 @@ class TrainingState:
         self.config, self.plan, self.ranks, self.folder = config, plan, ranks, folder
         self.worker, self.params = parts.worker, parts.worker.params
         self.theta, rates = parts.theta, parts.setup.inner.rates.meta_parameter
-        self.live = MetaParameters(self.theta, rates)
+        self.meta_params = MetaParameters(self.theta, rates)
         # for the table at the end and for interpolations; in host memory
-        self.initial = self.live.snapshot() if config.test_episodes or config.init_interpolation < 1 else None
+        keeps_initial = config.test_episodes or config.init_interpolation < 1
+        self.initial = self.meta_params.snapshot() if keeps_initial else None
         self.outer = Outer(self.theta, parts.worker, config, parts.setup.inner)
         self.updates = DelayedUpdate(self.outer, ranks.cross, config)
-        self.best = Best(self.live) if config.load_best_model_at_end else None
+        self.best = Best(self.meta_params) if config.load_best_model_at_end else None
         self.spikes = Spikes()
         self.outer_step, self.bad_steps, self.tasks = 0, 0, {"seen": 0, "bad": 0}
         self.validated = 0  # the last outer step whose validation is complete
@@ -64,11 +66,11 @@ class TrainingState:
         state = checkpoint.read_state(found)
         checkpoint.same_size(found, self.params)
         vectors = checkpoint.load(found, state["vectors"], self.params, self.theta)
-        self.take(vectors, checkpoint.load_tables(found), state)
+        self.load_state_dict(vectors, checkpoint.load_tables(found), state)
         if found.parent.resolve() == self.folder.resolve():
             self.saver.last = self.folder / found.name
 
-    def give(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
         """All of it, uncopied: vectors [S], tables (equal on every rank), and what is JSON.
 
         Collective: cross.
@@ -89,8 +91,10 @@ class TrainingState:
         }
         return vectors, {**outer.tables, **pending.tables, **best.tables}, facts
 
-    def take(self, vectors: dict[str, Tensor], tables: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Go on from what `give` gave, which is taken apart; the worker still has to be written. Local."""
+    def load_state_dict(
+        self, vectors: dict[str, Tensor], tables: dict[str, Tensor], facts: dict[str, Any]
+    ) -> None:
+        """Restore what `state_dict` returned; the worker is not written. Local."""
         self.theta.copy_(vectors.pop("theta"))
         if self.best is not None:
             self.best.load_state(vectors, tables, facts["best"])
@@ -100,13 +104,21 @@ class TrainingState:
         self.validated = facts.get("validated", self.outer_step)  # absent in checkpoints of 0.1.0
         self.spikes = Spikes(facts.get("losses"))
 
+    def count(self, outcome: Outcome, tasks: dict[str, int]) -> None:
+        """Count an outer step that has ended. tasks: seen and bad so far."""
+        self.tasks = tasks
+        if outcome is Outcome.APPLIED:
+            self.bad_steps = 0
+        elif outcome is Outcome.SKIPPED_NONFINITE:
+            self.bad_steps += 1
+
     @property
     def validation_due(self) -> bool:
         """Whether the validation after this outer step has not been done, or was stopped before its end."""
         every = self.config.eval_steps
         return bool(every) and self.outer_step > self.validated and self.outer_step % every == 0
 
-    def evaluated(self, meta: MetaParameters) -> MetaParameters:
+    def interpolate_with_initial(self, meta: MetaParameters) -> MetaParameters:
         """What is validated and exported in place of `meta`: itself, or the interpolation with the initial
         weights. Local.
         """
@@ -118,27 +130,27 @@ class TrainingState:
     def final(self) -> MetaParameters:
         """What the run exports: the best validated or the last weights, interpolated where asked. Local."""
         best = None if self.best is None else self.best.kept
-        return self.evaluated(best or self.live)
+        return self.interpolate_with_initial(best or self.meta_params)
 
-    def warm(self) -> None:
-        """Make room for the first save, beside training."""
+    def preallocate(self) -> None:
+        """Allocate the buffers of the first save, beside training."""
         self.saver.warm({"theta": self.theta, **self.outer.state().vectors, **self.updates.shape()})
 
     def is_saved(self) -> bool:
         """Whether there is nothing to save: no step yet, or checkpoint-N is there or being written."""
-        return self.outer_step == 0 or self.place in (self.saver.folder, self.saver.last)
+        return self.outer_step == 0 or self.checkpoint_path in (self.saver.folder, self.saver.last)
 
     @property
-    def place(self) -> Path:
+    def checkpoint_path(self) -> Path:
         """Where a checkpoint of this moment belongs."""
         return self.folder / f"checkpoint-{self.outer_step}"
 
     def save(self, last: bool) -> None:
         """Begin to write checkpoint-N; with `last` wait until it is whole. Collective: world."""
-        vectors, tables, facts = self.give()
+        vectors, tables, facts = self.state_dict()
         settings = run_record.settings_of(self.config, self.plan.sources.fingerprint, self.plan.resolved)
         self.saver.save(
-            self.place,
+            self.checkpoint_path,
             vectors,
             {**facts, "layout": str(self.ranks.layout), "settings": settings},
             tables,

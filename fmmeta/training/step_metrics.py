@@ -1,105 +1,107 @@
-"""Numbers of one outer step, told by the groups to each other: the metrics of a line of metrics.jsonl."""
+"""The numbers of one outer step, summed over all groups (a line of metrics.jsonl), and its outcome."""
 
 from __future__ import annotations
 
+import enum
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.task_gradient import TaskGradient
-from fmmeta.parallel.process_groups import ProcessGroups
+from fmmeta.parallel.process_groups import Communicator, ProcessGroups
+
+
+class Outcome(enum.Enum):
+    """What an outer step did to theta. With --outer_delay 1: what the update did that was applied in it."""
+
+    APPLIED = "theta moved"
+    SKIPPED_NONFINITE = "no task was finite, or the meta-gradient was not"
+    NO_DATA = "no task was loaded"
+    PENDING = "the first update of a delayed run is not due yet"
+    STOP = "the step was abandoned, or the run is finished"
+
+    @staticmethod
+    def of(update: OuterStep | None) -> Outcome:
+        """update: None where none was due."""
+        if update is None:
+            return Outcome.PENDING
+        if update.applied:
+            return Outcome.APPLIED
+        return Outcome.NO_DATA if update.unread else Outcome.SKIPPED_NONFINITE
 
 
 class StepMetrics:
-    """What the tasks of one outer step gave: this group's numbers, then (after `agree`) everybody's in
-    `values`.
+    """Numbers of this group's tasks in one outer step; `all_reduce` puts those of all groups into `values`.
+
+    names: further numbers of each task gradient, by algorithm.
     """
 
-    def __init__(self, numbers: Sequence[str] = ()) -> None:
-        """`numbers`: names of what this algorithm's directions tell besides."""
-        self.began, self.names = time.monotonic(), tuple(numbers)
-        self.numbers = [0.0] * len(self.names)
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self.began = time.monotonic()
         self.weight, self.skipped, self.tokens, self.tasks = 0.0, 0, 0, 0
-        self.support_loss = self.query_loss = self.accuracy = 0.0
+        # sums over the finite tasks, each times its weight
+        self.sums = dict.fromkeys(("support_loss", "query_loss", "accuracy", *names), 0.0)
         self.data_seconds, self.failures = 0.0, 0
         self.values: dict[str, Any] = {}
 
-    def add(self, direction: TaskGradient, tokens: int) -> None:
+    def add(self, gradient: TaskGradient, tokens: int) -> None:
         self.tokens += tokens
         self.tasks += 1
-        if not direction.finite:
+        if not gradient.finite:
             self.skipped += 1
             return
-        self.weight += direction.weight
-        self.support_loss += direction.weight * direction.support.loss
-        self.query_loss += direction.weight * direction.query.loss
-        self.accuracy += direction.weight * direction.query.accuracy
-        self.numbers = [
-            total + direction.weight * direction.numbers[name]
-            for total, name in zip(self.numbers, self.names, strict=True)
-        ]
+        self.weight += gradient.weight
+        found = {
+            "support_loss": gradient.support.loss,
+            "query_loss": gradient.query.loss,
+            "accuracy": gradient.query.accuracy,
+            **gradient.numbers,
+        }
+        for name in self.sums:
+            self.sums[name] += gradient.weight * found[name]
 
-    def missed(self, tasks: int, failures: int, data_seconds: float) -> None:
-        """Tasks of the group without an episode, how many of them this rank could not load, and its wait for
-        data.
-        """
+    def count_missing(self, tasks: int, failures: int, data_seconds: float) -> None:
+        """Count the group's tasks without an episode, this rank's failures, and its wait for data."""
         self.skipped += tasks
         self.tasks += tasks
         self.failures, self.data_seconds = failures, data_seconds
 
-    def agree(self, ranks: ProcessGroups) -> float:
+    def all_reduce(self, ranks: ProcessGroups) -> float:
         """Sum over all groups; return the summed weight of the finite tasks.
 
-        `tasks` then counts those of all groups, with or without an episode. Collective: everyone.
+        `tasks` then counts those of all groups, with or without an episode. Collective: all groups.
         """
         waiting = time.monotonic()
-        mine = torch.tensor(
-            [
-                self.weight,
-                self.support_loss,
-                self.query_loss,
-                self.accuracy,
-                self.skipped,
-                self.tasks,
-                self.tokens,
-                self.data_seconds,
-                self.failures,
-                *self.numbers,
-            ],
-            dtype=torch.float64,
+        counts_group = ranks.layout.group_rank == 0  # these are equal on the ranks of a group
+        of_group = {"weight": self.weight, "skipped": self.skipped, "tasks": self.tasks, **self.sums}
+        of_rank = {"tokens": self.tokens, "data_seconds": self.data_seconds, "failures": self.failures}
+        mine = {**{name: value if counts_group else 0.0 for name, value in of_group.items()}, **of_rank}
+        total = sum_by_name(ranks.all_groups, mine)
+        # [2, groups]: busy and waiting, each a mean over the ranks of a group
+        seconds = torch.zeros(2, ranks.cross.size, dtype=torch.float64)
+        seconds[:, ranks.cross.rank] = (
+            torch.tensor([waiting - self.began, time.monotonic() - waiting]) / ranks.layout.group_size
         )
-        layout = ranks.layout
-        if layout.group_rank != 0:  # one voice per group; the others are each rank's own
-            mine[:6] = 0
-            mine[9:] = 0
-        ranks.all_groups.sum_(mine)
-        times = torch.zeros(
-            2, ranks.cross.size, dtype=torch.float64
-        )  # busy, waiting: mean over the ranks of a group
-        times[:, ranks.cross.rank] = (
-            torch.tensor([waiting - self.began, time.monotonic() - waiting]) / layout.group_size
-        )
-        busy, waits = ranks.all_groups.sum_(times)
-        weight, support, query, accuracy, skipped, tasks, tokens, data_seconds, self.failures, *numbers = (
-            mine.tolist()
-        )
-        self.tasks = int(tasks)
-        means = {
-            "support_loss": support,
-            "query_loss": query,
-            "accuracy": accuracy,
-            **dict(zip(self.names, numbers, strict=True)),
-        }
+        busy, waits = ranks.all_groups.sum_(seconds)
+        weight = total["weight"]
+        self.tasks, self.failures = int(total["tasks"]), int(total["failures"])
         self.values = {
-            "tokens": int(tokens),
-            **{name: value / weight if weight else math.nan for name, value in means.items()},
-            "skipped_tasks": int(skipped),
-            "data_seconds": data_seconds / ranks.all_groups.size,
+            "tokens": int(total["tokens"]),
+            **{name: total[name] / weight if weight else math.nan for name in self.sums},
+            "skipped_tasks": int(total["skipped"]),
+            "data_seconds": total["data_seconds"] / ranks.all_groups.size,
             "wait_seconds": float(waits.mean()),
             "wait_seconds_by_group": [round(float(wait), 6) for wait in waits],
             "imbalance": float(busy.max() / busy.mean()) - 1,
         }
         return weight
+
+
+def sum_by_name(comm: Communicator, values: Mapping[str, float]) -> dict[str, float]:
+    """The sum of each value over the ranks, in float64. Collective: comm."""
+    total = comm.sum_(torch.tensor(list(values.values()), dtype=torch.float64))
+    return dict(zip(values, total.tolist(), strict=True))

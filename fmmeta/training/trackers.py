@@ -1,10 +1,9 @@
-"""Numbers of a run to TensorBoard, W&B, MLflow and trackio, by accelerate's tracker classes, on the first
-rank alone.
+"""Logs the numbers of a run to TensorBoard, W&B, MLflow and trackio, by accelerate's tracker classes, on the
+first rank.
 
-Accelerate's state is kept out: `PartialState` would make a process group of its own beside ours, or wait for
-ranks that never call it. Its trackers need it for two things, the question who the main process is and the
-adapter that they log through; both are answered here. A tracker that fails costs a notice and its own
-numbers, never the run.
+Accelerate's `PartialState` is not used: it would create a second process group, or wait for ranks that never
+call it. Accelerate's trackers need it to find the main process and to log; `make` replaces both. A tracker
+that fails is dropped with a notice; the run continues.
 """
 
 from __future__ import annotations
@@ -18,11 +17,15 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import redact
 from fmmeta.config.settings import Config
+from fmmeta.training.callbacks import Callback
+
+if TYPE_CHECKING:
+    from fmmeta.training.loop import Run
 
 FILE = (  # in the run's folder: what the services call this run, so that a continuation is the same run there
     "trackers.json"
@@ -40,8 +43,8 @@ def check_installed(config: Config) -> None:
             )
 
 
-class Trackers:
-    """The trackers of `config.report_to`; `log` and `finish` do nothing where there are none."""
+class Trackers(Callback):
+    """The trackers of `config.report_to`, started on the first rank only; elsewhere the hooks do nothing."""
 
     def __init__(self, notice: Callable[[str], None]) -> None:
         self.notice = notice
@@ -50,8 +53,8 @@ class Trackers:
     def start(self, config: Config, folder: Path, outer_step: int) -> None:
         """Start them, for a run that begins or goes on at `outer_step`.
 
-        Where one cannot start: `UsageError` when the run begins, a notice when it goes on, since nobody may
-        be there who could mend it.
+        A tracker that cannot start raises `UsageError` at the beginning of a run. In a resumed run it is a
+        notice, since the user may not be there to correct it.
         """
         names = [name for name in config.report_to if name != "none"]
         known = read_ids(folder) if outer_step else {}
@@ -66,36 +69,44 @@ class Trackers:
                 if not outer_step:
                     self.finish()
                     raise UsageError(
-                        f"report_to={name} cannot start ({said(error)}); mend that, or leave it out"
+                        f"report_to={name} cannot start ({describe_error(error)}); correct that, or leave it"
+                        " out"
                     ) from error
-                self.notice(f"{name} cannot start ({said(error)}); the run goes on without it")
+                self.notice(f"{name} cannot start ({describe_error(error)}); the run goes on without it")
             else:
                 self.running[name] = tracker
         if names:
             (folder / FILE).write_text(json.dumps(known) + "\n", encoding="utf-8")
 
+    def on_log(self, run: Run, metrics: dict[str, Any]) -> None:
+        self.log(metrics)
+
+    def close(self, run: Run) -> None:
+        self.finish()
+
     def log(self, values: dict[str, Any]) -> None:
-        """Tell the numbers of a line of metrics.jsonl."""
-        told = flat(values)
-        step = told.pop("step", None)
+        """Log the numbers of a line of metrics.jsonl."""
+        numbers = flat(values)
+        step = numbers.pop("step", None)
         for name in list(self.running):
-            with self._survived(name):
-                self.running[name].log(told, step=None if step is None else int(step))
+            with self._drop_if_it_fails(name):
+                self.running[name].log(numbers, step=None if step is None else int(step))
 
     def finish(self) -> None:
         for name in list(self.running):
-            with self._survived(name):
+            with self._drop_if_it_fails(name):
                 self.running[name].finish()
         self.running.clear()
 
     @contextmanager
-    def _survived(self, name: str) -> Iterator[None]:
+    def _drop_if_it_fails(self, name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             self.running.pop(name, None)
             self.notice(
-                f"{name} failed ({said(error)}); the run goes on without it, metrics.jsonl has all numbers"
+                f"{name} failed ({describe_error(error)}); the run goes on without it, metrics.jsonl has"
+                " all numbers"
             )
 
 
@@ -116,7 +127,7 @@ def make(name: str, folder: Path, outer_step: int, known: str | None) -> Any:
         tracker = tracking.TrackioTracker(
             os.environ.get("TRACKIO_PROJECT", "fmmeta"), name=run, resume="allow"
         )
-    tracker.main_process_only = False  # only the first rank has it, so nobody has to be asked
+    tracker.main_process_only = False  # only the first rank has it
     return tracker
 
 
@@ -151,23 +162,23 @@ def flat(values: dict[str, Any]) -> dict[str, float]:
     """Finite numbers alone: those of a list by their places, a list of tasks as their number, those of a
     table by their names.
     """
-    told: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, (int, float)) and math.isfinite(value):
-            told[name] = value
+            numbers[name] = value
         elif isinstance(value, dict):
-            told |= {f"{name}/{key}": one for key, one in flat(value).items()}
+            numbers |= {f"{name}/{key}": one for key, one in flat(value).items()}
         elif isinstance(value, list):
             each = {
                 f"{name}/{place}": float(one)
                 for place, one in enumerate(value)
                 if isinstance(one, (int, float)) and math.isfinite(one)
             }
-            told |= each or {name: len(value)}
-    return told
+            numbers |= each or {name: len(value)}
+    return numbers
 
 
-def said(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """The first line of an error, without secrets."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {redact(lines[0])[:200]}" if lines else type(error).__name__

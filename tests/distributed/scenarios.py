@@ -28,6 +28,7 @@ from fmmeta.parallel.workers.create import check_equal, fingerprint
 from fmmeta.reliability.replicas import equal_replicas, hash_vector
 from fmmeta.reliability.stop import Guard
 from fmmeta.training import build
+from fmmeta.training.callbacks import Callback
 from fmmeta.training.episodes import EpisodeReader
 from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import RunStart
@@ -154,9 +155,9 @@ def one_stage_refuses(world: World, model: str, data: str, *files: str) -> None:
         parts = build.build(config, plan, ranks)
         worker, theta = parts.worker, parts.theta
         task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
-        ((_, episode),) = EpisodeReader.of(parts.load(plan.sources.train, None), ranks, config, print).alike(
-            task
-        )
+        ((_, episode),) = EpisodeReader.of(
+            parts.load(plan.sources.train, None), ranks, config, print
+        ).read_same_task(task)
         begin = torch.linspace(-1, 1, worker.params.numel)
         total = begin.clone()
         if ranks.layout.group_rank == 0:
@@ -245,7 +246,7 @@ def counted_steps(run: Run) -> list[int]:
         name for name in vars(group) if name.replace("_", "").startswith("allgather")
     ]  # torch renames them
     kept = {name: vars(group)[name] for name in verbs}
-    asked, counts, after = [0], list[int](), run._after_step
+    asked, counts = [0], list[int]()
 
     def counting(name: str) -> Any:
         original = getattr(group, name)
@@ -256,12 +257,12 @@ def counted_steps(run: Run) -> list[int]:
 
         return call
 
-    def step(*arguments: Any) -> None:
-        counts.append(asked[0])
-        asked[0] = 0
-        after(*arguments)
+    class Counting(Callback):
+        def on_step_end(self, run: Run, outcome: Any) -> None:
+            counts.append(asked[0])
+            asked[0] = 0
 
-    run._after_step = step  # type: ignore[method-assign]
+    run.callbacks.built_in = [Counting(), *run.callbacks.built_in]
     for name in kept:
         setattr(group, name, counting(name))
     try:
@@ -305,7 +306,9 @@ def cg_rounding(world: World) -> None:
     parts = build.build(config, plan, ranks)
     worker, rule = parts.worker, imaml.rule(parts.setup, 0)
     task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
-    ((_, episode),) = EpisodeReader.of(parts.load(plan.sources.train, None), ranks, config, print).alike(task)
+    ((_, episode),) = EpisodeReader.of(
+        parts.load(plan.sources.train, None), ranks, config, print
+    ).read_same_task(task)
     b, _ = worker.gradient(episode.query)
     assert isinstance(rule, imaml.Imaml)
     hessian = Rounded(rule.curvature, worker, episode.support)

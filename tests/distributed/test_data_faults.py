@@ -168,7 +168,7 @@ def test_too_many_bad_tasks_stop_all_ranks(tmp_path):
     assert ended.codes == [2, 2]
     last = ended.output[0].splitlines()[-1]
     assert last.startswith(
-        "fmmeta: error: max_bad_fraction=0.03: 4 of 24 tasks could not be had, the last: task "
+        "fmmeta: error: max_bad_fraction=0.03: 4 of 24 tasks failed to load, the last: task "
     )
     assert not ended.others
 

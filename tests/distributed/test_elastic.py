@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from benchmarks.elastic import SLEEP, Born, Trial, alone, lines_of, parity, theta_of
-from fmmeta.common.errors import MachineFault
+from fmmeta.common.errors import MachineFault, PeerLost
 from fmmeta.elastic import lighthouse_client
-from fmmeta.elastic.communicator import ElasticCommunicator, PeerLost
+from fmmeta.elastic.communicator import ElasticCommunicator
 from fmmeta.elastic.lighthouse_client import LighthouseClient, coordination
 from fmmeta.elastic.supervisor import Group
 from fmmeta.parallel.process_groups import Communicator, proof

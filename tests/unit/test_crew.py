@@ -5,13 +5,13 @@ with.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from fmmeta.common.errors import MachineFault
+from fmmeta.common.errors import MachineFault, PeerLost
 from fmmeta.config.settings import Config
-from fmmeta.elastic.communicator import PeerLost
 from fmmeta.elastic.controller import MOST, ElasticController
 from fmmeta.elastic.join import mark_of
 from fmmeta.elastic.lighthouse_client import reachable_as
@@ -242,31 +242,31 @@ def test_a_tensor_of_another_kind_is_refused_before_it_is_received():
 
 
 class Unlucky(ElasticController):
-    """Its first roll calls fail, after it has healed from another group."""
+    """Its first roll calls fail, after it has taken over the state of another group."""
 
     def __init__(self, failures: int) -> None:
         super().__init__(Config(), None, None, lambda text: None)  # type: ignore[arg-type]
         self.failures = failures
 
-    def _call(self, run):
+    def begin_step(self, run):
         if self.failures:
             self.failures -= 1
             run.state.tasks = {"seen": 9, "bad": 1}
             raise PeerLost("a broadcast: gone")
+        self.called = run.state.outer_step
 
 
 def test_a_group_lost_at_the_roll_call_costs_another_roll_call():
-    """The step is then taken, and what was healed meanwhile stays."""
-    run, who, steps = (
-        SimpleNamespace(state=SimpleNamespace(outer_step=4, tasks={"seen": 0, "bad": 0})),
-        Unlucky(3),
-        0,
-    )
-    with who.step_attempt(run):  # type: ignore[arg-type]
-        steps += 1
-    assert (steps, who.retries, run.state.tasks) == (1, 3, {"seen": 9, "bad": 1})
-    with (
-        pytest.raises(MachineFault, match=f"outer step 5 was begun {MOST} times in vain .a broadcast: gone."),
-        Unlucky(-1).step_attempt(run),
-    ):  # type: ignore[arg-type]
-        pass
+    """The next attempt follows, and the state that was taken over meanwhile stays."""
+    cleared = []
+    meta = SimpleNamespace(clear=lambda: cleared.append(True))
+    steps = Config().outer_steps
+    state = SimpleNamespace(outer_step=steps, tasks={"seen": 0, "bad": 0}, updates=SimpleNamespace(meta=meta))
+    run: Any = SimpleNamespace(state=state)
+    controller = Unlucky(3)
+    controller.finish(run)
+    assert (controller.called, controller.retries, run.state.tasks) == (steps, 3, {"seen": 9, "bad": 1})
+    assert len(cleared) == 3
+    fault = f"outer step {steps + 1} was attempted {MOST} times in vain .a broadcast: gone."
+    with pytest.raises(MachineFault, match=fault):
+        Unlucky(-1).finish(run)

@@ -55,11 +55,11 @@ def test_none_that_can_be_had_is_an_error_whatever_may_be_skipped(folder):
     for task in tasks:
         (folder / f"{task.name}.jsonl").write_text("{")
     said = refusal(reader.read_share, tasks)
-    assert said.startswith(f"none of 3 tasks could be had, the last: task {tasks[-1].name}: ")
+    assert said.startswith(f"none of 3 tasks was loaded, the last: task {tasks[-1].name}: ")
     assert said.endswith(told[-1].removeprefix(f"left out: task {tasks[-1].name}: "))
     assert f"{tasks[-1].name}.jsonl" in told[-1]
     assert len(told) == 3
-    assert reader.alike(tasks[0]) == []  # of one that every group looks at, its absence is no error
+    assert reader.read_same_task(tasks[0]) == []  # of one that every group looks at, its absence is no error
 
 
 def test_too_many_are_an_error_and_so_is_the_first_where_none_may_be_skipped(folder):
@@ -69,8 +69,8 @@ def test_too_many_are_an_error_and_so_is_the_first_where_none_may_be_skipped(fol
         (folder / f"{task.name}.jsonl").write_text("{")
     said = refusal(reader.read_share, tasks)
     assert said.startswith(
-        f"max_bad_fraction=0.01: 2 of 3 tasks could not be had, the last: task {tasks[1].name}: "
+        f"max_bad_fraction=0.01: 2 of 3 tasks failed to load, the last: task {tasks[1].name}: "
     )
     said = refusal(strict.read_share, tasks)
     assert said.startswith(f"task {tasks[0].name}: ")
-    assert said.endswith("; mend it, or go on without such tasks by --on_bad_task skip")
+    assert said.endswith("; correct it, or skip such tasks by --on_bad_task skip")

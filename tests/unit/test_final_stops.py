@@ -130,7 +130,7 @@ def test_nothing_is_lent_out_during_evaluation(tmp_path, monkeypatch):
     seen, original = [], HeldOut.scores
 
     def watching(self, *args):
-        seen.append(self.live.theta.clone())
+        seen.append(self.meta_params.theta.clone())
         return original(self, *args)
 
     from fmmeta.training.loop import Run
@@ -139,7 +139,7 @@ def test_nothing_is_lent_out_during_evaluation(tmp_path, monkeypatch):
 
     def init(self, *args, **kwargs):
         built(self, *args, **kwargs)
-        self.held_out.live = self.state.live
+        self.held_out.meta_params = self.state.meta_params
 
     monkeypatch.setattr(Run, "__init__", init)
     monkeypatch.setattr(HeldOut, "scores", watching)

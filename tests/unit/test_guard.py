@@ -114,20 +114,20 @@ def test_bounds_follow_the_slowest_step():
     watch = WatchdogStage(None)
     watch.begin("outer step 1")
     assert watch.bound_s == 1800
-    watch.measured(12)
+    watch.record(12)
     assert watch.bound_s == 300
-    watch.measured(70)
-    watch.measured(3)
+    watch.record(70)
+    watch.record(3)
     assert watch.bound_s == 700
     assert WatchdogStage(5).bound_s == 1800  # nothing has begun that is a step
     watch = WatchdogStage(5)
     watch.begin("outer step 1")
     assert watch.bound_s == 5
-    assert not watch.late
+    assert not watch.overdue
     watch.began -= 6
-    assert watch.late
-    watch.enter("task 1")
-    assert watch.words == "outer step 1, task 1"
+    assert watch.overdue
+    watch.set_phase("task 1")
+    assert watch.text == "outer step 1, task 1"
 
 
 def test_a_stack_names_file_and_line():
@@ -155,8 +155,8 @@ def direction(loss: float, norm: float) -> TaskGradient:
 def test_explosions_are_dropped_like_what_is_not_finite(settings, loss, norm, fits):
     worker: Any = SimpleNamespace(dot=lambda a, b: float(torch.dot(a, b)))
     guard = Guard(Config(**settings), one_rank(), worker)
-    guard.begin(0)
-    assert guard.fit(direction(loss, norm)).finite == fits
+    guard.begin_step(0)
+    assert guard.reject_outlier(direction(loss, norm)).finite == fits
     assert guard.exploded == (not fits)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fmmeta.planning import simulate
-from fmmeta.planning.simulate import Outcome, SimulatedCluster, deal_steps, group_times, outcome
+from fmmeta.planning.simulate import SimulatedCluster, SimulationResult, deal_steps, group_times, outcome
 from fmmeta.tasks.schedule.meta_batches import Task, assign_to_groups
 
 
@@ -79,7 +79,7 @@ def test_fixed_time_is_said():
     assert (found.efficiency, found.fixed, found.step) == (0.5, 0.5, 4)
 
 
-def even(world: SimulatedCluster, steps: int, seed: int) -> Outcome:
+def even(world: SimulatedCluster, steps: int, seed: int) -> SimulationResult:
     """Steps of one equal task per group."""
     ones = np.ones((steps, world.groups))
     return outcome(world, ones, ones, np.random.default_rng(seed))

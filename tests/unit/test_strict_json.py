@@ -28,14 +28,13 @@ def strictly(text: str) -> Any:
 
 
 def test_lines_of_metrics(tmp_path):
-    told: list[dict[str, Any]] = []
-    metrics = Metrics(tmp_path, 0, True, told.append)
+    metrics = Metrics(tmp_path, 0, True)
     metrics.write({"step": 1, "query_loss": math.nan, "wait_seconds_by_group": [0.5, math.inf]})
     metrics.write({"step": 2, "valid_loss": -math.inf, "valid_accuracy": 0.5})
     first, second = (strictly(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first == {"step": 1, "query_loss": None, "wait_seconds_by_group": [0.5, None]}
     assert second == {"step": 2, "valid_loss": None, "valid_accuracy": 0.5}
-    assert [flat(line) for line in told] == [
+    assert [flat(line) for line in (first, second)] == [
         {"step": 1, "wait_seconds_by_group/0": 0.5},
         {"step": 2, "valid_accuracy": 0.5},
     ]
@@ -57,14 +56,14 @@ def test_a_setting_that_is_infinite_is_no_change(tmp_path, written):
 def test_a_loss_that_is_not_finite_is_the_worst_of_equals_and_stays_so_after_a_resume():
     live = MetaParameters(torch.zeros(2))
     best = Best(live)
-    best.meet(1, 0.5, math.nan)
+    best.update(1, 0.5, math.nan)
     stored = strictly(json.dumps(best.state().numbers).replace("Infinity", "null").replace("NaN", "null"))
     resumed = Best(live)
     resumed.load_state({"best theta": torch.zeros(2)}, {}, stored)
     for one in (best, resumed):
-        one.meet(2, 0.5, math.inf)
+        one.update(2, 0.5, math.inf)
         assert one.step == 1
-        one.meet(3, 0.5, 7.0)
+        one.update(3, 0.5, 7.0)
         assert one.step == 3
 
 

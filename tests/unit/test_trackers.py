@@ -169,7 +169,7 @@ def test_one_that_cannot_start_is_refused_at_the_start_and_noticed_later(monkeyp
     config = Config(report_to=["wandb"])
     assert (
         refusal(Trackers(said.append).start, config, tmp_path, 0)
-        == "report_to=wandb cannot start (ConnectionError: no route to host); mend that, or leave it out"
+        == "report_to=wandb cannot start (ConnectionError: no route to host); correct that, or leave it out"
     )
     assert said == []
     running = Trackers(said.append)

@@ -97,7 +97,7 @@ class Anil:
         start = self._start(worker, theta, rows)
         leaves = [] if self._through else [part.detach().requires_grad_() for part in start]
         adapted, first = self._learn(start if self._through else leaves, rows)
-        asked = QueryLoss(worker, query, adapted, torch.where(first.stats[3] > 0, torch.nan, 1.0))
+        asked = QueryLoss(worker, query, adapted, torch.where(first.nonfinite_ranks > 0, torch.nan, 1.0))
         return InnerSolution(asked, adapted, rows, leaves, first)
 
     @property

@@ -43,13 +43,12 @@ Local: it must not communicate.
 
 @dataclass
 class PassStats:
-    """What one pass over a set of examples gave, summed over the ranks of the group.
+    """Statistics of one pass over a set of examples, summed over the ranks of the group.
 
-    loss: mean over the set; accuracy: share of examples that are right; finite: loss and gradient, on every
-    rank.
+    loss: mean over the set; accuracy: share of correct rows; finite: loss and gradient, on every rank.
+    `stats`, float64 [4], packs the fields for one all-reduce and stays on the device until one is read.
     """
 
-    # float64 [4]: loss, right examples, examples, non-finite ranks; stays on the device until it is read
     stats: Tensor
 
     @property
@@ -57,12 +56,24 @@ class PassStats:
         return float(self.stats[0])
 
     @property
+    def num_correct(self) -> Tensor:
+        return self.stats[1]
+
+    @property
+    def num_rows(self) -> Tensor:
+        return self.stats[2]
+
+    @property
+    def nonfinite_ranks(self) -> Tensor:
+        return self.stats[3]
+
+    @property
     def accuracy(self) -> float:
-        return float(self.stats[1] / self.stats[2].clamp(min=1))
+        return float(self.num_correct / self.num_rows.clamp(min=1))
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.stats[0]) and float(self.stats[3]) == 0
+        return math.isfinite(self.loss) and float(self.nonfinite_ranks) == 0
 
 
 @dataclass

@@ -1,0 +1,174 @@
+"""Callbacks around the outer loop: hooks, their order, and those built in for validation and saving.
+
+    on_train_begin -> (on_step_begin -> on_step_end) per outer step -> on_train_end -> close
+                                        on_log, then on_evaluate and on_log, then on_save
+
+Every hook runs through the callbacks in one order: profiler (its clock stops first), run logger, trackers,
+report page, limit of non-finite steps, validation, saving, then `MetaTrainer(config, callbacks=[...])` as
+given. So a line is logged before its step can end the run, and a checkpoint holds the best validated weights.
+`close` runs in reverse order, since trackers may wait for a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fmmeta.common.errors import UsageError
+from fmmeta.report import page
+
+if TYPE_CHECKING:
+    from fmmeta.training.loop import Outcome, Run
+    from fmmeta.training.validation import HeldOut
+
+
+class Callback:
+    """Base class of callbacks; every hook does nothing.
+
+    Hooks run on all ranks of the launch at the same place (with --elastic: of each group). A hook may use
+    collectives only if all ranks take part. It must not change theta or the settings. `run` has `config`,
+    `folder`, `ranks`, `worker`, `theta` (this rank's fp32 shard [S]) and `state` (`state.outer_step`: outer
+    steps done). If a hook of a user's callback raises on any rank, the run ends on all of them with one line,
+    exit code 2.
+    """
+
+    def on_train_begin(self, run: Run) -> None:
+        """Before the first outer step of this process (with --elastic: before the first roll call)."""
+
+    def on_step_begin(self, run: Run) -> None:
+        """Before the tasks of an outer step. With --elastic also before each retry."""
+
+    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+        """After an outer step, already counted in `run.state.outer_step`. outcome: what it did to theta."""
+
+    def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
+        """After a validation that is complete. metrics: valid_accuracy in [0, 1] and valid_loss."""
+
+    def on_log(self, run: Run, metrics: dict[str, Any]) -> None:
+        """For every line of metrics.jsonl, and for the held-out accuracies at the end.
+
+        With --elastic a line may come twice, if its writer group died before writing it.
+        """
+
+    def on_save(self, run: Run, folder: Path) -> None:
+        """When a checkpoint is begun. A background thread may still be writing to `folder`."""
+
+    def on_train_end(self, run: Run) -> None:
+        """After the model is exported and evaluated; not where the run was stopped or failed."""
+
+    def close(self, run: Run) -> None:
+        """Release resources, however the run ended. Local: must not communicate."""
+
+
+class CallbackList:
+    """Calls a hook of all callbacks: `callbacks.on_step_end(run, outcome)`.
+
+    built_in: their errors are agreed where they occur. users: agreed here, after each hook of each callback.
+    Collective (every hook but `close`): world, where there are users.
+    """
+
+    def __init__(self, built_in: Sequence[Callback], users: Sequence[Callback] = ()) -> None:
+        self.built_in, self.users = built_in, users
+
+    def __getattr__(self, hook: str) -> Callable[..., None]:
+        """The hook of that name, called on all."""
+        if hook not in vars(Callback):
+            raise AttributeError(f"{hook} is not a hook of Callback")
+        return partial(self._call, hook)
+
+    def close(self, run: Run) -> None:
+        """Close all in reverse order; one that raises does not hide how the run ended. Local."""
+        for callback in reversed((*self.built_in, *self.users)):
+            try:
+                callback.close(run)
+            except Exception as error:
+                run.progress.notice(f"{failure_of(callback, 'close', error)}; the run is not affected")
+
+    def _call(self, hook: str, run: Run, *arguments: Any) -> None:
+        for callback in self.built_in:
+            getattr(callback, hook)(run, *arguments)
+        for callback in self.users:
+            with run.ranks.world.raise_on_all(f"calling {hook} of {type(callback).__name__}"):
+                try:
+                    getattr(callback, hook)(run, *arguments)
+                except Exception as error:
+                    raise UsageError(
+                        f"{failure_of(callback, hook, error)} at outer step {run.state.outer_step};"
+                        " correct the callback, or leave it out"
+                    ) from error
+
+
+def failure_of(callback: Callback, hook: str, error: Exception) -> str:
+    """One line that names the callback, the hook and the first line of the error."""
+    text = str(error).strip().partition("\n")[0]
+    return f"callbacks={type(callback).__name__}: {hook} raised {type(error).__name__}: {text}"
+
+
+class ReportPage(Callback):
+    """Writes report.html when training begins and however the run ends."""
+
+    def on_train_begin(self, run: Run) -> None:
+        self.close(run)
+
+    def close(self, run: Run) -> None:
+        page.keep(run.folder, run.ranks.first and run.controller.writes, run.progress.notice)
+
+
+class NonfiniteLimit(Callback):
+    """Ends a run that learns nothing any more (--max_bad_steps)."""
+
+    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+        """Raises `UsageError`, on all ranks alike."""
+        if run.state.bad_steps >= run.config.max_bad_steps:
+            steps = f"{run.state.bad_steps} outer steps in a row (the last is {run.state.outer_step})"
+            raise UsageError(
+                f"inner_lr={run.config.inner_lr}: no task was finite in {steps}; lower --inner_lr or"
+                " --outer_lr, and continue from the last checkpoint"
+            )
+
+
+class Validation(Callback):
+    """Scores on validation tasks (--eval_steps); a resumed run repeats a validation that a stop cut short."""
+
+    def __init__(self, held_out: HeldOut) -> None:
+        self.held_out = held_out
+
+    def on_train_begin(self, run: Run) -> None:
+        self._validate_if_due(run)
+
+    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+        self._validate_if_due(run)
+
+    def _validate_if_due(self, run: Run) -> None:
+        """Collective: world."""
+        from fmmeta.training.validation import VALID  # imports torch, which `fmmeta.Callback` does not need
+
+        state, source = run.state, run.plan.sources.valid
+        if source is None or not run.trains or not state.validation_due:
+            return
+        meta = state.interpolate_with_initial(state.meta_params)
+        learning = run.parts.setup.learning(meta.rates)
+        scores = self.held_out.scores(source, VALID, "validation", meta.theta, learning)
+        if meta is not state.meta_params:
+            run.worker.write(run.theta)
+        if run.guard.agree_on_stop():
+            return  # the scores are incomplete
+        state.validated = state.outer_step
+        accuracy = sum(score.accuracy_after for score in scores) / len(scores)
+        loss = sum(score.loss_after for score in scores) / len(scores)
+        run.callbacks.on_evaluate(run, {"valid_accuracy": accuracy, "valid_loss": loss})
+        if state.best is not None:
+            state.best.update(state.outer_step, accuracy, loss)
+
+
+class Saving(Callback):
+    """Begins a checkpoint every --save_steps; the last one is saved at the end of the run."""
+
+    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+        every, step = run.config.save_steps, run.state.outer_step
+        if every and step < run.config.outer_steps:
+            run.state.preallocate()
+            if step % every == 0:
+                run.save()

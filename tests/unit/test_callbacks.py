@@ -1,0 +1,166 @@
+"""Callbacks run in their order on every rank; the loop's outcomes are what theta shows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import fmmeta
+from fmmeta import Callback, Config, MetaTrainer
+from fmmeta.common.errors import Stopped
+from fmmeta.reliability.signals import Signals
+from fmmeta.training.loop import Run
+from fmmeta.training.step_metrics import Outcome
+from tests.launch import run_ranks
+from tests.unit.helpers import refusal
+
+SHORT = {
+    "n_way": 2,
+    "k_shot": 1,
+    "num_query": 1,
+    "meta_batch_size": 2,
+    "inner_steps": 1,
+    "max_length": 16,
+    "num_workers": "0",
+    "outer_steps": 2,
+    "outer_lr": 1e-3,
+    "lr_scheduler_type": "constant",
+    "eval_episodes": 0,
+    "save_steps": 0,
+    "logging_steps": 1,
+}
+
+
+def missing(episode, rng):
+    """A transform: the tasks of the second outer step fail to load."""
+    if episode.task.seed[2] == 1:
+        raise OSError("disk is missing")
+    return episode
+
+
+class Recorder(Callback):
+    """Records hooks, outcomes and theta; `stop_at` asks for a stop before that outer step."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.hooks: list[str] = []
+        self.outcomes: list[Outcome] = []
+        self.thetas: list[torch.Tensor] = []
+        self.stop_at = stop_at
+
+    def on_train_begin(self, run):
+        self.hooks.append("train_begin")
+        self.thetas.append(run.theta.clone())
+
+    def on_step_begin(self, run):
+        self.hooks.append(f"step_begin {run.state.outer_step}")
+        if run.state.outer_step == self.stop_at:
+            run.guard.signals.asked = "SIGTERM"
+
+    def on_step_end(self, run, outcome):
+        self.hooks.append(f"step_end {run.state.outer_step}")
+        self.outcomes.append(outcome)
+        self.thetas.append(run.theta.clone())
+
+    def on_evaluate(self, run, metrics):
+        self.hooks.append(f"evaluate {sorted(metrics)}")
+
+    def on_log(self, run, metrics):
+        self.hooks.append(f"log {metrics['step']} {'held_out_accuracy' in metrics}")
+
+    def on_save(self, run, folder):
+        self.hooks.append(f"save {folder.name}")
+
+    def on_train_end(self, run):
+        self.hooks.append(f"train_end {json.loads((run.folder / 'run.json').read_text())['finished']}")
+
+    def close(self, run):
+        self.hooks.append("close")
+
+    @property
+    def moved(self) -> list[bool]:
+        """Of each outer step: whether theta is another."""
+        return [not one.equal(other) for one, other in zip(self.thetas, self.thetas[1:], strict=False)]
+
+
+def test_hooks_run_in_the_documented_order(tmp_path):
+    """A line is logged before the validation, which is done before the checkpoint."""
+    seen = Recorder()
+    settings = {**SHORT, "eval_episodes": 2, "test_episodes": 2, "eval_steps": 1, "save_steps": 1}
+    MetaTrainer(Config(**settings, output_dir=str(tmp_path)), callbacks=[seen]).train()
+    metrics = "evaluate ['valid_accuracy', 'valid_loss']"
+    assert seen.hooks == [
+        "train_begin",
+        *("step_begin 0", "log 1 False", "log 1 False", metrics, "save checkpoint-1", "step_end 1"),
+        *("step_begin 1", "log 2 False", "log 2 False", metrics, "step_end 2"),
+        *("save checkpoint-2", "log 2 True", "train_end True", "close"),
+    ]
+    assert fmmeta.Callback is Callback
+
+
+@pytest.mark.parametrize(
+    ("settings", "outcomes", "moved"),
+    [
+        ({}, ["APPLIED", "APPLIED"], [True, True]),
+        ({"max_task_loss": 1e-9}, ["SKIPPED_NONFINITE"] * 2, [False, False]),
+        (
+            {"on_bad_task": "skip", "episode_transforms": f"{__name__}:missing"},
+            ["APPLIED", "NO_DATA"],
+            [True, False],
+        ),
+        ({"outer_delay": 1, "outer_steps": 3}, ["PENDING", "APPLIED", "APPLIED"], [False, True, True]),
+    ],
+)
+def test_the_outcome_is_what_theta_shows(tmp_path, settings, outcomes, moved):
+    seen = Recorder()
+    MetaTrainer(Config(**{**SHORT, **settings}, output_dir=str(tmp_path)), callbacks=[seen]).train()
+    assert [outcome.name for outcome in seen.outcomes] == outcomes
+    assert seen.moved == moved
+
+
+def test_a_stop_abandons_the_step_and_does_not_count_it(tmp_path, monkeypatch):
+    seen, ends = Recorder(stop_at=1), []
+    run_step = Run.run_step
+
+    def recording(self):
+        ends.append((run_step(self), self.state.outer_step, self.theta.clone()))
+        return ends[-1][0]
+
+    monkeypatch.setattr(Run, "run_step", recording)
+    with pytest.raises(Stopped, match=r"after outer step 1, saved in .*checkpoint-1"):
+        MetaTrainer(Config(**SHORT, output_dir=str(tmp_path)), Signals(), [seen]).train()
+    assert [end[0] for end in ends] == [Outcome.APPLIED, Outcome.STOP]
+    assert ends[1][1] == 1
+    assert ends[1][2].equal(seen.thetas[-1])
+    assert seen.hooks[-2:] == ["save checkpoint-1", "close"]
+
+
+def test_a_callback_that_raises_ends_the_run_in_one_line(tmp_path):
+    class Failing(Callback):
+        def on_log(self, run, metrics):
+            raise KeyError("name")
+
+        def close(self, run):
+            raise ValueError("not open")
+
+    run = MetaTrainer(Config(**SHORT, output_dir=str(tmp_path)), callbacks=[Failing()])
+    assert refusal(run.train) == (
+        "callbacks=Failing: on_log raised KeyError: 'name' at outer step 1; correct the callback, or leave it"
+        " out"
+    )
+    assert "Not finished: logged to outer step 1 of 2" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.timeout(200)
+def test_a_callback_that_raises_on_one_rank_ends_all(tmp_path):
+    flags = [f"--{name}={value}" for name, value in {**SHORT, "outer_steps": 4, "group_size": "1"}.items()]
+    ended = run_ranks(
+        ["-m", "tests.distributed.callback_run", "1", *flags, f"--output_dir={tmp_path}"], 2, timeout_s=150
+    )
+    line = (
+        "refused: callbacks=FailsOn: on_step_end raised RuntimeError: disk is missing at outer step 2;"
+        " correct the callback, or leave it out"
+    )
+    assert ended.codes == [2, 2]
+    assert all(line in text for text in ended.output)
