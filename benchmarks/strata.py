@@ -64,7 +64,8 @@ def all_classes(dataset: str) -> Items:
     """Every class of a data set, whatever its splits, as one source."""
 
     def items(**settings: str) -> list[Items]:
-        sources = load_sources(Config(dataset=[dataset], **settings), byte_tokenizer(), lambda text: None)  # type: ignore
+        # type: ignore
+        sources = load_sources(Config(dataset=[dataset], **settings), byte_tokenizer(), lambda text: None)
         return [source.items for source in (sources.train, sources.valid, sources.test) if source]
 
     with tempfile.TemporaryDirectory() as folder:

@@ -44,7 +44,8 @@ def _finish(run: Run, result: Result) -> None:
     if run.trains and config.init_interpolation < 1:
         alpha = config.init_interpolation
         run.progress.notice(
-            f"init_interpolation={alpha:g}: the exported weights are {1 - alpha:g} * initial + {alpha:g} * trained"
+            f"init_interpolation={alpha:g}: the exported weights are {1 - alpha:g} * initial + {alpha:g} *"
+            " trained"
         )
     run.guard.begin_stage("exporting the model")
     export(

@@ -487,7 +487,8 @@ def test_folders_that_cannot_be_used(tmp_path):
     (tmp_path / "run" / "run.json").write_text("{")
     assert (
         refusal(find_start, Config(output_dir=str(tmp_path / "run")), "f")
-        == f"{tmp_path / 'run' / 'run.json'} cannot be read; correct or remove it, or choose another output_dir"
+        == f"{tmp_path / 'run' / 'run.json'} cannot be read; correct or remove it, or choose another"
+        " output_dir"
     )
     none = Config(output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(tmp_path / "none"))
     assert refusal(find_start, none, "f").startswith(

@@ -65,8 +65,8 @@ ADAM = {"inner_optimizer": "adamw"}
         (
             {"algorithm": "reptile", "inner_lr_learned": "layer"},
             (
-                "inner_lr_learned=layer is not supported by algorithm=reptile; leave it out, or use fomaml or maml"
-                " or proto_maml or meta_sgd"
+                "inner_lr_learned=layer is not supported by algorithm=reptile; leave it out, or use fomaml or"
+                " maml or proto_maml or meta_sgd"
             ),
         ),
         (
@@ -101,15 +101,15 @@ ADAM = {"inner_optimizer": "adamw"}
         (
             {"first_order_steps": 3},
             (
-                "first_order_steps=3 is not supported by algorithm=fomaml; leave it out, or use maml or anil or"
-                " boil or proto_maml or meta_sgd"
+                "first_order_steps=3 is not supported by algorithm=fomaml; leave it out, or use maml or anil"
+                " or boil or proto_maml or meta_sgd"
             ),
         ),
         (
             {"algorithm": "reptile", "multi_step_loss_steps": 3},
             (
-                "multi_step_loss_steps=3 is not supported by algorithm=reptile; leave it out, or use fomaml or"
-                " maml or boil or proto_maml or meta_sgd"
+                "multi_step_loss_steps=3 is not supported by algorithm=reptile; leave it out, or use fomaml"
+                " or maml or boil or proto_maml or meta_sgd"
             ),
         ),
         (
@@ -156,8 +156,8 @@ ADAM = {"inner_optimizer": "adamw"}
         (
             {"algorithm": "anil", "task_type": "causal_lm"},
             (
-                "task_type=causal_lm does not go with algorithm=anil, which is for classification; use another"
-                " algorithm"
+                "task_type=causal_lm does not go with algorithm=anil, which is for classification; use"
+                " another algorithm"
             ),
         ),
         (
@@ -171,8 +171,8 @@ ADAM = {"inner_optimizer": "adamw"}
         (
             {"algorithm": "anil", "inner_lr_learned": "layer"},
             (
-                "inner_lr_learned=layer is not supported by algorithm=anil; leave it out, or use fomaml or maml"
-                " or proto_maml or meta_sgd"
+                "inner_lr_learned=layer is not supported by algorithm=anil; leave it out, or use fomaml or"
+                " maml or proto_maml or meta_sgd"
             ),
         ),
         (

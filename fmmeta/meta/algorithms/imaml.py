@@ -126,8 +126,8 @@ def passes(config: Config, forwards: int) -> costs.Passes:
 def conflicts(config: Config) -> Iterator[str]:
     if config.inner_optimizer == "momentum":
         yield (
-            f"inner_optimizer=momentum with algorithm={config.algorithm} is not tested: the proximal loop only"
-            " has to reach its minimum; use sgd with more --inner_steps"
+            f"inner_optimizer=momentum with algorithm={config.algorithm} is not tested: the proximal loop"
+            " only has to reach its minimum; use sgd with more --inner_steps"
         )
 
 

@@ -59,8 +59,8 @@ def conflicts(config: Config) -> Iterator[str]:
     for name, value in spread.items():
         if value > 1:
             yield (
-                f"{name}={value} with algorithm={config.algorithm} is not tested: whole support sets travel as"
-                " prompts; use ZeRO 3"
+                f"{name}={value} with algorithm={config.algorithm} is not tested: whole support sets travel"
+                " as prompts; use ZeRO 3"
             )
 
 

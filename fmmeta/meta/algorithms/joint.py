@@ -52,8 +52,8 @@ def passes(config: Config, forwards: int) -> Passes:
 def conflicts(config: Config) -> Iterator[str]:
     if config.head_init == "learned":
         yield (
-            f"head_init=learned with algorithm={config.algorithm}: its head is that of the training classes and"
-            " no start for others; use zero or prototype"
+            f"head_init=learned with algorithm={config.algorithm}: its head is that of the training classes"
+            " and no start for others; use zero or prototype"
         )
 
 

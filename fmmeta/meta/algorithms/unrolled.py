@@ -1,7 +1,7 @@
 """MAML and what differs from it in a detail: the query gradient at phi_K, taken back through the inner loop.
 
-    phi_{k+1} = phi_k - alpha g(phi_k)                                               k = 0 .. K-1
-    g = (I - alpha H(phi_0)) ... (I - alpha H(phi_{K-1})) grad L_query(phi_K)        H: Hessian of the support loss
+    phi_{k+1} = phi_k - alpha g(phi_k)                                          k = 0 .. K-1
+    g = (I - alpha H(phi_0)) ... (I - alpha H(phi_{K-1})) grad L_query(phi_K)   H: Hessian of the support loss
 
 The code is second_order/unroll.py: the backward recursion, with differences of gradients for H (Fallah et al.
 2020). Nothing but first-order passes is needed, so it works where autograd cannot differentiate twice: under
@@ -44,7 +44,7 @@ from fmmeta.meta.second_order.unroll import FINAL_ONLY, Unrolled
 
 
 def rule(setup: Setup, outer_step: int, order: int = 2) -> Unrolled:
-    """The meta-gradient through the inner loop at an outer step; first order first, if the settings say so."""
+    """The meta-gradient through the inner loop at an outer step; of first order in the first_order_steps."""
     config = setup.config
     if outer_step < config.first_order_steps:
         order = 1
@@ -94,8 +94,8 @@ def adds_directly(config: Config) -> bool:
 def rates_per_element(config: Config) -> Iterator[str]:
     if config.inner_lr_learned != "element":
         yield (
-            f"inner_lr_learned={config.inner_lr_learned} contradicts algorithm={config.algorithm}, which learns"
-            " every element's; leave it out"
+            f"inner_lr_learned={config.inner_lr_learned} contradicts algorithm={config.algorithm}, which"
+            " learns every element's; leave it out"
         )
 
 

@@ -100,7 +100,8 @@ def load_one(
         )
         if config.class_splits or config.task_splits or config.class_split:
             raise UsageError(
-                f"dataset={name} has its own splits; leave --class_splits, --task_splits and --class_split out"
+                f"dataset={name} has its own splits; leave --class_splits, --task_splits and"
+                " --class_split out"
             )
         return from_store(name, store, splits, config, notice, None, parts)
     files = task_files(name, config.max_length)

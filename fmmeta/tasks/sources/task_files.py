@@ -110,7 +110,8 @@ class FolderSource(TaskSource):
         if problem:
             raise UsageError(f"{file.path}: {problem.split(';')[0]}; fix or remove the file")
         make = ClassSource if classes else PairSource
-        return make(store, {file.name: pool if classes else pool[""]}, {file.name: file.stratum}, self.shape)  # type: ignore
+        # type: ignore
+        return make(store, {file.name: pool if classes else pool[""]}, {file.name: file.stratum}, self.shape)
 
 
 def glance(path: Path, max_length: int) -> tuple[int, float]:
