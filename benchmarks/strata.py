@@ -64,8 +64,7 @@ def all_classes(dataset: str) -> Items:
     """Every class of a data set, whatever its splits, as one source."""
 
     def items(**settings: str) -> list[Items]:
-        # type: ignore
-        sources = load_sources(Config(dataset=[dataset], **settings), byte_tokenizer(), lambda text: None)
+        sources = load_sources(Config(dataset=[dataset], **settings), byte_tokenizer(), lambda text: None)  # type: ignore
         return [source.items for source in (sources.train, sources.valid, sources.test) if source]
 
     with tempfile.TemporaryDirectory() as folder:

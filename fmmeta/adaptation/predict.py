@@ -137,8 +137,7 @@ def answer(single: LoadedModel, texts: Sequence[str], max_new_tokens: int) -> li
     """
     examples = encode(single.tokenizer, single.config, texts, [""] * len(texts))
     causal = single.config.task_type == "causal_lm"
-    # type: ignore
-    asked = [list(row.input_ids)[: row.labels.count(IGNORE)] if causal else row.input_ids for row in examples]
+    asked = [list(row.input_ids)[: row.labels.count(IGNORE)] if causal else row.input_ids for row in examples]  # type: ignore
     for text, ids in zip(texts, asked, strict=True):
         if not ids:  # blanks, to some tokenizers
             raise UsageError(

@@ -124,8 +124,7 @@ def read_across(fragment: Fragment, stored: list[Stored], into: Tensor) -> int:
     """The same where one side is cut across rows (tensor parallelism): by way of the whole parameter."""
     whole, known = torch.zeros(fragment.shape), torch.zeros(fragment.shape)
     for part in stored:
-        # type: ignore
-        piece = Fragment(fragment.name, fragment.shape, 0, part.begin, part.end - part.begin, cut=part.cut)
+        piece = Fragment(fragment.name, fragment.shape, 0, part.begin, part.end - part.begin, cut=part.cut)  # type: ignore
         piece.fill(whole, part.file.get_tensor(part.key).float())
         piece.fill(known, torch.ones(piece.length))
     into.copy_(fragment.take(whole))

@@ -164,8 +164,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
             seen.update(chunk)
             opened.write(chunk)
         for tensor in tensors.values():
-            # type: ignore
-            values = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            values = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore
             for begin in range(0, len(values), PART):
                 seen.update(values[begin : begin + PART])
                 opened.write(values[begin : begin + PART])

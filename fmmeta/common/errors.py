@@ -18,7 +18,7 @@ class MachineFault(RuntimeError):
 
 
 class PeerLost(RuntimeError):
-    """A group is gone or cannot be reached (--elastic): the sum that it took part in is void."""
+    """A group has died or cannot be reached (--elastic): the sum that it took part in is void."""
 
 
 class Stopped(Exception):

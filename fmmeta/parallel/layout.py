@@ -62,8 +62,7 @@ class Launch:
             world_size=world_size,
             local_rank=number(env, "SLURM_LOCALID", 0),
             local_world_size=(
-                # type: ignore
-                int(re.match(r"\d+", per_node).group()) if re.match(r"\d+", per_node) else world_size
+                int(re.match(r"\d+", per_node).group()) if re.match(r"\d+", per_node) else world_size  # type: ignore
             ),  # type: ignore[union-attr]
             master_addr=env.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1"),
             master_port=number(env, "MASTER_PORT", 20000 + number(env, "SLURM_JOB_ID", 0) % 20000),

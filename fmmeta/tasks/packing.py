@@ -37,7 +37,6 @@ def pack(rows: Sequence[Example], least: int, length: int) -> list[Example]:
 def concat_rows(rows: Sequence[Example]) -> Example:
     """One sequence; no loss is taken on the first token of a row."""
     ids = [token for row in rows for token in row.input_ids]
-    # type: ignore
-    labels = [IGNORE if place == 0 else label for row in rows for place, label in enumerate(row.labels)]
+    labels = [IGNORE if place == 0 else label for row in rows for place, label in enumerate(row.labels)]  # type: ignore
     numbers = [number for number, row in enumerate(rows, 1) for _ in row.input_ids]
     return Example(ids, labels, numbers)

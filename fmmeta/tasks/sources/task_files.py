@@ -110,8 +110,7 @@ class FolderSource(TaskSource):
         if problem:
             raise UsageError(f"{file.path}: {problem.split(';')[0]}; fix or remove the file")
         make = ClassSource if classes else PairSource
-        # type: ignore
-        return make(store, {file.name: pool if classes else pool[""]}, {file.name: file.stratum}, self.shape)
+        return make(store, {file.name: pool if classes else pool[""]}, {file.name: file.stratum}, self.shape)  # type: ignore
 
 
 def glance(path: Path, max_length: int) -> tuple[int, float]:
