@@ -1,6 +1,6 @@
 """Verifies checkpoints: the names in a folder, its manifest, the checksum of every file.
 
-Reads and renames; what the files mean is checkpoint.py's. Names in a manifest are compared and never
+Reads and renames; read.py and write.py define what the files mean. Names in a manifest are compared and never
 followed.
 """
 

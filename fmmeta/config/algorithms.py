@@ -45,7 +45,7 @@ class AlgorithmSpec:
     warning: Callable[[Any, Mapping[str, float]], str | None] = lambda config, values: None
 
     @property
-    def is_baseline(self) -> bool:
+    def trains_nothing(self) -> bool:
         """Whether nothing is trained."""
         return self.rule is None
 

@@ -1,6 +1,6 @@
 """Which algorithm goes with which settings: what each takes by default, and what is refused, with the reason.
 
-Reads a Config's values and nothing else; `checks.py` asks it. An empty answer means that every setting has
+Reads a Config's values and nothing else; `validate.py` asks it. An empty answer means that every setting has
 its effect.
 """
 
@@ -153,7 +153,7 @@ def _algorithm_conflicts(c: Any) -> Iterator[str]:
             f"task_type={c.task_type} does not go with algorithm={name}, which is for {spec.task_type}; use"
             " another algorithm"
         )
-    if c.inner_steps == 0 and not spec.is_baseline and spec.defaults.get("inner_steps") != 0:
+    if c.inner_steps == 0 and not spec.trains_nothing and spec.defaults.get("inner_steps") != 0:
         yield f"inner_steps=0 leaves algorithm={name} nothing to learn through; use 1 or more"
     if c.prototype_gradient and not (c.head_init == "prototype" and "prototype_gradient" in spec.supports):
         yield (
@@ -278,7 +278,7 @@ def _delay_conflicts(c: Any) -> Iterator[str]:
             " begins with would be those of two outer steps before; use reset, or no delay"
         )
     for name, unset in {"outer_delay": 0, "reduce_dtype": "fp32"}.items():
-        if getattr(c, name) != unset and find(c.algorithm).is_baseline:
+        if getattr(c, name) != unset and find(c.algorithm).trains_nothing:
             yield (
                 f"{name}={getattr(c, name)} means nothing for algorithm={c.algorithm}, which trains nothing;"
                 " leave it out"
@@ -312,7 +312,7 @@ def _elastic_conflicts(c: Any) -> Iterator[str]:
             f"elastic=True with resume_from_checkpoint={c.resume_from_checkpoint}: a group that comes back"
             " takes the newest state; leave it out"
         )
-    if find(c.algorithm).is_baseline:
+    if find(c.algorithm).trains_nothing:
         yield f"elastic=True means nothing for algorithm={c.algorithm}, which trains nothing; leave it out"
 
 

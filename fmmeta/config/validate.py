@@ -1,7 +1,7 @@
 """What values the settings may have: defaults of those left open, and a line for everything that cannot work.
 
-Reads a Config's values and nothing else, neither files nor other processes; `config.py` calls it and raises.
-Which algorithm goes with which settings is in conflicts.py.
+Reads a Config's values and nothing else, neither files nor other processes; `settings.py` calls it and
+raises. Which algorithm goes with which settings is in conflicts.py.
 """
 
 from __future__ import annotations

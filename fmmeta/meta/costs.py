@@ -69,7 +69,7 @@ def passes(config: Config, data: int = 1, keeps: bool = True) -> Passes:
         forwards = not (keeps and keeps_support(config, data))
     else:  # for the class means
         forwards = config.head_init == "prototype" and not (keeps and keeps_means(config, data))
-    if spec.is_baseline:
+    if spec.trains_nothing:
         return Passes(0, 0)
     if spec.passes is None:  # as FOMAML
         return Passes(config.inner_steps, 1, int(forwards))
@@ -91,7 +91,7 @@ def adds_directly(config: Config) -> bool:
     """
     spec = find(config.algorithm)
     unbounded = config.max_task_loss is None and config.max_task_norm is None
-    return unbounded and (spec.is_baseline or spec.adds_directly(config))
+    return unbounded and (spec.trains_nothing or spec.adds_directly(config))
 
 
 def shards(config: Config) -> ShardCounts:

@@ -65,8 +65,10 @@ class MetaGradient:
     def begin(
         self, cross: Communicator, weight: float, wire: torch.dtype | None = None
     ) -> Iterator[slice] | None:
-        """Begin `reduce`. What is returned has to be run through, once: places of `sum`, each a mean when it
-        comes, all of `extra` before them. Until then nothing may be added. Collective: cross.
+        """Begin `reduce`; return an iterator of slices of `sum`, or None where the weight is 0.
+
+        Exhaust it exactly once. Each slice holds the mean when it is yielded, and `extra` is complete before
+        the first. Add nothing in between. Collective: cross.
         """
         if weight == 0:
             return None

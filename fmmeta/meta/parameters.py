@@ -1,8 +1,9 @@
 """The meta-parameters: what training changes, and what evaluation and export are given.
 
-Only the outer step changes the live ones, in place. Code that needs other weights (the initial ones, the best
-validated, an interpolation) gets a copy and passes it on; no code sets other values in the live tensors
-temporarily, so that a checkpoint taken at any moment holds what was learned.
+The live ones are changed in place by the outer step, and replaced by a resume or an elastic state transfer.
+Code that needs other weights (the initial ones, the best validated, an interpolation) gets a copy and passes
+it on; no code sets other values in the live tensors temporarily, so that a checkpoint taken at any moment
+holds what was learned.
 """
 
 from __future__ import annotations

@@ -15,13 +15,12 @@ from fmmeta.tasks.batching import Episode
 
 @dataclass(frozen=True)
 class TaskGradient:
-    """What one task says of theta: a descent direction's negative (a gradient), fp32 [S], and how much it
-    counts.
+    """The meta-gradient of one task, fp32 [S], and its weight in the mean.
 
-    vector: None where it was added to the sum that the rule was given, as far as it is finite; else `shards`
-    is it. finite: every pass was, on every rank of the group; a direction that is not must not be used.
-    extra: the same for what is not theta (learned rates, kept moments), by name; numbers: for metrics.jsonl,
-    means over tasks.
+    vector: the gradient, or None if the rule has already added it to `total`; `shards` returns it and fails
+    if it is None. finite: whether every pass was finite on every rank of the group; a meta-gradient that is
+    not finite must not be used. extra: gradients of what is not theta (learned rates, kept moments), by name;
+    numbers: for metrics.jsonl, means over tasks.
     """
 
     vector: Tensor | None

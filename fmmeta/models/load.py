@@ -268,7 +268,7 @@ def restore_head(learner: Learner, config: Config) -> None:
         param, found = learner.get_parameter(name), stored.get(name)
         if found is not None and found.shape == param.shape:
             param.data.copy_(found)
-        elif find(config.algorithm).is_baseline:  # nothing would train it
+        elif find(config.algorithm).trains_nothing:  # nothing would train it
             raise UsageError(
                 f"head_init=learned: the head of {config.model_name_or_path} has the shape"
                 f" {list(found.shape) if found is not None else None}, and that of these tasks"

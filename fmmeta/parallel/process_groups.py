@@ -73,12 +73,11 @@ class Communicator:
         return tensor
 
     def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Iterator[slice]:
-        """Begin `sum_`, bucket by bucket.
+        """Begin `sum_`, bucket by bucket; return an iterator of slices of the flat tensor.
 
-        What is returned has to be run through, once: places of the flat tensor, each of which may be looked
-        at as soon as it comes. Until then other communicators may be used. From another device than the
-        communicator's two buckets travel at a time, and nothing is left to wait for. Collective: this
-        communicator.
+        Exhaust it exactly once. Each slice is complete when it is yielded; other communicators may be used in
+        between. A tensor on another device than the communicator's is copied two buckets at a time, and is
+        complete when this returns. Collective: this communicator.
         """
         flat = tensor.view(-1)
         if self.size == 1:

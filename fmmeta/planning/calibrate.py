@@ -106,7 +106,10 @@ def rank_main(settings: str, out: str) -> None:
 
 
 def of_ranks(plan: PlanConfig, ranks: Any) -> Profile:
-    """What ranks that form one group (parallel/communicator.py: Ranks) can do together. Collective: world."""
+    """What ranks that form one group (parallel/process_groups.py: Ranks) can do together.
+
+    Collective: world.
+    """
     import torch
 
     device, bf16, size = ranks.device, plan.bf16_planned, ranks.world.size

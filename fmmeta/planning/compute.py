@@ -1,8 +1,8 @@
 """What one task asks of a rank: flops, bytes on the wire, bytes of vector arithmetic. Counted from the
 layout, not timed.
 
-Passes are those of meta/costs.py, micro-batches those of tasks/batch.py. On the wire counts the payload that
-a rank hands to a collective or sends, as `comm_bytes` in metrics.jsonl does:
+Passes are those of meta/costs.py, micro-batches those of tasks/batching.py. On the wire counts the payload
+that a rank hands to a collective or sends, as `comm_bytes` in metrics.jsonl does:
 
     gather     ZeRO 3: parameters, for each forward pass and each backward pass that finds them released;
                ZeRO 1 and 2: updated parameters
@@ -33,9 +33,9 @@ from fmmeta.parallel.workers.tensor_parallel import cut_patterns
 from fmmeta.planning.memory import Sizes
 from fmmeta.planning.sizes import micro_batches, stage_rows
 
-COLUMNS = (
-    5  # products cut by columns in a layer of parallel/tensor.py's plan: queries, keys, values, gate and up
-)
+# products cut by columns in a layer of parallel/workers/tensor_parallel.py's plan: queries, keys, values,
+# gate and up
+COLUMNS = 5
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ def reduced(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Reduced:
     """
     params, stage, bf16 = sizes.params, settings.zero_stage, settings.bf16
     part, grad = params // sharers, 2 if bf16 else 4  # bytes of a gradient as autograd makes it
-    most = settings.bucket or sizes.hidden**2  # "auto", as ds_config.complete fills it
+    most = settings.bucket or sizes.hidden**2  # "auto", as deepspeed_config.complete fills it
     used, early = min(params, most), params > most  # early: reductions begin in the backward pass
     made = used if sizes.lazy else most
     flat = min(params, FLATTENED)

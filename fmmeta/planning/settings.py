@@ -126,7 +126,7 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
             )
         if self.on_failure not in ON_FAILURE:
             raise UsageError(f"on_failure={self.on_failure} is unknown; use {' or '.join(ON_FAILURE)}")
-        if find(self.algorithm).is_baseline:
+        if find(self.algorithm).trains_nothing:
             raise UsageError(
                 f"algorithm={self.algorithm} trains nothing, so that there is no outer step to plan; use"
                 " fomaml"

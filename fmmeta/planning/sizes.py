@@ -60,7 +60,7 @@ def most_rows(config: Config, data: int = 1) -> int:
 
 
 def micro_batches(rows: int, data: int, most: int) -> tuple[int, int]:
-    """How many a rank gets of a set that `data` ranks share, and the rows of the largest (tasks/batch.py:
+    """How many a rank gets of a set that `data` ranks share, and the rows of the largest (tasks/batching.py:
     Dealer.deal).
     """
     rounds = -(-rows // (data * most))

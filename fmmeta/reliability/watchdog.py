@@ -1,14 +1,14 @@
-"""A watchdog: names who keeps an outer step from ending, and ends the job instead of waiting for ever.
+"""A watchdog: names the ranks that keep an outer step from ending, and ends the job instead of waiting.
 
-Each rank has two threads. The herald pins a beat on the board every few seconds (where the rank is, in words)
-and looks whether somebody was asked to stop. The watchdog looks at the clock of its own rank, and when a step
-is over its bound:
+Each rank has two threads. The heartbeat thread writes the phase of the rank into the shared store every few
+seconds and looks whether a rank was asked to stop. The watchdog thread compares the time of its own rank's
+phase with its bound, and when a step takes longer:
 
-    ask for last words -> compare the beats of all ranks
+    ask all ranks for a heartbeat with their stack -> compare the heartbeats of all ranks
     -> the lowest rank that still answers logs the silent ranks and where the others are
     -> frozen processes of the node are killed -> every rank leaves with exit code 70
 
-The threads need no answer from the ranks they watch, and the clock none from the board.
+The threads need no answer from the ranks they watch, and the watchdog thread none from the store.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""From a Config to the parts of a run: sources, groups, model, worker. The one place where the rooms are
-wired together.
+"""Builds the parts of a run from a Config: sources, groups, model, worker.
 
-Whatever can fail for one rank alone (files, downloads, memory) runs inside `together`, so that all ranks fail
-as one.
+What can fail on one rank alone (files, downloads, memory) runs inside `raise_on_all`, so that all ranks fail
+with the same error.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Plan:
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
-        """What changes theta beside the flags and the data, for the run's settings (checks.RESOLVED)."""
+        """What changes theta beside the flags and the data, for the run's settings (validate.RESOLVED)."""
         return {
             **deepspeed_config.recorded(self.deepspeed, self.precision),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),

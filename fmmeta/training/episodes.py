@@ -112,9 +112,9 @@ class EpisodeReader:
         """Decide about the failures of the last `tasks` tasks of all groups; return those left out, by name
         and error.
 
-        failures: how many ranks have met one. Raises on all ranks alike: `UsageError` where on_bad_task says
-        so or too many tasks are bad, `PeerError` for an error that is not the data's. Collective: world, if
-        there is a failure.
+        failures: sum over all ranks of the tasks that failed there. Raises the same on all ranks:
+        `UsageError` where on_bad_task says so or too many tasks are bad, `PeerError` for an error that is not
+        the data's. Collective: all groups in training, world in evaluation; none without a failure.
         """
         self.seen += tasks
         if not failures:

@@ -55,7 +55,7 @@ class Run:
         self.worker, self.theta = parts.worker, parts.theta
         self.state = TrainingState(config, plan, ranks, parts, start.folder, progress.notice)
         self.spec = find(config.algorithm)
-        self.trains = not self.spec.is_baseline
+        self.trains = not self.spec.trains_nothing
         self.rule_at = partial(self.spec.rule, parts.setup) if self.spec.rule else None
         with ranks.world.raise_on_all("making room for several tasks"):
             self.together = adapter_multi_task_rule(config, self.worker, parts.setup.inner)

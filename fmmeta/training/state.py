@@ -35,7 +35,7 @@ from fmmeta.training.step_metrics import Outcome
 
 
 class TrainingState:
-    """One for a run. While training lasts, only `outer` changes theta and rates, in place."""
+    """One for a run. `outer` changes theta and learned rates in place; `load_state_dict` replaces them."""
 
     def __init__(
         self,

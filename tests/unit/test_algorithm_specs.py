@@ -25,8 +25,8 @@ DEFAULT = ("config/settings.py", "fomaml")
 def test_a_spec_has_its_name_and_a_reference(name):
     spec = find(name)
     assert spec.name == name
-    assert spec.is_baseline == (spec.reference is None)
-    assert spec.is_baseline == (spec.passes is None)
+    assert spec.trains_nothing == (spec.reference is None)
+    assert spec.trains_nothing == (spec.passes is None)
 
 
 def names_an_algorithm(node: ast.AST) -> bool:

@@ -4,7 +4,7 @@
     g = ((1 + damping) I + H(phi*) / lambda)^-1 grad L_query(phi*)        H: Hessian of the support loss
 
 Rajeswaran, Finn, Kakade, Levine, "Meta-Learning with Implicit Gradients", 2019 (arXiv 1909.04630), lemma 1,
-solved by conjugate gradients (their algorithm 2) with the Hessian-vector products of curvature.py. `lambda`
+solved by conjugate gradients (their algorithm 2) with the Hessian-vector products of hessian.py. `lambda`
 is --proximal_weight. The formula holds near the minimum (enough inner steps) and where lambda exceeds the
 Hessian's most negative eigenvalue: conjugate gradients then meet only directions of positive curvature. One
 that is not is the sign that lambda is too small; the solution so far is used, and the run says so. Cost per

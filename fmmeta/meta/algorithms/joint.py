@@ -3,7 +3,7 @@
     g = (grad L_support(theta) + grad L_query(theta)) / 2
 
 What meta-learning has to beat (for language models: instruction tuning; Caruana 1997). A classifier has one
-head over the classes of all training tasks meanwhile (tasks/source.py: AllClasses), zero at first and trained
+head over the classes of all training tasks meanwhile (GlobalLabelSource), zero at first and trained
 like the body. It ends with training: evaluation adapts with the inner loop, from a head as the task starts
 it. Cost per task: 2 forward and backward passes.
 """

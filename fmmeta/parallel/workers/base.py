@@ -81,7 +81,7 @@ class SavedForward:
     """A forward pass over a set that was done ahead: features [B, D] of each micro-batch of this rank, fp32.
 
     outputs: features and logits with their graph, valid for one pass, as long as the body
-    stays as it is; None where a worker does not keep it, and a later pass has to come by here again.
+    stays as it is; None where a worker does not keep it, and a later pass recomputes the forward.
     """
 
     features: list[Tensor]
@@ -107,7 +107,7 @@ class VjpInput:
 
 
 class Worker(ABC):
-    """The verbs."""
+    """One model, held by the ranks of a group; the operations of the table above."""
 
     params: ParamMap
     group: Communicator
@@ -136,9 +136,9 @@ class Worker(ABC):
     ) -> PassStats:
         """One optimisation step on the mean loss over `batches`. Collective: group.
 
-        A gradient that is not finite may be kept from `update`, or be shown to it. With `agreed` it is kept
-        from it, or shown as zeros, on every rank as soon as one finds it so. `ahead`: their features from the
-        same body; the head may have moved.
+        Without `agreed`, `update` may or may not see a non-finite gradient. With `agreed`, every rank skips
+        `update` or gets zeros as soon as one rank finds the gradient non-finite. `ahead`: features of
+        `batches` from the same body; the head may have moved.
         """
 
     @abstractmethod
@@ -147,8 +147,8 @@ class Worker(ABC):
 
     @abstractmethod
     def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Input of the classifier head for the rows of each micro-batch of this rank, fp32 [B, D]; of no
-        meaning on a rank without voice. Collective: group.
+        """Input of the classifier head for the rows of each micro-batch of this rank, fp32 [B, D];
+        undefined where `counts_rows` is False. Collective: group.
         """
 
     def ahead(self, batches: Sequence[MicroBatch]) -> SavedForward:

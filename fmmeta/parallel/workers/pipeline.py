@@ -35,7 +35,9 @@ Fed = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # what the first and the la
 
 
 class PipelineWorker(EngineWorker):
-    """One stage of a model. The group must be the default process group; `config`: see ds_config.complete."""
+    """One stage of a model. The group must be the default process group; `config`: see
+    deepspeed_config.complete.
+    """
 
     def __init__(
         self,

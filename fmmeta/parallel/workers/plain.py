@@ -18,7 +18,7 @@ from fmmeta.parallel.workers.full_model import FullModelWorker
 
 
 class PlainWorker(FullModelWorker):
-    """Holds the whole model. `groups`: parameter groups as `shards.param_groups` returns them."""
+    """Holds the whole model. `groups`: parameter groups as `deepspeed_shards.param_groups` returns them."""
 
     def __init__(
         self, model: nn.Module, groups: list[dict[str, Any]], device: torch.device, bf16: bool = False

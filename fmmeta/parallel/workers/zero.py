@@ -154,7 +154,7 @@ class EngineWorker(Worker):
 
 class DeepSpeedWorker(EngineWorker, FullModelWorker):
     """One engine over the ranks of `group`, which must be the default process group. `config`: see
-    ds_config.complete.
+    deepspeed_config.complete.
 
     With tensor parallelism the ranks of a tensor set run the same rows, and the first of them owns what all
     of them hold.
