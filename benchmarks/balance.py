@@ -26,8 +26,8 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.models.load import describe, load_learner
-from fmmeta.parallel.deepspeed_shards import param_groups
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.parallel.workers.plain import PlainWorker
 from fmmeta.tasks.batching import Batcher, Episode, Example

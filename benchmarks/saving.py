@@ -19,8 +19,8 @@ import torch
 from benchmarks.common import spread, table, write_json
 from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.config.settings import Config
-from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.param_map import Fragment, ParamMap
 from fmmeta.parallel.process_groups import World, pick_device
 
 

@@ -23,7 +23,7 @@ from fmmeta.checkpoint import write
 from fmmeta.common.errors import UsageError
 from fmmeta.common.host_memory import host_bytes
 from fmmeta.config.settings import Config
-from fmmeta.parallel.deepspeed_shards import ParamMap
+from fmmeta.parallel.param_map import ParamMap
 from fmmeta.parallel.process_groups import ProcessGroups
 
 LAST_S = 60.0  # that a failing run waits for a write

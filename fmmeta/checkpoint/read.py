@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmmeta.checkpoint.verify import TABLES, read_manifest
 from fmmeta.common.errors import UsageError
-from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap
+from fmmeta.parallel.param_map import Fragment, ParamMap
 
 
 def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict[str, Tensor]:

@@ -23,8 +23,8 @@ from torch import Tensor
 from fmmeta.config.settings import Config
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.task_gradient import TaskGradient
-from fmmeta.parallel.deepspeed_shards import overlap
 from fmmeta.parallel.offload import OuterMemory
+from fmmeta.parallel.param_map import overlap
 from fmmeta.parallel.process_groups import Communicator
 from fmmeta.parallel.workers.base import Worker
 

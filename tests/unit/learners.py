@@ -17,7 +17,7 @@ from fmmeta.meta.algorithms.setup import Setup, setup
 from fmmeta.meta.reference import direction
 from fmmeta.meta.task_gradient import TaskGradient
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
-from fmmeta.parallel.deepspeed_shards import param_groups
+from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.plain import PlainWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example
 from fmmeta.tasks.schedule.meta_batches import Task

@@ -21,7 +21,7 @@ from fmmeta.checkpoint import hf_export as export_module
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner, load_tokenizer
-from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap, param_groups
+from fmmeta.parallel.param_map import Fragment, ParamMap, param_groups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.create import frozen_tensors
 from fmmeta.parallel.workers.plain import PlainWorker

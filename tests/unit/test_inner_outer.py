@@ -25,7 +25,7 @@ from fmmeta.meta.task_gradient import Rule, TaskGradient
 from fmmeta.metrics.scores import mean_ci95
 from fmmeta.models.learner import NativeClassifier, PooledClassifier
 from fmmeta.models.losses import objective
-from fmmeta.parallel.deepspeed_shards import param_groups
+from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.process_groups import Communicator
 from fmmeta.parallel.workers.base import PassStats
 from fmmeta.parallel.workers.full_model import nan_gradient_if_nonfinite

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fmmeta.parallel.deepspeed_shards import ParamMap, overlap
 from fmmeta.parallel.offload import pieces
+from fmmeta.parallel.param_map import ParamMap, overlap
 from fmmeta.parallel.process_groups import Communicator
 from fmmeta.tasks.batching import MicroBatch
 

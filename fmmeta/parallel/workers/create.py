@@ -26,8 +26,8 @@ from fmmeta.models.load import Description, load_learner
 from fmmeta.models.pipeline_split import plan_stages, take_stage
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.deepspeed_shards import param_groups
 from fmmeta.parallel.layout import GroupCoordinates, Layout
+from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.plain import PlainWorker

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmmeta.parallel.deepspeed_shards import Fragment, ParamMap
+from fmmeta.parallel.param_map import Fragment, ParamMap
 from fmmeta.parallel.process_groups import Communicator
 from fmmeta.parallel.workers.base import Update
 from fmmeta.parallel.workers.full_model import FullModelWorker
 
 
 class PlainWorker(FullModelWorker):
-    """Holds the whole model. `groups`: parameter groups as `deepspeed_shards.param_groups` returns them."""
+    """Holds the whole model. `groups`: parameter groups as `param_map.param_groups` returns them."""
 
     def __init__(
         self, model: nn.Module, groups: list[dict[str, Any]], device: torch.device, bf16: bool = False
