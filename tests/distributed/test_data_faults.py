@@ -142,8 +142,8 @@ def test_a_bad_task_stops_all_ranks_and_the_mended_run_goes_on(tmp_path):
     assert ended.codes == [2, 2]
     assert (
         ended.output[0].splitlines()[-1]
-        == f"fmmeta: error: task {bad}: PermissionError: [Errno 13] Permission denied: '{file}'; mend it, or"
-        " go on without such tasks by --on_bad_task skip"
+        == f"fmmeta: error: task {bad}: PermissionError: [Errno 13] Permission denied: '{file}'; correct it,"
+        " or skip such tasks by --on_bad_task skip"
     )
     assert not ended.others
     assert (tmp_path / "out" / f"checkpoint-{SAFE}").is_dir()  # what was learned so far is kept

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import flops_of, mfu, peak_of, task_flops
 from fmmeta.config.algorithms import find
-from fmmeta.planning.compute import products
+from fmmeta.planning.compute import count_matmuls
 from tests.launch import environment
 from tests.unit.helpers import ROOT
 from tests.unit.learners import batches_of, config_of, episode_of, llama, setup_of, worker_of
@@ -22,7 +22,7 @@ def test_flops_of_a_task_are_those_that_torch_counts():
     learner = llama()
     learner.hf.config._attn_implementation = "eager"
     config, episode = config_of(learner, inner_steps=3), batches_of(episode_of(learner))
-    worker, asked = worker_of(learner, config), products(copy.deepcopy(learner), config)
+    worker, asked = worker_of(learner, config), count_matmuls(copy.deepcopy(learner), config)
     rule = find("fomaml").rule(setup_of(worker, config), 0)
     with FlopCounterMode(display=False) as counted:
         rule.direction(worker, worker.read(), episode)

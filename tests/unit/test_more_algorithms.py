@@ -419,7 +419,7 @@ def test_imaml_meets_negative_curvature_and_the_run_says_so():
         )[0],
         1,
     )
-    tally.agree(one_rank())
+    tally.all_reduce(one_rank())
     assert tally.values["too_little_proximal_weight"] == 0.5
     said = imaml.spec.warning(config, tally.values)
     assert said.startswith(

@@ -30,7 +30,7 @@ assert board.look("stop") == "", "a forged note counts"
 assert board.read(["beat/0"]) == [""]
 world.comm.barrier()
 if ranks.first:
-    board.pin("stop", "SIGUSR1")
+    board.set("stop", "SIGUSR1")
 world.comm.barrier()
 assert board.look("stop") == "SIGUSR1"
 assert board.look("another") == ""

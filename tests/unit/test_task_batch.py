@@ -320,10 +320,7 @@ def test_the_body_is_called_once_for_all_of_its_tasks(settings, calls):
         ),
         (
             {"lora_r": 4, "algorithm": "maml"},
-            (
-                "tasks_per_pass=4 is not implemented with algorithm=maml, which is neither of first order nor"
-                " leaves the body alone"
-            ),
+            ("tasks_per_pass=4 is not implemented with algorithm=maml, which has no rule for several tasks"),
         ),
         (
             {"algorithm": "anil", "max_task_norm": 3.0},
