@@ -243,7 +243,7 @@ def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"config={path} cannot be read: {' '.join(str(error).split())}; mend the file"
+            f"config={path} cannot be read: {' '.join(str(error).split())}; fix the file"
         ) from None
     if not isinstance(values, dict):
         raise UsageError(f"config={path} holds no settings; write `name: value` lines")

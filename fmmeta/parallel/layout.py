@@ -56,14 +56,13 @@ class Launch:
         """
         world_size = number(env, "SLURM_STEP_NUM_TASKS", number(env, "SLURM_NTASKS", 1))
         per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world_size)
+        tasks = re.match(r"\d+", per_node)
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
         return cls(
             global_rank=number(env, "SLURM_PROCID"),
             world_size=world_size,
             local_rank=number(env, "SLURM_LOCALID", 0),
-            local_world_size=(
-                int(re.match(r"\d+", per_node).group()) if re.match(r"\d+", per_node) else world_size  # type: ignore
-            ),  # type: ignore[union-attr]
+            local_world_size=int(tasks[0]) if tasks else world_size,
             master_addr=env.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1"),
             master_port=number(env, "MASTER_PORT", 20000 + number(env, "SLURM_JOB_ID", 0) % 20000),
             node=env.get("SLURM_NODEID", ""),

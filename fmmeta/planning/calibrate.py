@@ -106,7 +106,7 @@ def rank_main(settings: str, out: str) -> None:
 
 
 def of_ranks(plan: PlanConfig, ranks: Any) -> Profile:
-    """What ranks that form one group (parallel/process_groups.py: Ranks) can do together.
+    """What ranks that form one group (parallel/process_groups.py: ProcessGroups) can do together.
 
     Collective: world.
     """

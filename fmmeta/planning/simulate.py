@@ -6,9 +6,9 @@ A step ends when its slowest group does: the time of a step is
     max over groups g of  slow_g x sum of the times of g's tasks  +  fixed  (+ what failures cost)
 
 and efficiency is useful time over all time, useful being what the tasks would take spread evenly over groups
-that never wait. Tasks are dealt by expected size, as in a run (tasks/schedule/meta_batches.py: deal); they
-take what they take. docs/scaling.md derives it. Steps are arrays: S steps, G groups, N tasks per step.
-Nothing here is random but by `seed`, and nothing communicates.
+that never wait. Tasks are dealt by expected size, as in a run (assign_to_groups in
+tasks/schedule/meta_batches.py); their actual times differ. docs/scaling.md derives it. Steps are arrays: S
+steps, G groups, N tasks per step. All randomness comes from `seed`, and nothing communicates.
 """
 
 from __future__ import annotations

@@ -147,14 +147,14 @@ def test_an_unreadable_config_file(config_file, tmp_path):
     message = refusal(parse, ["--config", path])
     assert message.startswith(f"config={path} cannot be read: ")
     assert "line 1" in message
-    assert message.endswith("; mend the file")
+    assert message.endswith("; fix the file")
     none = tmp_path / "none.yaml"
     assert (
         refusal(parse, ["--config", str(none)])
         == f"config={none} is not a file; give a YAML or JSON file of settings"
     )
     (tmp_path / "latin.yaml").write_bytes(b"dataset: \xff\xfe\n")
-    assert refusal(parse, ["--config", str(tmp_path / "latin.yaml")]).endswith("; mend the file")
+    assert refusal(parse, ["--config", str(tmp_path / "latin.yaml")]).endswith("; fix the file")
 
 
 @pytest.mark.parametrize(
