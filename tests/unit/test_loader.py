@@ -270,7 +270,8 @@ def test_a_folder_that_is_removed_costs_no_task(made):
         loaded = loader.fetch(made[2][:2])
         folder = loader.folder
         assert folder is not None
-        shutil.rmtree(folder.path)
+        # renamed first: a loader process that writes a file while rmtree is at work would make rmtree fail
+        shutil.rmtree(folder.path.rename(f"{folder.path}-removed"))
         loaded += loader.fetch(made[2][2:])
         assert loader.num_workers == 1
         assert loader.folder is not None

@@ -92,6 +92,6 @@ def test_values_show_under_the_pointer(browser, file):
     )
     assert browser.ask(f"{shown}.length") == 0
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
-    (text,) = browser.ask(f"{shown}.map(one => one.textContent)")
+    (text,) = browser.ask(f"{shown}.map(one => one.textContent.trim())")
     assert text.startswith("step 50")
     assert "validation" in text
