@@ -40,7 +40,7 @@ def measure(config: Config, tasks: int, repeats: int, world: Any, ranks: Any) ->
         adapter_multi_task_rule(replace(config, tasks_per_pass=str(tasks)), run.worker, run.parts.setup.inner)
         or rule
     )
-    load = run.parts.load(prepared.plan.sources.train)
+    load = run.parts.load(prepared.inputs.sources.train)
     costs: dict[str, list[Cost]] = {"alone": [], "together": []}
     apart = 0.0
     for number in range(repeats + 1):

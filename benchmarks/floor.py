@@ -93,13 +93,13 @@ class Floor:
 
 
 def floor_of(prepared: Prepared) -> Floor:
-    return Floor(load_learner(prepared.config, prepared.plan.description), prepared.config)
+    return Floor(load_learner(prepared.config, prepared.inputs.description), prepared.config)
 
 
 def distance(prepared: Prepared, floor: Floor) -> float:
     """|theta - floor| / |floor - theta_0| over what is meta-trained."""
     names = {id(p): name for name, p in floor.model.named_parameters()}
-    began = dict(load_learner(prepared.config, prepared.plan.description).named_parameters())
+    began = dict(load_learner(prepared.config, prepared.inputs.description).named_parameters())
     worker, theta = prepared.run.worker, prepared.run.theta
     off = far = 0.0
     for p in floor.body:

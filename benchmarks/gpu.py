@@ -69,8 +69,8 @@ def measure(config: Config, world: Any, ranks: Any, peak: float, floors: bool) -
     """
     prepared, ranks = prepare(config, world, ranks)
     device = ranks.device
-    asked = count_matmuls(empty_learner(config, prepared.plan.description), config)
-    floor = Floor(load_learner(config, prepared.plan.description).to(device), config) if floors else None
+    asked = count_matmuls(empty_learner(config, prepared.inputs.description), config)
+    floor = Floor(load_learner(config, prepared.inputs.description).to(device), config) if floors else None
     work: list[tuple[float, int]] = []
     theirs: list[Cost] = []
 

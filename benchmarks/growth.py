@@ -41,7 +41,7 @@ def outer_step(prepared: Prepared, sizes: dict[str, int], number: int) -> None:
     """The loop's arithmetic on random episodes."""
     run, parts = prepared.run, prepared.run.parts
     draw = torch.Generator().manual_seed(number)
-    vocabulary = prepared.plan.description.hf_config.vocab_size
+    vocabulary = prepared.inputs.description.hf_config.vocab_size
     setup = replace(parts.setup, inner=replace(parts.setup.inner, steps=sizes["inner_steps"]))
     rule, updates = find("fomaml").rule(setup, 0), run.state.updates
     for _ in range(sizes["tasks"]):

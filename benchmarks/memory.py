@@ -107,15 +107,16 @@ def run(folder: str, flags: list[str]) -> None:
     given = {**RUN, "dataset": work / "pairs.jsonl", "model_name_or_path": folder}
     config = parse([*(f"--{key}={value}" for key, value in given.items()), *flags])
     world = World(launch, pick_device(launch))
-    plan = build.plan(config, world, lambda text: None)
-    ranks = build.form_groups(config, plan, world, lambda text: None)
+    inputs = build.read_inputs(config, world, lambda text: None)
+    plan = build.plan_parallel(config, inputs, world, lambda text: None)
+    ranks = world.split(plan.group_size, plan.engine == "deepspeed")
     libraries(engine=ranks.layout.group_size > 1 or config.engine == "deepspeed")
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
-    parts = build.build(config, plan, ranks)
+    parts = build.build(config, inputs, plan, ranks)
     loaded = resident("VmHWM") - before
     Path("/proc/self/clear_refs").write_text("5")
-    trainer = Run(config, plan, ranks, parts, RunStart(work, None, False), Progress(speaks=False))
+    trainer = Run(config, inputs, ranks, parts, RunStart(work, None, False), Progress(speaks=False))
     trainer.resume()
     trainer.loop()
     peak = resident("VmHWM") - before
@@ -128,15 +129,14 @@ def run(folder: str, flags: list[str]) -> None:
         parts.worker,
         parts.frozen,
         config,
-        plan.description,
-        plan.tokenizer,
+        inputs.description,
+        inputs.tokenizer,
         ranks,
     )
     exporting = resident("VmHWM") - before
     own = sum(fragment.length for fragment in parts.worker.params.fragments)
-    estimated = estimate(
-        build.sizes_of(config, plan, world.device)(parts.place.data), plan.precision, parts.place.data
-    )
+    sizes = build.sizes_of(config, inputs, world.device)(plan.data)
+    estimated = estimate(sizes, plan.deepspeed, plan.data)
     line = {
         "rank": launch.global_rank,
         "parameters": own,
@@ -166,8 +166,8 @@ def ordinary(folder: str, deepspeed_json: str | None = None, fused: str = "") ->
     world = World(launch, pick_device(launch))
     world.split(launch.world_size)
     deepspeed = import_deepspeed()
-    settings, precision = deepspeed_config.read(deepspeed_json, False, print)
-    settings = deepspeed_config.complete(settings, precision, 1024)
+    precision = deepspeed_config.read(deepspeed_json, False, print)
+    settings = precision.complete(1024)
     before = resident("VmRSS")
     kept = HfDeepSpeedConfig(settings) if precision.zero_stage == 3 else None
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -232,16 +232,18 @@ def staged(folder: str) -> None:
         ]
     )
     world = World(launch, pick_device(launch))
-    plan = build.plan(config, world, lambda text: None)
-    ranks = build.form_groups(config, plan, world, lambda text: None)
+    inputs = build.read_inputs(config, world, lambda text: None)
+    plan = build.plan_parallel(config, inputs, world, lambda text: None)
+    ranks = world.split(plan.group_size, plan.engine == "deepspeed")
     import_deepspeed()
     before = resident("VmRSS")
-    started = create_worker(config, plan.description, plan.deepspeed, plan.precision, "deepspeed", ranks)
+    started = create_worker(config, inputs.description, plan, ranks)
     worker: Any = started.worker
     Path("/proc/self/clear_refs").write_text("5")
-    task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
+    task = build.training_schedule(config, inputs, ranks.layout).meta_batch(0)[0]
+    coordinates = plan.coordinates(ranks.layout.group_rank)
     batches = (
-        LoadEpisode(plan.sources.train, build.dealer_of(config, plan, started.place), None, 0)
+        LoadEpisode(inputs.sources.train, build.batcher(config, inputs, coordinates), None, 0)
         .batches(task)
         .support
     )

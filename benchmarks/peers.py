@@ -136,7 +136,7 @@ class Ours:
         run = prepared.run
         self.worker, self.theta, self.setup = run.worker, run.theta, run.parts.setup
         self.rule = find(prepared.config.algorithm).rule(self.setup, 0)
-        self.load = run.parts.load(prepared.plan.sources.train)
+        self.load = run.parts.load(prepared.inputs.sources.train)
         self.tasks = [task for step in range(100) for task in run.schedule.meta_batch(step)]
         self.shapes = {f.name: f.shape for f in self.worker.params.fragments}
         self.total = torch.zeros_like(self.theta)
@@ -262,13 +262,13 @@ def main() -> None:
             **{**base, "algorithm": "anil" if anil else "fomaml", "inner_steps": 10 if anil else 5}
         )
         prepared, ranks = prepare(config, world, ranks)
-        model = load_learner(config, prepared.plan.description)
+        model = load_learner(config, prepared.inputs.description)
         model.unpadded.works = False  # the peers get the model as transformers has it
         for p in model.head.parameters():  # type: ignore[union-attr]
             nn.init.zeros_(p)
         peers: dict[str, Callable[..., Grads]] = {"learn2learn": anil_by_learn2learn} if anil else both
         results[question] = compare(
-            Ours(prepared), model, peers, given.repeats, config, prepared.plan.tokenizer, question != "same"
+            Ours(prepared), model, peers, given.repeats, config, prepared.inputs.tokenizer, question != "same"
         )
         write_json(given.json, {"settings": base, "questions": results})
     world.close()

@@ -213,10 +213,11 @@ def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) 
         [*(f"--{key}={value}" for key, value in given.items()), f"--model_name_or_path={folder}", *flags]
     )
     world = World(launch, pick_device(launch))
-    plan = build.plan(config, world, lambda text: None)
-    ranks = build.form_groups(config, plan, world, lambda text: None)
-    parts = build.build(config, plan, ranks)
-    run = Run(config, plan, ranks, parts, RunStart(work, None, False), Progress(speaks=False))
+    inputs = build.read_inputs(config, world, lambda text: None)
+    plan = build.plan_parallel(config, inputs, world, lambda text: None)
+    ranks = world.split(plan.group_size, plan.engine == "deepspeed")
+    parts = build.build(config, inputs, plan, ranks)
+    run = Run(config, inputs, ranks, parts, RunStart(work, None, False), Progress(speaks=False))
     run.resume()
     found = {clock: {"profiles": [], "steps": []} for clock in CLOCKS}
     for _ in range(rounds):
@@ -224,8 +225,8 @@ def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) 
             found[clock]["profiles"].append(calibrated(folder, clock, bool(config.bf16), ranks))
         for clock, took in train(run).items():
             found[clock]["steps"] += took
-    size, bf16 = int(config.group_size), plan.precision.bf16
-    stage = deepspeed_config.read(config.deepspeed, bf16, lambda text: None)[1].zero_stage
+    size, bf16 = int(config.group_size), plan.deepspeed.bf16
+    stage = deepspeed_config.read(config.deepspeed, bf16).zero_stage
     line: dict[str, Any] = {"flags": flags, "ranks": launch.world_size}
     for clock, each in found.items():
         profile = middle(each["profiles"])

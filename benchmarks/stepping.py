@@ -72,7 +72,7 @@ class Prepared:
 
     run: Run
     config: Config
-    plan: build.Plan
+    inputs: build.RunInputs
 
     def stepped(self, between: Between, first: int = 1) -> list[Cost]:
         """Run the loop to its end; what each outer step cost, without the `first` ones.
@@ -107,14 +107,16 @@ class Prepared:
 
 def prepare(config: Config, world: World, ranks: Any = None) -> tuple[Prepared, Any]:
     """Build a run; also the ranks, which a process can only form once."""
-    plan = build.plan(config, world, lambda text: None)
+    inputs = build.read_inputs(config, world, lambda text: None)
     if ranks is None:
-        ranks = build.form_groups(config, plan, world, lambda text: None)
-    parts = build.build(config, plan, ranks)
+        plan = build.plan_parallel(config, inputs, world, lambda text: None)
+        ranks = world.split(plan.group_size, plan.engine == "deepspeed")
+    plan = inputs.parallel_plan(config, ranks.layout.group_size, world.device.type)
+    parts = build.build(config, inputs, plan, ranks)
     folder = Path(tempfile.mkdtemp(prefix="fmmeta-bench-"))
-    run = Run(config, plan, ranks, parts, RunStart(folder, None, False), Progress(speaks=False))
+    run = Run(config, inputs, ranks, parts, RunStart(folder, None, False), Progress(speaks=False))
     run.resume()
-    return Prepared(run, config, plan), ranks
+    return Prepared(run, config, inputs), ranks
 
 
 def find_model(given: str | None) -> str:

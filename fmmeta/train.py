@@ -69,23 +69,24 @@ class MetaTrainer:
         config = world.run_on_first_rank_of_node(
             what, lambda: fitted(config, describe(config).hf_config), config.prepare_timeout
         )
-        plan = build.plan(config, world, notice)
-        start = open_run(config, plan.sources.fingerprint, world.comm, plan.resolved)
+        inputs = build.read_inputs(config, world, notice)
+        start = open_run(config, inputs.sources.fingerprint, world.comm, inputs.resolved)
         self.lock = start.lock
         for text in start.said:
             notice(text)
         if start.finished:
             notice(f"{start.folder} holds this run, finished; its model is in {start.folder / 'model'}")
             return Result(start.folder, config.outer_steps)
-        ranks = build.form_groups(config, plan, world, notice)
-        parts = build.build(config, plan, ranks)
-        settings = settings_of(config, plan.sources.fingerprint, plan.resolved)
-        ranks = with_crew(ranks, crew, config, settings, parts.worker, plan.precision)
+        plan = build.plan_parallel(config, inputs, world, notice)
+        ranks = world.split(plan.group_size, plan.engine == "deepspeed")
+        parts = build.build(config, inputs, plan, ranks)
+        settings = settings_of(config, inputs.sources.fingerprint, inputs.resolved)
+        ranks = with_crew(ranks, crew, config, settings, parts.worker, plan.deepspeed)
         notice(f"output_dir {start.folder}")
         with nullcontext(self.signals) if self.signals else Signals() as signals:
             guard = Guard(config, ranks, parts.worker, signals, world.board())
             elastic = crew and ElasticController(config, crew, ranks, notice)
-            run = Run(config, plan, ranks, parts, start, self.progress, guard, elastic, self.callbacks)
+            run = Run(config, inputs, ranks, parts, start, self.progress, guard, elastic, self.callbacks)
             run.resume()
             signals.run()
             with guard.watching():

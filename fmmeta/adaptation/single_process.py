@@ -14,6 +14,7 @@ from fmmeta.config.settings import Config
 from fmmeta.models.load import Description, describe, load_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.parallel_plan import ParallelPlan
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.parallel.workers.create import create_worker
 from fmmeta.parallel.workers.plain import PlainWorker
@@ -50,7 +51,7 @@ def load_single_process(
     tokenizer = load_tokenizer(config, description, progress.notice)
     ranks = World(Launch(), pick_device(Launch())).split(1, default_group=False)
     started = create_worker(
-        config, description, *deepspeed_config.read(None, bf16, progress.notice), "plain", ranks
+        config, description, ParallelPlan(1, "plain", deepspeed_config.read(None, bf16)), ranks
     )
     assert isinstance(started.worker, PlainWorker)
     dealer = Batcher(description.hf_config.pad_token_id, config.micro_batch_size)

@@ -17,7 +17,7 @@ from fmmeta.config.fields import rules
 from fmmeta.config.values import LARGEST
 
 MOST_SEED = 2**64 - 1
-# What the settings of a run have beside the flags and the data's fingerprint (build.Plan.resolved).
+# What the settings of a run have beside the flags and the data's fingerprint (build.RunInputs.resolved).
 RESOLVED = (
     "precision",
     "float32_matmul_precision",

@@ -129,9 +129,9 @@ class EvaluationRun:
             config = run_config(settings, max(shots))
             refuse(settings, config)
         self.task_type = config.task_type
-        plan = build.plan(config, self.world, notice, self.models)
+        inputs = build.read_inputs(config, self.world, notice, self.models)
         with self.world.comm.raise_on_all("choosing episodes"):
-            chosen = {k: episodes_of(settings, k, plan.tokenizer, self.models) for k in shots}
+            chosen = {k: episodes_of(settings, k, inputs.tokenizer, self.models) for k in shots}
         if config.on_bad_task == "skip":
             chosen = {k: skipped(k, episodes, config, self.world, notice) for k, episodes in chosen.items()}
         with self.world.comm.raise_on_all("choosing episodes"):
@@ -142,20 +142,24 @@ class EvaluationRun:
             config = run_config(settings, max(shots), n_way_max=most)
         if lost := settings.lost_head(config):
             notice(lost)
-        self.ranks = self.ranks or build.form_groups(config, plan, self.world, notice)
+        if self.ranks is None:
+            plan = build.plan_parallel(config, inputs, self.world, notice)
+            self.ranks = self.world.split(plan.group_size, plan.engine == "deepspeed")
+        else:
+            plan = inputs.parallel_plan(config, self.ranks.layout.group_size, self.world.device.type)
         if settings.metrics and self.ranks.layout.group_size > 1:
             raise UsageError(
                 f"metrics={' '.join(settings.metrics)} need the whole model on one rank, and group_size="
                 f"{self.ranks.layout.group_size}; use --group_size 1, or leave them out"
             )
-        parts = build.build(config, plan, self.ranks)
-        model = Model(settings, config, plan, parts, self.ranks, self.progress)
+        parts = build.build(config, inputs, plan, self.ranks)
+        model = Model(settings, config, inputs, parts, self.ranks, self.progress)
         frozen = [method for method in settings.method if method in FROZEN]
         features = None
         if frozen:
             draws = [draw for episodes in chosen.values() for draw in episodes.draws()]
             features = embed(
-                parts.worker, draws, parts.dealer, self.ranks, partial(self.progress.line, "rows embedded")
+                parts.worker, draws, parts.batcher, self.ranks, partial(self.progress.line, "rows embedded")
             )
         found = []
         for k in shots:
@@ -175,8 +179,8 @@ class Model:
 
     settings: EvaluateConfig
     config: Config
-    plan: build.Plan
-    parts: build.Parts
+    inputs: build.RunInputs
+    parts: build.Runtime
     ranks: ProcessGroups
     progress: Progress
 
@@ -209,11 +213,11 @@ class Model:
         return gather(ranks, scores, EpisodeScore)
 
     def _load(self, method: str, episodes: Episodes) -> LoadEpisode:
-        positions = getattr(self.plan.description.hf_config, "max_position_embeddings", None)
-        prompt = partial(prompted, bos_token_id=self.plan.tokenizer.bos_token_id, positions=positions)
+        positions = getattr(self.inputs.description.hf_config, "max_position_embeddings", None)
+        prompt = partial(prompted, bos_token_id=self.inputs.tokenizer.bos_token_id, positions=positions)
         return LoadEpisode(
             episodes.source,
-            self.parts.dealer,
+            self.parts.batcher,
             None,
             self.parts.setup.inner.head.classes,
             prompt if method == "in_context" else None,
@@ -227,9 +231,9 @@ class Model:
         metrics = LanguageMetrics(
             self.settings.metrics,
             worker,
-            self.plan.tokenizer,
+            self.inputs.tokenizer,
             self.config,
-            self.parts.dealer,
+            self.parts.batcher,
             self.settings.max_new_tokens,
         )
         return lambda: metrics.of(episodes.source.draw(task))

@@ -95,7 +95,7 @@ def split_of(sources: Sources, eval_split: str, config: Config) -> TaskSource:
 def episodes_of(
     settings: EvaluateConfig, k_shot: int, tokenizer: Any, models: Sequence[str] = ()
 ) -> Episodes:
-    """Read (from the prepared store) and choose. `models`: see `build.plan`. Raises `UsageError`."""
+    """Read (from the prepared store) and choose. `models`: see `build.read_inputs`. Raises `UsageError`."""
     config = run_config(settings, k_shot)
     trained = trained_with(models or [settings.model_name_or_path])
     source = split_of(

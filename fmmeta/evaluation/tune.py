@@ -121,9 +121,9 @@ class TuneRun:
         )
         with world.comm.raise_on_all("reading settings"):
             self.base = run_config(asked, settings.k_shot[0], inner_steps=settings.max_steps)
-        plan = build.plan(self.base, world, progress.notice)
+        inputs = build.read_inputs(self.base, world, progress.notice)
         with world.comm.raise_on_all("choosing episodes"):
-            episodes = episodes_of(asked, settings.k_shot[0], plan.tokenizer)
+            episodes = episodes_of(asked, settings.k_shot[0], inputs.tokenizer)
         if episodes.most_classes > self.base.most_classes:
             self.base = run_config(
                 asked, settings.k_shot[0], inner_steps=settings.max_steps, n_way_max=episodes.most_classes
@@ -131,12 +131,13 @@ class TuneRun:
         if lost := settings.lost_head(self.base):
             progress.notice(lost)
         with world.comm.raise_on_all("choosing heads"):
-            self.heads = heads_of(settings, self.base, plan.description)
+            self.heads = heads_of(settings, self.base, inputs.description)
         if "learned" in self.heads:
             self.base = replace(self.base, head_init="learned")
-        self.ranks: ProcessGroups = build.form_groups(self.base, plan, world, progress.notice)
-        self.parts = build.build(self.base, plan, self.ranks)
-        load = LoadEpisode(episodes.source, self.parts.dealer, None, self.parts.setup.inner.head.classes)
+        plan = build.plan_parallel(self.base, inputs, world, progress.notice)
+        self.ranks: ProcessGroups = world.split(plan.group_size, plan.engine == "deepspeed")
+        self.parts = build.build(self.base, inputs, plan, self.ranks)
+        load = LoadEpisode(episodes.source, self.parts.batcher, None, self.parts.setup.inner.head.classes)
         found = EpisodeReader.of(load, self.ranks, self.base, progress.notice).read_share(episodes.tasks)
         self.episodes: list[Episode] = [batches for _, batches in found]
         inner = self.parts.setup.inner

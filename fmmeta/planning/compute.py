@@ -31,7 +31,7 @@ from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.workers.tensor_parallel import cut_patterns
 from fmmeta.planning.memory import Sizes
-from fmmeta.planning.sizes import micro_batches, stage_rows
+from fmmeta.planning.sizes import micro_batch_rows, micro_batches
 
 # products cut by columns in a layer of parallel/workers/tensor_parallel.py's plan: queries, keys, values,
 # gate and up
@@ -211,8 +211,7 @@ def one_pass(
     backward: bool,
 ) -> PassCost:
     stages, width = config.pipeline_stages, 2 if precision.bf16 else 4
-    most = stage_rows(config, data) if stages > 1 else config.micro_batch_size
-    rounds, each = micro_batches(rows, data, most)
+    rounds, each = micro_batches(rows, data, micro_batch_rows(config, data))
     per_token = matmuls.flops(tokens, backward, config.gradient_checkpointing)
     one = each * tokens * per_token * matmuls.fullest
     flops = (rounds + stages - 1) * one  # a pipeline fills and empties

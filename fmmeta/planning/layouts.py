@@ -187,18 +187,14 @@ class Planner:
         return Config(**given)
 
     def precision_of(self, strategy: Strategy) -> DeepSpeedSettings:
-        settings, name = deepspeed_of(strategy), "the plan's file"
-        if self.plan.deepspeed is not None:
-            settings, name = deepspeed_config.load(self.plan.deepspeed), self.plan.deepspeed
-        settings, precision = deepspeed_config.check(
-            settings, name, self.plan.bf16_planned, lambda text: None
-        )
-        if strategy.stages > 1:
-            _, precision = deepspeed_config.for_pipeline(settings, precision, lambda text: None)
+        if self.plan.deepspeed is None:
+            given = deepspeed_config.check(deepspeed_of(strategy), "the plan's file", self.plan.bf16_planned)
+        else:
+            given = deepspeed_config.read(self.plan.deepspeed, self.plan.bf16_planned)
+        settings = deepspeed_config.with_model_ranks(given, strategy.stages, strategy.tensor)
         if strategy.tensor > 1:
-            deepspeed_config.for_tensor(precision)
             tensor_parallel_block(self.description.hf_config, strategy.tensor)
-        return at_size(precision, strategy.group_size)
+        return at_size(settings, strategy.group_size)
 
     def _learner(self, lora_r: int) -> Learner:
         alone = {"pipeline_stages": 1, "tensor_parallel_size": 1, "gradient_checkpointing": False}

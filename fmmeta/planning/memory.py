@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.planning.sizes import most_rows
+from fmmeta.planning.sizes import forward_rows
 
 GIB = 2**30
 HEADROOM = 0.9  # share of the free memory that a layout may take; allocators and the runtime need the rest
@@ -74,7 +74,7 @@ def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
         hidden=getattr(text, "hidden_size", 768),
         heads=getattr(text, "num_attention_heads", 12),
         vocab=getattr(text, "vocab_size", 0) if config.task_type == "causal_lm" else 0,
-        rows=most_rows(config, data),
+        rows=forward_rows(config, data),
         tokens=config.max_length,
         checkpointing=config.gradient_checkpointing,
         offload_outer=config.offload_outer and not lazy,

@@ -42,26 +42,30 @@ def count_params(learner: Learner) -> tuple[int, int]:
     return trained, sum(param.numel() for param in learner.parameters()) - trained
 
 
-def stage_rows(config: Config, data: int = 1) -> int:
-    """Most rows of a micro-batch in a pipeline, so small that every stage can work on one."""
-    return min(
-        config.micro_batch_size, max(1, -(-costs.rows_of(config)[0] // (data * config.pipeline_stages)))
-    )
+def micro_batch_rows(config: Config, data: int = 1) -> int:
+    """Most rows of a micro-batch; in a pipeline so few that there is one for every stage.
+
+    data: ranks that share the rows of a set.
+    """
+    if config.pipeline_stages == 1:
+        return config.micro_batch_size
+    share = -(-costs.rows_of(config)[0] // (data * config.pipeline_stages))
+    return min(config.micro_batch_size, max(1, share))
 
 
-def most_rows(config: Config, data: int = 1) -> int:
+def forward_rows(config: Config, data: int = 1) -> int:
     """Most rows of a forward pass on one of `data` ranks: a micro-batch of each task that shares it."""
-    most = stage_rows(config, data) if config.pipeline_stages > 1 else config.micro_batch_size
+    most = micro_batch_rows(config, data)
     tasks = 1 if config.tasks_per_pass == "auto" else int(config.tasks_per_pass)
-    found = [micro_batches(rows, data, most)[1] for rows in costs.rows_of(config)]
+    largest = [micro_batches(rows, data, most)[1] for rows in costs.rows_of(config)]
     if find(config.algorithm).frozen_body and costs.keeps_support(config, data):
-        return tasks * sum(found)  # the support set's activations wait for the query set
-    return tasks * max(found)
+        return tasks * sum(largest)  # the support set's activations wait for the query set
+    return tasks * max(largest)
 
 
 def micro_batches(rows: int, data: int, most: int) -> tuple[int, int]:
-    """How many a rank gets of a set that `data` ranks share, and the rows of the largest (tasks/batching.py:
-    Dealer.deal).
+    """Micro-batches that a rank gets of a set that `data` ranks share, and the rows of the largest
+    (tasks/batching.py).
     """
     rounds = -(-rows // (data * most))
     return rounds, max(1, -(-rows // (data * rounds)))

@@ -109,10 +109,8 @@ def model_splits(plan: PlanConfig, size: int, per_node: int) -> Iterator[tuple[i
 def zero_options(plan: PlanConfig, size: int, data: int, model_ranks: int) -> Iterator[tuple[int, bool]]:
     """ZeRO stages, each with and without DeepSpeed's offload; one data rank has nothing to share."""
     if plan.deepspeed is not None:
-        _, precision = deepspeed_config.check(
-            deepspeed_config.load(plan.deepspeed), plan.deepspeed, plan.bf16_planned, lambda text: None
-        )
-        yield precision.zero_stage, precision.offload
+        given = deepspeed_config.read(plan.deepspeed, plan.bf16_planned)
+        yield given.zero_stage, given.offload
         return
     stages = plan.zero_stage or [0, 1, 2, 3]
     least = min(stages)

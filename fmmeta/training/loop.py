@@ -41,9 +41,9 @@ class Run:
     def __init__(
         self,
         config: Config,
-        plan: build.Plan,
+        plan: build.RunInputs,
         ranks: ProcessGroups,
-        parts: build.Parts,
+        parts: build.Runtime,
         start: RunStart,
         progress: Progress,
         guard: Guard | None = None,
@@ -255,7 +255,7 @@ class Run:
         """Log how exact the meta-gradient is; every group looks at the same task. Collective: world."""
         task = self.schedule.meta_batch(self.state.outer_step)[0]
         reader = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice)
-        precision = "bf16" if self.plan.precision.bf16 else "fp32"
+        precision = self.plan.deepspeed.precision
         assert self.rule_at is not None
         rule = self.rule_at(self.config.outer_steps)  # after any steps of first order
         for _, episode in reader.read_same_task(task):

@@ -26,7 +26,7 @@ NOTHING: Mapping[str, Any] = {}
 
 
 def settings_of(config: Config, fingerprint: str, resolved: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
-    """What identifies a run: flags, fingerprint of the data, and the `resolved` settings (build.Plan)."""
+    """What identifies a run: flags, fingerprint of the data, and `resolved` of build.RunInputs."""
     return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint, **resolved})
 
 

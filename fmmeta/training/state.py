@@ -40,9 +40,9 @@ class TrainingState:
     def __init__(
         self,
         config: Config,
-        plan: build.Plan,
+        plan: build.RunInputs,
         ranks: ProcessGroups,
-        parts: build.Parts,
+        parts: build.Runtime,
         folder: Path,
         notice: Callable[[str], None],
     ) -> None:

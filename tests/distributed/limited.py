@@ -48,18 +48,18 @@ def main(model: str, data: str, out: str, kind: str) -> None:
     }
     deepspeed = f"{out}/zero3.json" if kind == "zero3" else None
     alone = Config(**settings, group_size="1", deepspeed=deepspeed)
-    plan = build.plan(alone, world, lambda text: None)
-    params = build.sizes_of(alone, plan, world.device)(1).params
+    small = build.read_inputs(alone, world, lambda text: None)
+    params = build.sizes_of(alone, small, world.device)(1).params
     together = {"zero3": {"deepspeed": deepspeed}, "pipeline": {"pipeline_stages": 4}}[kind]
     config = Config(**settings, group_size="4", **together)
-    plan = build.plan(config, world, lambda text: None)
+    inputs = build.read_inputs(config, world, lambda text: None)
     # libraries are no part of the model's memory
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     limit = status_bytes("VmData") + ROOM
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     try:
-        build.form_groups(alone, build.plan(alone, world, lambda text: None), world, lambda text: None)
+        build.plan_parallel(alone, small, world, lambda text: None)
         print("accepted")
     except UsageError as error:
         print(error)
@@ -68,10 +68,11 @@ def main(model: str, data: str, out: str, kind: str) -> None:
         print("no limit")
     except RuntimeError:
         print("the limit is real")
-    ranks = build.form_groups(config, plan, world, lambda text: None)
+    plan = build.plan_parallel(config, inputs, world, lambda text: None)
+    ranks = world.split(plan.group_size, plan.engine == "deepspeed")
     import_deepspeed()
-    parts = build.build(config, plan, ranks)
-    run = Run(config, plan, ranks, parts, RunStart(Path(out), None, False), Progress(speaks=False))
+    parts = build.build(config, inputs, plan, ranks)
+    run = Run(config, inputs, ranks, parts, RunStart(Path(out), None, False), Progress(speaks=False))
     run.resume()
     run.loop()
     moved = parts.worker.dot(run.theta, run.theta)

@@ -31,7 +31,7 @@ from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import RunStart
 
 
-def poison(parts: build.Parts, chosen: dict[tuple[int, int], str], factor: float = float("inf")) -> None:
+def poison(parts: build.Runtime, chosen: dict[tuple[int, int], str], factor: float = float("inf")) -> None:
     """Weigh the rows of the chosen tasks more; infinitely, loss and gradients are no numbers then, as after a
     divergence.
     """
@@ -59,11 +59,12 @@ def main(cases_file: str, out: str) -> None:
     ranks = None
     for case in json.loads(Path(cases_file).read_text()):
         config = Config(**{"save_steps": 0, "eval_episodes": 0, "logging_steps": 1, **case["config"]})
-        plan = build.plan(config, world, lambda text: None)
+        inputs = build.read_inputs(config, world, lambda text: None)
         if ranks is None:
             ranks = world.split(int(config.group_size))
-        parts = build.build(config, plan, ranks)
-        began = load_learner(config, plan.description)
+        plan = inputs.parallel_plan(config, ranks.layout.group_size, world.device.type)
+        parts = build.build(config, inputs, plan, ranks)
+        began = load_learner(config, inputs.description)
         off = [
             float((parts.worker.whole(parts.theta, name, tuple(p.shape)).cpu() - p).abs().max())
             for name, p in began.named_parameters()
@@ -71,7 +72,7 @@ def main(cases_file: str, out: str) -> None:
         ]
         folder = Path(out) / case["id"]
         folder.mkdir(exist_ok=True)
-        run = Run(config, plan, ranks, parts, RunStart(folder, None, False), Progress(speaks=False))
+        run = Run(config, inputs, ranks, parts, RunStart(folder, None, False), Progress(speaks=False))
         poison(
             parts, {(step, slot): which for step, slot, which in case.get("poison", [])}, **case.get("by", {})
         )
@@ -80,7 +81,7 @@ def main(cases_file: str, out: str) -> None:
         run.resume()
         run.loop()
         theta = {}
-        skeleton = empty_learner(config, plan.description)
+        skeleton = empty_learner(config, inputs.description)
         for name, param in skeleton.named_parameters():
             if param.requires_grad:
                 theta[name] = parts.worker.whole(run.theta, name, tuple(param.shape)).cpu()
@@ -91,8 +92,8 @@ def main(cases_file: str, out: str) -> None:
                 parts.worker,
                 parts.frozen,
                 config,
-                plan.description,
-                plan.tokenizer,
+                inputs.description,
+                inputs.tokenizer,
                 ranks,
             )
         if launch.global_rank == 0:
@@ -100,7 +101,7 @@ def main(cases_file: str, out: str) -> None:
             adapters = [p.shape[0] for n, p in skeleton.named_parameters() if ".lora_A." in n]
             effects = {
                 "gradient_checkpointing": bool(layers),
-                "packing": parts.dealer.pack is not None,
+                "packing": parts.batcher.pack is not None,
                 "offload_outer": run.state.outer.home.offload,
                 "outer_delay": run.state.updates.delay,
                 "reduce_dtype": {torch.float32: "", torch.bfloat16: "bf16"}[run.state.updates.wire],

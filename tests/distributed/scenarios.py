@@ -81,11 +81,12 @@ def equal_start(world: World) -> None:
     """Replicas that begin with other weights are made equal; frozen tensors that differ are refused."""
     rank = world.launch.global_rank
     config = Config(task_type="causal_lm", group_size="1")
-    plan = build.plan(config, world, lambda text: None)
+    inputs = build.read_inputs(config, world, lambda text: None)
     ranks = world.split(1)
     config.seed += rank  # a broken initialisation: every rank makes its own weights
-    parts = build.build(config, plan, ranks)
-    own = load_learner(config, plan.description)
+    plan = inputs.parallel_plan(config, ranks.layout.group_size, "cpu")
+    parts = build.build(config, inputs, plan, ranks)
+    own = load_learner(config, inputs.description)
     moved = max(
         float((parts.worker.whole(parts.theta, name, p.shape) - p).abs().max())
         for name, p in own.named_parameters()
@@ -122,8 +123,8 @@ def born_sharded(world: World, model: str, data: str, setting: str, value: str) 
         group_size="2",
         **spread,
     )
-    plan = build.plan(config, world, lambda text: None)
-    parts = build.build(config, plan, world.split(2))
+    inputs = build.read_inputs(config, world, lambda text: None)
+    parts = build.build(config, inputs, inputs.parallel_plan(config, 2, "cpu"), world.split(2))
     module = getattr(parts.worker, "model", None) or parts.worker.stage
     held = sum(getattr(p, "ds_tensor", p).numel() for p in module.parameters() if not p.requires_grad)
     ids = torch.ones(1, 5, dtype=torch.long)
@@ -150,13 +151,14 @@ def one_stage_refuses(world: World, model: str, data: str, *files: str) -> None:
             pipeline_stages=2,
             deepspeed=file,
         )
-        plan = build.plan(config, world, lambda text: None)
+        inputs = build.read_inputs(config, world, lambda text: None)
         ranks = ranks or world.split(2)
-        parts = build.build(config, plan, ranks)
+        plan = inputs.parallel_plan(config, ranks.layout.group_size, "cpu")
+        parts = build.build(config, inputs, plan, ranks)
         worker, theta = parts.worker, parts.theta
-        task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
+        task = build.training_schedule(config, inputs, ranks.layout).meta_batch(0)[0]
         ((_, episode),) = EpisodeReader.of(
-            parts.load(plan.sources.train, None), ranks, config, print
+            parts.load(inputs.sources.train, None), ranks, config, print
         ).read_same_task(task)
         begin = torch.linspace(-1, 1, worker.params.numel)
         total = begin.clone()
@@ -216,15 +218,16 @@ def gathers(world: World, model: str, data: str, kind: str) -> None:
             save_steps=0,
             num_workers="0",
         )
-        plan = build.plan(config, world, lambda text: None)
-        plan.deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = (
+        inputs = build.read_inputs(config, world, lambda text: None)
+        inputs.deepspeed.file["zero_optimization"]["stage3_param_persistence_threshold"] = (
             0  # nothing stays gathered
         )
-        parts = build.build(config, plan, ranks)
+        plan = inputs.parallel_plan(config, ranks.layout.group_size, "cpu")
+        parts = build.build(config, inputs, plan, ranks)
         began = parts.theta.clone()
         run = Run(
             config,
-            plan,
+            inputs,
             ranks,
             parts,
             RunStart(Path(tempfile.mkdtemp()), None, False),
@@ -301,13 +304,14 @@ def cg_rounding(world: World) -> None:
     of rank 0, and after more by those of rank 1.
     """
     config = Config(algorithm="imaml", group_size="2", num_workers="0")
-    plan = build.plan(config, world, lambda text: None)
+    inputs = build.read_inputs(config, world, lambda text: None)
     ranks = world.split(2)
-    parts = build.build(config, plan, ranks)
+    plan = inputs.parallel_plan(config, ranks.layout.group_size, "cpu")
+    parts = build.build(config, inputs, plan, ranks)
     worker, rule = parts.worker, imaml.rule(parts.setup, 0)
-    task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
+    task = build.training_schedule(config, inputs, ranks.layout).meta_batch(0)[0]
     ((_, episode),) = EpisodeReader.of(
-        parts.load(plan.sources.train, None), ranks, config, print
+        parts.load(inputs.sources.train, None), ranks, config, print
     ).read_same_task(task)
     b, _ = worker.gradient(episode.query)
     assert isinstance(rule, imaml.Imaml)
@@ -327,7 +331,9 @@ def refusals(world: World, file: str) -> None:
     for flags in json.loads(Path(file).read_text()):
         try:
             config = parse(flags)
-            build.form_groups(config, build.plan(config, world, lambda text: None), world, lambda text: None)
+            inputs = build.read_inputs(config, world, lambda text: None)
+            plan = build.plan_parallel(config, inputs, world, lambda text: None)
+            world.split(plan.group_size, plan.engine == "deepspeed")
             print("accepted")
         except UsageError as error:
             print(error)

@@ -104,20 +104,21 @@ def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any
         deepspeed=path,
         **given,
     )
-    plan = build.plan(config, world, lambda text: None)
-    parts = build.build(config, plan, ranks)
-    task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
-    batches = parts.load(plan.sources.train)(task).batches
+    inputs = build.read_inputs(config, world, lambda text: None)
+    plan = inputs.parallel_plan(config, ranks.layout.group_size, "cpu")
+    parts = build.build(config, inputs, plan, ranks)
+    task = build.training_schedule(config, inputs, ranks.layout).meta_batch(0)[0]
+    batches = parts.load(inputs.sources.train)(task).batches
     assert batches is not None
     for _ in range(2):  # in the first pass ZeRO 3 learns the order of the parameters
         COUNTED.update(dict.fromkeys(COUNTED, 0))
         parts.worker.step(batches.support, lambda shard, grad, where: None)
-    learner = empty_learner(config, plan.description)
-    hf_config, data_ranks = learner.hf.config, parts.place.data
+    learner = empty_learner(config, inputs.description)
+    hf_config, data_ranks = learner.hf.config, plan.data
     sizes = rank_sizes(config, hf_config, largest_part(config, learner, hf_config), True, data_ranks)
     planned = one_pass(
         config,
-        plan.precision,
+        plan.deepspeed,
         sizes,
         count_matmuls(learner, config),
         data_ranks,

@@ -19,13 +19,14 @@ from fmmeta.training.validation import TEST, HeldOut
 from tests.models import save_bert, save_llama, write_classes, write_pairs
 
 
-def held_out_of(config: Config) -> tuple[HeldOut, build.Plan, build.Parts]:
+def held_out_of(config: Config) -> tuple[HeldOut, build.RunInputs, build.Runtime]:
     """What a run of this configuration evaluates with, before its first outer step."""
     world, said = World(Launch(), torch.device("cpu")), []
-    plan = build.plan(config, world, said.append)
-    ranks = build.form_groups(config, plan, world, said.append)
-    parts = build.build(config, plan, ranks)
-    return HeldOut(config, parts.worker, parts.load, ranks, Progress(speaks=False)), plan, parts
+    inputs = build.read_inputs(config, world, said.append)
+    plan = build.plan_parallel(config, inputs, world, said.append)
+    ranks = world.split(plan.group_size, plan.engine == "deepspeed")
+    parts = build.build(config, inputs, plan, ranks)
+    return HeldOut(config, parts.worker, parts.load, ranks, Progress(speaks=False)), inputs, parts
 
 
 def test_counts_are_those_of_a_plain_loop(tmp_path):

@@ -17,7 +17,7 @@ from fmmeta.elastic.join import mark_of
 from fmmeta.elastic.lighthouse_client import reachable_as
 from fmmeta.elastic.membership import GroupInfo, Membership
 from fmmeta.elastic.state_transfer import check_kinds, kinds
-from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, recorded
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from tests.unit.helpers import refusal
 
 
@@ -195,7 +195,7 @@ def test_this_machine_as_it_sees_itself():
 
 def test_groups_with_other_settings_or_another_cut_have_another_mark():
     settings = {**Config().as_dict(), "dataset_fingerprint": "f"}
-    precision = DeepSpeedSettings(1, False, False)
+    precision = DeepSpeedSettings(1, False, False, file={"zero_optimization": {"stage": 1}})
     mine = mark_of(settings, "1 group of 2 ranks", 10, precision)
     assert mine == mark_of(
         {**settings, "save_steps": 7, "group_name": "b"}, "1 group of 2 ranks", 10, precision
@@ -209,7 +209,7 @@ def test_groups_with_other_settings_or_another_cut_have_another_mark():
     ]
     assert mine not in others
     assert len(set(others)) == 5
-    resolved = {**settings, **recorded({"zero_optimization": {"stage": 1}}, precision)}
+    resolved = {**settings, **precision.recorded()}
     mine = mark_of(resolved, "1 group of 2 ranks", 10, precision)
     asked = {
         **resolved,

@@ -11,10 +11,8 @@ from fmmeta.parallel.deepspeed_config import (
     OURS,
     REFUSED,
     DeepSpeedSettings,
-    complete,
-    for_pipeline,
-    for_tensor,
     read,
+    with_model_ranks,
 )
 from tests.unit.helpers import ROOT, refusal
 
@@ -68,12 +66,12 @@ def ds_file(tmp_path):
 
 def test_an_hf_file_works_as_it_is(ds_file):
     notices: list[str] = []
-    config, precision = read(ds_file(HF), bf16=True, notice=notices.append)
+    precision = read(ds_file(HF), bf16=True, notice=notices.append)
     assert precision == DeepSpeedSettings(zero_stage=3, bf16=True, offload=False, bucket=0)
     assert notices == [
         f"ds.json: {key} is auto and left to fmmeta ({instead})" for key, instead in OURS.items()
     ]
-    done = complete(config, precision, hidden_size=64)
+    done = precision.complete(hidden_size=64)
     assert "auto" not in json.dumps(done)
     assert not {"optimizer", "scheduler", "fp16", "train_batch_size"} & set(done)
     zero = done["zero_optimization"]
@@ -91,7 +89,7 @@ def test_a_completed_file_leaves_gradients_alone(stage):
         "data_types": {"grad_accum_dtype": "bf16"},
     }
     config = deepcopy(given)
-    done = complete(config, DeepSpeedSettings(stage, False, False), 8)
+    done = DeepSpeedSettings(stage, False, False, file=config).complete(8)
     assert done["gradient_clipping"] == 0.0
     assert (done["train_micro_batch_size_per_gpu"], done["gradient_accumulation_steps"]) == (1, 1)
     assert (done["communication_data_type"], done["bf16"]) == ("fp32", {"enabled": False})
@@ -113,14 +111,13 @@ def test_a_completed_file_leaves_gradients_alone(stage):
     ],
 )
 def test_bf16_by_file_or_flag(ds_file, asked, flag, bf16):
-    assert read(ds_file(asked), flag, pytest.fail)[1] == DeepSpeedSettings(0, bf16, False)
+    assert read(ds_file(asked), flag, pytest.fail) == DeepSpeedSettings(0, bf16, False)
 
 
 def test_no_file_is_zero_0():
-    assert read(None, False, pytest.fail) == (
-        {"zero_optimization": {"stage": 0}},
-        DeepSpeedSettings(0, False, False),
-    )
+    settings = read(None, False, pytest.fail)
+    assert settings == DeepSpeedSettings(0, False, False)
+    assert settings.file == {"zero_optimization": {"stage": 0}}
 
 
 VALUES = {
@@ -185,8 +182,8 @@ def test_what_breaks_meta_training_is_refused_by_name(ds_file, key, inside_zero)
     ],
 )
 def test_what_is_off_is_dropped(ds_file, key, value):
-    config, _ = read(ds_file({key: value, "zero_optimization": {"stage": 1, key: value}}), False, pytest.fail)
-    assert config == {"zero_optimization": {"stage": 1}}
+    file = ds_file({key: value, "zero_optimization": {"stage": 1, key: value}})
+    assert read(file, False, pytest.fail).file == {"zero_optimization": {"stage": 1}}
 
 
 @pytest.mark.parametrize(
@@ -197,19 +194,19 @@ def test_what_is_off_is_dropped(ds_file, key, value):
         ({"stage": "auto"}, 'sets zero_optimization.stage="auto"; use 0, 1, 2 or 3'),
         (
             {"stage": 3, "offload_param": {"device": "nvme"}},
-            "sets offload_param.device=nvme; shards must stay in memory: use cpu or none",
+            'sets offload_param.device="nvme"; shards must stay in memory: use cpu or none',
         ),
         (
             {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
-            "sets offload_optimizer.ratio=0.5, which needs DeepSpeed's own Adam; use 1.0",
+            "sets offload_optimizer.ratio=0.5, which needs DeepSpeed's Adam; use 1.0",
         ),
         (
             {"stage": 2, "offload_param": {"device": "cpu"}},
-            "sets offload_param at zero_optimization.stage=2; use stage 3 or more",
+            "sets zero_optimization.stage=2 with offload_param; use stage 3 or more",
         ),
         (
             {"stage": 0, "offload_optimizer": {"device": "cpu"}},
-            "sets offload_optimizer at zero_optimization.stage=0; use stage 1 or more",
+            "sets zero_optimization.stage=0 with offload_optimizer; use stage 1 or more",
         ),
         ({"stage": 2, "offload_optimizer": "cpu"}, 'sets offload_optimizer="cpu"; write {"device": "cpu"}'),
     ],
@@ -229,9 +226,9 @@ def test_bf16_is_an_object(ds_file):
 
 def test_offload_is_noticed(ds_file):
     zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "none"}}
-    config, precision = read(ds_file({"zero_optimization": zero}), False, pytest.fail)
+    precision = read(ds_file({"zero_optimization": zero}), False, pytest.fail)
     assert precision == DeepSpeedSettings(3, False, True, offload_param=True)
-    assert config["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
+    assert precision.file["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
 
 
 @pytest.mark.parametrize(
@@ -259,55 +256,49 @@ def test_an_unreadable_file(ds_file, text, said):
 @pytest.mark.parametrize("file", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda file: file.stem)
 def test_every_shipped_file_passes(file):
     notices: list[str] = []
-    config, precision = read(str(file), False, notices.append)
+    precision = read(str(file), False, notices.append)
     assert precision.zero_stage == int(file.stem.removeprefix("zero")[0])
     assert precision.offload == ("offload" in file.stem)
-    assert "auto" not in json.dumps(complete(config, precision, 64))
+    assert "auto" not in json.dumps(precision.complete(64))
     assert notices == []
 
 
 def test_a_file_for_a_pipeline():
     notices: list[str] = []
     one = {"zero_optimization": {"stage": 1}}
-    config, precision = for_pipeline(one, DeepSpeedSettings(1, False, False), notices.append)
-    assert config["zero_optimization"] == {
-        "stage": 1,
-        "compute_grad_norm": False,
-    }  # its norms would wait for other stages
+    settings = with_model_ranks(DeepSpeedSettings(1, False, False, file=one), 2, 1, notices.append)
+    norms_would_wait = {"stage": 1, "compute_grad_norm": False}
+    assert settings.file["zero_optimization"] == norms_would_wait
     assert one == {"zero_optimization": {"stage": 1}}
     assert notices == []
-    config, precision = for_pipeline(
-        {"zero_optimization": {"stage": 0}}, DeepSpeedSettings(0, True, False), notices.append
-    )
-    assert (config, precision) == ({"zero_optimization": {"stage": 1}}, DeepSpeedSettings(1, True, False))
-    assert notices == ["ZeRO 0 in bf16 runs as ZeRO 1 in a pipeline, which adds gradients up in fp32"]
-    assert (
-        refusal(for_pipeline, {}, DeepSpeedSettings(2, False, False), print)
-        == "pipeline_stages does not go with ZeRO 2, which cuts what a stage computes with; use a DeepSpeed"
-        " file with zero_optimization.stage 0 or 1"
-    )
-    assert (
-        refusal(for_pipeline, {}, DeepSpeedSettings(1, False, True), print)
-        == "pipeline_stages does not go with offload_optimizer, which DeepSpeed's pipeline engine was not"
-        " tested with; remove it, or use ZeRO 3 without stages"
-    )
+    zero = {"zero_optimization": {"stage": 0}}
+    settings = with_model_ranks(DeepSpeedSettings(0, True, False, file=zero), 2, 1, notices.append)
+    assert settings == DeepSpeedSettings(1, True, False)
+    assert settings.file == {"zero_optimization": {"stage": 1}}
+    assert notices == ["ZeRO 0 in bf16 runs as ZeRO 1 in a pipeline, which accumulates gradients in fp32"]
 
 
-def test_a_file_around_tensor_parallelism():
-    for_tensor(DeepSpeedSettings(1, True, False))
-    for precision, what in (
+@pytest.mark.parametrize(
+    ("ranks", "flag"), [((2, 1), "pipeline_stages=2"), ((1, 4), "tensor_parallel_size=4")]
+)
+def test_what_model_ranks_do_not_work_with(ranks, flag):
+    name = flag.partition("=")[0]
+    fine = DeepSpeedSettings(1, True, False, file={"zero_optimization": {"stage": 1}})
+    assert with_model_ranks(fine, *ranks) == fine
+    for settings, what in (
         (DeepSpeedSettings(2, False, False), "ZeRO 2"),
         (DeepSpeedSettings(1, False, True), "offload_optimizer"),
     ):
         assert (
-            refusal(for_tensor, precision)
-            == f"tensor_parallel_size does not go with {what}, which was not tested around it; use a"
-            " DeepSpeed file with zero_optimization.stage 0 or 1 and no offload"
+            refusal(with_model_ranks, settings, *ranks)
+            == f"{flag} does not work with {what}; use a DeepSpeed file with zero_optimization.stage 0 or 1"
+            f" and no offload, or leave {name} out"
         )
+        assert with_model_ranks(settings, 1, 1) == settings
 
 
 def test_parameters_that_zero_3_may_hold_whole(ds_file):
     zero = {"stage": 3, "stage3_max_live_parameters": 5e7}
-    assert read(ds_file({"zero_optimization": zero}), False, print)[1] == DeepSpeedSettings(
+    assert read(ds_file({"zero_optimization": zero}), False, print) == DeepSpeedSettings(
         3, False, False, 50_000_000
     )

@@ -16,7 +16,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.planning import memory
 from fmmeta.planning.memory import Sizes
-from fmmeta.training.build import form_groups, plan
+from fmmeta.training.build import plan_parallel, read_inputs
 from tests.models import save, save_bert, save_llama, write_pairs
 from tests.unit.helpers import refusal
 
@@ -159,7 +159,7 @@ def test_a_model_without_that_attention_is_refused_before_its_weights_are_read(t
         model_name_or_path=str(tmp_path), dataset=[str(data)], task_type="causal_lm", attn_implementation=name
     )
     world = World(Launch(), torch.device("cpu"))
-    message = refusal(form_groups, config, plan(config, world, lambda text: None), world, lambda text: None)
+    message = refusal(plan_parallel, config, read_inputs(config, world, print), world, print)
     assert message.startswith(f"attn_implementation={name} ")
     assert said in message
     assert message.endswith(("; use eager, or leave it out", "; use sdpa or eager"))

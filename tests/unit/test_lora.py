@@ -21,7 +21,7 @@ from fmmeta.models.load import describe, empty_learner, load_learner, load_token
 from fmmeta.models.lora import settings_of
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
-from fmmeta.training.build import form_groups, plan
+from fmmeta.training.build import plan_parallel, read_inputs
 from tests.models import save, save_bert, save_llama, write_classes
 from tests.unit.helpers import refusal
 from tests.unit.test_checkpoint_export import assert_same_logits, exported, inputs
@@ -247,13 +247,14 @@ def test_the_estimate_counts_frozen_weights_once(tmp_path, sources, monkeypatch)
             pooling="mean",
             lora_r=lora_r,
         )
-        form_groups(config, plan(config, world, lambda text: None), world, lambda text: None)
+        inputs = read_inputs(config, world, lambda text: None)
+        plan_parallel(config, inputs, world, lambda text: None)
     full, lora = seen
     adapters = 2 * 2 * (2 * 32 * 2)  # layers x targets x (A and B)
     head, pooler = 5 * 32 + 5, 32 * 32 + 32
     assert (lora.params, lora.frozen) == (adapters + head, full.params + full.frozen - head)
     assert full.frozen == pooler
-    precision = plan(config, world, lambda text: None).precision
+    precision = inputs.deepspeed
     assert memory.estimate(lora, precision, 1).weights == 4 * (lora.params + lora.frozen)
     assert memory.estimate(lora, precision, 1).meta == 16 * lora.params
 

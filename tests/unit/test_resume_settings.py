@@ -16,7 +16,7 @@ from fmmeta.config.settings import Config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.train import train
-from fmmeta.training.build import plan
+from fmmeta.training.build import read_inputs
 from fmmeta.training.run_folder import accept_changes, find_start
 from tests.unit.helpers import refusal
 
@@ -137,6 +137,6 @@ def test_code_of_a_transform_that_has_changed_is_noticed(tmp_path, monkeypatch):
         (tmp_path / f"{module}.py").write_text(TRANSFORM.format(how=how))
         world = World(Launch(), torch.device("cpu"))
         monkeypatch.syspath_prepend(str(tmp_path))
-        made = plan(Config(example_transforms=[f"{module}:upper"]), world, lambda text: None)
+        made = read_inputs(Config(example_transforms=[f"{module}:upper"]), world, lambda text: None)
         found.append(made.resolved["transforms_fingerprint"])
     assert found[0] == found[1] != found[2]
