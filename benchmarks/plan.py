@@ -280,7 +280,9 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
     layer_timing.time = calibrate.time = given  # type: ignore[assignment]
     try:
         link: Communicator = ranks.group if ranks.group.size > 1 else ranks.cross
-        return calibrate.of_ranks(plan, SimpleNamespace(world=ranks.world, group=link, device=ranks.device))
+        return calibrate.measure_together(
+            plan, SimpleNamespace(world=ranks.world, group=link, device=ranks.device)
+        )
     finally:
         layer_timing.time, calibrate.time = ordinary
 

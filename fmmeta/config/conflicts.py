@@ -1,7 +1,7 @@
-"""Which algorithm goes with which settings: what each takes by default, and what is refused, with the reason.
+"""Settings that exclude each other, with the reasons. A conflict is a pair (whether it is there, its line).
 
-Reads a Config's values and nothing else; `validate.py` asks it. An empty answer means that every setting has
-its effect.
+Reads a Config's values and nothing else; `validate.py` asks it. Conflicts of one algorithm are in its spec
+(AlgorithmSpec.conflicts), those of one setting in its rule (fields.py: needs, task_type, per_algorithm).
 """
 
 from __future__ import annotations
@@ -10,19 +10,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from fmmeta.config.algorithms import find, supporting
-from fmmeta.config.values import LARGEST
+from fmmeta.config.algorithms import find
+from fmmeta.config.values import LARGEST, shown
 
-OPTIONAL = {  # settings that only some algorithms go with (AlgorithmSpec.supports), and their unset values
-    "proximal_weight": 2.0,
-    "cg_steps": 5,
-    "cg_damping": 0.0,
-    "first_order_steps": 0,
-    "multi_step_loss_steps": 0,
-    "check_meta_gradient": False,
-    "inner_lr_learned": "no",
-    "offload_outer": False,
-}
+Conflicts = list[tuple[Any, str]]
+
 NOT_ELEMENTWISE = {
     "muon": "it orthogonalises whole weight matrices",
     "lbfgs": "its line search evaluates the loss",
@@ -36,289 +28,321 @@ NOT_ELEMENTWISE = {
 OUTER_OPTIMIZERS = ("adamw", "sgd", "nesterov", "adagrad", "adamax", "nadam", "radam", "rmsprop")
 
 
-def defaults(c: Any) -> dict[str, Any]:
-    """What the algorithm takes where a setting was left open."""
-    return {"head_init": "zero", "inner_steps": 5, "inner_lr_learned": "no", **find(c.algorithm).defaults}
-
-
 def problems(c: Any) -> Iterator[str]:
-    """One line for everything about the algorithm that contradicts something else."""
-    yield from _without_effect(c)
-    yield from _parallelism_conflicts(c)
-    yield from _algorithm_conflicts(c)
-    yield from _inner_loop_conflicts(c)
-    yield from _outer_optimizer_conflicts(c)
-    yield from _delay_conflicts(c)
-    yield from _elastic_conflicts(c)
-    yield from _multi_task_conflicts(c)
-    yield from _compile_conflicts(c)
+    """One line for every conflict."""
+    for conflicts in (
+        of_run(c),
+        of_data(c),
+        of_parallelism(c),
+        of_algorithm(c),
+        [(True, text) for text in find(c.algorithm).conflicts(c)],
+        of_inner_loop(c),
+        of_outer_step(c),
+        of_elastic(c),
+        of_several_tasks(c),
+        of_compile(c),
+    ):
+        yield from (text for is_there, text in conflicts if is_there)
 
 
-def _without_effect(c: Any) -> Iterator[str]:
-    """Settings that were changed and that nothing would read."""
-    readers = {
-        "inner_momentum": ("inner_optimizer", ("momentum",)),
-        "inner_beta1": ("inner_optimizer", ("adamw",)),
-        "inner_beta2": ("inner_optimizer", ("adamw",)),
-        "inner_epsilon": ("inner_optimizer", ("adamw",)),
-        "inner_weight_decay": ("inner_optimizer", ("adamw",)),
-        "inner_lr_outer_lr": ("inner_lr_learned", ("layer", "element")),
-        "outer_momentum": ("outer_optimizer", ("nesterov",)),
-    }
-    for name, (other, values) in readers.items():
-        if getattr(c, name) != type(c).__dataclass_fields__[name].default and getattr(c, other) not in values:
-            yield (
-                f"{name}={getattr(c, name)} means nothing for {other}={getattr(c, other)}; leave it out, or"
-                f" use {other} {' or '.join(values)}"
+def of_run(c: Any) -> Conflicts:
+    trackers = "no tracker" if not c.report_to else "a tracker twice"
+    return [
+        (
+            c.load_best_model_at_end and not (c.eval_steps and c.eval_episodes),
+            "load_best_model_at_end=True needs validation scores; give --eval_steps and --eval_episodes",
+        ),
+        (
+            not c.report_to or len(set(c.report_to)) < len(c.report_to),
+            f"report_to={shown(c.report_to)} names {trackers}; name each once, or none",
+        ),
+        (
+            "none" in c.report_to and len(c.report_to) > 1,
+            f"report_to={shown(c.report_to)} names none and others; leave out none",
+        ),
+    ]
+
+
+def of_data(c: Any) -> Conflicts:
+    names, weights = shown(c.dataset), c.mix_weights
+    fits = len(weights) == len(c.dataset) and all(0 < weight < math.inf for weight in weights)
+    before, output, after = c.prompt_template.partition("{output}")
+    is_format = "{input}" in before and not (output and ("{input}" in after or "{output}" in after))
+    return [
+        (not c.dataset, "dataset= names no data set; name each once"),
+        (len(set(c.dataset)) < len(c.dataset), f"dataset={names} names a data set twice; name each once"),
+        *(
+            (
+                getattr(c, name) is not None and len(c.dataset) > 1,
+                f"{name}={getattr(c, name)} cannot serve {len(c.dataset)} data sets; put a {name}.json into"
+                " the folder of each",
             )
-    supports = find(c.algorithm).supports
-    for name, unset in OPTIONAL.items():
-        if getattr(c, name) != unset and name not in supports:
-            yield (
-                f"{name}={getattr(c, name)} is not supported by algorithm={c.algorithm}; leave it out, or use"
-                f" {' or '.join(supporting(name))}"
+            for name in ("class_splits", "task_splits")
+        ),
+        (
+            weights and not fits,
+            f"mix_weights={shown(weights)} does not fit dataset={names}; give one positive number for each",
+        ),
+        (
+            weights and c.mix_temperature != 1,
+            f"mix_temperature={c.mix_temperature} and mix_weights both set the shares; leave one out",
+        ),
+        *(
+            (
+                getattr(c, f"{name}_max") is not None and getattr(c, f"{name}_max") < getattr(c, name),
+                f"{name}_max={getattr(c, f'{name}_max')} is below {name}={getattr(c, name)}; raise it or"
+                " leave it out",
             )
-    keeps = "trajectory_memory_gib" in supports or c.multi_step_loss_steps or c.inner_lr_learned != "no"
-    if c.trajectory_memory_gib is not None and not keeps:
-        yield (
-            f"trajectory_memory_gib={c.trajectory_memory_gib} means nothing for algorithm={c.algorithm},"
-            " which keeps no trajectory; leave it out"
-        )
-    if c.eval_steps and not c.eval_episodes:
-        yield (
-            f"eval_steps={c.eval_steps} means nothing for eval_episodes=0, which evaluates nothing; leave"
-            " it out"
-        )
-    if c.trajectory_memory_gib is not None and c.trajectory_memory_gib < 0:
-        yield (
-            f"trajectory_memory_gib={c.trajectory_memory_gib} is below 0;"
-            " use 0 to keep the whole trajectory in host memory"
-        )
-    if c.trajectory_memory_gib is not None and not c.trajectory_memory_gib < math.inf:
-        yield (
-            f"trajectory_memory_gib={c.trajectory_memory_gib} is no number to compute with;"
-            " use 0 or more, or leave it out for no limit"
-        )
+            for name in ("n_way", "k_shot")
+        ),
+        (
+            c.prompt_template not in ("plain", "chat") and not is_format,
+            f"prompt_template={c.prompt_template} is neither plain nor chat, and no format string with"
+            " {input} before an only {output}; write one such as 'Q: {input}\\nA: {output}'",
+        ),
+    ]
 
 
-def _parallelism_conflicts(c: Any) -> Iterator[str]:
-    """What pipeline stages and tensor parallelism do not go with; data parallelism and ZeRO 3 go with all of
-    it.
-    """
-    stages, tensor = c.pipeline_stages, c.tensor_parallel_size
-    if stages > 1 and tensor > 1:
-        yield (
+def of_parallelism(c: Any) -> Conflicts:
+    """Data parallelism and ZeRO 3 work with every setting; pipeline stages and tensor ranks do not."""
+    stages, tensor, frozen_body = c.pipeline_stages, c.tensor_parallel_size, find(c.algorithm).frozen_body
+    what = f"algorithm={c.algorithm}" if frozen_body else "prototype_gradient=True"
+    return [
+        (
+            stages > 1 and tensor > 1,
             f"pipeline_stages={stages} and tensor_parallel_size={tensor} are not combined; use one of them,"
-            " with data parallelism beside it"
-        )
-    if c.pipeline_balance == "time" and stages == 1:
-        yield "pipeline_balance=time means nothing for pipeline_stages=1; leave it out"
-    if stages * tensor == 1:
-        return
-    spread = f"pipeline_stages={stages}" if stages > 1 else f"tensor_parallel_size={tensor}"
-    if c.engine == "plain":
-        yield (
-            "engine=plain holds a whole model on one rank; leave out pipeline_stages and tensor_parallel_size"
-        )
-    of_stages = {
-        "packing": "stages before the last run the base model, which does not know packed rows",
-    }
-    of_tensor = {
-        "lora_r": "adapters are not cut with the weights that they stand beside",
-        "packing": "packed rows are not tested with cut attention heads",
-    }
-    for name, why in (of_stages if stages > 1 else of_tensor).items():
-        if getattr(c, name):
-            yield f"{spread} with {name}={getattr(c, name)}: {why}; use ZeRO 3, or leave {name} out"
-    frozen_body = find(c.algorithm).frozen_body
-    if tensor > 1 and (c.prototype_gradient or frozen_body):
-        what = f"algorithm={c.algorithm}" if frozen_body else "prototype_gradient=True"
-        yield (
-            f"{spread} with {what}: gradients back through features are not implemented for cut layers (each"
-            " rank of a tensor set needs those of its rows, and one of them holds the rows); use ZeRO 3 or"
-            " pipeline stages"
-        )
+            " with data parallelism beside it",
+        ),
+        (
+            c.pipeline_balance == "time" and stages == 1,
+            "pipeline_balance=time means nothing for pipeline_stages=1; leave it out",
+        ),
+        (
+            c.engine == "plain" and stages * tensor > 1,
+            "engine=plain holds a whole model on one rank; leave out pipeline_stages and"
+            " tensor_parallel_size",
+        ),
+        (
+            c.packing and stages > 1,
+            f"pipeline_stages={stages} with packing=True: stages before the last run the base model, which"
+            " does not support packed rows; use ZeRO 3, or leave packing out",
+        ),
+        (
+            c.lora_r and tensor > 1,
+            f"tensor_parallel_size={tensor} with lora_r={c.lora_r}: adapters are not split with the weights"
+            " of their layers; use ZeRO 3, or leave lora_r out",
+        ),
+        (
+            c.packing and tensor > 1,
+            f"tensor_parallel_size={tensor} with packing=True: packed rows are not tested with split"
+            " attention heads; use ZeRO 3, or leave packing out",
+        ),
+        (
+            tensor > 1 and (c.prototype_gradient or frozen_body),
+            f"tensor_parallel_size={tensor} with {what}: gradients through features are not implemented for"
+            " split layers (each rank of a tensor set needs those of its rows, and one of them holds the"
+            " rows); use ZeRO 3 or pipeline stages",
+        ),
+    ]
 
 
-def _algorithm_conflicts(c: Any) -> Iterator[str]:
+def of_algorithm(c: Any) -> Conflicts:
     name, spec = c.algorithm, find(c.algorithm)
     head = spec.defaults.get("head_init", c.head_init)
-    if c.head_init != head:
-        yield (
+    keeps = "trajectory_memory_gib" in spec.supports or c.multi_step_loss_steps or c.inner_lr_learned != "no"
+    return [
+        (
+            c.trajectory_memory_gib is not None and not keeps,
+            f"trajectory_memory_gib={c.trajectory_memory_gib} means nothing for algorithm={name}, which"
+            " keeps no trajectory; leave it out",
+        ),
+        (
+            c.head_init != head,
             f"head_init={c.head_init} contradicts algorithm={name}, whose head is {head}; leave --head_init"
-            " out"
-        )
-    if c.task_type != (spec.task_type or c.task_type):
-        yield (
+            " out",
+        ),
+        (
+            c.task_type != (spec.task_type or c.task_type),
             f"task_type={c.task_type} does not go with algorithm={name}, which is for {spec.task_type}; use"
-            " another algorithm"
-        )
-    if c.inner_steps == 0 and not spec.trains_nothing and spec.defaults.get("inner_steps") != 0:
-        yield f"inner_steps=0 leaves algorithm={name} nothing to learn through; use 1 or more"
-    if c.prototype_gradient and not (c.head_init == "prototype" and "prototype_gradient" in spec.supports):
-        yield (
+            " another algorithm",
+        ),
+        (
+            c.inner_steps == 0 and not spec.trains_nothing and spec.defaults.get("inner_steps") != 0,
+            f"inner_steps=0 leaves algorithm={name} nothing to learn through; use 1 or more",
+        ),
+        (
+            c.prototype_gradient
+            and not (c.head_init == "prototype" and "prototype_gradient" in spec.supports),
             f"prototype_gradient=True means nothing for algorithm={name} and head_init={c.head_init}; use it"
-            " with head_init=prototype and an algorithm that differentiates through the inner loop"
-        )
-    yield from spec.conflicts(c)
+            " with head_init=prototype and an algorithm that differentiates through the inner loop",
+        ),
+        *(
+            (
+                spec.trains_nothing and getattr(c, setting) != unset,
+                f"{setting}={getattr(c, setting)} means nothing for algorithm={name}, which trains nothing;"
+                " leave it out",
+            )
+            for setting, unset in {"outer_delay": 0, "reduce_dtype": "fp32", "elastic": False}.items()
+        ),
+    ]
 
 
-def _inner_loop_conflicts(c: Any) -> Iterator[str]:
+def of_inner_loop(c: Any) -> Conflicts:
     name, inner, spec = c.algorithm, c.inner_optimizer, find(c.algorithm)
-    if inner == "adamw" and spec.order > 1:
-        yield (
+    keeps = inner == "adamw" and "inner_optimizer_state" in spec.supports
+    return [
+        (
+            inner == "adamw" and spec.order > 1,
             f"inner_optimizer=adamw with algorithm={name}: the meta-gradient through Adam's moments is not"
-            " implemented; use sgd or momentum, or algorithm=fomaml or reptile"
-        )
-    if c.inner_optimizer_state == "kept" and not (
-        inner == "adamw" and "inner_optimizer_state" in spec.supports
-    ):
-        yield (
+            " implemented; use sgd or momentum, or algorithm=fomaml or reptile",
+        ),
+        (
+            c.inner_optimizer_state == "kept" and not keeps,
             f"inner_optimizer_state=kept keeps Reptile's Adam moments, and here are algorithm={name} and"
-            f" inner_optimizer={inner}; use reset"
-        )
-    learned = c.inner_lr_learned
-    if learned == "element" and c.inner_lr_schedule != "constant":
-        yield (
+            f" inner_optimizer={inner}; use reset",
+        ),
+        (
+            c.inner_lr_learned == "element" and c.inner_lr_schedule != "constant",
             f"inner_lr_schedule={c.inner_lr_schedule} with inner_lr_learned=element: one rate per element"
-            " serves all steps; use constant, or inner_lr_learned=layer"
-        )
-    for item in c.inner_lr_groups:
-        pattern, _, factor = item.rpartition("=")
-        if not pattern or not is_number(factor) or not 0 <= float(factor) * c.inner_lr < LARGEST:
-            yield (
+            " serves all steps; use constant, or inner_lr_learned=layer",
+        ),
+        *(
+            (
+                not 0 <= factor_of(item) * c.inner_lr < LARGEST,
                 f"inner_lr_groups={item} is no PATTERN=FACTOR with a factor of 0 or more; write, say, head=10"
-                " or '*embeddings*=0'"
+                " or '*embeddings*=0'",
             )
-    if c.inner_lr_groups and spec.adapts != "all":
-        yield (
-            f"inner_lr_groups={' '.join(c.inner_lr_groups)} contradicts algorithm={name}, which is a choice"
-            " of layers; leave it out"
-        )
-
-
-def _multi_task_conflicts(c: Any) -> Iterator[str]:
-    """What one pass for several tasks does not go with."""
-    if c.tasks_per_pass == "1":
-        return
-    spec = find(c.algorithm)
-    if spec.frozen_body:
-        wrong = {
-            f"max_task_norm={c.max_task_norm}, which looks at each task's direction": (
-                c.max_task_norm is not None
-            ),
-            f"max_task_loss={c.max_task_loss}, which may drop a task of several": c.max_task_loss is not None,
-        }
-    else:
-        wrong = {
-            f"lora_r=0, where tasks of {c.algorithm} need a whole model each": not c.lora_r,
-            f"algorithm={c.algorithm}, which has no rule for several tasks": spec.multi_task is None,
-            f"pipeline_stages={c.pipeline_stages}": c.pipeline_stages > 1,
-            f"n_way_max={c.n_way_max}, where tasks have heads of different sizes": c.n_way_max is not None,
-            "packing=True": c.packing,
-            f"inner_optimizer_state={c.inner_optimizer_state}": c.inner_optimizer_state != "reset",
-            f"inner_lr_learned={c.inner_lr_learned}": c.inner_lr_learned != "no",
-            f"inner_lr_groups={' '.join(c.inner_lr_groups)}": bool(c.inner_lr_groups),
-            f"multi_step_loss_steps={c.multi_step_loss_steps}": c.multi_step_loss_steps > 0,
-            "prototype_gradient=True": c.prototype_gradient,
-            "offload_outer=True": c.offload_outer,
-        }
-    for what, is_so in wrong.items():
-        if is_so:
-            yield (
-                f"tasks_per_pass={c.tasks_per_pass} is not implemented with {what}; leave it out, or use"
-                " --tasks_per_pass 1"
-            )
-
-
-def _compile_conflicts(c: Any) -> Iterator[str]:
-    """A compiled model is one whole, without hooks and modules of its own that change from pass to pass."""
-    wrong = {
-        f"pipeline_stages={c.pipeline_stages}, whose stages are no whole model": c.pipeline_stages > 1,
-        f"tensor_parallel_size={c.tensor_parallel_size}, whose layers talk to each other": (
-            c.tensor_parallel_size > 1
+            for item in c.inner_lr_groups
         ),
-        "engine=deepspeed, which hooks into modules": c.engine == "deepspeed",
-        f"tasks_per_pass={c.tasks_per_pass}, whose tasks stand in for layers in each pass": (
-            c.tasks_per_pass != "1" and not find(c.algorithm).frozen_body
+        (
+            c.inner_lr_groups and spec.adapts != "all",
+            f"inner_lr_groups={shown(c.inner_lr_groups)} contradicts algorithm={name}, which is a choice of"
+            " layers; leave it out",
         ),
-        "gradient_checkpointing=True, which computes layers again": c.gradient_checkpointing,
-        "packing=True": c.packing,
-    }
-    for what, is_so in wrong.items():
-        if c.compile and is_so:
-            yield f"compile=True does not go with {what}; leave one out"
+    ]
 
 
-def _outer_optimizer_conflicts(c: Any) -> Iterator[str]:
-    name = c.outer_optimizer
-    if name.lower() in NOT_ELEMENTWISE:
-        yield (
-            f"outer_optimizer={name} does not act element by element: {NOT_ELEMENTWISE[name.lower()]}, and"
-            f" theta is held in shards; use {' or '.join(OUTER_OPTIMIZERS)}"
-        )
-    if name not in OUTER_OPTIMIZERS:
-        yield (
-            f"outer_optimizer={name} is unknown; use {', '.join(OUTER_OPTIMIZERS[:-1])} or"
-            f" {OUTER_OPTIMIZERS[-1]}"
-        )
-
-
-def _delay_conflicts(c: Any) -> Iterator[str]:
-    if c.outer_delay > 1:
-        yield f"outer_delay={c.outer_delay} is above 1: one reduction hides behind one outer step; use 0 or 1"
-    if c.outer_delay and c.offload_outer:
-        yield (
-            f"outer_delay={c.outer_delay} with offload_outer=True: a sum in host memory is reduced piece by"
-            " piece, and none of it would overlap; leave one out"
-        )
-    if c.outer_delay and c.inner_optimizer_state == "kept":
-        yield (
-            f"outer_delay={c.outer_delay} with inner_optimizer_state=kept: the moments that an inner loop"
-            " begins with would be those of two outer steps before; use reset, or no delay"
-        )
-    for name, unset in {"outer_delay": 0, "reduce_dtype": "fp32"}.items():
-        if getattr(c, name) != unset and find(c.algorithm).trains_nothing:
-            yield (
-                f"{name}={getattr(c, name)} means nothing for algorithm={c.algorithm}, which trains nothing;"
-                " leave it out"
-            )
-
-
-def _elastic_conflicts(c: Any) -> Iterator[str]:
-    """What does not go with groups that come and go."""
-    for name in ("lighthouse", "group_name"):
-        if getattr(c, name) is not None and not c.elastic:
-            yield f"{name}={getattr(c, name)} means nothing without elastic; give --elastic, or leave it out"
-    if not c.elastic:
-        return
-    if c.output_dir is None:
-        yield (
-            "elastic=True needs output_dir: every group must find the same folder; give one on a disk that"
-            " all of them see"
-        )
-    for name, unset, why in (
-        ("outer_delay", 0, "a lost group would take a meta-gradient on its way with it"),
-        ("task_sharding", "global", "its meta-batches depend on the number of nodes"),
-        ("pipeline_stages", 1, "stages are not tested with groups that heal"),
-        ("tensor_parallel_size", 1, "tensor ranks are not tested with groups that heal"),
-        ("load_best_model_at_end", False, "the best weights are not among what a group heals"),
-        ("accept_changed_settings", [], "groups that are alive cannot change theirs"),
-    ):
-        if getattr(c, name) != unset:
-            yield f"elastic=True with {name}={getattr(c, name)}: {why}; leave {name} out"
-    if c.resume_from_checkpoint not in ("latest",):
-        yield (
-            f"elastic=True with resume_from_checkpoint={c.resume_from_checkpoint}: a group that comes back"
-            " takes the newest state; leave it out"
-        )
-    if find(c.algorithm).trains_nothing:
-        yield f"elastic=True means nothing for algorithm={c.algorithm}, which trains nothing; leave it out"
-
-
-def is_number(text: str) -> bool:
+def factor_of(item: str) -> float:
+    """The factor of PATTERN=FACTOR; not a number for other texts."""
+    pattern, _, factor = item.rpartition("=")
     try:
-        float(text)
+        return float(factor) if pattern else math.nan
     except ValueError:
-        return False
-    return True
+        return math.nan
+
+
+def of_outer_step(c: Any) -> Conflicts:
+    name, delay = c.outer_optimizer, c.outer_delay
+    return [
+        (
+            name.lower() in NOT_ELEMENTWISE,
+            f"outer_optimizer={name} does not act element by element: {NOT_ELEMENTWISE.get(name.lower())},"
+            f" and theta is held in shards; use {' or '.join(OUTER_OPTIMIZERS)}",
+        ),
+        (
+            name not in OUTER_OPTIMIZERS,
+            f"outer_optimizer={name} is unknown; use {', '.join(OUTER_OPTIMIZERS[:-1])} or"
+            f" {OUTER_OPTIMIZERS[-1]}",
+        ),
+        (
+            delay and c.offload_outer,
+            f"outer_delay={delay} with offload_outer=True: a sum in host memory is reduced piece by piece,"
+            " and none of it would overlap; leave one out",
+        ),
+        (
+            delay and c.inner_optimizer_state == "kept",
+            f"outer_delay={delay} with inner_optimizer_state=kept: an inner loop would begin with the moments"
+            " of two outer steps before; use reset, or no delay",
+        ),
+    ]
+
+
+def of_elastic(c: Any) -> Conflicts:
+    """Groups that join and leave."""
+    excluded = {  # setting: its only value, and why
+        "outer_delay": (0, "a lost group would take its pending meta-gradient with it"),
+        "task_sharding": ("global", "its meta-batches depend on the number of nodes"),
+        "pipeline_stages": (1, "stages are not tested with groups that rejoin"),
+        "tensor_parallel_size": (1, "tensor ranks are not tested with groups that rejoin"),
+        "load_best_model_at_end": (False, "the best weights are not in the state that a group receives"),
+        "accept_changed_settings": ([], "groups that are running cannot change theirs"),
+    }
+    conflicts: Conflicts = [
+        (
+            c.output_dir is None,
+            "elastic=True needs output_dir: every group must find the same folder; give one on a disk that"
+            " all of them see",
+        ),
+        *(
+            (
+                getattr(c, name) != only,
+                f"elastic=True with {name}={getattr(c, name)}: {why}; leave {name} out",
+            )
+            for name, (only, why) in excluded.items()
+        ),
+        (
+            c.resume_from_checkpoint != "latest",
+            f"elastic=True with resume_from_checkpoint={c.resume_from_checkpoint}: a group that rejoins takes"
+            " the newest state; leave it out",
+        ),
+    ]
+    return conflicts if c.elastic else []
+
+
+def of_several_tasks(c: Any) -> Conflicts:
+    """One pass for several tasks."""
+    spec = find(c.algorithm)
+    if c.tasks_per_pass == "1":
+        return []
+    if spec.frozen_body:
+        excluded: Conflicts = [
+            (
+                c.max_task_norm is not None,
+                f"max_task_norm={c.max_task_norm}, which looks at each task's direction",
+            ),
+            (
+                c.max_task_loss is not None,
+                f"max_task_loss={c.max_task_loss}, which may drop one task",
+            ),
+        ]
+    else:
+        excluded = [
+            (not c.lora_r, f"lora_r=0, where tasks of {c.algorithm} need a whole model each"),
+            (spec.multi_task is None, f"algorithm={c.algorithm}, which has no rule for several tasks"),
+            (c.pipeline_stages > 1, f"pipeline_stages={c.pipeline_stages}"),
+            (
+                c.n_way_max is not None,
+                f"n_way_max={c.n_way_max}, where tasks have heads of different sizes",
+            ),
+            (c.packing, "packing=True"),
+            (c.inner_optimizer_state != "reset", f"inner_optimizer_state={c.inner_optimizer_state}"),
+            (c.inner_lr_learned != "no", f"inner_lr_learned={c.inner_lr_learned}"),
+            (c.inner_lr_groups, f"inner_lr_groups={shown(c.inner_lr_groups)}"),
+            (c.multi_step_loss_steps, f"multi_step_loss_steps={c.multi_step_loss_steps}"),
+            (c.prototype_gradient, "prototype_gradient=True"),
+            (c.offload_outer, "offload_outer=True"),
+        ]
+    given = f"tasks_per_pass={c.tasks_per_pass} is not implemented with"
+    return [
+        (is_there, f"{given} {what}; leave it out, or use --tasks_per_pass 1") for is_there, what in excluded
+    ]
+
+
+def of_compile(c: Any) -> Conflicts:
+    """A compiled model is one graph, without hooks and modules that change from pass to pass."""
+    several = c.tasks_per_pass != "1" and not find(c.algorithm).frozen_body
+    excluded: Conflicts = [
+        (c.pipeline_stages > 1, f"pipeline_stages={c.pipeline_stages}, whose stages are no whole model"),
+        (
+            c.tensor_parallel_size > 1,
+            f"tensor_parallel_size={c.tensor_parallel_size}, whose layers communicate",
+        ),
+        (c.engine == "deepspeed", "engine=deepspeed, which hooks into modules"),
+        (several, f"tasks_per_pass={c.tasks_per_pass}, whose tasks replace layers in each pass"),
+        (c.gradient_checkpointing, "gradient_checkpointing=True, which computes layers again"),
+        (c.packing, "packing=True"),
+    ]
+    return [
+        (c.compile and is_there, f"compile=True does not go with {what}; leave one out")
+        for is_there, what in excluded
+    ]

@@ -1,11 +1,11 @@
 """The settings of a run: one dataclass per subject, together the flags of the command line.
 
-Owns names, defaults, help texts and the checks that need no file and no other process. It reads nothing
-and starts nothing, so that `import fmmeta` stays cheap.
+Owns names, defaults, help texts and rules. It reads and starts nothing, so that `import fmmeta` is cheap.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -15,105 +15,121 @@ from fmmeta.config.fields import names_where, setting
 from fmmeta.config.renamed import RefusesOldNames
 from fmmeta.config.values import of_type
 
-TASK_TYPES = ("classification", "causal_lm")
 POOLINGS = ("auto", "model", "mean", "cls")
-HEAD_INITS = ("zero", "learned", "prototype")
-INNER_OPTIMIZERS = ("sgd", "momentum", "adamw")
-INNER_SCHEDULES = ("constant", "linear", "cosine")
-INNER_STATES = ("reset", "kept")
-LEARNED_RATES = ("no", "layer", "element")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
-REDUCE_DTYPES = ("fp32", "bf16")
-BALANCES = ("parameters", "time")
 ENGINES = ("auto", "deepspeed", "plain")
-SHARDINGS = ("global", "node")
-TRACKERS = ("none", "tensorboard", "wandb", "mlflow", "trackio")
-ON_BAD_TASK = ("raise", "skip")
-
-
 POSITIVE = "such as 0.1 for inner SGD"
+NO_LIMIT = "or leave it out"
+CLASSIFICATION, CAUSAL_LM = "classification", "causal_lm"
 
 
 @dataclass
 class ModelConfig(RefusesOldNames):
     model_name_or_path: str = setting(
-        "tiny", "HF folder or hub id; 'tiny' is the built-in model, trained from scratch"
+        "tiny", "HF folder or hub id; tiny: the built-in model, trained from scratch"
     )
     task_type: str = setting(
-        "classification", "What a task asks of the model", TASK_TYPES, remembered=True, keyed=True
+        CLASSIFICATION,
+        "Kind of every task: predict one of the task's classes, or generate a text",
+        (CLASSIFICATION, CAUSAL_LM),
+        remembered=True,
+        keyed=True,
     )
     pooling: str = setting(
-        "auto", "Sentence vector of an encoder; auto: as the folder says, else the model's own", POOLINGS
+        "auto",
+        "Sentence vector of an encoder: the model's pooler, the mean of its token vectors, or that of [CLS];"
+        " auto: as stored in the folder, else model",
+        POOLINGS,
+        task_type=CLASSIFICATION,
     )
     feature_norm: float = setting(
         0.0,
-        "Scale the sentence vectors of --pooling mean or cls to this length; 0: leave them alone",
+        "Scale the sentence vectors of --pooling mean or cls to this L2 norm; 0: do not scale",
         least=0,
         remembered=True,
+        task_type=CLASSIFICATION,
     )
     head_init: str = setting(
         None,
-        "Classifier head at the start of each task: zeros, a meta-learned one, or the class means of the"
-        " support set (ProtoMAML) (default: what the algorithm needs, else zero)",
-        HEAD_INITS,
+        "Classifier head at the start of each task: zeros, a meta-learned head, or the class means of the"
+        " support set (ProtoMAML) (default: the algorithm's, else zero)",
+        ("zero", "learned", "prototype"),
         remembered=True,
     )
     gradient_checkpointing: bool = setting(
-        False, "Keep layer inputs only and compute activations again in the backward pass", resume="free"
+        False, "Store layer inputs only and compute activations again in the backward pass", resume="free"
     )
     lora_r: int = setting(
         0,
-        "Rank of LoRA adapters, which are then trained in place of the base's weights; 0: train all weights",
+        "Rank of LoRA adapters, which are trained instead of the base's weights; 0: train all weights",
         least=0,
         remembered=True,
         synonyms=("lora_rank",),
     )
     lora_alpha: float = setting(
-        None, "LoRA: the adapters' part counts alpha / r times (default: 2 x lora_r)", remembered=True
+        None,
+        "LoRA: adapter outputs are scaled by lora_alpha / lora_r (default: 2 x lora_r)",
+        positive="such as twice lora_r",
+        remembered=True,
+        needs=("lora_r",),
     )
     lora_target_modules: list[str] = setting(
         [],
-        "LoRA: names of the linear layers that get adapters, or all-linear (default: what peft takes for the"
+        "LoRA: names of the linear layers that get adapters, or all-linear (default: peft's choice for the"
         " architecture)",
         remembered=True,
+        needs=("lora_r",),
     )
     lora_merge: bool = setting(
         False,
         "LoRA: also write merged/, an ordinary model with the adapters added to its weights",
         resume="free",
+        needs=("lora_r",),
     )
     attn_implementation: str | None = setting(
-        None, "Passed to transformers: eager, sdpa, flash_attention_2, ...", resume="free"
+        None,
+        "Attention of transformers: eager, sdpa, flash_attention_2, ... (default: its choice)",
+        resume="free",
     )
-    trust_remote_code: bool = setting(False, "Let transformers run code that comes with the checkpoint")
+    trust_remote_code: bool = setting(False, "Let transformers run Python code from the checkpoint")
 
 
 @dataclass
 class RowConfig:
-    """What a row of data is, and how it becomes tokens."""
+    """The columns of a row, and how rows become tokens."""
 
     text_column: str | None = setting(
-        None, "Column of the text (default: text, sentence or utterance)", keyed=True
+        None,
+        "Column of the text (default: text, sentence or utterance)",
+        keyed=True,
+        task_type=CLASSIFICATION,
     )
     label_column: str | None = setting(
-        None, "Column of the class (default: label, intent or class)", keyed=True
+        None, "Column of the class (default: label, intent or class)", keyed=True, task_type=CLASSIFICATION
     )
     input_column: str | None = setting(
-        None, "causal_lm: column of the input (default: input, prompt or question)", keyed=True
+        None,
+        "causal_lm: column of the input (default: input, prompt or question)",
+        keyed=True,
+        task_type=CAUSAL_LM,
     )
     output_column: str | None = setting(
-        None, "causal_lm: column of the answer (default: output, answer or target)", keyed=True
+        None,
+        "causal_lm: column of the answer (default: output, answer or target)",
+        keyed=True,
+        task_type=CAUSAL_LM,
     )
     prompt_template: str = setting(
         "plain",
         "causal_lm: plain (Input: ... Output: ...), chat (the tokenizer's chat template), or a format string"
-        " with {input}, and {output} where it does not follow at the end",
+        " with {input}, and {output} unless it is the end",
         remembered=True,
         keyed=True,
+        task_type=CAUSAL_LM,
     )
     max_length: int = setting(
         128,
-        "Longest text in tokens; the rest is cut off",
+        "Tokens of a text at most; longer texts are truncated",
         least=4,
         remembered=True,
         keyed=True,
@@ -125,98 +141,115 @@ class RowConfig:
 class TaskConfig(RowConfig):
     dataset: list[str] = setting(
         ["letters"],
-        "One or more of: 'letters' and 'marks' (built-in suites), a .jsonl/.csv/.parquet file (.gz too), a"
-        " folder of them, a folder of folders of them (each file a task, read when it is drawn; its folder"
-        " the stratum), or a hub id. Of several, each is a stratum",
+        "One or more of: letters and marks (built-in suites), a .jsonl/.csv/.parquet file (.gz too), a"
+        " folder of such files, a folder of folders of them (each file is a task, read when it is drawn; its"
+        " folder is the stratum), or a hub id. Each of several data sets is a stratum",
         synonyms=("dataset_name", "train_file"),
     )
     mix_weights: list[float] = setting(
-        [], "Share of the tasks of each data set (default: in proportion to its tasks)"
+        [],
+        "Share of each data set in the tasks, one positive number each (default: in proportion to its tasks);"
+        " excludes --mix_temperature",
     )
     mix_temperature: float = setting(
         1.0,
-        "A stratum of n tasks comes up in proportion to n ** (1 / T): 1 as they are, more for rare strata,"
-        " inf all alike",
+        "T: a stratum of n tasks is drawn in proportion to n ** (1 / T). 1: by size; above 1: small strata"
+        " more often; inf: all strata equally often",
+        positive="such as 1, or more to draw small strata more often",
+        most=math.inf,
     )
     task_sharding: str = setting(
         "global",
-        "global: meta-batches of all tasks; node: each node draws from a stratified part of its own",
-        SHARDINGS,
+        "global: meta-batches are drawn from all tasks; node: each node draws from its stratified share",
+        ("global", "node"),
     )
     dataset_config_name: str | None = setting(None, "Configuration of a hub data set")
     stratum_column: str | None = setting(
         None,
-        "Column of the category that meta-batches are balanced by (default: stratum, category or domain,"
-        " where there is one)",
+        "Column of the category that meta-batches are balanced by (default: stratum, category or domain, if"
+        " the data have one)",
         keyed=True,
     )
     task_column: str | None = setting(
-        None, "Column of the task's name (default: task, where there is one)", keyed=True
+        None, "Column of the task's name (default: task, if the data have it)", keyed=True
     )
     class_splits: str | None = setting(
         None,
         'JSON file of class splits: {"01": {"train": [...], "valid": [...], '
-        '"test": [...]}} (default: the folder\'s class_splits.json, where there is one)',
+        '"test": [...]}} (default: the folder\'s class_splits.json, if it exists)',
     )
-    class_split: str | None = setting(None, "Which of the class splits (default: the first)")
+    class_split: str | None = setting(None, "Name of the class split (default: the first of the file)")
     task_splits: str | None = setting(
         None,
         'JSON file of task splits: {"train": [...], "valid": [...], "test": [...]} '
-        "(default: the folder's task_splits.json, where there is one)",
+        "(default: the folder's task_splits.json, if it exists)",
     )
     n_way: int = setting(5, "Classes per episode", least=2)
     k_shot: int = setting(5, "Support examples per class; per task for causal_lm", least=1)
     num_query: int = setting(5, "Query examples per class; per task for causal_lm", least=1)
-    n_way_max: int | None = setting(None, "Episodes of n_way to this many classes, as many as chance has it")
+    n_way_max: int | None = setting(
+        None,
+        "Draw the number of classes of an episode uniformly from n_way to this value (default: n_way)",
+        task_type=CLASSIFICATION,
+    )
     k_shot_max: int | None = setting(
-        None, "k_shot to this many support examples, for each class as chance has it"
+        None,
+        "Draw the support examples of each class uniformly from k_shot to this value (default: k_shot)",
+        task_type=CLASSIFICATION,
     )
     packing: bool = setting(
         False,
-        "causal_lm: lay short rows behind each other into sequences of up to max_length tokens; none sees"
-        " another",
+        "causal_lm: pack short rows into sequences of up to max_length tokens; rows do not attend to each"
+        " other",
         resume="free",
+        task_type=CAUSAL_LM,
     )
     example_transforms: list[str] = setting(
-        [], "Callables module:name on each example of training episodes; see fmmeta/tasks/augment.py"
+        [], "Callables module:name, applied to each example of training episodes (fmmeta/tasks/augment.py)"
     )
     episode_transforms: list[str] = setting(
-        [], "Callables module:name on whole training episodes, after the others"
+        [], "Callables module:name, applied to training episodes after --example_transforms"
     )
     num_workers: str = setting(
         "auto",
-        "Loader processes per rank; auto: none, or as many as a measurement asks for",
+        "Loader processes per rank; auto: as many as the measured loading time needs, possibly none",
+        or_auto=0,
         resume="free",
         synonyms=("dataloader_num_workers",),
     )
     prefetch_factor: int = setting(
         4,
-        "Episodes that each loader process prepares ahead",
+        "Episodes that each loader process prefetches",
         least=1,
         resume="free",
         synonyms=("dataloader_prefetch_factor",),
     )
     on_bad_task: str = setting(
         "raise",
-        "What cannot be read or drawn: raise stops the run, naming file and line; skip retries, then leaves"
-        " the task out",
-        ON_BAD_TASK,
+        "If a row or task cannot be read. raise: stop the run with file and line; skip: retry, then skip the"
+        " row or task",
+        ("raise", "skip"),
         resume="free",
         keyed=True,
     )
     max_bad_fraction: float = setting(
-        0.05, "skip: stop when more than this share of rows or tasks is bad", resume="free", keyed=True
+        0.05,
+        "on_bad_task=skip: stop if more than this fraction of the rows or tasks cannot be read, from 0 to 1",
+        least=0,
+        most=1,
+        resume="free",
+        keyed=True,
     )
     max_file_gib: float = setting(
         16.0,
-        "Most that a compressed data file may hold when it is unpacked",
-        positive="or leave it out",
+        "GiB of a compressed data file after decompression at most; larger files are refused",
+        positive=NO_LIMIT,
         resume="free",
         keyed=True,
     )
     prepare_timeout: int = setting(
         1800,
-        "Seconds that ranks wait for the one of their node that downloads and tokenises",
+        "Seconds that ranks wait for the rank of their node that downloads and tokenises",
         least=1,
         resume="free",
     )
@@ -224,44 +257,63 @@ class TaskConfig(RowConfig):
 
 @dataclass
 class InnerConfig:
-    """How a task is learned from its support set."""
+    """The inner loop, which learns a task from its support set."""
 
     inner_steps: int = setting(
         None, "Gradient steps on the support set (default: 5; 0 for protonet)", least=0, remembered=True
     )
-    inner_lr: float = setting(0.1, "Step size of the inner optimizer", positive=POSITIVE, remembered=True)
+    inner_lr: float = setting(0.1, "Learning rate of the inner optimizer", positive=POSITIVE, remembered=True)
     inner_optimizer: str = setting(
         "sgd",
-        "Optimizer of the inner loop; its state begins anew in every task",
-        INNER_OPTIMIZERS,
+        "Optimizer of the inner loop; every task starts with zero moments (--inner_optimizer_state)",
+        ("sgd", "momentum", "adamw"),
         remembered=True,
     )
-    inner_momentum: float = setting(0.9, "Momentum of inner_optimizer=momentum", below=1, remembered=True)
+    inner_momentum: float = setting(
+        0.9,
+        "Momentum of inner_optimizer=momentum",
+        below=1,
+        remembered=True,
+        needs=("inner_optimizer", "momentum"),
+    )
     inner_beta1: float = setting(
         0.9,
         "Decay of the first moment of inner_optimizer=adamw (Reptile's authors use 0)",
         below=1,
         remembered=True,
+        needs=("inner_optimizer", "adamw"),
     )
     inner_beta2: float = setting(
-        0.999, "Decay of the second moment of inner_optimizer=adamw", below=1, remembered=True
+        0.999,
+        "Decay of the second moment of inner_optimizer=adamw",
+        below=1,
+        remembered=True,
+        needs=("inner_optimizer", "adamw"),
     )
     inner_epsilon: float = setting(
-        1e-8, "Epsilon of inner_optimizer=adamw", positive=POSITIVE, remembered=True
+        1e-8,
+        "Epsilon of inner_optimizer=adamw",
+        positive=POSITIVE,
+        remembered=True,
+        needs=("inner_optimizer", "adamw"),
     )
     inner_weight_decay: float = setting(
-        0.0, "Decoupled weight decay of inner_optimizer=adamw", least=0, remembered=True
+        0.0,
+        "Decoupled weight decay of inner_optimizer=adamw",
+        least=0,
+        remembered=True,
+        needs=("inner_optimizer", "adamw"),
     )
     inner_lr_schedule: str = setting(
         "constant",
-        "inner_lr over the inner steps: step k of K takes 1, 1 - k/K or a half cosine of it",
-        INNER_SCHEDULES,
+        "Factor of inner_lr in inner step k of K: 1, 1 - k/K, or a half cosine",
+        ("constant", "linear", "cosine"),
         remembered=True,
     )
     inner_lr_groups: list[str] = setting(
         [],
-        "Factors of inner_lr by layer, PATTERN=FACTOR with the wildcards of a shell; the first that fits"
-        " counts: head=10 '*embed*=0'",
+        "Factors of inner_lr by parameter name, PATTERN=FACTOR with shell wildcards; the first pattern that"
+        " matches counts: head=10 '*embed*=0'",
         remembered=True,
     )
 
@@ -270,7 +322,7 @@ class InnerConfig:
 class MetaConfig:
     algorithm: str = setting(
         "fomaml",
-        f"Meta-gradient rule, or a baseline: {', '.join(algorithms.BUILT_IN)}; or module:spec of another"
+        f"Meta-gradient rule, or a baseline: {', '.join(algorithms.BUILT_IN)}; or module:spec of your rule"
         " (docs/algorithms.md)",
     )
     meta_batch_size: int = setting(
@@ -278,58 +330,74 @@ class MetaConfig:
     )
     meta_accumulation_steps: int = setting(
         1,
-        "Meta-batches per outer step, reduced across groups once",
+        "Meta-batches per outer step, with one reduction across groups",
         least=1,
         synonyms=("gradient_accumulation_steps",),
     )
     proximal_weight: float = setting(
-        2.0, "imaml: weight of |phi - theta|^2 / 2 in the inner loss", positive=POSITIVE
+        2.0,
+        "imaml: weight of |phi - theta|^2 / 2 in the inner loss",
+        positive=POSITIVE,
+        per_algorithm=True,
     )
-    cg_steps: int = setting(5, "imaml: steps of conjugate gradients, each a Hessian-vector product", least=1)
+    cg_steps: int = setting(
+        5,
+        "imaml: steps of conjugate gradients, each a Hessian-vector product",
+        least=1,
+        per_algorithm=True,
+    )
     cg_damping: float = setting(
         0.0,
-        "imaml: added to the identity in the system that is solved; more is safer and less exact",
+        "imaml: added to the identity of the linear system; more is stabler and less exact",
         least=0,
+        per_algorithm=True,
     )
     inner_optimizer_state: str = setting(
         "reset",
-        "Adam's moments at the start of a task: zeros, or kept from one outer step to the next as in"
-        " Reptile's code (the mean over the tasks of a meta-batch, so that it does not matter which group ran"
-        " which task)",
-        INNER_STATES,
+        "Adam's moments at the start of a task. reset: zeros; kept: those of the last outer step, as in"
+        " Reptile's code (the mean over its tasks, so that they do not depend on the groups)",
+        ("reset", "kept"),
     )
     inner_lr_learned: str = setting(
         None,
-        "Meta-learn the inner rates, beginning at inner_lr: no, one per layer and step (LSLR), or one per"
+        "Meta-learn the inner learning rates from inner_lr on: no, one per layer and step (LSLR), or one per"
         " element (Meta-SGD) (default: element for meta_sgd, else no)",
-        LEARNED_RATES,
+        ("no", "layer", "element"),
+        per_algorithm=True,
     )
     inner_lr_outer_lr: float = setting(
         1e-3,
-        "Outer learning rate of learned inner rates; schedule and optimizer are the outer ones",
+        "Outer learning rate of learned inner rates; schedule and optimizer are those of theta",
         positive=POSITIVE,
+        needs=("inner_lr_learned", "layer", "element"),
     )
     first_order_steps: int = setting(
-        0, "Outer steps with first-order meta-gradients before exact ones (MAML++'s annealing)", least=0
+        0,
+        "Outer steps with first-order meta-gradients before exact ones (MAML++'s annealing)",
+        least=0,
+        per_algorithm=True,
     )
     multi_step_loss_steps: int = setting(
         0,
-        "Outer steps over which the query loss counts after every inner step, at first equally, at last after"
-        " the last only (MAML++)",
+        "Outer steps with a query loss after every inner step; its weight moves to the last inner step"
+        " (MAML++)",
         least=0,
+        per_algorithm=True,
     )
     prototype_gradient: bool = setting(
-        False, "head_init=prototype: let the meta-gradient flow through the class means"
+        False, "head_init=prototype: propagate the meta-gradient through the class means"
     )
     trajectory_memory_gib: float = setting(
         None,
-        "Device memory for the steps of an inner loop that exact meta-gradients need; the rest waits in host"
-        " memory (default: all)",
+        "GiB of device memory for the inner steps that exact meta-gradients need; the others are stored in"
+        " host memory (default: all on the device; 0: all on the host)",
+        least=0,
         resume="free",
     )
     check_meta_gradient: bool = setting(
         False,
-        "Before training, compare the meta-gradient of a task with that of a halved difference step",
+        "Before training, log the error of a task's meta-gradient, by a halved finite-difference step",
+        per_algorithm=True,
         resume="free",
     )
     outer_lr: float = setting(
@@ -342,136 +410,159 @@ class MetaConfig:
     outer_optimizer: str = setting(
         "adamw", f"Optimizer of theta: {', '.join(conflicts.OUTER_OPTIMIZERS)}", synonyms=("optim",)
     )
-    outer_momentum: float = setting(0.9, "Momentum of outer_optimizer=nesterov", below=1)
-    weight_decay: float = setting(0.01, "Weight decay of theta; never on norms and biases", least=0)
+    outer_momentum: float = setting(
+        0.9, "Momentum of outer_optimizer=nesterov", below=1, needs=("outer_optimizer", "nesterov")
+    )
+    weight_decay: float = setting(0.01, "Decoupled weight decay of theta, except norms and biases", least=0)
     adam_epsilon: float = setting(
         None,
-        "Epsilon of AdamW; it holds down rounding noise (default: 1e-3 for the built-in model, 1e-6 for a"
+        "Epsilon of AdamW, which damps rounding noise (default: 1e-3 for the built-in model, 1e-6 for a"
         " checkpoint)",
         positive=POSITIVE,
         synonyms=("adam_eps",),
     )
     outer_delay: int = setting(
         0,
-        "1: reduce across groups behind the inner loops of the next outer step, and move theta after them;"
-        " see docs/delay.md",
+        "1: reduce across groups during the inner loops of the next outer step, and update theta after them"
+        " (docs/delay.md)",
         least=0,
+        most=1,
     )
     reduce_dtype: str = setting(
-        "fp32", "What travels across groups; bf16 halves the bytes, shards stay fp32", REDUCE_DTYPES
+        "fp32",
+        "Type of the meta-gradient in the reduction across groups; bf16 halves the bytes, shards stay fp32",
+        ("fp32", "bf16"),
     )
     outer_steps: int = setting(150, "Outer steps of the run", least=1, synonyms=("max_steps",))
     warmup_steps: int = setting(0, "Outer steps of linear warm-up", least=0)
     lr_scheduler_type: str = setting(
-        "cosine", "Schedule of the outer learning rate, as transformers names it", SCHEDULES
+        "cosine", "Schedule of the outer learning rate, by its name in transformers", SCHEDULES
     )
     max_grad_norm: float = setting(
-        1.0, "Clip the meta-gradient to this norm over the whole model; 0 leaves it alone", least=0
+        1.0, "Clip the meta-gradient to this L2 norm over the whole model; 0: do not clip", least=0
     )
     max_bad_steps: int = setting(
-        3, "Stop after this many outer steps in a row without one finite task", least=1, resume="free"
+        3, "Stop after this many outer steps in a row without a finite task", least=1, resume="free"
     )
     max_task_loss: float = setting(
         None,
-        "Drop a task whose support or query loss is above this, as if it were not finite",
-        positive="or leave it out",
+        "Drop a task whose support or query loss is above this value, as if it were not finite (default: no"
+        " limit)",
+        positive=NO_LIMIT,
     )
     max_task_norm: float = setting(
         None,
-        "Drop a task whose direction has a larger norm than this, as if it were not finite",
-        positive="or leave it out",
+        "Drop a task whose meta-gradient has an L2 norm above this value, as if it were not finite (default:"
+        " no limit)",
+        positive=NO_LIMIT,
     )
     init_interpolation: float = setting(
         1.0,
-        "alpha of WiSE-FT: export and validate the weights (1 - alpha) * initial + alpha * trained; 1: the"
-        " trained weights alone, 0.6 keeps much of both (0.6 is what start_share 0.4 was)",
+        "alpha of WiSE-FT in (0, 1]: export and validate the weights (1 - alpha) * initial + alpha * trained;"
+        " 1: the trained weights (0.6 is start_share 0.4 of fmmeta 0.1)",
+        positive="such as 0.6, to mix the initial weights in",
+        most=1,
     )
-    seed: int = setting(42, "Seed of the tasks, the episodes and every fresh weight", least=0)
+    seed: int = setting(42, "Seed of tasks, episodes and new weights", least=0, most=2**64 - 1)
 
 
 @dataclass
 class ParallelConfig:
     deepspeed: str | None = setting(
-        None, "DeepSpeed JSON, as HF users have it; see ds_configs/", resume="free"
+        None,
+        "DeepSpeed JSON file as for transformers; ds_configs/ has examples (default: ZeRO 0)",
+        resume="free",
     )
     group_size: str = setting(
-        "auto", "Ranks that hold one model together; auto: the fewest that hold it by estimate", resume="free"
+        "auto",
+        "Ranks that hold one model together; auto: the fewest that hold it by the memory estimate",
+        or_auto=1,
+        resume="free",
     )
     pipeline_stages: int = setting(
-        1, "Cut the model into this many pipeline stages inside each group", least=1, resume="free"
+        1, "Pipeline stages of a group; excludes --tensor_parallel_size", least=1, resume="free"
     )
     pipeline_balance: str = setting(
         "parameters",
-        "What the stages get equal parts of; time: of a pass through each layer, tried on the first rank",
-        BALANCES,
+        "Balance the stages by parameters, or by the time of each layer, measured on rank 0",
+        ("parameters", "time"),
         resume="free",
     )
     tensor_parallel_size: int = setting(
         1,
-        "Cut the weight matrices of each layer over this many ranks of each group",
+        "Split the weight matrices of each layer over this many ranks of a group; excludes --pipeline_stages",
         least=1,
         resume="free",
         synonyms=("tp_size",),
     )
     micro_batch_size: int = setting(
         32,
-        "Most examples of one forward pass on one rank",
+        "Examples of one forward pass on one rank at most",
         least=1,
         resume="free",
         synonyms=("per_device_train_batch_size", "per_device_eval_batch_size"),
     )
     max_tokens_per_micro_batch: int = setting(
         0,
-        "Most tokens of one forward pass on one rank, padding included: rows of like length share it, more of"
-        " short ones; 0: any",
+        "Tokens of one forward pass on one rank at most, with padding; rows of similar length share a pass;"
+        " 0: no limit",
         least=0,
         resume="free",
     )
     tasks_per_pass: str = setting(
         "1",
-        "With anil, protonet or --lora_r: tasks of a group whose rows go through the body together, each with"
-        " a head and adapters of its own; auto: as many as fit into micro_batch_size rows",
+        "With anil, protonet or --lora_r: tasks of a group that share a forward pass of the body, each with"
+        " a separate head and adapters; auto: as many as fit into micro_batch_size rows",
+        or_auto=1,
         resume="free",
     )
     elastic: bool = setting(
         False,
-        "This launch is one group of a run whose groups come and go (`fmmeta elastic` starts them;"
+        "This launch is one group of a run whose groups join and leave (`fmmeta elastic` starts them;"
         " docs/elastic.md)",
         resume="free",
     )
     lighthouse: str | None = setting(
-        None, "elastic: http://HOST:PORT of `fmmeta lighthouse` (default: TORCHFT_LIGHTHOUSE)", resume="free"
+        None,
+        "elastic: http://HOST:PORT of `fmmeta lighthouse` (default: TORCHFT_LIGHTHOUSE)",
+        resume="free",
+        needs=("elastic",),
     )
     group_name: str | None = setting(
-        None, "elastic: what the others call this group (default: host and process)", resume="free"
+        None,
+        "elastic: name of this group (default: host and process)",
+        resume="free",
+        needs=("elastic",),
     )
     engine: str = setting(
         "auto",
-        "What runs the model inside a group; auto: DeepSpeed wherever a group "
-        "shares or offloads a model, plain PyTorch in a group of one that does not",
+        "Engine of a group; auto: plain PyTorch in a group of one that does not offload from a GPU, else"
+        " DeepSpeed",
         ENGINES,
         resume="free",
     )
     compile: bool = setting(
         False,
-        "torch.compile of the model, where one rank holds all of it in plain PyTorch; rows of any length",
+        "Compile the model with torch.compile for rows of any length; needs a group of one without DeepSpeed",
         resume="free",
         synonyms=("torch_compile",),
     )
     bf16: bool = setting(
-        False, "bf16 weights and activations over fp32 shards (where the DeepSpeed file says auto or nothing)"
+        False,
+        "bf16 weights and activations over fp32 shards; a value in the DeepSpeed file that is not auto wins",
     )
     offload_outer: bool = setting(
         False,
-        "Keep theta, meta-gradient and outer moments in host memory during the inner loop",
+        "Store theta, meta-gradient and outer moments in host memory during the inner loop",
+        per_algorithm=True,
         resume="free",
     )
     show_layout: bool = setting(
         False,
-        "Show at the start on which node each rank of each group is, and which links carry what",
+        "Log at the start on which node each rank of each group is, and what each link carries",
         resume="free",
     )
-    local_rank: int = setting(-1, "Passed by launchers; leave it alone", resume="hidden")
+    local_rank: int = setting(-1, "Set by launchers; do not set it", resume="hidden")
 
 
 @dataclass
@@ -481,64 +572,70 @@ class RunConfig:
     )
     save_steps: int = setting(
         100,
-        "Outer steps between checkpoints; 0: none but when a signal stops the run",
+        "Outer steps between checkpoints; 0: only when a signal stops the run",
         least=0,
         resume="free",
     )
     save_total_limit: int = setting(2, "Checkpoints to keep", least=1, resume="free")
     save_async: bool = setting(
-        True, "Write checkpoints from a copy in host memory while training goes on", resume="free"
+        True, "Write checkpoints from a copy in host memory while training continues", resume="free"
     )
     max_failed_saves: int = setting(
         3, "Stop after this many checkpoints in a row that could not be written", least=1, resume="free"
     )
     resume_from_checkpoint: str = setting(
-        "latest", "A checkpoint folder, latest (of output_dir, if there is one), or never", resume="hidden"
+        "latest",
+        "A checkpoint folder; latest: the newest of output_dir, if any; never: start from the beginning",
+        resume="hidden",
     )
     accept_changed_settings: list[str] = setting(
         [],
-        "Names of settings that change theta and that a continuation may have otherwise than the run it"
-        " continues",
+        "Names of settings that change theta and may differ on resume all the same",
         resume="hidden",
     )
     step_timeout: float = setting(
         None,
-        "Seconds that an outer step may take before the watchdog names who keeps it and ends the job"
-        " (default: ten times the slowest so far, 300 at least, 1800 for the first)",
-        positive="or leave it out",
+        "Seconds of an outer step after which the watchdog logs the ranks that block it and ends the job"
+        " (default: ten times the slowest step so far, at least 300; 1800 for the first)",
+        positive=NO_LIMIT,
         resume="free",
     )
     check_replicas_steps: int = setting(
         100,
-        "Outer steps between checks that the groups hold the same theta; 0: before saves only",
+        "Outer steps between checks that all groups have the same theta; 0: only before saves",
         least=0,
         resume="free",
     )
     eval_steps: int = setting(
-        0, "Outer steps between evaluations on validation tasks; 0: none", least=0, resume="free"
+        0,
+        "Outer steps between evaluations on validation tasks; 0: none",
+        least=0,
+        resume="free",
+        needs=("eval_episodes",),
     )
     load_best_model_at_end: bool = setting(
         False,
-        "Export the weights with the highest validation accuracy (of equals, the lowest loss) instead of the"
+        "Export the weights with the highest validation accuracy (at a tie, the lowest loss) instead of the"
         " last ones",
     )
-    eval_episodes: int = setting(
-        100, "Episodes of each evaluation; 0: evaluate nothing", least=0, resume="free"
-    )
+    eval_episodes: int = setting(100, "Episodes of each evaluation; 0: no evaluation", least=0, resume="free")
     test_episodes: int = setting(
         None,
-        "Episodes of the table on held-out tasks at the end (default: eval_episodes); 0: no table",
+        "Episodes of the final table on held-out tasks (default: eval_episodes); 0: no table",
         least=0,
         resume="free",
     )
     logging_steps: int = setting(10, "Outer steps between lines of metrics.jsonl", least=1, resume="free")
     profile: bool = setting(
         False,
-        "Look at one outer step: a trace per rank in output_dir, and a table of where its time went",
+        "Profile one outer step: a trace per rank in output_dir, and a table of its time by region",
         resume="free",
     )
     report_to: list[str] = setting(
-        ["none"], "One or more trackers that get the lines of metrics.jsonl as well", TRACKERS, resume="free"
+        ["none"],
+        "One or more trackers that log the lines of metrics.jsonl",
+        ("none", "tensorboard", "wandb", "mlflow", "trackio"),
+        resume="free",
     )
 
 
@@ -547,13 +644,18 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
     """Every setting of a run. Raises `UsageError` in one line where values contradict each other."""
 
     def __post_init__(self) -> None:
-        """Fill in what was left open, then refuse what cannot work."""
+        """Resolve settings that were left open, then refuse values that cannot work."""
         for item in fields(self):
             setattr(self, item.name, of_type(type(self), item.name, getattr(self, item.name)))
-        for problem in validate.of_choices(self, fields(self)):
+        for problem in validate.of_choices(self):
             raise UsageError(problem)
         for name, value in validate.resolved(self).items():
             setattr(self, name, value)
+        for name in self.accept_changed_settings:
+            if name not in (*type(self).__dataclass_fields__, "dataset_fingerprint", *validate.RESOLVED):
+                raise UsageError(
+                    f"accept_changed_settings={name} is no setting; name those that the refusal names"
+                )
         for problem in validate.problems(self):
             raise UsageError(problem)
 
@@ -580,20 +682,20 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
 
 
 REMEMBERED = names_where(Config, lambda rule: rule.remembered)
-"""What an exported model stores in fmmeta.json, so that it is adapted as it was trained to be."""
+"""Settings that an exported model stores in fmmeta.json, so that it is adapted as it was trained."""
 FREE_ON_RESUME = {*names_where(Config, lambda rule: rule.resume != "fixed")}
-"""Settings that may differ between a run and its continuation: they do not change theta."""
+"""Settings that may change on resume, because they do not change theta."""
 HIDDEN_ON_RESUME = {*names_where(Config, lambda rule: rule.resume == "hidden")}
-"""Those of them that differ between any two starts."""
+"""Settings of FREE_ON_RESUME that differ at every start."""
 KEYED = names_where(Config, lambda rule: rule.keyed)
-"""What decides how the rows of a data set become tokens, beside the tokenizer."""
+"""Settings that decide, with the tokenizer, how the rows of a data set become tokens."""
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any], free: bool = False) -> dict[str, str]:
-    """Settings that would make a continuation another run, by name, as `name: before -> now`; with `free`
-    those that do not.
+    """Settings that may not change on resume and did, by name, as `name: before -> now`; with `free`, those
+    that may and did.
 
-    What was resolved is not compared where one side does not know it: runs of 0.1.0.
+    RESOLVED settings are compared only if both sides have them; runs of 0.1.0 do not.
     """
     known = {name for name in validate.RESOLVED if name in before and name in now}
     unbound = FREE_ON_RESUME | {"deepspeed_layout"} | ({"bf16"} if "precision" in known else set())

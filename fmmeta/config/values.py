@@ -1,4 +1,4 @@
-"""Values given from Python or a file, converted to the type of their setting or refused in one line."""
+"""Converts values given from Python or a file to the type of their setting, or refuses them in one line."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ hints_of = cache(get_type_hints)
 """The types of a dataclass's fields, by name."""
 
 
+def shown(value: Any) -> str:
+    """A value as messages show it: lists as the flag takes them."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def of_type(settings: Any, name: str, value: Any) -> Any:
-    """A value of a dataclass's field as the flag's text would have become it: one where a list is expected is
-    a list of one, None is what it may be where it is the default. Raises `UsageError`.
+    """A value of a dataclass's field, converted as the flag's text is. Raises `UsageError`.
+
+    A single value for a list becomes a list of one; None is accepted if it is the default.
     """
     if value is None and settings.__dataclass_fields__[name].default is None:
         return None

@@ -23,7 +23,7 @@ from fmmeta.config.settings import (
     RowConfig,
     TaskConfig,
 )
-from fmmeta.config.validate import check_bounds
+from fmmeta.config.validate import check_values
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe
 from fmmeta.models.stored_settings import remembered
@@ -133,7 +133,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
             raise UsageError(f"n_way={self.n_way} is neither a number nor all; use 5, say")
         if self.eval_split not in EVAL_SPLITS:
             raise UsageError(f"eval_split={self.eval_split} is unknown; use {', '.join(EVAL_SPLITS)}")
-        check_bounds(self)
+        check_values(self)
         if self.n_way == "all" and self.n_way_max is not None:
             raise UsageError(f"n_way_max={self.n_way_max} means nothing for n_way=all; leave it out")
         if self.k_shot_max is not None and len(self.k_shot) > 1:
@@ -217,7 +217,7 @@ class AdaptConfig(FewShotConfig):
                 raise UsageError(
                     f"{name}={path} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them"
                 )
-        check_bounds(self)
+        check_values(self)
 
 
 @dataclass
@@ -255,7 +255,7 @@ class PredictConfig:
     def __post_init__(self) -> None:
         if not self.model_name_or_path:
             raise UsageError("model_name_or_path is missing; give the folder that fmmeta adapt wrote")
-        check_bounds(self)
+        check_values(self)
         if self.input != "-" and not Path(self.input).is_file():
             raise UsageError(f"input={self.input} is not a file; give one, or - for standard input")
         if self.input != "-" and Path(self.output).is_file() and Path(self.output).samefile(self.input):

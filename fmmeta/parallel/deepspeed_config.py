@@ -245,7 +245,7 @@ def block_of(parent: dict[str, Any], key: str, example: str, name: str) -> dict[
 
 
 def refusal(name: str, key: str, value: Any, why: str) -> UsageError:
-    """The error for a value of the file. why: goes on after the value, with what to do."""
+    """The error for a value of the file. why: the rest of the line, with what to do."""
     text = json.dumps(value)
     return UsageError(f"deepspeed={name} sets {key}={text if len(text) <= 60 else text[:57] + '...'}{why}")
 

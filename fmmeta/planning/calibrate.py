@@ -1,15 +1,15 @@
-"""Measure a machine for the plan: `--calibrate` starts as many ranks as there are GPUs (two on a machine
-without) and tries
+"""Measures a machine for the plan. `--calibrate` starts one rank per GPU (two on a machine without), and all
+ranks measure at the same time:
 
-    products      a forward and backward pass through each kind of layer (models/layer_timing.py), all ranks
-                  at the same time; its flops by seconds, in the precision that is planned
-    memory        theta <- theta - rate gradient on vectors that no cache holds
-    page_in       a new vector allocated and filled, minus filling an existing one
-    link          an all-reduce of 32 MB between the ranks, and a tiny one for the latency
-    host          the vectors once more in host memory, and copies of pinned memory to another device
+    matmul        flop/s of a forward and backward pass through each kind of layer (models/layer_timing.py),
+                  in the precision that is planned
+    memory        bytes/s of theta <- theta - lr gradient on vectors that no cache holds
+    page_in       seconds to allocate and fill a vector, less those to fill an existing one
+    link          bytes/s of an all-reduce of 32 MB between the ranks; seconds of a tiny one
+    host          the vectors once more in host memory, and copies of pinned memory to the device
 
-What an engine adds to a pass is not measured and counts as nothing. One machine cannot measure a network:
-between nodes the link is taken to be that of the node.
+The overhead of an engine per pass is not measured and counts as 0. One machine cannot measure a network:
+links between nodes count as links inside the node.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import json
 import os
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,141 +25,112 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.multiprocessing.spawn import ProcessException, spawn
+
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import end_with_parent
+from fmmeta.config.settings import Config
+from fmmeta.meta.costs import rows_of
+from fmmeta.models.layer_timing import layer_seconds
+from fmmeta.models.lazy_weights import initialise, wrap_without_storage
+from fmmeta.models.load import auto_class, describe
+from fmmeta.models.pipeline_split import FAMILIES
+from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import World, pick_device
+from fmmeta.planning.compute import count_matmuls
 from fmmeta.planning.machines import Profile
 from fmmeta.planning.settings import PlanConfig
+from fmmeta.planning.sizes import micro_batches
 
-VECTOR, LINK, REPEATS, ROWS = 2**24, 2**23, 5, 8  # elements, elements, times, rows of a micro-batch at most
+VECTOR, LINK, REPEATS, ROWS = 2**24, 2**23, 5, 8  # elements, elements, times, most rows of a micro-batch
 TIMEOUT_S = 600
 
 
 def measure(plan: PlanConfig) -> Profile:
-    """Start the ranks and read what the first one found. Raises `UsageError` where they fail."""
-    import torch
-
-    there = torch.cuda.device_count() or 2
-    count = min(plan.gpus, plan.gpus_per_node, there)
+    """Start the ranks and return what rank 0 wrote. Raises `UsageError` if one fails."""
+    count = min(plan.gpus, plan.gpus_per_node, torch.cuda.device_count() or 2)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        settings, out = Path(folder) / "plan.json", Path(folder) / "profile.json"
-        settings.write_text(json.dumps({**asdict(plan), "save_profile": None}))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        ranks = []
-        for rank in range(count):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(count),
-                "MASTER_PORT": port,
-                "LOCAL_WORLD_SIZE": str(count),
-                "MASTER_ADDR": "127.0.0.1",
-            }
-            words = [sys.executable, "-m", "fmmeta.planning.calibrate", str(settings), str(out)]
-            ranks.append(
-                subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            )
+        out = Path(folder) / "profile.json"
+        ranks: Any = spawn(run_rank, (count, port, asdict(plan), out), nprocs=count, join=False)
+        deadline, failure = time.monotonic() + TIMEOUT_S, ""
         try:
-            failure = wait(ranks)
+            while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
+                if time.monotonic() > deadline:
+                    failure = f"not done after {TIMEOUT_S} s"
+                    break
+        except ProcessException as error:
+            failure = str(error).strip().splitlines()[-1]
         finally:
-            for one in ranks:
-                one.kill()
-        if not out.is_file():
+            for process in ranks.processes:
+                process.kill()
+        if failure:
             raise UsageError(f"calibrate=True: a rank failed ({failure}); give --machine instead")
         return Profile(**json.loads(out.read_text()))
 
 
-def wait(ranks: list[subprocess.Popen[str]]) -> str:
-    """The last line of the first rank that failed; all have ended."""
-    failure = ""
-    deadline = time.monotonic() + TIMEOUT_S
-    for rank in ranks:
-        try:
-            text, _ = rank.communicate(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            text, _ = rank.communicate()
-            text = f"not done after {TIMEOUT_S} s"
-        if rank.returncode and not failure:
-            failure = (text.strip().splitlines() or ["no output"])[-1]
-    return failure
-
-
-def rank_main(settings: str, out: str) -> None:
-    """One of the ranks that measure."""
+def run_rank(rank: int, count: int, port: int, plan: dict[str, Any], out: Path) -> None:
+    """Measure as one of `count` ranks; rank 0 writes the profile to `out`."""
     end_with_parent()
-    from fmmeta.parallel.layout import Launch
-    from fmmeta.parallel.process_groups import World, pick_device
-
-    plan = PlanConfig(**json.loads(Path(settings).read_text()))
-    launch = Launch.from_env(os.environ)
+    silent = os.open(os.devnull, os.O_WRONLY)  # the plan's stdout may be JSON
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    launch = Launch(rank, count, rank, count, master_port=port)
     world = World(launch, pick_device(launch))
-    ranks = world.split(launch.world_size, default_group=launch.world_size > 1)
-    profile = of_ranks(plan, ranks)
-    if ranks.first:
-        Path(out).write_text(json.dumps(asdict(profile)))
+    profile = measure_together(PlanConfig(**{**plan, "save_profile": None}), world.split(count, count > 1))
+    if rank == 0:
+        out.write_text(json.dumps(asdict(profile)))
     world.close()
 
 
-def of_ranks(plan: PlanConfig, ranks: Any) -> Profile:
-    """What ranks that form one group (parallel/process_groups.py: ProcessGroups) can do together.
+def measure_together(plan: PlanConfig, ranks: Any) -> Profile:
+    """The profile of ranks that form one group (parallel/process_groups.py: ProcessGroups).
 
     Collective: world.
     """
-    import torch
-
     device, bf16, size = ranks.device, plan.bf16_planned, ranks.world.size
     ranks.world.barrier()
-    found = {"products": product_rate(plan, size, device, bf16)}
+    found = {"matmul": matmul_rate(plan, size, device, bf16)}
     ranks.world.barrier()
-    found["memory"] = found["host"] = found["host_link"] = vector_rate(device)
-    found["page_in"] = page_in(device)
+    found["memory"] = found["host_memory"] = found["host_link"] = vector_rate(device)
+    theta = torch.zeros(VECTOR, device=device)
+    allocated = median_s(lambda: torch.ones(VECTOR, device=device), device)
+    found["page_in"] = max(0.0, allocated - median_s(lambda: theta.fill_(1.0), device)) / (4 * VECTOR)
     if device.type != "cpu":
-        found["host"], found["host_link"] = vector_rate(torch.device("cpu")), copy_rate(device)
+        found["host_memory"] = vector_rate(torch.device("cpu"))
+        pinned = torch.zeros(VECTOR, pin_memory=True)
+        found["host_link"] = 4 * VECTOR / median_s(lambda: theta.copy_(pinned), device)
     found["link"], found["latency"] = link_rates(ranks.group, device)
     gathered = [json.loads(text) for text in ranks.world.gather_bytes(json.dumps(found).encode())]
     mean = {name: statistics.mean(one[name] for one in gathered) for name in found}
-    precision = "bf16" if bf16 else "fp32"
+    matmul, link = mean.pop("matmul"), mean.pop("link")
     return Profile(
-        "measured",
-        device.type,
-        mean["products"],
-        mean["products"],
-        mean["memory"],
-        mean["link"],
-        mean["link"],
-        mean["host_link"],
-        mean["host"],
-        mean["latency"],
-        0.0,
-        0.0,
-        mean["page_in"],
-        f"measured on {size} ranks ({device.type}, {precision}); between nodes as inside",
+        name="measured",
+        device=device.type,
+        matmul_bf16=matmul,
+        matmul_fp32=matmul,
+        group_link=link,
+        cross_link=link,
+        step_overhead=0.0,
+        hidden=0.0,
+        source=f"measured on {size} ranks ({device.type}, {'bf16' if bf16 else 'fp32'}); between nodes as"
+        " inside",
+        **mean,
     )
 
 
-def product_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float:
+def matmul_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float:
     """Flop/s through the model's layers, in a micro-batch of a group of all ranks."""
-    import torch
-
-    from fmmeta.config.settings import Config
-    from fmmeta.meta.costs import rows_of
-    from fmmeta.models.layer_timing import layer_seconds
-    from fmmeta.models.lazy_weights import initialise, wrap_without_storage
-    from fmmeta.models.load import auto_class, describe
-    from fmmeta.models.pipeline_split import FAMILIES
-    from fmmeta.planning.compute import count_matmuls
-    from fmmeta.planning.sizes import micro_batches
-
     alone = {"pipeline_stages": 1, "tensor_parallel_size": 1, "lora_r": 0, "gradient_checkpointing": False}
     config = Config(**{**plan.run_settings(), **alone})
     description = describe(config)
     tokens = plan.row_tokens or plan.max_length
     rows = min(micro_batches(rows_of(config)[0], ranks, config.micro_batch_size)[1], ROWS)
     if description.hf_config.model_type not in FAMILIES:
-        return plain_rate(description.hf_config.get_text_config(), rows * tokens, device, bf16)
+        return linear_rate(description.hf_config.get_text_config(), rows * tokens, device, bf16)
     auto, kwargs = auto_class(config, description)
     with torch.device("meta"):
         hf = auto.from_config(description.hf_config, **kwargs)
@@ -171,14 +140,11 @@ def product_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float
     return rows * tokens * count_matmuls(learner, config).flops(tokens, True, False) / seconds
 
 
-def plain_rate(text: Any, tokens: int, device: Any, bf16: bool) -> float:
-    """Flop/s of products [tokens, H] x [H, 4 H] and their two gradients, for a family whose layers are not
-    tried.
+def linear_rate(text: Any, tokens: int, device: Any, bf16: bool) -> float:
+    """Flop/s of a matrix product [tokens, H] x [H, 4 H] and its two gradients, for a family whose layers
+    cannot be run one by one.
     """
-    import torch
-
-    hidden = getattr(text, "hidden_size", 768)
-    dtype = torch.bfloat16 if bf16 else torch.float32
+    hidden, dtype = getattr(text, "hidden_size", 768), torch.bfloat16 if bf16 else torch.float32
     weight = torch.randn(4 * hidden, hidden, device=device, dtype=dtype, requires_grad=True)
     inputs = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
     ones = torch.ones(tokens, 4 * hidden, device=device, dtype=dtype)
@@ -188,33 +154,12 @@ def plain_rate(text: Any, tokens: int, device: Any, bf16: bool) -> float:
 
 def vector_rate(device: Any) -> float:
     """Bytes/s of an inner step's arithmetic: two vectors read, one written."""
-    import torch
-
     theta, gradient = torch.zeros(VECTOR, device=device), torch.ones(VECTOR, device=device)
     return 12 * VECTOR / median_s(lambda: theta.add_(gradient, alpha=-0.1), device)
 
 
-def page_in(device: Any) -> float:
-    """Seconds per byte of newly allocated memory, besides writing to it."""
-    import torch
-
-    there = torch.zeros(VECTOR, device=device)
-    allocated = median_s(lambda: torch.ones(VECTOR, device=device), device)
-    return max(0.0, allocated - median_s(lambda: there.fill_(1.0), device)) / (4 * VECTOR)
-
-
-def copy_rate(device: Any) -> float:
-    """Bytes/s from pinned host memory to the device."""
-    import torch
-
-    host, there = torch.zeros(VECTOR, pin_memory=True), torch.zeros(VECTOR, device=device)
-    return 4 * VECTOR / median_s(lambda: there.copy_(host), device)
-
-
 def link_rates(group: Any, device: Any) -> tuple[float, float]:
     """Bytes/s that a rank sends in an all-reduce, and seconds of a tiny one. Collective: group."""
-    import torch
-
     if group.size == 1:
         return vector_rate(device), 0.0
     vector, tiny = torch.ones(LINK, device=device), torch.ones(1, device=device)
@@ -225,19 +170,12 @@ def link_rates(group: Any, device: Any) -> tuple[float, float]:
 
 def median_s(work: Callable[[], Any], device: Any) -> float:
     """Seconds of a repetition; the first two warm up."""
-    import torch
-
-    found = []
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    seconds = []
     for _ in range(REPEATS + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize()
         began = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - began)
-    return statistics.median(found[2:])
-
-
-if __name__ == "__main__":
-    rank_main(*sys.argv[1:])
+        synchronize()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[2:])

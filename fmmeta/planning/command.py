@@ -4,18 +4,16 @@ the best one.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import to_json
-from fmmeta.planning import picture, show
+from fmmeta.planning import show
 from fmmeta.planning.layouts import Planner
-from fmmeta.planning.machines import Profile, find, save
+from fmmeta.planning.machines import Profile, find, save, write
 from fmmeta.planning.settings import PlanConfig
 
 
 def run(plan: PlanConfig) -> None:
-    """Print the plan. Raises `UsageError` where nothing fits."""
+    """Print the plan. Raises `UsageError` if nothing fits."""
     planner = Planner(plan, profile_of(plan))
     layouts = planner.layouts()
     fits = bool(layouts) and not layouts[0].lacking
@@ -24,16 +22,9 @@ def run(plan: PlanConfig) -> None:
     elif fits:
         print(show.text(planner, layouts))
     if plan.picture is not None and layouts:
-        shown = [one for lora in (False, True) for one in show.best(layouts, lora, plan.top)] or layouts[
-            : plan.top
-        ]
-        drawn = picture.svg(shown, plan.gpu_memory_gib, f"Memory of {plan.model_name_or_path} by layout")
-        try:
-            Path(plan.picture).write_text(drawn, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(
-                f"picture={plan.picture} cannot be written ({error.strerror}); choose another file"
-            ) from None
+        drawn = [one for ways in show.best(layouts).values() for one in ways[: plan.top]]
+        title = f"Memory of {plan.model_name_or_path} by layout"
+        write(plan.picture, "picture", show.svg(drawn or layouts[: plan.top], plan.gpu_memory_gib, title))
     if not fits:
         raise UsageError(show.lacking(planner, layouts))
 

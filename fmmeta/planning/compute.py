@@ -1,14 +1,13 @@
-"""What one task asks of a rank: flops, bytes on the wire, bytes of vector arithmetic. Counted from the
-layout, not timed.
+"""Counts the work of one task on one rank: flops, bytes on the wire, bytes of vector arithmetic.
 
-Passes are those of meta/costs.py, micro-batches those of tasks/batching.py. On the wire counts the payload
-that a rank hands to a collective or sends, as `comm_bytes` in metrics.jsonl does:
+Passes are those of meta/costs.py, micro-batches those of tasks/batching.py. Bytes on the wire are the payload
+that a rank passes to a collective or sends, as `comm_bytes` in metrics.jsonl:
 
-    gather     ZeRO 3: parameters, for each forward pass and each backward pass that finds them released;
+    gather     ZeRO 3: parameters, for each forward pass and each backward pass after they were released;
                ZeRO 1 and 2: updated parameters
     reduce     gradients, fp32: once a pass (ZeRO 0, 1), once a micro-batch (ZeRO 2, 3)
     tensor     activations between tensor ranks: after attention and MLP (Shoeybi et al. 2019, section 3), and
-               backward for each product cut by columns (Megatron has one sum for a shared input)
+               backward for each product split by columns (Megatron has one sum for a shared input)
     send       hidden states to the next stage with ids and mask, their gradients to the one before
     cross      one reduction of the shard per outer step
 
@@ -19,9 +18,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-import torch
 from torch import nn
 
 from fmmeta.config.settings import Config
@@ -33,26 +31,23 @@ from fmmeta.parallel.workers.tensor_parallel import cut_patterns
 from fmmeta.planning.memory import Sizes
 from fmmeta.planning.sizes import micro_batch_rows, micro_batches
 
-# products cut by columns in a layer of parallel/workers/tensor_parallel.py's plan: queries, keys, values,
-# gate and up
+# products split by columns in a layer (parallel/workers/tensor_parallel.py): queries, keys, values, gate, up
 COLUMNS = 5
 
 
 @dataclass(frozen=True)
 class MatmulCounts:
-    """Matrix products of a model: weights that each token meets, in all, of its fullest stage, and per tensor
-    rank.
-    """
+    """Weights of a model that each token is multiplied by, on one tensor rank."""
 
     whole: int
-    trained: int  # of them, those whose gradients are taken
-    inside: int = 0  # of the whole, those in the layers: a head is not computed again
+    trained: int  # weights of `whole` that have gradients
+    inside: int = 0  # weights of `whole` in the layers: checkpointing does not compute a head again
     fullest: float = 1.0  # share of the fullest stage
     width: int = 0  # layers x attention width: 4 T flops per token for each
-    matrices: int = 1  # that are gathered one by one
+    matrices: int = 1  # ZeRO 3 gathers them one by one
 
     def flops(self, tokens: int, backward: bool, again: bool) -> float:
-        """Of one token in a row of `tokens`. again: layers are computed once more for the backward pass."""
+        """Flops of one token in a row of `tokens`. again: the backward pass computes the layers again."""
         forward = 2 * self.whole + 4 * self.width * tokens
         if not backward:
             return forward
@@ -61,7 +56,7 @@ class MatmulCounts:
 
 
 def count_matmuls(learner: Learner, config: Config) -> MatmulCounts:
-    """Of a learner without storage. A tied output layer is a product too; embeddings are looked up."""
+    """Count a learner without storage. A tied output layer counts; embeddings are looked up and do not."""
     text = learner.hf.config.get_text_config()
     heads = getattr(text, "num_attention_heads", 12)
     width = (
@@ -69,11 +64,13 @@ def count_matmuls(learner: Learner, config: Config) -> MatmulCounts:
         * heads
         * (getattr(text, "head_dim", None) or text.hidden_size // heads)
     )
-    found = ((name, weight_of(module)) for name, module in learner.named_modules())
-    weights = [(name, weight) for name, weight in found if weight is not None]
-    whole, trained = (
-        sum(w.numel() for _, w in weights if w.requires_grad or every) for every in (True, False)
-    )
+    weights = [
+        (name, module.get_parameter("weight"))
+        for name, module in learner.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # Conv1D: GPT-2's
+    ]
+    whole = sum(w.numel() for _, w in weights)
+    trained = sum(w.numel() for _, w in weights if w.requires_grad)
     inside = sum(w.numel() for name, w in weights if re.search(r"\.\d+\.", name))
     if config.tensor_parallel_size > 1:
         ranks, is_cut = config.tensor_parallel_size, cut_patterns(learner.hf.config)
@@ -88,15 +85,6 @@ def count_matmuls(learner: Learner, config: Config) -> MatmulCounts:
     return MatmulCounts(whole, trained, inside, max(parts) / whole, width, len(weights))
 
 
-def weight_of(module: nn.Module) -> torch.Tensor | None:
-    """The matrix of a linear layer (GPT-2's are transposed)."""
-    return (
-        getattr(module, "weight", None)
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        else None
-    )
-
-
 @dataclass(frozen=True)
 class Wire:
     """Payload bytes of one rank, by kind, and in how many collectives."""
@@ -108,26 +96,20 @@ class Wire:
     collectives: int = 0
 
     def __add__(self, other: Wire) -> Wire:
-        return Wire(*(a + b for a, b in zip(self.values, other.values, strict=True)))
+        return Wire(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, times: int) -> Wire:
-        return Wire(*(times * a for a in self.values))
-
-    @property
-    def values(self) -> Sequence[int]:
-        return self.gather, self.reduce, self.tensor, self.send, self.collectives
+        return Wire(*(times * a for a in astuple(self)))
 
     @property
     def total(self) -> int:
         """Bytes."""
-        return sum(self.values[:-1])
+        return self.gather + self.reduce + self.tensor + self.send
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """A pass over one set on the rank that has most to do: flops, micro-batches that follow each other, bytes
-    on the wire.
-    """
+    """A pass over one set on the rank with the most work."""
 
     flops: float
     wire: Wire
@@ -137,18 +119,12 @@ class PassCost:
 
 @dataclass(frozen=True)
 class TaskCost:
-    """All passes of one task, by kind and how often; `writes`: whole vectors put into the worker besides,
-    each with the wire of `refresh`.
-    """
+    """All passes of one task."""
 
-    passes: Sequence[tuple[int, PassCost]]
+    passes: Sequence[tuple[int, PassCost]]  # how often, and its cost
     updates: int
-    writes: int
-    refresh: Wire
-
-    @property
-    def flops(self) -> float:
-        return sum(times * one.flops for times, one in self.passes)
+    writes: int  # complete vectors that are written to the worker besides
+    refresh: Wire  # of each of these writes
 
     @property
     def wire(self) -> Wire:
@@ -163,8 +139,10 @@ def task_work(
     data: int,
     row_tokens: int,
 ) -> TaskCost:
-    """One task of a run. data: data-parallel ranks of the group."""
-    many = passes(config, data, leaves_open(config, precision, data))
+    """The work of one task. data: data-parallel ranks of the group."""
+    one_rank = config.pipeline_stages * config.tensor_parallel_size == 1
+    defers = one_rank and (precision.zero_stage < 3 or data == 1)  # as FullModelWorker.can_defer_backward
+    many = passes(config, data, defers)
     support, query = rows_of(config)
     kinds = [
         (many.support, support, True),
@@ -180,23 +158,14 @@ def task_work(
     return TaskCost(found, many.training, many.writes, refresh(precision, sizes, data))
 
 
-def leaves_open(config: Config, precision: DeepSpeedSettings, data: int) -> bool:
-    """Whether workers of this layout keep a forward pass until its backward pass is matmuls for
-    (WholeWorker.keeps).
-    """
-    return config.pipeline_stages * config.tensor_parallel_size == 1 and (
-        precision.zero_stage < 3 or data == 1
-    )
-
-
 def needed_flops(config: Config, matmuls: MatmulCounts, tokens: int) -> float:
-    """Of one task on one rank that keeps all activations: what no layout can do without."""
+    """Flops of one task on one rank that keeps all activations: the least of all layouts."""
     many = passes(config)
     support, query = rows_of(config)
     trained = many.support * support + many.query * query
-    looked_at = many.support_forwards * support + many.query_forwards * query
+    forwarded = many.support_forwards * support + many.query_forwards * query
     return tokens * (
-        matmuls.flops(tokens, True, False) * trained + matmuls.flops(tokens, False, False) * looked_at
+        matmuls.flops(tokens, True, False) * trained + matmuls.flops(tokens, False, False) * forwarded
     )
 
 
@@ -210,6 +179,7 @@ def one_pass(
     tokens: int,
     backward: bool,
 ) -> PassCost:
+    """A pass over `rows` rows of `tokens` tokens that `data` ranks share."""
     stages, width = config.pipeline_stages, 2 if precision.bf16 else 4
     rounds, each = micro_batches(rows, data, micro_batch_rows(config, data))
     per_token = matmuls.flops(tokens, backward, config.gradient_checkpointing)
@@ -228,7 +198,7 @@ def one_pass(
         sums = sizes.layers * (forward + (COLUMNS if backward else 0))
         wire += Wire(tensor=rounds * sums * hidden, collectives=rounds * sums)
     held, stage = sizes.params + sizes.frozen, precision.zero_stage if data > 1 else 0
-    kept = held <= precision.live  # gathered parameters stay from the forward to the backward pass, no longer
+    kept = held <= precision.live  # parameters stay gathered until the backward pass
     gathers = rounds * (1 if kept or not backward else 2)
     if stage == 3:
         wire += Wire(gather=gathers * held * width, collectives=gathers * matmuls.matrices)

@@ -1,9 +1,8 @@
-"""What a machine can do, in a dozen numbers: stated from data sheets, read from a file, or measured
-(calibrate.py).
+"""Profiles of machines: rates from data sheets, from a file, or measured (calibrate.py).
 
-A stated rate of matrix products is a share of the peak that trainers of large models report (their "MFU"):
-0.45 in bf16, and 0.7 of the vector units' peak in fp32, where torch uses no tensor cores. It is an
-assumption, and the first thing to measure.
+A rate of matrix products from a data sheet is a share of the peak that trainers of large models report
+(their "MFU"): 0.45 in bf16, and 0.7 of the vector units' peak in fp32, where torch uses no tensor cores.
+These shares are assumptions; measure them first.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import to_json
 
-MFU_BF16, MFU_FP32, ATTAINED = 0.45, 0.7, 0.8  # ATTAINED: of memory and link rates
+MFU_BF16, MFU_FP32, ATTAINED = 0.45, 0.7, 0.8  # ATTAINED: share of memory and link rates
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Profile:
     cross_link: to another node; host_link: between device and host. latency: of a collective; step_overhead:
     of a pass with an update, beside its work. hidden: share of ZeRO 3's gathers that computing hides.
     page_in: seconds per byte of newly allocated memory, besides writing to it: page faults of a CPU;
-    0 where an allocator keeps what was freed, as on GPUs. device: cuda, or cpu, where memory that is not
-    touched costs nothing and gloo makes a reduce-scatter out of an all-reduce.
+    0 for an allocator that reuses freed memory, as on GPUs. device: cuda, or cpu, where untouched memory
+    costs nothing and gloo implements a reduce-scatter as an all-reduce.
     """
 
     name: str
@@ -41,12 +40,12 @@ class Profile:
     group_link: float
     cross_link: float
     host_link: float
-    host_memory: float
-    latency: float
-    step_overhead: float
-    hidden: float
-    page_in: float
-    source: str
+    host_memory: float = 20e9
+    latency: float = 30e-6
+    step_overhead: float = 5e-3
+    hidden: float = 0.5
+    page_in: float = 0.0
+    source: str = "from data sheets"
 
     def matmul(self, bf16: bool) -> float:
         return self.matmul_bf16 if bf16 else self.matmul_fp32
@@ -59,41 +58,26 @@ class Profile:
         )
 
 
-def stated(
-    name: str, bf16: float, fp32: float, memory: float, node: float, network: float, pcie: float
-) -> Profile:
-    """From a data sheet: peak flop/s; bytes/s of memory, and each way of the node's links, a GPU's share of
-    the network, PCIe.
-    """
-    return Profile(
+DATA_SHEETS = {
+    # name: peak flop/s in bf16 and fp32; bytes/s of memory, node link, network share of a GPU, PCIe
+    "a100": (312e12, 19.5e12, 2.0e12, 300e9, 25e9, 32e9),  # SXM 80 GB; HDR InfiniBand, one port per GPU
+    "h100": (989e12, 67e12, 3.35e12, 450e9, 50e9, 64e9),  # SXM; NDR InfiniBand, one port per GPU
+    "h200": (989e12, 67e12, 4.8e12, 450e9, 50e9, 64e9),
+}
+PROFILES = {
+    name: Profile(
         name,
         "cuda",
         MFU_BF16 * bf16,
         MFU_FP32 * fp32,
-        ATTAINED * memory,
-        ATTAINED * node,
-        ATTAINED * network,
-        ATTAINED * pcie,
-        20e9,
-        30e-6,
-        5e-3,
-        0.5,
-        0.0,
-        "from data sheets",
+        memory=ATTAINED * memory,
+        group_link=ATTAINED * node,
+        cross_link=ATTAINED * network,
+        host_link=ATTAINED * pcie,
     )
-
-
-PROFILES = {
-    "a100": stated(
-        "a100", 312e12, 19.5e12, 2.0e12, 300e9, 25e9, 32e9
-    ),  # SXM 80 GB; HDR InfiniBand, one port per GPU
-    "h100": stated(
-        "h100", 989e12, 67e12, 3.35e12, 450e9, 50e9, 64e9
-    ),  # SXM; NDR InfiniBand, one port per GPU
-    "h200": stated("h200", 989e12, 67e12, 4.8e12, 450e9, 50e9, 64e9),
+    for name, (bf16, fp32, memory, node, network, pcie) in DATA_SHEETS.items()
 }
 MAY_BE_0 = ("hidden", "step_overhead", "latency", "page_in")
-POSITIVE = [item.name for item in fields(Profile) if item.name not in ("name", "device", "source", *MAY_BE_0)]
 
 
 def find(name: str) -> Profile:
@@ -110,37 +94,40 @@ def find(name: str) -> Profile:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"machine={name} is not JSON ({error}); fix the file") from None
-    return from_values(name, values)
-
-
-def from_values(name: str, values: Any) -> Profile:
+    values = values if isinstance(values, dict) else {}
     known = [item.name for item in fields(Profile)]
-    given = list(values) if isinstance(values, dict) else []
-    wrong = [key for key in known if key not in given] or [key for key in given if key not in known]
+    wrong = [f"lacks {key}" for key in known if key not in values]
+    wrong += [f"sets {key}" for key in values if key not in known]
     if wrong:
-        raise UsageError(
-            f"machine={name} {'lacks' if wrong[0] in known else 'sets'} {wrong[0]}; it holds"
-            f" {', '.join(known)}"
-        )
-    for key in known:
-        if key not in ("name", "device", "source"):
-            number = isinstance(values[key], (int, float)) and not isinstance(values[key], bool)
-            least = 0 if key in POSITIVE else -math.ulp(0)
-            if not (number and least < values[key] < math.inf) or (key == "hidden" and values[key] > 1):
-                raise UsageError(
-                    f"machine={name} sets {key}={json.dumps(values[key])}, which is no rate; give a positive"
-                    f" number{' up to 1' if key == 'hidden' else ''}"
-                )
+        raise UsageError(f"machine={name} {wrong[0]}; it holds {', '.join(known)}")
     if values["device"] not in ("cuda", "cpu"):
         raise UsageError(f"machine={name} sets device={json.dumps(values['device'])}; use cuda or cpu")
+    for key in known:
+        if key not in ("name", "device", "source") and not is_rate(key, values[key]):
+            raise UsageError(
+                f"machine={name} sets {key}={json.dumps(values[key])}, which is no rate; give a positive"
+                f" number{' up to 1' if key == 'hidden' else ''}"
+            )
     return Profile(**{**values, "name": str(values["name"]), "source": str(values["source"])})
 
 
+def is_rate(key: str, value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    most = 1 if key == "hidden" else math.inf
+    return (0 < value < math.inf or (value == 0 and key in MAY_BE_0)) and value <= most
+
+
 def save(profile: Profile, path: str) -> None:
-    """Raises `UsageError` where the file cannot be written."""
+    """Raises `UsageError` if the file cannot be written."""
+    write(path, "save_profile", to_json(asdict(profile), indent=1) + "\n")
+
+
+def write(path: str, setting: str, text: str) -> None:
+    """Write a file that a setting names. Raises `UsageError`."""
     try:
-        Path(path).write_text(to_json(asdict(profile), indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(
-            f"save_profile={path} cannot be written ({error.strerror}); choose another file"
+            f"{setting}={path} cannot be written ({error.strerror}); choose another file"
         ) from None

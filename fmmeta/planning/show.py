@@ -1,126 +1,94 @@
-"""A plan as text: a table of the best layouts, their memory as bars, the command of the best; and as JSON."""
+"""A plan as text (a table of the best layouts, their memory as bars, the best command), JSON and SVG."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
+from pathlib import Path
 from typing import Any
 
+from fmmeta.common.text import render
 from fmmeta.config.settings import Config
 from fmmeta.planning.layouts import PlannedLayout, Planner
 from fmmeta.planning.memory import GIB, Estimate
-from fmmeta.planning.strategies import Strategy, file_of
+from fmmeta.planning.strategies import Strategy
 
-KINDS = {
-    "weights": ("weights", "gathered"),
-    "masters": ("master",),
-    "theta": ("theta",),
-    "meta-gradient": ("meta_gradient", "direction"),
-    "moments": ("moments",),
-    "kept": ("kept",),
-    "gradients": ("gradients",),
-    "activations": ("activations", "logits"),
-    "buffers": ("buffers", "staging"),
-}  # what a bar is made of
-LETTERS = dict(zip(KINDS, "WMTDOKGAB", strict=True))
-BAR = 60
+KINDS = {  # parts of a bar: letter, colour (Okabe and Ito 2008), kinds of the estimate
+    "weights": ("W", "#0072b2", ("weights", "gathered")),
+    "masters": ("M", "#56b4e9", ("master",)),
+    "theta": ("T", "#009e73", ("theta",)),
+    "meta-gradient": ("D", "#7fcab5", ("meta_gradient", "direction")),
+    "moments": ("O", "#e69f00", ("moments",)),
+    "kept": ("K", "#b88a1e", ("kept",)),
+    "gradients": ("G", "#d55e00", ("gradients",)),
+    "activations": ("A", "#cc79a7", ("activations", "logits")),
+    "buffers": ("B", "#8c8c8c", ("buffers", "staging")),
+}
+BAR, BARS = 60, 5  # letters of a GPU's memory; bars of each kind of training
 
 
-def best(layouts: Sequence[PlannedLayout], lora: bool, top: int) -> list[PlannedLayout]:
-    """The fastest that fits of each spread; how it saves memory beside is chosen for time."""
-    found: dict[tuple[int, ...], PlannedLayout] = {}
+def best(layouts: Sequence[PlannedLayout]) -> dict[str, list[PlannedLayout]]:
+    """The fastest layout that fits for each group size, ZeRO stage and model split, by what is trained."""
+    found: dict[str, dict[tuple[int, ...], PlannedLayout]] = {"all weights": {}, "adapters (LoRA)": {}}
     for one in layouts:
-        strategy = one.strategy
-        if not one.lacking and bool(strategy.lora_r) == lora:
-            found.setdefault(
-                (strategy.group_size, strategy.zero_stage, strategy.stages, strategy.tensor), one
-            )
-    return list(found.values())[:top]
+        way = one.strategy
+        if not one.lacking:
+            trained = "adapters (LoRA)" if way.lora_r else "all weights"
+            found[trained].setdefault((way.group_size, way.zero_stage, way.stages, way.tensor), one)
+    return {trained: list(ways.values()) for trained, ways in found.items() if ways}
 
 
 def bar_of(memory: Estimate) -> dict[str, int]:
-    """Bytes at the peak by the kinds of a bar."""
-    return {name: sum(memory.peak.get(kind, 0) for kind in kinds) for name, kinds in KINDS.items()}
+    """Bytes at the peak by the parts of a bar."""
+    return {name: sum(memory.peak.get(kind, 0) for kind in kinds) for name, (*_, kinds) in KINDS.items()}
 
 
 def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
-    plan = planner.plan
-    trained, _ = planner.counted(0, 1, 1)
-    rows = (
-        f"{planner.base.most_shots * (planner.base.most_classes or 1)} +"
-        f" {plan.num_query * (planner.base.most_classes or 1)}"
-    )
-    fitting = sum(not one.lacking for one in layouts)
+    plan, base, found = planner.plan, planner.base, best(layouts)
+    (trained, _), _ = planner.counts(0, 1, 1)
+    classes = base.most_classes or 1
     nodes = f" ({plan.gpus_per_node} a node)" if plan.gpus > plan.gpus_per_node else ""
+    fitting = sum(not one.lacking for one in layouts)
     lines = [
-        (
-            f"{plan.model_name_or_path}: {trained:,} parameters; {plan.gpus} GPUs of {plan.gpu_memory_gib:g}"
-            f" GiB{nodes}"
-        ),
-        (
-            f"{plan.algorithm}, {plan.tasks} tasks an outer step, {rows} rows of up to {plan.max_length}"
-            f" tokens, {'bf16' if plan.bf16_planned else 'fp32'}"
-        ),
+        f"{plan.model_name_or_path}: {trained:,} parameters; {plan.gpus} GPUs of {plan.gpu_memory_gib:g} GiB"
+        f"{nodes}",
+        f"{plan.algorithm}, {plan.tasks} tasks an outer step, {base.most_shots * classes} +"
+        f" {plan.num_query * classes} rows of up to {plan.max_length} tokens,"
+        f" {'bf16' if plan.bf16_planned else 'fp32'}",
         f"profile {planner.profile}",
-        f"{fitting} of {len(layouts)} layouts fit into 90 % of the memory; the fastest of each spread:",
+        f"{fitting} of {len(layouts)} layouts fit into 90 % of the memory; the fastest of each kind:",
     ]
-    for lora in (False, True):
-        shown = best(layouts, lora, plan.top)
-        if shown:
-            lines += ["", "adapters (LoRA)" if lora else "all weights", *table(shown)]
-    winners = [one for lora in (False, True) for one in best(layouts, lora, 1)]
-    if winners:
-        lines += [
-            "",
-            "memory of a rank, GiB: " + ", ".join(f"{letter} {name}" for name, letter in LETTERS.items()),
-        ]
-        lines += [bar(one, plan.gpu_memory_gib) for lora in (False, True) for one in best(layouts, lora, 5)]
-        lines += [
-            "",
-            *(
-                f"# {'adapters' if one.strategy.lora_r else 'all weights'}\n{command(planner, one.strategy)}"
-                for one in winners
-            ),
-        ]
+    for trained, ways in found.items():
+        lines += ["", trained, *table(ways[: plan.top])]
+    if found:
+        lines += ["", "memory of a rank, GiB: " + ", ".join(f"{KINDS[name][0]} {name}" for name in KINDS)]
+        lines += [bar(one, plan.gpu_memory_gib) for ways in found.values() for one in ways[:BARS]] + [""]
+        lines += [f"# {trained}\n{command(planner, ways[0].strategy)}" for trained, ways in found.items()]
     return "\n".join(lines)
 
 
 def table(shown: Sequence[PlannedLayout]) -> list[str]:
-    head = [
-        "group",
-        "groups",
-        "layout",
-        "rows",
-        "GiB",
-        "host GiB",
-        "step s",
-        "efficiency",
-        "GB in group",
-        "GB across",
-    ]
-    cells = [
-        [
-            str(one.strategy.group_size),
-            str(one.groups),
-            str(one.strategy),
-            str(one.rows),
-            f"{one.memory.total / GIB:.1f}",
-            f"{one.host_bytes / GIB:.0f}",
-            number(one.step_seconds),
-            f"{100 * one.efficiency:.0f} %",
-            number(one.wire.total / 1e9),
-            number(one.cross_bytes / 1e9),
-        ]
+    rows = [
+        {
+            "group": str(one.strategy.group_size),
+            "groups": str(one.groups),
+            "layout": str(one.strategy),
+            "rows": str(one.rows),
+            "GiB": f"{one.memory.total / GIB:.1f}",
+            "host GiB": f"{one.host_bytes / GIB:.0f}",
+            "step s": number(one.step_seconds),
+            "efficiency": f"{100 * one.efficiency:.0f} %",
+            "GB in group": number(one.wire.total / 1e9),
+            "GB across": number(one.cross_bytes / 1e9),
+        }
         for one in shown
     ]
-    widths = [max(len(row[i]) for row in [head, *cells]) for i in range(len(head))]
+    rows.insert(0, {name: name for name in rows[0]})
+    widths = {name: max(len(row[name]) for row in rows) for name in rows[0]}
     return [
-        "  ".join(
-            cell.ljust(width) if i == 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in [head, *cells]
+        "  ".join(f"{cell:{'<' if name == 'layout' else '>'}{widths[name]}}" for name, cell in row.items())
+        for row in rows
     ]
 
 
@@ -131,34 +99,49 @@ def number(value: float) -> str:
 
 def bar(one: PlannedLayout, gpu_memory_gib: float) -> str:
     """A line of letters, as long as the share of the GPU that each kind takes."""
-    drawn, at = "", 0.0
+    drawn, end = "", 0.0
     for name, size in bar_of(one.memory).items():
-        at += BAR * size / (gpu_memory_gib * GIB)
-        drawn += LETTERS[name] * (round(at) - len(drawn))
+        end += BAR * size / (gpu_memory_gib * GIB)
+        drawn += KINDS[name][0] * (round(end) - len(drawn))
     named = f"group of {one.strategy.group_size}, {one.strategy}"
     return f"|{drawn.ljust(BAR)}| {one.memory.total / GIB:5.1f}  {named}"
+
+
+def svg(layouts: Sequence[PlannedLayout], gpu_memory_gib: float, title: str) -> str:
+    """A bar of memory for each layout, and the line of what a GPU has."""
+    gib = {
+        f"{one.groups} x {one.strategy.group_size}: {one.strategy}": [
+            (KINDS[name][1], size / GIB) for name, size in bar_of(one.memory).items() if size
+        ]
+        for one in layouts
+    }
+    return render(
+        Path(__file__).with_name("memory.svg.j2"),
+        colours={name: colour for name, (_, colour, _) in KINDS.items()},
+        gpu_memory_gib=gpu_memory_gib,
+        bars=gib,
+        most=max([gpu_memory_gib, *(one.memory.total / GIB for one in layouts)]),
+        title=title,
+    )
 
 
 def command(planner: Planner, strategy: Strategy) -> str:
     """What starts the run: `deepspeed` on one node, `torchrun` on each of several."""
     plan = planner.plan
-    nodes = max(1, plan.gpus // plan.gpus_per_node)
     start = f"deepspeed --num_gpus {plan.gpus}"
-    if nodes > 1:
+    if plan.gpus > plan.gpus_per_node:
         start = (
-            f"torchrun --nnodes {nodes} --nproc_per_node {plan.gpus_per_node} --rdzv_backend c10d"
-            " --rdzv_endpoint $HEAD:29500"
+            f"torchrun --nnodes {plan.gpus // plan.gpus_per_node} --nproc_per_node {plan.gpus_per_node}"
+            " --rdzv_backend c10d --rdzv_endpoint $HEAD:29500"
         )
     return f"{start} launch/train.py {shlex.join(flags(planner, strategy))}"
 
 
 def flags(planner: Planner, strategy: Strategy) -> list[str]:
-    """Flags of the run: those that were given to the plan, and those of the layout, where they are not the
-    defaults.
-    """
+    """Flags of the run that are not the defaults: those given to the plan, and those of the layout."""
     values = {**planner.plan.run_settings(), **strategy.settings(planner.plan.bf16_planned)}
     plain = strategy.group_size == 1 and not strategy.offload
-    values["deepspeed"] = planner.plan.deepspeed or (None if plain else file_of(strategy))
+    values["deepspeed"] = planner.plan.deepspeed or (None if plain else strategy.deepspeed_file)
     words = []
     for item in fields(Config):
         default = item.default if item.default_factory is MISSING else item.default_factory()
@@ -173,26 +156,26 @@ def flags(planner: Planner, strategy: Strategy) -> list[str]:
 
 def as_json(planner: Planner, layouts: Sequence[PlannedLayout]) -> dict[str, Any]:
     plan = planner.plan
-    trained, frozen = planner.counted(0, 1, 1)
+    counted, _ = planner.counts(0, 1, 1)
     return {
         "model": plan.model_name_or_path,
-        "parameters": trained + frozen,
+        "parameters": sum(counted),
         "gpus": plan.gpus,
         "gpu_memory_gib": plan.gpu_memory_gib,
         "tasks": plan.tasks,
         "profile": asdict(planner.profile),
         "left_out": planner.refused,
-        "layouts": [facts(planner, one) for one in layouts],
+        "layouts": [layout_json(planner, one) for one in layouts],
     }
 
 
-def facts(planner: Planner, one: PlannedLayout) -> dict[str, Any]:
+def layout_json(planner: Planner, one: PlannedLayout) -> dict[str, Any]:
     strategy = one.strategy
-    named = {**strategy.settings(planner.plan.bf16_planned), "group_size": strategy.group_size}
     wire = {kind: size for kind, size in asdict(one.wire).items() if kind != "collectives"}
     return {
         "fits": not one.lacking,
-        **named,
+        **strategy.settings(planner.plan.bf16_planned),
+        "group_size": strategy.group_size,
         "num_groups": one.groups,
         "rows": one.rows,
         "zero_stage": strategy.zero_stage,
@@ -209,15 +192,16 @@ def facts(planner: Planner, one: PlannedLayout) -> dict[str, Any]:
 
 
 def lacking(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
-    """One line for a model that fits nowhere: what comes nearest, and what it lacks."""
+    """One line for a model that fits nowhere: the nearest layout, and what it lacks."""
     plan = planner.plan
     if not layouts:
         why = next(iter(planner.refused), "nothing was left to plan")
-        return f"gpus={plan.gpus}: no layout goes with these settings ({why})"
-    one = layouts[0]
-    strategy, host = one.strategy, one.memory.total <= planner.gpu_bytes
-    where, has = ("host", plan.host_memory_gib or 0.0) if host else ("gpu", plan.gpu_memory_gib)
-    needs = f"{one.host_bytes / GIB:.3g} GiB of a node's host" if host else f"{one.memory} per rank"
+        return f"gpus={plan.gpus}: no layout is possible with these settings ({why})"
+    one, strategy = layouts[0], layouts[0].strategy
+    where, has, needs = "gpu", plan.gpu_memory_gib, f"{one.memory} per rank"
+    if one.memory.total <= planner.gpu_bytes:
+        where, has = "host", plan.host_memory_gib or 0.0
+        needs = f"{one.host_bytes / GIB:.3g} GiB of a node's host"
     nearest = f"group_size {strategy.group_size}, {strategy}, micro_batch_size {strategy.micro_batch_size}"
     return (
         f"{where}_memory_gib={has:g} holds no layout of {plan.model_name_or_path} on {plan.gpus} GPUs; the"

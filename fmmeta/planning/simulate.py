@@ -1,14 +1,13 @@
-"""Outer steps of many groups, simulated: what differing tasks, stragglers and failures leave of the machines'
-time.
+"""Simulates outer steps of many groups: the efficiency with unequal tasks, stragglers and failures.
 
-A step ends when its slowest group does: the time of a step is
+A step ends when its slowest group ends. The time of a step is
 
-    max over groups g of  slow_g x sum of the times of g's tasks  +  fixed  (+ what failures cost)
+    max over groups g of  slow_g x sum of the times of g's tasks  +  fixed  (+ the cost of failures)
 
-and efficiency is useful time over all time, useful being what the tasks would take spread evenly over groups
-that never wait. Tasks are dealt by expected size, as in a run (assign_to_groups in
-tasks/schedule/meta_batches.py); their actual times differ. docs/scaling.md derives it. Steps are arrays: S
-steps, G groups, N tasks per step. All randomness comes from `seed`, and nothing communicates.
+and efficiency is useful time / all time; useful is the time of the tasks spread evenly over groups that never
+wait. Tasks are assigned by expected size, as in a run (assign_to_groups in tasks/schedule/meta_batches.py);
+their actual times differ. docs/scaling.md derives it. Arrays: S steps, G groups, N tasks per step. All
+randomness comes from `seed`, and nothing communicates.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from functools import lru_cache
 
 import numpy as np
 
-TOKENS = 10_000  # an expected size of 1, as the dealer counts
-CHUNK = 2**22  # (step, group) pairs that are dealt at a time
-DRAWN = 100_000  # steps over which failures, which are rare, are drawn: the same ones again and again
+TOKENS = 10_000  # tokens of a task of expected size 1
+CHUNK = 2**22  # (step, group) pairs that are assigned at a time
+DRAWN = 100_000  # steps over which failures, which are rare, are drawn; the simulated steps are repeated
 
 
 @dataclass(frozen=True)
 class SimulatedCluster:
-    """What is simulated. Times are in units of a mean task's, unless they say otherwise.
+    """The groups and their tasks. The unit of time is a mean task's.
 
-    spread: standard deviation of the logarithm of the tasks' sizes, which the dealer knows; noise: the same
-    of what it does not know. slow_share, slow_by: how often a group is slower in a step, and how many times.
-    fixed: of a step, beside its tasks. failure_rate: of one group, per unit of time. elastic: a failure costs
-    the step in which it happens and `away` with fewer groups; else all groups restart after `away`, from
-    the last of the checkpoints that are `interval` apart.
+    spread: standard deviation of the logarithm of the tasks' expected sizes, by which they are assigned;
+    noise: the same of actual / expected. slow_share, slow_by: how often a group is slower in a step, and how
+    many times. fixed: time of a step beside its tasks. failure_rate: of one group, per unit of time. elastic:
+    a failure costs the step in which it happens and `away` with fewer groups; else all groups restart after
+    `away`, from the last of the checkpoints that are `interval` apart.
     """
 
     groups: int
@@ -59,18 +58,16 @@ class SimulationResult:
 
 
 def simulate(world: SimulatedCluster, steps: int = 200, seed: int = 0) -> SimulationResult:
-    """Run `steps` outer steps."""
-    times, taken = dealt(world.groups, world.tasks, world.spread, world.noise, steps, seed)
+    """Simulate `steps` outer steps."""
+    times, taken = draw_times(world.groups, world.tasks, world.spread, world.noise, steps, seed)
     return outcome(world, times, taken, np.random.default_rng((seed, 1)))
 
 
 @lru_cache(maxsize=16)
-def dealt(
+def draw_times(
     groups: int, tasks: int, spread: float, noise: float, steps: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Times of groups [S, G] and of tasks [S, N]; kept, since layouts of as many groups differ in the rest
-    only.
-    """
+    """Times of groups [S, G] and of tasks [S, N]; cached for layouts with the same number of groups."""
     rng = np.random.default_rng((seed, 0))
     sizes = lognormal(rng, spread, (steps, tasks))
     taken = sizes * lognormal(rng, noise, sizes.shape)
@@ -80,18 +77,16 @@ def dealt(
 def group_times(sizes: np.ndarray, taken: np.ndarray, groups: int) -> np.ndarray:
     """Time of each group [S, G] when tasks of expected `sizes` [S, N] take `taken` [S, N]."""
     tokens = np.maximum(1, np.rint(TOKENS * sizes)).astype(np.int64)
-    owner = deal_steps(tokens, groups)
+    owner = assign_steps(tokens, groups)
     times = np.zeros((len(sizes), groups))
     np.add.at(times, (np.arange(len(sizes))[:, None], owner), taken)
     return times
 
 
-def deal_steps(tokens: np.ndarray, groups: int) -> np.ndarray:
-    """The group of every task [S, N] of every step: what `deal` says to each row of `tokens` [S, N], all
-    steps at once.
-    """
+def assign_steps(tokens: np.ndarray, groups: int) -> np.ndarray:
+    """The group of every task [S, N]: `assign_to_groups` for each row of `tokens` [S, N], all at once."""
     if len(tokens) * groups > CHUNK and len(tokens) > 1:
-        return np.concatenate([deal_steps(part, groups) for part in np.array_split(tokens, 2)])
+        return np.concatenate([assign_steps(part, groups) for part in np.array_split(tokens, 2)])
     steps, rows = len(tokens), np.arange(len(tokens))
     order = np.argsort(-tokens, axis=1, kind="stable")
     load, count = np.zeros((steps, groups), np.int64), np.zeros((steps, groups), np.int64)
@@ -110,18 +105,15 @@ def deal_steps(tokens: np.ndarray, groups: int) -> np.ndarray:
 def outcome(
     world: SimulatedCluster, times: np.ndarray, taken: np.ndarray, rng: np.random.Generator
 ) -> SimulationResult:
-    """What steps with these times of groups [S, G] and tasks [S, N] come to; slowness and failures are drawn
-    here.
-    """
+    """The result for times of groups [S, G] and tasks [S, N]; draws stragglers and failures."""
     useful = taken.sum(1) / world.groups
     slow = np.where(rng.random(times.shape) < world.slow_share, world.slow_by, 1.0)
     length = (times * slow).max(1) + world.fixed
     lost = 0.0
     if world.failure_rate:
-        again = max(50, DRAWN // len(length))
-        lost = (elastic_losses if world.elastic else static_losses)(
-            world, np.tile(length, again), rng
-        ) / again
+        repeats = max(50, DRAWN // len(length))
+        losses = elastic_losses if world.elastic else static_losses
+        lost = losses(world, np.tile(length, repeats), rng) / repeats
     total = float(length.sum() + lost)
     return SimulationResult(
         float(useful.sum()) / total,
@@ -133,17 +125,13 @@ def outcome(
 
 
 def static_losses(world: SimulatedCluster, length: np.ndarray, rng: np.random.Generator) -> float:
-    """Every failure of a group stops all of them: away, and what was done since the last checkpoint once
-    more.
-    """
+    """Time lost if a failure stops all groups: `away`, and the work since the last checkpoint."""
     failures = rng.poisson(world.failure_rate * world.groups * length).sum()
     return float(failures * world.away + world.interval * rng.random(failures).sum())
 
 
 def elastic_losses(world: SimulatedCluster, length: np.ndarray, rng: np.random.Generator) -> float:
-    """A step in which groups fail is done once more by the others; until they are back there are fewer
-    groups.
-    """
+    """Time lost if the other groups repeat the step and continue with fewer groups until all rejoin."""
     failed = rng.binomial(world.groups, -np.expm1(-world.failure_rate * length))
     failed = np.minimum(failed, world.groups - 1)
     steps_away = 1 + int(np.ceil(world.away / length.mean()))
@@ -154,5 +142,5 @@ def elastic_losses(world: SimulatedCluster, length: np.ndarray, rng: np.random.G
 
 
 def lognormal(rng: np.random.Generator, sigma: float, shape: tuple[int, ...]) -> np.ndarray:
-    """Positive numbers with a mean of 1 whose logarithms have this standard deviation."""
+    """Positive numbers with mean 1 whose logarithms have the standard deviation `sigma`."""
     return np.exp(rng.normal(-(sigma**2) / 2, sigma, shape)) if sigma else np.ones(shape)

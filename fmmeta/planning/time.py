@@ -4,9 +4,9 @@
     task = sum over passes (flops / matmul + wire / link + offloaded weights / PCIe
                             + shard arithmetic / memory + allocated * page_in)
 
-A ring all-reduce of n bytes over M ranks sends 2 (M - 1) / M n per rank, gather and scatter half of it.
-In-group communication of ZeRO 3 is hidden behind computing as far as the profile says; nothing else is. What
-is left out: Python, kernels of few flops, loading (in other processes), evaluation and saving.
+A ring all-reduce of n bytes over M ranks sends 2 (M - 1) / M n per rank; gather and scatter send half of it.
+Computing hides the profile's share of ZeRO 3's communication, and nothing else. Not counted: Python, kernels
+of few flops, loading (in other processes), evaluation and saving.
 """
 
 from __future__ import annotations
@@ -19,43 +19,38 @@ from fmmeta.planning.machines import Profile
 from fmmeta.planning.memory import Sizes
 
 # Bytes that are read and written per element of a shard, or of the gradients, in fp32:
-UPDATE = 24  # theta -= rate g: 12; is g finite: 4; zeros: 4; a low-precision copy: 4
-CAPTURED = 28  # a direction: zeros, copy, restore, into the sum
+UPDATE = 24  # theta -= lr g: 12; is g finite: 4; zeros: 4; a low-precision copy: 4
+CAPTURED = 28  # a direction: zeros, copy, restore, added to the sum
 REDUCED = 24  # of all gradients: flattened, divided, copied back
 PLACED = {0: 0, 1: 16, 2: 16, 3: 24}  # of the shard: into the partition, flattened, into the weights
 WRITTEN = 8
 OUTER = 140  # mean, norm in fp64, AdamW's dozen reads and writes, write, zeros
-OUTER_ALLOCATED = 8  # of it, what AdamW allocates
-# Times that the payload of a collective is allocated (counted as page faults, docs/scaling.md): what is
-# gathered, by gloo for itself and by ZeRO 3 as the parameters; what is reduced, as the flattened copy and,
-# but at ZeRO 0, as the bucket.
+OUTER_ALLOCATED = 8  # the part of it that AdamW allocates
+# How often the payload of a collective is allocated (counted as page faults, docs/scaling.md). A gather: by
+# gloo, and by ZeRO 3 as the parameters. A reduction: as the flattened copy, and from ZeRO 1 on as the bucket.
 GATHERED_COPIES = {0: 0, 1: 1, 2: 1, 3: 2}
 REDUCED_COPIES = {0: 1, 1: 2, 2: 2, 3: 2}
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where a group lies: its data ranks, all ranks, whether all of it and all of the groups are inside one
-    node.
-    """
+    """The ranks of a group, and which of them share a node."""
 
     data: int
     size: int
     groups: int
-    group_in_node: bool
-    all_in_node: bool
+    group_in_node: bool  # each group is inside one node
+    all_in_node: bool  # all groups are inside the same node
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one outer step of the fullest group: computing, in-group communication, shard arithmetic, cross
-    reduction.
-    """
+    """Seconds of a task, or of an outer step of the fullest group."""
 
     compute: float
-    group: float
-    shards: float
-    cross: float
+    group: float  # communication inside the group
+    shards: float  # arithmetic on shards
+    cross: float  # reduction across groups
 
     @property
     def total(self) -> float:
@@ -65,31 +60,32 @@ class Seconds:
 def task_seconds(
     task: TaskCost, sizes: Sizes, precision: DeepSpeedSettings, topology: Topology, profile: Profile
 ) -> Seconds:
-    """Of one task."""
-    compute = group = 0.0
+    """Seconds of one task."""
+    stage, on_host = precision.zero_stage, precision.offload and not sizes.lazy
+    compute = 0.0
+    group = task.writes * wire_seconds(task.refresh, stage, topology, profile)
     for times, one in task.passes:
         took = one.flops / profile.matmul(precision.bf16)
-        wire = wire_seconds(one.wire, precision.zero_stage, topology, profile)
+        wire = wire_seconds(one.wire, stage, topology, profile)
         if not sizes.lazy:
             wire += one.fetched / profile.host_link
-        if precision.zero_stage == 3:
+        if stage == 3:
             wire -= profile.hidden * min(wire, took)
         compute += times * (took + (profile.step_overhead if one.update else 0.0))
         group += times * wire
-    group += task.writes * wire_seconds(task.refresh, precision.zero_stage, topology, profile)
     shard = shard_of(sizes, precision, topology)
-    engine = topology.size > 1 or precision.offload
-    moved = task.updates * UPDATE * shard + CAPTURED * shard + task.writes * WRITTEN * shard
-    if engine:
-        stage = precision.zero_stage
+    moved = (task.updates * UPDATE + CAPTURED + task.writes * WRITTEN) * shard
+    if topology.size > 1 or precision.offload:
         moved += task.updates * ((REDUCED * sizes.params if topology.data > 1 else 0) + PLACED[stage] * shard)
-    rate = profile.host_memory if precision.offload and not sizes.lazy else profile.memory
-    away = offloaded(task, sizes, precision, shard) / profile.host_link
-    allocated = (
-        GATHERED_COPIES[precision.zero_stage] * task.wire.gather
-        + REDUCED_COPIES[precision.zero_stage] * task.wire.reduce
-    )
-    return Seconds(compute, group, moved / rate + away + allocated * profile.page_in, 0.0)
+    offloaded = 0.0  # bytes between device and host
+    if on_host:  # gradients and weights of each update
+        offloaded = task.updates * (4 + (2 if precision.bf16 else 4)) * shard
+    elif sizes.offload_outer and not sizes.lazy:  # theta, to restore it, and the direction
+        offloaded = 8.0 * shard
+    allocated = GATHERED_COPIES[stage] * task.wire.gather + REDUCED_COPIES[stage] * task.wire.reduce
+    shards = moved / (profile.host_memory if on_host else profile.memory)
+    shards += offloaded / profile.host_link + allocated * profile.page_in
+    return Seconds(compute, group, shards, 0.0)
 
 
 def step_seconds(
@@ -100,30 +96,30 @@ def step_seconds(
     topology: Topology,
     profile: Profile,
 ) -> Seconds:
-    """Of an outer step in which the fullest group runs `tasks` tasks."""
-    shard = shard_of(sizes, precision, topology)
-    link = profile.group_link if topology.all_in_node else profile.cross_link
-    cross = 2 * ring(topology.groups) * sizes.crossing * shard / link + (
-        profile.latency if topology.groups > 1 else 0.0
-    )
-    if (precision.offload or sizes.offload_outer) and not sizes.lazy:
-        cross += 8 * shard / profile.host_link if topology.groups > 1 else 0.0
-    outer = OUTER * shard / (profile.host_memory if precision.offload and not sizes.lazy else profile.memory)
-    new = refresh(precision, sizes, topology.data)
-    outer += (OUTER_ALLOCATED * shard + GATHERED_COPIES[precision.zero_stage] * new.gather) * profile.page_in
-    group = tasks * one.group + wire_seconds(new, precision.zero_stage, topology, profile)
-    if sizes.offload_outer:
-        outer += 2 * 4 * (2 + sizes.moments) * shard / profile.host_link
+    """Seconds of an outer step in which the fullest group runs `tasks` tasks."""
+    shard, new = shard_of(sizes, precision, topology), refresh(precision, sizes, topology.data)
+    on_host, outer_on_host = precision.offload and not sizes.lazy, sizes.offload_outer and not sizes.lazy
+    cross = 0.0
+    if topology.groups > 1:
+        link = profile.group_link if topology.all_in_node else profile.cross_link
+        cross = 2 * ring(topology.groups) * sizes.crossing * shard / link + profile.latency
+        if on_host or outer_on_host:
+            cross += 8 * shard / profile.host_link
     if sizes.sums > 1:  # --outer_delay: behind the inner loops of the next outer step
         cross = max(0.0, cross - tasks * one.compute)
+    outer = OUTER * shard / (profile.host_memory if on_host else profile.memory)
+    outer += (OUTER_ALLOCATED * shard + GATHERED_COPIES[precision.zero_stage] * new.gather) * profile.page_in
+    if sizes.offload_outer:
+        outer += 2 * 4 * (2 + sizes.moments) * shard / profile.host_link
+    group = tasks * one.group + wire_seconds(new, precision.zero_stage, topology, profile)
     return Seconds(tasks * one.compute, group, tasks * one.shards + outer, cross)
 
 
 def wire_seconds(wire: Wire, stage: int, topology: Topology, profile: Profile) -> float:
-    """Of a rank, one collective after the other.
+    """Seconds of one rank's collectives, one after the other.
 
-    DeepSpeed reduces by all-reduce, but at ZeRO 3 it scatters (gloo makes that out of an all-reduce); tensor
-    ranks are neighbours inside a node.
+    DeepSpeed reduces by all-reduce, except ZeRO 3, which scatters (gloo implements it as an all-reduce).
+    Tensor ranks are neighbours inside a node.
     """
     link = profile.group_link if topology.group_in_node else profile.cross_link
     sums = 1 if stage == 3 and profile.device != "cpu" else 2
@@ -138,14 +134,3 @@ def ring(ranks: int) -> float:
 
 def shard_of(sizes: Sizes, precision: DeepSpeedSettings, topology: Topology) -> int:
     return sizes.params // (topology.data if precision.zero_stage > 0 else 1)
-
-
-def offloaded(task: TaskCost, sizes: Sizes, precision: DeepSpeedSettings, shard: int) -> float:
-    """Bytes of a task between device and host: with DeepSpeed's offload gradients and weights of each update,
-    with --offload_outer the restore of theta and the direction.
-    """
-    if sizes.lazy:
-        return 0.0
-    if precision.offload:
-        return task.updates * (4 + (2 if precision.bf16 else 4)) * shard
-    return 8.0 * shard if sizes.offload_outer else 0.0

@@ -28,7 +28,7 @@ ADAM = {"inner_optimizer": "adamw"}
             {"inner_weight_decay": 0.1},
             (
                 "inner_weight_decay=0.1 means nothing for inner_optimizer=sgd; leave it out, or use "
-                "inner_optimizer "
+                "--inner_optimizer "
                 "adamw"
             ),
         ),
@@ -40,7 +40,7 @@ ADAM = {"inner_optimizer": "adamw"}
             {"inner_lr_outer_lr": 0.1},
             (
                 "inner_lr_outer_lr=0.1 means nothing for inner_lr_learned=no; leave it out, or use"
-                " inner_lr_learned layer or element"
+                " --inner_lr_learned layer or element"
             ),
         ),
         (
@@ -52,7 +52,7 @@ ADAM = {"inner_optimizer": "adamw"}
         ),
         (
             {"algorithm": "maml", "trajectory_memory_gib": -1.0},
-            "trajectory_memory_gib=-1.0 is below 0; use 0 to keep the whole trajectory in host memory",
+            "trajectory_memory_gib=-1.0 is below 0; use 0 or more",
         ),
         (
             {"inner_optimizer_state": "kept"},
@@ -95,7 +95,7 @@ ADAM = {"inner_optimizer": "adamw"}
         ),
         (
             {"eval_steps": 5, "eval_episodes": 0},
-            "eval_steps=5 means nothing for eval_episodes=0, which evaluates nothing; leave it out",
+            "eval_steps=5 means nothing for eval_episodes=0; leave it out, or give --eval_episodes",
         ),
         ({"inner_steps": 0}, "inner_steps=0 leaves algorithm=fomaml nothing to learn through; use 1 or more"),
         (
@@ -259,36 +259,36 @@ CAUSAL = {"task_type": "causal_lm"}
             {**STAGES, **CAUSAL, "packing": True},
             (
                 "pipeline_stages=2 with packing=True: stages before the last run the base model, "
-                "which does not know packed rows; use ZeRO 3, or leave packing out"
+                "which does not support packed rows; use ZeRO 3, or leave packing out"
             ),
         ),
         (
             {**TENSOR, "lora_r": 4},
             (
-                "tensor_parallel_size=2 with lora_r=4: adapters are not cut with the weights that they stand "
-                "beside; use ZeRO 3, or leave lora_r out"
+                "tensor_parallel_size=2 with lora_r=4: adapters are not split with the weights of "
+                "their layers; use ZeRO 3, or leave lora_r out"
             ),
         ),
         (
             {**TENSOR, **CAUSAL, "packing": True},
             (
-                "tensor_parallel_size=2 with packing=True: packed rows are not tested with cut "
+                "tensor_parallel_size=2 with packing=True: packed rows are not tested with split "
                 "attention heads; use ZeRO 3, or leave packing out"
             ),
         ),
         (
             {**TENSOR, "algorithm": "anil"},
             (
-                "tensor_parallel_size=2 with algorithm=anil: gradients back through features are not"
-                " implemented for cut layers (each rank of a tensor set needs those of its rows, and one of"
+                "tensor_parallel_size=2 with algorithm=anil: gradients through features are not"
+                " implemented for split layers (each rank of a tensor set needs those of its rows, and one of"
                 " them holds the rows); use ZeRO 3 or pipeline stages"
             ),
         ),
         (
             {**TENSOR, "algorithm": "proto_maml", "prototype_gradient": True},
             (
-                "tensor_parallel_size=2 with prototype_gradient=True: gradients back through features are not"
-                " implemented for cut layers (each rank of a tensor set needs those of its rows, and one of"
+                "tensor_parallel_size=2 with prototype_gradient=True: gradients through features are not"
+                " implemented for split layers (each rank of a tensor set needs those of its rows, and one of"
                 " them holds the rows); use ZeRO 3 or pipeline stages"
             ),
         ),

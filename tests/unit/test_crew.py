@@ -88,22 +88,22 @@ OUT = {"elastic": True, "output_dir": "x"}
         (
             {**OUT, "outer_delay": 1},
             (
-                "elastic=True with outer_delay=1: a lost group would take a meta-gradient on its way with it;"
+                "elastic=True with outer_delay=1: a lost group would take its pending meta-gradient with it;"
                 " leave outer_delay out"
             ),
         ),
         (
             {**OUT, "pipeline_stages": 2},
             (
-                "elastic=True with pipeline_stages=2: stages are not tested with groups that heal; leave"
+                "elastic=True with pipeline_stages=2: stages are not tested with groups that rejoin; leave"
                 " pipeline_stages out"
             ),
         ),
         (
             {**OUT, "tensor_parallel_size": 2},
             (
-                "elastic=True with tensor_parallel_size=2: tensor ranks are not tested with groups that heal;"
-                " leave tensor_parallel_size out"
+                "elastic=True with tensor_parallel_size=2: tensor ranks are not tested with groups that"
+                " rejoin; leave tensor_parallel_size out"
             ),
         ),
         (
@@ -140,12 +140,15 @@ OUT = {"elastic": True, "output_dir": "x"}
         ),
         (
             {"lighthouse": "http://a:1"},
-            "lighthouse=http://a:1 means nothing without elastic; give --elastic, or leave it out",
+            "lighthouse=http://a:1 means nothing for elastic=False; leave it out, or give --elastic",
         ),
-        ({"group_name": "a"}, "group_name=a means nothing without elastic; give --elastic, or leave it out"),
+        (
+            {"group_name": "a"},
+            "group_name=a means nothing for elastic=False; leave it out, or give --elastic",
+        ),
         (
             {"outer_delay": 2},
-            "outer_delay=2 is above 1: one reduction hides behind one outer step; use 0 or 1",
+            "outer_delay=2 is above 1; use 0 or more, up to 1",
         ),
         ({"outer_delay": -1}, "outer_delay=-1 is below 0; use 0 or more"),
         (

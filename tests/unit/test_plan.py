@@ -25,10 +25,9 @@ from fmmeta.planning.compute import MatmulCounts, count_matmuls, needed_flops, t
 from fmmeta.planning.layouts import Planner
 from fmmeta.planning.machines import PROFILES, Profile
 from fmmeta.planning.memory import estimate, rank_sizes
-from fmmeta.planning.picture import svg
 from fmmeta.planning.settings import PlanConfig
 from fmmeta.planning.sizes import largest_part, micro_batches
-from fmmeta.planning.strategies import Strategy, deepspeed_of, file_of, strategies
+from fmmeta.planning.strategies import Strategy, strategies
 from fmmeta.planning.time import Topology, step_seconds, task_seconds
 from fmmeta.tasks.batching import Batcher, Example
 from tests.models import save_family
@@ -342,7 +341,7 @@ def test_every_way_to_spread_is_there(folders):
 
 def test_shipped_files_are_what_is_planned():
     for way in strategies(plan_of()):
-        assert json.loads((ROOT / file_of(way)).read_text()) == deepspeed_of(way)
+        assert json.loads((ROOT / way.deepspeed_file).read_text()) == way.deepspeed()
 
 
 def test_best_comes_first(planned):
@@ -353,7 +352,7 @@ def test_best_comes_first(planned):
     assert layouts[0].memory.total <= planner.gpu_bytes
     assert all(0 < one.efficiency <= 1 for one in layouts)
     assert {one.strategy.tensor for one in layouts if one.strategy.lora_r} == {1}
-    assert any("adapters are not cut" in why for why in planner.refused)
+    assert any("adapters are not split" in why for why in planner.refused)
 
 
 def test_less_memory_leaves_fewer_layouts(folders):
@@ -476,7 +475,7 @@ def test_bars_add_up(planned):
     planner, layouts = planned
     for one in layouts:
         assert sum(show.bar_of(one.memory).values()) == one.memory.total
-    drawn = svg(layouts[:3], 1.0, "memory")
+    drawn = show.svg(layouts[:3], 1.0, "memory")
     widths = [
         float(part.get("width", 0)) for part in ElementTree.fromstring(drawn) if part.tag.endswith("rect")
     ]
@@ -487,10 +486,10 @@ def test_bars_add_up(planned):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "gpus is not given; say what there is, such as --gpus 8 --gpu_memory_gib 80"),
+        ([], "gpus is not given; give it, such as --gpus 8 --gpu_memory_gib 80"),
         (
             ["--gpus", "8"],
-            "gpu_memory_gib is not given; say what there is, such as --gpus 8 --gpu_memory_gib 80",
+            "gpu_memory_gib is not given; give it, such as --gpus 8 --gpu_memory_gib 80",
         ),
         (["--gpus", "0", "--gpu_memory_gib", "80"], "gpus=0 is below 1; use 1 or more"),
         (
@@ -499,7 +498,7 @@ def test_bars_add_up(planned):
         ),
         (
             ["--gpus", "9", "--gpu_memory_gib", "80"],
-            "gpus=9 is not a multiple of gpus_per_node=8; give whole nodes",
+            "gpus=9 is not a multiple of gpus_per_node=8; give complete nodes",
         ),
         (
             ["--gpus", "8", "--gpu_memory_gib", "80", "--zero_stage", "4"],
@@ -507,7 +506,7 @@ def test_bars_add_up(planned):
         ),
         (
             ["--gpus", "8", "--gpu_memory_gib", "80", "--task_spread", "-1"],
-            "task_spread=-1.0 is no number from 0 on; use 0.5, say",
+            "task_spread=-1.0 is below 0; use 0 or more",
         ),
         (
             ["--gpus", "8", "--gpu_memory_gib", "80", "--machine", "b300"],
@@ -518,11 +517,11 @@ def test_bars_add_up(planned):
         ),
         (
             ["--gpus", "8", "--gpu_memory_gib", "80", "--machine", "h100", "--calibrate"],
-            "machine=h100 and calibrate=True both say what the machine can do; leave one out",
+            "machine=h100 and calibrate=True both choose the profile; leave one out",
         ),
         (
             ["--gpus", "8", "--gpu_memory_gib", "80", "--save_profile", "p.json"],
-            "save_profile=p.json keeps what --calibrate measures; add it, or leave this out",
+            "save_profile=p.json needs a measurement; add --calibrate, or leave it out",
         ),
         (
             ["--gpus", "8", "--gpu_memory_gib", "80", "--algorithm", "none"],
@@ -531,8 +530,8 @@ def test_bars_add_up(planned):
         (
             ["--gpus", "8", "--gpu_memory_gib", "80", "--elastic"],
             (
-                "elastic=True is a setting of a launch; use --on_failure elastic to plan for groups that come"
-                " and go"
+                "elastic=True is a setting of a launch; use --on_failure elastic to plan for groups that join"
+                " and leave"
             ),
         ),
         (["--gpus", "8", "--gpu_memory_gib", "80", "--n_way", "1"], "n_way=1 is below 2; use 2 or more"),
@@ -601,7 +600,10 @@ def test_settings_that_no_layout_goes_with(capfd, folders):
     argv = ["plan", "--model_name_or_path", folders["bert"], *SMALL, "--tensor_parallel_size", "2"]
     code, _, error = ended(capfd, argv)
     assert code == 2
-    assert "no layout goes with these settings (tensor_parallel_size=2: model_type=bert has no plan" in error
+    assert (
+        "no layout is possible with these settings (tensor_parallel_size=2: model_type=bert has no plan"
+        in error
+    )
 
 
 def test_profiles_from_files(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fmmeta.planning import simulate
-from fmmeta.planning.simulate import SimulatedCluster, SimulationResult, deal_steps, group_times, outcome
+from fmmeta.planning.simulate import SimulatedCluster, SimulationResult, assign_steps, group_times, outcome
 from fmmeta.tasks.schedule.meta_batches import Task, assign_to_groups
 
 
@@ -19,7 +19,7 @@ from fmmeta.tasks.schedule.meta_batches import Task, assign_to_groups
     st.integers(1, 9), st.lists(st.lists(st.integers(1, 400), min_size=7, max_size=7), min_size=1, max_size=4)
 )
 def test_all_steps_at_once_are_dealt_as_a_run_deals_one(groups, rows):
-    found = deal_steps(np.array(rows), groups)
+    found = assign_steps(np.array(rows), groups)
     for row, owner in zip(rows, found, strict=True):
         tasks = [Task(i, f"t{i}", "s", tokens, (i,)) for i, tokens in enumerate(row)]
         shares = assign_to_groups(tasks, groups)
@@ -32,7 +32,7 @@ def test_all_steps_at_once_are_dealt_as_a_run_deals_one(groups, rows):
 def test_many_tasks_are_dealt_alike(groups, monkeypatch):
     tokens = np.random.default_rng(0).lognormal(6, 1, (5, 6 * groups)).astype(np.int64) + 1
     monkeypatch.setattr(simulate, "CHUNK", 2 * groups)  # in parts
-    found = deal_steps(tokens, groups)
+    found = assign_steps(tokens, groups)
     for row, owner in zip(tokens.tolist(), found, strict=True):
         shares = assign_to_groups([Task(i, f"t{i}", "s", size, (i,)) for i, size in enumerate(row)], groups)
         assert [[task.item for task in share] for share in shares] == [

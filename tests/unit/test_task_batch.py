@@ -364,7 +364,7 @@ def test_what_it_does_not_go_with_is_refused(settings, text):
 
 
 def test_a_number_is_asked_for():
-    text = "tasks_per_pass=many is neither a positive number nor auto; use auto, 1, 8, ..."
+    text = "tasks_per_pass=many is neither auto nor a number; use auto, or 1 or more"
     assert refusal(Config, tasks_per_pass="many", lora_r=2) == text
 
 
