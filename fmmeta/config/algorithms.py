@@ -1,6 +1,6 @@
-"""What an algorithm is to the rest of the package: `AlgorithmSpec`, and the registry of the built-in ones.
+"""`AlgorithmSpec`, which describes an algorithm to the rest of the package, and the registry.
 
-No other module compares an algorithm's name: all ask the fields of `find(name)`. A spec stands in the file of
+No other module compares an algorithm's name: all read the fields of `find(name)`. A spec is in the file of
 its rule and is imported when a Config names it, so that this module needs no torch and a new algorithm is one
 file: `--algorithm my_module:spec`.
 """
@@ -18,7 +18,7 @@ from fmmeta.common.plugins import import_named
 
 @dataclass(frozen=True)
 class AlgorithmSpec:
-    """An algorithm: its rule, what it needs, what it costs.
+    """An algorithm: its rule, its conflicts, its costs.
 
     rule: (Setup, outer step) -> Rule (fmmeta/meta/task_gradient.py); None: a baseline that trains nothing.
     reference: the rule in plain PyTorch, (ReferenceTask) -> Gradients (fmmeta/meta/reference.py); the parity
@@ -30,18 +30,18 @@ class AlgorithmSpec:
     reference: Callable[[Any], Any] | None = None
     order: int = 1  # derivatives of the inner loop that the meta-gradient takes, 1 or 2
     adapts: str = "all"  # what the inner loop changes: all, body or head
-    frozen_body: bool = False  # training leaves the body alone inside a task: features are computed once
+    frozen_body: bool = False  # a task does not change the body: features are computed once
     multi_task: str | None = None  # several tasks in a pass over adapters, by gradient: query or displacement
     task_type: str | None = None  # the only one that it works with
-    all_classes: bool = False  # a classifier is trained with one head over the classes of all training tasks
-    in_prompt: bool = False  # the support set is put into the prompt instead of being learned
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # for settings that were left open
-    supports: frozenset[str] = frozenset()  # of the settings that not every algorithm goes with
-    conflicts: Callable[[Any], Iterator[str]] = lambda config: iter(())  # a line for each contradiction
+    all_classes: bool = False  # one head is trained over the classes of all training tasks
+    in_prompt: bool = False  # the support set is part of the prompt and is not trained on
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of settings that were left open
+    supports: frozenset[str] = frozenset()  # settings with SettingRule.per_algorithm, and some more
+    conflicts: Callable[[Any], Iterator[str]] = lambda config: iter(())  # a line for each conflict
     passes: Callable[[Any, int], Any] | None = None  # (Config, support forwards) -> costs.Passes
-    work_shards: int = 0  # vectors like theta that it needs while a task runs
+    work_shards: int = 0  # vectors of theta's length that it needs while a task runs
     adds_directly: Callable[[Any], bool] = lambda config: False  # its gradient needs no vector beside the sum
-    numbers: tuple[str, ...] = ()  # names of TaskGradient.numbers, means of which go into metrics.jsonl
+    numbers: tuple[str, ...] = ()  # names of TaskGradient.numbers, whose means metrics.jsonl has
     warning: Callable[[Any, Mapping[str, float]], str | None] = lambda config, values: None
 
     @property
@@ -93,5 +93,5 @@ def find(name: str) -> AlgorithmSpec:
 
 
 def supporting(setting: str) -> list[str]:
-    """Names of the built-in algorithms that go with a setting."""
+    """Names of the built-in algorithms that support a setting."""
     return [name for name in BUILT_IN if setting in find(name).supports]

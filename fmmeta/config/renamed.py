@@ -1,4 +1,4 @@
-"""Names of settings that have changed: refused where a user writes them, translated where 0.1.0 stored them.
+"""Settings that were renamed: refused if a user writes the old name, translated if fmmeta 0.1.0 stored it.
 
 flags, --config files, keyword arguments       refuse: one line with the new name
 run.json, state.json, fmmeta.json              translated: old folders are read as before
@@ -23,11 +23,11 @@ RENAMED = {
     "inner_state": "inner_optimizer_state",
     "trajectory_gib": "trajectory_memory_gib",
 }
-"""Old names and new ones. An old name counts where the settings have the new one and not the old one."""
+"""Old name -> new name, for settings that have the new name and not the old one."""
 
 
 def refuse(names: Iterable[Any], known: Container[str], where: str = "", dashes: str = "") -> None:
-    """Raise `UsageError` for an old name. known: names of the settings; where: the message's first words."""
+    """Raise `UsageError` for an old name. known: names of the settings; where: start of the message."""
     for name in names:
         if name in RENAMED and name not in known and (new := RENAMED[name]) in known:
             note = " 0.6 for start_share 0.4: it is 1 - start_share" if name == "start_share" else ""

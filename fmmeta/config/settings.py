@@ -647,8 +647,7 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         """Resolve settings that were left open, then refuse values that cannot work."""
         for item in fields(self):
             setattr(self, item.name, of_type(type(self), item.name, getattr(self, item.name)))
-        for problem in validate.of_choices(self):
-            raise UsageError(problem)
+        validate.check_values(self)
         for name, value in validate.resolved(self).items():
             setattr(self, name, value)
         for name in self.accept_changed_settings:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import chain
 from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config import conflicts
 from fmmeta.config.algorithms import find, supporting
-from fmmeta.config.fields import default_of, rules
+from fmmeta.config.fields import SettingRule, default_of, rules
 from fmmeta.config.values import LARGEST, shown
 
 # Settings of a run beside the flags and the data's fingerprint (build.RunInputs.resolved).
@@ -27,42 +26,37 @@ RESOLVED = (
 )
 
 
-def check_values(settings: Any) -> None:
-    """Check each setting of a dataclass by its rule. Raises `UsageError`."""
-    for problem in chain(of_choices(settings), out_of_bounds(settings)):
-        raise UsageError(problem)
-
-
-def of_choices(c: Any) -> Iterator[str]:
-    """Values that are not among the choices."""
+def check_values(c: Any) -> None:
+    """Check each setting of a dataclass by its choices and bounds. Raises `UsageError`."""
     for item in fields(c):
         choices, given = item.metadata.get("choices"), getattr(c, item.name)
         for value in given if isinstance(given, list) else [given]:
             if choices and value is not None and value not in choices:
                 listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
-                yield f"{item.name}={value} is unknown; use {listed}"
-
-
-def out_of_bounds(c: Any) -> Iterator[str]:
-    """Values outside the bounds of their setting. c: any dataclass of settings."""
+                raise UsageError(f"{item.name}={value} is unknown; use {listed}")
     for name, rule in rules(c).items():
-        value = getattr(c, name)
-        if value is None:
-            continue
-        if rule.or_auto is not None:
-            if value != "auto" and (not value.isdecimal() or int(value) < rule.or_auto):
-                yield f"{name}={value} is neither auto nor a number; use auto, or {rule.or_auto} or more"
-            continue
-        if rule.below is not None and not 0 <= value < rule.below:
-            yield f"{name}={value} is not in [0, {rule.below:g}); use 0.9, say"
-        if rule.least is not None and value < rule.least:
-            yield f"{name}={value} is below {rule.least}; use {rule.least} or more"
-        if rule.positive and not value > 0:
-            yield f"{name}={value} is no positive number; use one, {rule.positive}"
-        if (rule.least is not None or rule.positive) and not value <= rule.most:
-            above = "no number to compute with" if rule.most == LARGEST else f"above {rule.most}"
-            least = "one" if rule.least is None else f"{rule.least} or more,"
-            yield f"{name}={value} is {above}; use {least} up to {rule.most}"
+        for problem in out_of_bounds(name, getattr(c, name), rule):
+            raise UsageError(problem)
+
+
+def out_of_bounds(name: str, value: Any, rule: SettingRule) -> Iterator[str]:
+    """A line for each bound that a value breaks; None is always accepted."""
+    if value is None:
+        return
+    if rule.or_auto is not None:
+        if value != "auto" and (not value.isdecimal() or int(value) < rule.or_auto):
+            yield f"{name}={value} is neither auto nor a number; use auto, or {rule.or_auto} or more"
+        return
+    if rule.below is not None and not 0 <= value < rule.below:
+        yield f"{name}={value} is not in [0, {rule.below:g}); use 0.9, say"
+    if rule.least is not None and value < rule.least:
+        yield f"{name}={value} is below {rule.least}; use {rule.least} or more"
+    if rule.positive and not value > 0:
+        yield f"{name}={value} is no positive number; use one, {rule.positive}"
+    if (rule.least is not None or rule.positive) and not value <= rule.most:
+        above = "no number to compute with" if rule.most == LARGEST else f"above {rule.most}"
+        least = "one" if rule.least is None else f"{rule.least} or more,"
+        yield f"{name}={value} is {above}; use {least} up to {rule.most}"
 
 
 def resolved(c: Any) -> dict[str, Any]:
@@ -83,8 +77,7 @@ def resolved(c: Any) -> dict[str, Any]:
 
 
 def problems(c: Any) -> Iterator[str]:
-    """One line for everything that cannot work, the plainest first."""
-    yield from out_of_bounds(c)
+    """One line for each setting without effect and each conflict."""
     yield from without_effect(c)
     yield from conflicts.problems(c)
 

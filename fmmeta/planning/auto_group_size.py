@@ -1,6 +1,4 @@
-"""`--group_size auto`: the smallest group that holds a model, by the memory model and
-the memory that is free; and the refusal of a group size that cannot hold it.
-"""
+"""Chooses `--group_size auto` by the memory model, and refuses a group size that cannot hold the model."""
 
 from __future__ import annotations
 
@@ -18,18 +16,18 @@ from fmmeta.parallel.process_groups import World
 from fmmeta.planning.memory import GIB, HEADROOM, Estimate, Sizes, estimate
 
 SizesAt = Callable[[int], Sizes]
-"""Sizes of the largest rank's part, by the number of data ranks of a group."""
+"""Sizes of the largest rank's part of the model, by the number of data ranks of a group."""
 
 
 def free_bytes(device: torch.device, local_world_size: int) -> int:
-    """Free memory of one rank's device: its GPU's, or its share of what the host and its limits leave."""
+    """Free memory of one rank's device: of its GPU, or its share of the host's within its limits."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return host_bytes(local_world_size)
 
 
 def at_size(settings: DeepSpeedSettings, group_size: int) -> DeepSpeedSettings:
-    """A group of one runs plain PyTorch, which keeps what ZeRO 0 keeps."""
+    """The settings of a group of this size: a group of one runs plain PyTorch and needs what ZeRO 0 needs."""
     return replace(settings, zero_stage=0) if group_size == 1 and not settings.offload else settings
 
 
@@ -40,7 +38,7 @@ def needed_at(sizes_at: SizesAt, settings: DeepSpeedSettings, group_size: int, m
 
 
 def least_free(world: World) -> tuple[int, int]:
-    """Bytes of its device and of host memory that every rank has. Collective: world."""
+    """Free bytes of device and host memory, the least of all ranks. Collective: world."""
     local = world.launch.local_world_size
     mine = (free_bytes(world.device, local), host_bytes(local))
     gathered = [json.loads(text) for text in world.comm.gather_bytes(json.dumps(mine).encode())]
@@ -53,7 +51,7 @@ def check_group_size(
 ) -> None:
     """Raise `UsageError` on every rank if groups of `group_size` cannot hold the model. Collective: world.
 
-    model_ranks: pipeline stages x tensor ranks. With offload nothing is refused: part of it lies elsewhere.
+    model_ranks: pipeline stages x tensor ranks. With offload no size is refused.
     """
     free, _ = least_free(world)
     needed = needed_at(sizes_at, settings, group_size, model_ranks)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from fmmeta.common.text import render
+from fmmeta.config.fields import default_of
 from fmmeta.config.settings import Config
 from fmmeta.planning.layouts import PlannedLayout, Planner
 from fmmeta.planning.memory import GIB, Estimate
@@ -144,9 +145,8 @@ def flags(planner: Planner, strategy: Strategy) -> list[str]:
     values["deepspeed"] = planner.plan.deepspeed or (None if plain else strategy.deepspeed_file)
     words = []
     for item in fields(Config):
-        default = item.default if item.default_factory is MISSING else item.default_factory()
         value = values.get(item.name)
-        if value is None or (value == default and item.name != "group_size"):
+        if value is None or (value == default_of(item) and item.name != "group_size"):
             continue
         words += [f"--{item.name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
         if isinstance(value, bool):

@@ -1,6 +1,4 @@
-"""Parameters and rows of the fullest rank: how a model and its micro-batches are divided over the ranks of a
-group.
-"""
+"""Parameters and rows of the fullest rank of a group."""
 
 from __future__ import annotations
 
@@ -18,13 +16,14 @@ from fmmeta.parallel.workers.tensor_parallel import cut_patterns
 def largest_part(
     config: Config, learner: Learner, hf_config: Any, layer_costs: Sequence[float] | None = None
 ) -> tuple[int, int]:
-    """Trained and frozen parameters of the largest rank's part. Raises `UsageError` for what cannot be cut.
+    """Trained and frozen parameters of the largest rank's part.
 
-    layer_costs: of each layer, where stages are balanced by time.
+    layer_costs: seconds of each layer, if stages are balanced by time. Raises `UsageError` for a model that
+    cannot be split.
     """
     depth = config.pipeline_stages
     params, frozen = count_params(learner)
-    if depth > 1:  # the most that a stage trains, and the most that one holds besides
+    if depth > 1:  # the most trained parameters of a stage, and the most frozen ones of a stage
         cut = plan_stages(learner, depth, layer_costs)
         params = max(cut.trained)
         frozen = max(size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True))
@@ -37,7 +36,7 @@ def largest_part(
 
 
 def count_params(learner: Learner) -> tuple[int, int]:
-    """Parameters that are trained, and those that are not."""
+    """Trained and frozen parameters."""
     trained = sum(param.numel() for param in learner.parameters() if param.requires_grad)
     return trained, sum(param.numel() for param in learner.parameters()) - trained
 

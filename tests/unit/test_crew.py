@@ -116,21 +116,21 @@ OUT = {"elastic": True, "output_dir": "x"}
         (
             {**OUT, "load_best_model_at_end": True, "eval_steps": 1},
             (
-                "elastic=True with load_best_model_at_end=True: the best weights are not among what a group"
-                " heals; leave load_best_model_at_end out"
+                "elastic=True with load_best_model_at_end=True: the best weights are not in the state that"
+                " a group receives; leave load_best_model_at_end out"
             ),
         ),
         (
             {**OUT, "resume_from_checkpoint": "never"},
             (
-                "elastic=True with resume_from_checkpoint=never: a group that comes back takes the newest"
+                "elastic=True with resume_from_checkpoint=never: a group that rejoins takes the newest"
                 " state; leave it out"
             ),
         ),
         (
             {**OUT, "accept_changed_settings": ["seed"]},
             (
-                "elastic=True with accept_changed_settings=['seed']: groups that are alive cannot change"
+                "elastic=True with accept_changed_settings=['seed']: groups that are running cannot change"
                 " theirs; leave accept_changed_settings out"
             ),
         ),
@@ -166,8 +166,8 @@ OUT = {"elastic": True, "output_dir": "x"}
                 "inner_optimizer_state": "kept",
             },
             (
-                "outer_delay=1 with inner_optimizer_state=kept: the moments that an inner loop begins with"
-                " would be those of two outer steps before; use reset, or no delay"
+                "outer_delay=1 with inner_optimizer_state=kept: an inner loop would begin with the moments"
+                " of two outer steps before; use reset, or no delay"
             ),
         ),
         (
