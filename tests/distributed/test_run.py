@@ -337,7 +337,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
         ),
         "stages, ZeRO": (
             {"group_size": 2, "pipeline_stages": 2, "deepspeed": "ds_configs/zero2.json"},
-            "does not go with ZeRO 2",
+            "does not work with ZeRO 2",
         ),
         "stages, family": (
             {"model_name_or_path": folder / "electra", "group_size": 2, "pipeline_stages": 2},
@@ -359,7 +359,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
         ),
         "tensor, ZeRO": (
             {"group_size": 2, "tensor_parallel_size": 2, "deepspeed": "ds_configs/zero3.json"},
-            "not go with ZeRO 3",
+            "not work with ZeRO 3",
         ),
         "clipping": ({"deepspeed": folder / "clip.json"}, "gradient_clipping=1.0, which fmmeta owns"),
     }

@@ -67,12 +67,12 @@ def test_real_code_gives_the_same(tmp_path, monkeypatch):
         ({"pipeline_stages": 2}, "pipeline_stages=2, whose stages are no whole model"),
         (
             {"tensor_parallel_size": 2, "task_type": "causal_lm"},
-            "tensor_parallel_size=2, whose layers talk to each other",
+            "tensor_parallel_size=2, whose layers communicate",
         ),
         ({"engine": "deepspeed"}, "engine=deepspeed, which hooks into modules"),
         (
             {"lora_r": 4, "tasks_per_pass": "2"},
-            "tasks_per_pass=2, whose tasks stand in for layers in each pass",
+            "tasks_per_pass=2, whose tasks replace layers in each pass",
         ),
         ({"gradient_checkpointing": True}, "gradient_checkpointing=True, which computes layers again"),
         ({"packing": True, "task_type": "causal_lm"}, "packing=True"),
