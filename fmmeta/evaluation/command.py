@@ -155,7 +155,7 @@ class EvaluationRun:
         if frozen:
             draws = [draw for episodes in chosen.values() for draw in episodes.draws()]
             features = embed(
-                parts.worker, draws, parts.dealer, self.ranks, partial(self.progress.line, "rows embedded")
+                parts.worker, draws, parts.batcher, self.ranks, partial(self.progress.line, "rows embedded")
             )
         found = []
         for k in shots:
@@ -213,7 +213,7 @@ class Model:
         prompt = partial(prompted, bos_token_id=self.plan.tokenizer.bos_token_id, positions=positions)
         return LoadEpisode(
             episodes.source,
-            self.parts.dealer,
+            self.parts.batcher,
             None,
             self.parts.setup.inner.head.classes,
             prompt if method == "in_context" else None,
@@ -229,7 +229,7 @@ class Model:
             worker,
             self.plan.tokenizer,
             self.config,
-            self.parts.dealer,
+            self.parts.batcher,
             self.settings.max_new_tokens,
         )
         return lambda: metrics.of(episodes.source.draw(task))

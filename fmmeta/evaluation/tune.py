@@ -136,7 +136,7 @@ class TuneRun:
             self.base = replace(self.base, head_init="learned")
         self.ranks: ProcessGroups = build.form_groups(self.base, plan, world, progress.notice)
         self.parts = build.build(self.base, plan, self.ranks)
-        load = LoadEpisode(episodes.source, self.parts.dealer, None, self.parts.setup.inner.head.classes)
+        load = LoadEpisode(episodes.source, self.parts.batcher, None, self.parts.setup.inner.head.classes)
         found = EpisodeReader.of(load, self.ranks, self.base, progress.notice).read_share(episodes.tasks)
         self.episodes: list[Episode] = [batches for _, batches in found]
         inner = self.parts.setup.inner

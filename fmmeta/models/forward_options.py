@@ -86,20 +86,25 @@ def check_packing(learner: Learner) -> None:
     Two short rows go through the model by themselves and packed, in both orders. Runs on the whole model in
     fp32, with eager attention: flash attention needs a GPU and bf16.
     """
-    chosen = learner.hf.config._attn_implementation
-    learner.hf.config._attn_implementation = "eager"
     vocabulary = learner.hf.get_input_embeddings().weight.shape[0]
     draw = torch.Generator().manual_seed(0)
     rows = [torch.randint(vocabulary, (1, length), generator=draw) for length in (9, 6)]
-    alone = [learner(row, torch.ones_like(row)) for row in rows]
-    scale = max(float(logits.std()) for logits in alone)
-    for first, second in ((0, 1), (1, 0)):
-        numbers = torch.cat([torch.ones_like(rows[first]), torch.full_like(rows[second], 2)], 1)
-        together = learner(torch.cat([rows[first], rows[second]], 1), numbers)
-        off = float((together - torch.cat([alone[first], alone[second]], 1)).abs().max()) / scale
-        if not off < 1e-3:
-            raise UsageError(
-                f"packing=True: rows that share a sequence see each other in {type(learner.hf).__name__}"
-                f" (logits move by {off:.1e} of their spread); leave it out"
-            )
-    learner.hf.config._attn_implementation = chosen
+    chosen = learner.hf.config._attn_implementation
+    learner.hf.config._attn_implementation = "eager"
+    try:
+        alone = [learner(input_ids=row, attention_mask=torch.ones_like(row)) for row in rows]
+        scale = max(float(logits.std()) for logits in alone)
+        off = []
+        for order in ((0, 1), (1, 0)):
+            ids = torch.cat([rows[i] for i in order], 1)
+            position_ids = torch.cat([torch.arange(rows[i].shape[1]) for i in order])[None]
+            packed = learner(input_ids=ids, position_ids=position_ids)
+            off.append(float((packed - torch.cat([alone[i] for i in order], 1)).abs().max()) / scale)
+    finally:
+        learner.hf.config._attn_implementation = chosen
+    wrong = [each for each in off if not each < 1e-3]
+    if wrong:
+        raise UsageError(
+            f"packing=True: rows that share a sequence see each other in {type(learner.hf).__name__}"
+            f" (logits move by {wrong[0]:.1e} of their spread); leave it out"
+        )

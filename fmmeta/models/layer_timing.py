@@ -36,7 +36,8 @@ def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device
         learner.hf.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0)
     )
     labels = ids if not learner.head_names else torch.zeros(rows, dtype=torch.long)
-    batch = MicroBatch(ids, torch.ones_like(ids), labels, torch.full((rows,), 1 / rows)).to(device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = MicroBatch(inputs, labels, torch.full((rows,), 1 / rows)).to(device)
 
     def seconds(*bounds: int, stage: int = 1) -> float:
         made = take_stage(copy.deepcopy(learner), StagePartition(bounds, {}, (), (), None), stage)
@@ -77,17 +78,11 @@ def fill(stage: Stage, device: torch.device, bf16: bool) -> Stage:
 
 def time_stage(stage: Stage, batch: MicroBatch, width: int) -> float:
     dtype = next(stage.parameters()).dtype if any(True for _ in stage.parameters()) else torch.float32
-    times = []
+    times, ids = [], batch.inputs["input_ids"]
     for _ in range(REPEATS + 1):
-        hidden = (
-            torch.randn(*batch.input_ids.shape, width, device=batch.input_ids.device)
-            .to(dtype)
-            .requires_grad_()
-        )
+        hidden = torch.randn(*ids.shape, width, device=ids.device).to(dtype).requires_grad_()
         began = now(hidden)
-        output = stage(
-            (*([hidden] if stage.inlet is not None else []), batch.input_ids, batch.attention_mask)
-        )
+        output = stage((*([hidden] if stage.inlet is not None else []), *batch.inputs.values()))
         if stage.last:
             objective(output, batch)[0].backward()
         elif output[0].requires_grad:

@@ -343,7 +343,7 @@ def wrap(hf: Any, config: Config, description: Description) -> Learner:
     if config.packing:
         check_positions(hf)
     if config.task_type == "causal_lm":
-        learner: Learner = CausalLearner(hf, config.packing)
+        learner: Learner = CausalLearner(hf)
     elif description.pooling == "model":
         learner = NativeClassifier(hf, description.outputs(config))
         if config.feature_norm:

@@ -75,11 +75,14 @@ class ZeroEmbedding(nn.Module):
 
 
 class Stage(nn.Module):
-    """One stage. Between stages travel (hidden [B, T, H], input_ids [B, T], attention_mask [B, T]).
+    """One stage. Stages send (hidden [B, T, H], *inputs), the inputs of a micro-batch in the order of
+    `input_names`.
 
-    The hidden states are the only floating tensor, and come first: DeepSpeed wants a gradient for each
-    floating one, and keeps a receive buffer per place whatever its type.
+    The hidden states are the only floating tensor, and come first: DeepSpeed needs a gradient for each
+    floating tensor, and reuses a receive buffer per position whatever its type.
     """
+
+    input_names: Sequence[str] = ("input_ids", "attention_mask")
 
     def __init__(self, learner: Learner, inlet: HiddenStateInput | None, last: bool) -> None:
         super().__init__()
@@ -91,16 +94,13 @@ class Stage(nn.Module):
         trains = any(param.requires_grad for param in self.body.parameters())
         self.idle = None if trains else nn.Parameter(torch.zeros(1))
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> Any:
-        *received, input_ids, attention_mask = inputs
+    def forward(self, tensors: Sequence[Tensor]) -> Any:
         if self.inlet is not None:
-            self.inlet.hidden = received[0]
+            self.inlet.hidden, *tensors = tensors
+        inputs = dict(zip(self.input_names, tensors, strict=True))
         if self.last:
-            return self._busy(self.body(input_ids, attention_mask, want=self.want))
-        hidden = self.body(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-        ).last_hidden_state
-        return self._busy(hidden), input_ids, attention_mask
+            return self._busy(self.body(**inputs, want=self.want))
+        return self._busy(self.body(**inputs, use_cache=False).last_hidden_state), *tensors
 
     def _busy(self, output: Tensor) -> Tensor:
         return output if self.idle is None else output + 0 * self.idle

@@ -61,7 +61,7 @@ def most_rows(config: Config, data: int = 1) -> int:
 
 def micro_batches(rows: int, data: int, most: int) -> tuple[int, int]:
     """How many a rank gets of a set that `data` ranks share, and the rows of the largest (tasks/batching.py:
-    Dealer.deal).
+    Batcher.split).
     """
     rounds = -(-rows // (data * most))
     return rounds, max(1, -(-rows // (data * rounds)))

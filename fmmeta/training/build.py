@@ -247,13 +247,13 @@ class Parts:
         str, Tensor
     ]  # untrained tensors by name, on the rank that writes them, for export; none beside adapters
     setup: rules.Setup
-    dealer: Batcher
+    batcher: Batcher
     place: GroupCoordinates
     prompt: Prompted | None = None  # puts support sets before queries
 
     def load(self, source: TaskSource, transform: Transforms | None = None) -> LoadEpisode:
         """From a task of `source` to this rank's micro-batches."""
-        return LoadEpisode(source, self.dealer, transform, self.setup.inner.head.classes, self.prompt)
+        return LoadEpisode(source, self.batcher, transform, self.setup.inner.head.classes, self.prompt)
 
 
 def training_schedule(config: Config, plan: Plan, layout: Layout) -> Schedule:
@@ -290,10 +290,10 @@ def build(config: Config, plan: Plan, ranks: ProcessGroups) -> Parts:
     if find(config.algorithm).in_prompt:
         positions = getattr(plan.description.hf_config, "max_position_embeddings", None)
         prompt = partial(prompted, bos_token_id=plan.tokenizer.bos_token_id, positions=positions)
-    return Parts(worker, theta, started.frozen, setup, dealer_of(config, plan, place), place, prompt)
+    return Parts(worker, theta, started.frozen, setup, batcher_of(config, plan, place), place, prompt)
 
 
-def dealer_of(config: Config, plan: Plan, place: GroupCoordinates) -> Batcher:
+def batcher_of(config: Config, plan: Plan, place: GroupCoordinates) -> Batcher:
     """Deals a task's rows over the data ranks of a group, in micro-batches small enough for every stage to
     work on one.
     """

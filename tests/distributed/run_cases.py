@@ -48,7 +48,7 @@ def poison(parts: build.Parts, chosen: dict[tuple[int, int], str], factor: float
 
     def load(source, transform=None):
         made = clean(source, transform)
-        return Poisoned(made.source, made.dealer, made.transform, made.most_classes)
+        return Poisoned(made.source, made.batcher, made.transform, made.most_classes)
 
     parts.load = load  # type: ignore[method-assign]
 
@@ -100,7 +100,7 @@ def main(cases_file: str, out: str) -> None:
             adapters = [p.shape[0] for n, p in skeleton.named_parameters() if ".lora_A." in n]
             effects = {
                 "gradient_checkpointing": bool(layers),
-                "packing": parts.dealer.pack is not None,
+                "packing": parts.batcher.pack is not None,
                 "offload_outer": run.state.outer.home.offload,
                 "outer_delay": run.state.updates.delay,
                 "reduce_dtype": {torch.float32: "", torch.bfloat16: "bf16"}[run.state.updates.wire],

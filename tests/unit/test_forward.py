@@ -53,7 +53,7 @@ def one_pass(learner) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, list[
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = learner(IDS, MASK).float().logsumexp(-1).mean()
+        loss = learner(input_ids=IDS, attention_mask=MASK).float().logsumexp(-1).mean()
     held = sum(kept.values())
     loss.backward()
     return loss, {name: p.grad for name, p in learner.named_parameters() if p.requires_grad}, held, runs

@@ -115,8 +115,10 @@ def test_no_dropout_is_left_whatever_its_name(family, sizes, own, tmp_path):
     assert description.dropouts.items() >= own.items()
     learner = load_learner(config, description)
     ids = torch.arange(3, 15).view(2, 6)
-    first = learner(ids, torch.ones_like(ids))
-    assert all(torch.equal(learner(ids, torch.ones_like(ids)), first) for _ in range(4))
+    first = learner(input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert all(
+        torch.equal(learner(input_ids=ids, attention_mask=torch.ones_like(ids)), first) for _ in range(4)
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,8 +275,9 @@ def test_a_decoder_as_classifier(tmp_path):
     learner = load_learner(config, describe(config))
     assert learner.head_names == ("hf.score.weight",)
     ids, mask = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11]]), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-    features = learner(ids, mask, want="features")
-    torch.testing.assert_close(features @ learner.get_parameter("hf.score.weight").T, learner(ids, mask))
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    features = learner(**inputs, want="features")
+    torch.testing.assert_close(features @ learner.get_parameter("hf.score.weight").T, learner(**inputs))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -88,7 +88,7 @@ def test_adapters_and_head_are_trained_and_nothing_else(sources, base, settings,
     assert {name for name in trained if "lora_" not in name} == beside
     assert {name.split(".lora_")[0].split(".")[-1] for name in trained - beside} == adapters
     assert not any("pooler" in name for name in trained - beside) or settings["pooling"] == "model"
-    logits = learner(torch.tensor([[1, 5, 6]]), torch.ones(1, 3, dtype=torch.long))
+    logits = learner(input_ids=torch.tensor([[1, 5, 6]]), attention_mask=torch.ones(1, 3, dtype=torch.long))
     (logits * torch.randn_like(logits)).sum().backward()
     assert {
         name for name, param in learner.named_parameters() if param.grad is not None
