@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.models.lengths import positions
+from fmmeta.models.lengths import max_positions
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.data.encode import encode_pairs
@@ -135,7 +135,7 @@ def generate(
     Raises `UsageError` for a prompt of all.
     """
     hf: Any = worker.model.hf
-    pad, most = hf.config.pad_token_id, positions(hf.config)
+    pad, most = hf.config.pad_token_id, max_positions(hf.config)
     room = [max_new_tokens if most is None else min(max_new_tokens, most - len(prompt)) for prompt in prompts]
     if min(room, default=1) < 1:
         raise UsageError(

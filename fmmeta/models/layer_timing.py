@@ -13,12 +13,12 @@ import statistics
 import time
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import swap_tensors
 
-from fmmeta.models.lazy_weights import places_of, put
 from fmmeta.models.learner import Learner
 from fmmeta.models.losses import objective
-from fmmeta.models.pipeline_split import Stage, StagePartition, base_of, family_of, take_stage
+from fmmeta.models.pipeline_split import Stage, StagePartition, base_model, family_of, take_stage
 from fmmeta.tasks.batching import MicroBatch
 
 REPEATS = 5
@@ -30,7 +30,7 @@ def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device
 
     learner: parameters without storage, real buffers, as a Stream has them; it stays as it is.
     """
-    layers = list(base_of(learner).get_submodule(family_of(learner.hf.config).layers))
+    layers = list(base_model(learner).get_submodule(family_of(learner.hf.config).layers))
     last = len(layers) - 1
     ids = torch.randint(
         learner.hf.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0)
@@ -41,7 +41,7 @@ def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device
 
     def seconds(*bounds: int, stage: int = 1) -> float:
         made = take_stage(copy.deepcopy(learner), StagePartition(bounds, {}, (), (), None), stage)
-        return time_stage(fill(made, device, bf16), batch, learner.hf.config.hidden_size)
+        return time_stage(with_random_weights(made, device, bf16), batch, learner.hf.config.hidden_size)
 
     alike = seconds(0, 1, 1, last + 1)
     known: dict[str, float] = {}
@@ -55,7 +55,7 @@ def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device
     return [max(each - alike, 1e-9) for each in found]
 
 
-def kind_of(learner: Learner, layer: torch.nn.Module, number: int) -> str:
+def kind_of(learner: Learner, layer: nn.Module, number: int) -> str:
     """What decides how long a layer takes: its modules and their sizes, what of it is trained, how far its
     attention looks.
     """
@@ -66,12 +66,11 @@ def kind_of(learner: Learner, layer: torch.nn.Module, number: int) -> str:
     )
 
 
-def fill(stage: Stage, device: torch.device, bf16: bool) -> Stage:
-    """Give a stage random weights."""
-    places = places_of(stage)
-    for param in list(stage.parameters()):
+def with_random_weights(stage: Stage, device: torch.device, bf16: bool) -> Stage:
+    """Materialize the parameters of a stage with random values."""
+    for param in stage.parameters():
         value = torch.empty(param.shape, device=device).normal_(std=0.02)
-        put(places[id(param)], torch.nn.Parameter(value, param.requires_grad))
+        swap_tensors(param, nn.Parameter(value, param.requires_grad))
     stage = stage.to(device).train()
     return stage.bfloat16() if bf16 else stage
 

@@ -86,7 +86,7 @@ class Stage(nn.Module):
 
     def __init__(self, learner: Learner, inlet: HiddenStateInput | None, last: bool) -> None:
         super().__init__()
-        self.body: nn.Module = learner if last else base_of(learner)
+        self.body: nn.Module = learner if last else base_model(learner)
         self.inlet, self.last = inlet, last
         self.want = "logits"
         # a stage without adapters: DeepSpeed wants something to train, and a gradient for what is
@@ -106,7 +106,7 @@ class Stage(nn.Module):
         return output if self.idle is None else output + 0 * self.idle
 
 
-def base_of(learner: Learner) -> Any:
+def base_model(learner: Learner) -> Any:
     """The transformer inside a learner, without heads."""
     return getattr(learner.hf, learner.hf.base_model_prefix, learner.hf)
 
@@ -139,7 +139,7 @@ def plan_stages(learner: Learner, stages: int, costs: Sequence[float] | None = N
     `costs` (one number for each layer and the parts outside). Raises `UsageError`.
     """
     family = family_of(learner.hf.config)
-    base = base_of(learner)
+    base = base_model(learner)
     layers = base.get_submodule(family.layers)
     count = len(layers)
     if stages > count:
@@ -216,7 +216,7 @@ def balance(weights: Sequence[float], parts: int) -> list[int]:
 
 def take_stage(learner: Learner, cut: StagePartition, stage: int) -> Stage:
     """Leave in `learner` what stage `stage` holds, and return it as a stage."""
-    family, base = family_of(learner.hf.config), base_of(learner)
+    family, base = family_of(learner.hf.config), base_model(learner)
     last = len(cut.bounds) - 2
     layers: Any = base.get_submodule(family.layers)
     for i in range(len(layers)):

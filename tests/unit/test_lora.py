@@ -18,7 +18,7 @@ from fmmeta.adaptation.predict import answer
 from fmmeta.adaptation.predict import load as predict_from
 from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
-from fmmeta.models.lora import settings_of
+from fmmeta.models.lora import lora_config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.training.build import form_groups, plan
@@ -347,7 +347,7 @@ def test_adapters_are_gone_on_with(source, tmp_path, sources):
     assert all(
         torch.equal(learner.get_parameter(name), param) for name, param in stored.items() if name not in heads
     )
-    assert settings_of(learner, config).base_model_name_or_path == sources[source]
+    assert lora_config(learner, config).base_model_name_or_path == sources[source]
     for other, rank in (
         ({"lora_r": 4, "lora_alpha": 5}, 4),
         ({"lora_r": 3}, 3),
@@ -450,5 +450,5 @@ def test_a_broken_adapter_folder_is_refused(tmp_path):
     assert (
         refusal(describe, Config(model_name_or_path=str(tmp_path)))
         == f"model_name_or_path={tmp_path}: adapter_config.json cannot be read ('base_model_name_or_path');"
-        " fix it"
+        " fix or replace it"
     )

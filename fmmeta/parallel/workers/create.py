@@ -117,7 +117,9 @@ def start_sharded(
         learner = stream.learner
         trained = [name for name, param in learner.named_parameters() if param.requires_grad]
         if not config.lora_r:
-            stream.fill([name for name, param in learner.named_parameters() if not param.requires_grad])
+            stream.materialize(
+                [name for name, param in learner.named_parameters() if not param.requires_grad]
+            )
         still = frozen_tensors(
             learner
         )  # the base of adapters is read once more for its fingerprint, and never kept

@@ -241,6 +241,6 @@ def hold_stage(stream: LazyModel, cut: StagePartition, place: GroupCoordinates) 
     held = [
         name for name in names if cut.owner[name] == place.stage or (last and name in (cut.tied, cut.copied))
     ]
-    stream.fill(held)
+    stream.materialize(held)
     params = {name: learner.get_parameter(name) for name in held}
     return {id(param): (name, tuple(param.shape)) for name, param in params.items()}
