@@ -1,9 +1,9 @@
 """Measures the time of each layer of a model by running one of each kind on this machine.
 
-A stage of one layer runs forward and backward with random weights, through the code that will train it; what
-a stage without layers takes (masks, rotary tables) is subtracted, since every stage pays it alike. The first
-layer is tried with the embeddings, the last one with norm, head and loss. Never holds more than that: the
-model itself stays without storage.
+A stage of one layer runs forward and backward with random weights, through the code that will train it; the
+time of a stage without layers (masks, rotary tables) is subtracted, because every stage takes it. The first
+layer is measured with the embeddings, the last one with norm, head and loss. Never holds more than one stage:
+the model itself stays on the meta device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device
     """Median seconds of a forward and backward pass of `rows` x `tokens` through each layer and the
     parts outside the layers.
 
-    learner: parameters without storage, real buffers, as a Stream has them; it stays as it is.
+    learner: that of a LazyModel, parameters on the meta device and real buffers; it is not changed.
     """
     layers = list(base_model(learner).get_submodule(family_of(learner.hf.config).layers))
     last = len(layers) - 1
@@ -43,27 +43,21 @@ def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device
         made = take_stage(copy.deepcopy(learner), StagePartition(bounds, {}, (), (), None), stage)
         return time_stage(with_random_weights(made, device, bf16), batch, learner.hf.config.hidden_size)
 
-    alike = seconds(0, 1, 1, last + 1)
-    known: dict[str, float] = {}
-    found = [seconds(0, 1, last + 1, stage=0)]
-    for i in range(1, last):
-        kind = kind_of(learner, layers[i], i)
-        if kind not in known:
-            known[kind] = seconds(0, i, i + 1, last + 1)
-        found.append(known[kind])
-    found.append(seconds(0, last, last + 1))
-    return [max(each - alike, 1e-9) for each in found]
+    shared = seconds(0, 1, 1, last + 1)
+    first = seconds(0, 1, last + 1, stage=0)
+    kinds = [kind_of(learner, layer, i) for i, layer in enumerate(layers)]
+    example = {kinds[i]: i for i in range(1, last)}
+    middle = {kind: seconds(0, i, i + 1, last + 1) for kind, i in example.items()}
+    measured = [first, *(middle[kind] for kind in kinds[1:last]), seconds(0, last, last + 1)]
+    return [max(each - shared, 1e-9) for each in measured]
 
 
 def kind_of(learner: Learner, layer: nn.Module, number: int) -> str:
-    """What decides how long a layer takes: its modules and their sizes, what of it is trained, how far its
-    attention looks.
+    """Equal for layers that take equal time: modules and their sizes, trained parameters, reach of the
+    attention.
     """
-    reaches = getattr(learner.hf.config, "layer_types", None)
-    return (
-        f"{layer} {[param.requires_grad for param in layer.parameters()]}"
-        f" {reaches[number] if reaches else ''}"
-    )
+    types = getattr(learner.hf.config, "layer_types", None)
+    return f"{layer} {[param.requires_grad for param in layer.parameters()]} {types and types[number]}"
 
 
 def with_random_weights(stage: Stage, device: torch.device, bf16: bool) -> Stage:
@@ -76,8 +70,8 @@ def with_random_weights(stage: Stage, device: torch.device, bf16: bool) -> Stage
 
 
 def time_stage(stage: Stage, batch: MicroBatch, width: int) -> float:
-    dtype = next(stage.parameters()).dtype if any(True for _ in stage.parameters()) else torch.float32
-    times, ids = [], batch.inputs["input_ids"]
+    """Median seconds of a forward and backward pass; `width`: of the hidden states."""
+    dtype, ids, times = next(stage.parameters()).dtype, batch.inputs["input_ids"], []
     for _ in range(REPEATS + 1):
         hidden = torch.randn(*ids.shape, width, device=ids.device).to(dtype).requires_grad_()
         began = now(hidden)
@@ -91,6 +85,7 @@ def time_stage(stage: Stage, batch: MicroBatch, width: int) -> float:
 
 
 def now(tensor: Tensor) -> float:
+    """Seconds of a clock, after the device of `tensor` has finished its work."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
     return time.perf_counter()

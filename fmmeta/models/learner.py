@@ -66,9 +66,8 @@ class PooledClassifier(Learner):
                 param.requires_grad_(False)
 
     def forward(self, *, want: str = "logits", **inputs: Tensor) -> Any:
-        with self.unpadded.of(inputs["attention_mask"]):
-            hidden = self.hf(**inputs).last_hidden_state
-        features = pool(hidden, inputs["attention_mask"], self.pooling)
+        mask = inputs["attention_mask"]
+        features = pool(self.hf(**inputs, **self.unpadded.of(mask)).last_hidden_state, mask, self.pooling)
         if self.norm:
             features = self.norm * F.normalize(features, dim=1)
         if want == "features":
@@ -105,8 +104,7 @@ class NativeClassifier(Learner):
         head = self.get_submodule(self.head_path)
         hook = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         try:
-            with self.unpadded.of(inputs["attention_mask"]):
-                logits = self.hf(**inputs).logits
+            logits = self.hf(**inputs, **self.unpadded.of(inputs["attention_mask"])).logits
         finally:
             hook.remove()
         if want == "logits":

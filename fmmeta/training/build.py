@@ -25,6 +25,7 @@ from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.models.forward_options import check_attention
 from fmmeta.models.layer_timing import layer_seconds
 from fmmeta.models.lazy_weights import open_lazy_model
+from fmmeta.models.lengths import max_positions
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
 from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.models.stored_settings import trained_with
@@ -288,7 +289,7 @@ def build(config: Config, plan: Plan, ranks: ProcessGroups) -> Parts:
     )
     prompt = None
     if find(config.algorithm).in_prompt:
-        positions = getattr(plan.description.hf_config, "max_position_embeddings", None)
+        positions = max_positions(plan.description.hf_config)
         prompt = partial(prompted, bos_token_id=plan.tokenizer.bos_token_id, positions=positions)
     return Parts(worker, theta, started.frozen, setup, batcher_of(config, plan, place), place, prompt)
 
