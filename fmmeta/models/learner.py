@@ -22,9 +22,14 @@ from fmmeta.models.unpadded import Unpadded
 
 
 class Learner(nn.Module):
-    """Common part: the HF model as `hf`, and the names of the head's weight and bias."""
+    """Common part of the three kinds.
 
-    head_names: tuple[str, ...] = ()  # weight, then bias where there is one
+    head_names: of the head's weight, then its bias, if any. top: prefix of the names of all parameters above
+    the base, which LoRA trains in full.
+    """
+
+    head_names: tuple[str, ...] = ()
+    top: tuple[str, ...] = ()
 
     def __init__(self, hf: Any) -> None:
         super().__init__()
@@ -55,7 +60,7 @@ class PooledClassifier(Learner):
     temperature 1 / (2 norm^2).
     """
 
-    head_names = ("head.weight", "head.bias")
+    head_names, top = ("head.weight", "head.bias"), ("head.",)
 
     def __init__(self, hf: Any, classes: int, pooling: str, norm: float = 0.0) -> None:
         super().__init__(hf)
@@ -96,7 +101,7 @@ class NativeClassifier(Learner):
                 "on top; use --pooling mean"
             )
         name, head = heads[-1]
-        self.head_path = f"hf.{name}"
+        self.head_path, self.top = f"hf.{name}", (f"hf.{name.split('.')[0]}.",)
         self.head_names = tuple(f"hf.{name}.{part}" for part, _ in head.named_parameters())
 
     def forward(self, *, want: str = "logits", **inputs: Tensor) -> Any:

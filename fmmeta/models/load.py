@@ -120,7 +120,12 @@ def describe(config: Config) -> Description:
         eos = getattr(hf_config, "eos_token_id", None)
         hf_config.pad_token_id = (eos[0] if isinstance(eos, (list, tuple)) else eos) or 0
     pooling = resolve_pooling(config)
-    return Description(hf_config, pooling, dropouts, pooling != "model" and normalizes(config))
+    normalizes = pooling != "model" and read_json(
+        config.model_name_or_path,
+        "modules.json",
+        lambda modules: any("Normalize" in module["type"] for module in modules),
+    )
+    return Description(hf_config, pooling, dropouts, bool(normalizes))
 
 
 def read_hf_config(name: str, trust_remote_code: bool) -> Any:
@@ -167,15 +172,6 @@ def resolve_pooling(config: Config) -> str:
         f"pooling=auto: 1_Pooling/config.json of model_name_or_path={config.model_name_or_path} has a pooling"
         " that is not mean or cls; choose one with --pooling"
     )
-
-
-def normalizes(config: Config) -> bool:
-    """Whether a sentence-transformers folder ends with a Normalize module. Raises `UsageError`."""
-
-    def contains(modules: Any) -> bool:
-        return any("Normalize" in module["type"] for module in modules)
-
-    return bool(read_json(config.model_name_or_path, "modules.json", contains))
 
 
 def load_tokenizer(config: Config, description: Description, notice: Callable[[str], None]) -> Any:

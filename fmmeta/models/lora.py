@@ -60,18 +60,20 @@ def inject(learner: Learner, config: Config) -> None:
             f" in {type(learner.hf).__name__}: {one_line(error)}; name its linear layers, or use all-linear"
         ) from None
     refuse_shared(learner, config)
-    for name in fully_trained(learner):
-        learner.get_parameter(name).requires_grad_(True)
+    for name, param in learner.named_parameters():
+        if name.startswith(learner.top):
+            param.requires_grad_(True)
 
 
 def lora_config(learner: Learner, config: Config) -> Any:
     """peft's configuration of the adapters; fully trained and unused layers get none."""
     kinds = {NativeClassifier: "SEQ_CLS", PooledClassifier: "FEATURE_EXTRACTION"}
     targets: Any = config.lora_target_modules or None
+    adaptable = layers_below_top(learner)
     without = [
         name
         for name, module in learner.hf.named_modules()
-        if isinstance(module, nn.Linear) and f"{name}.".startswith(block_without_adapters(learner))
+        if isinstance(module, nn.Linear) and name not in adaptable
     ]
     base = learner.hf.config.name_or_path or config.model_name_or_path  # the base of an adapter folder
     return import_peft(config).LoraConfig(
@@ -85,32 +87,19 @@ def lora_config(learner: Learner, config: Config) -> Any:
     )
 
 
-def top_block(learner: Learner) -> str | None:
-    """The block of a sequence classifier above its base (`classifier`, `score`), trained in full."""
-    return learner.head_path.split(".")[1] if isinstance(learner, NativeClassifier) else None
-
-
-def block_without_adapters(learner: Learner) -> str:
-    """The prefix of layers of the HF model that get no adapter: they are fully trained or unused."""
-    return f"{top_block(learner) or 'pooler'}."
-
-
-def fully_trained(learner: Learner) -> list[str]:
-    """Names of the parameters that are trained besides the adapters."""
-    top = top_block(learner)
-    inside = f"hf.{top}." if top else "head."
-    return [name for name, _ in learner.named_parameters() if name.startswith(inside)]
+def layers_below_top(learner: Learner) -> dict[str, nn.Module]:
+    """Modules of the HF model that can get adapters: not the fully trained ones, nor an unused pooler."""
+    without = learner.top if isinstance(learner, NativeClassifier) else "hf.pooler."
+    return {
+        name: module for name, module in learner.hf.named_modules() if not f"hf.{name}.".startswith(without)
+    }
 
 
 def refuse_unknown(learner: Learner, config: Config) -> None:
     """Raise `UsageError` if a target matches no layer; peft raises only if none of them does."""
     from transformers.pytorch_utils import Conv1D
 
-    targets = config.lora_target_modules
-    without = block_without_adapters(learner)
-    layers = {
-        name: module for name, module in learner.hf.named_modules() if not f"{name}.".startswith(without)
-    }
+    targets, layers = config.lora_target_modules, layers_below_top(learner)
     for target in targets if targets != ["all-linear"] else []:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
             linear = sorted(
@@ -148,8 +137,8 @@ def save_adapter(folder: Path, learner: Learner, weights: dict[str, Tensor], con
     """
     settings = learner.hf.peft_config[ADAPTER]
     settings.inference_mode = True
-    top = top_block(learner)
-    settings.modules_to_save = [top] if top else None  # peft would wrap it, were it set before the injection
+    tops = [prefix.split(".")[1] for prefix in learner.top if prefix.startswith("hf.")]
+    settings.modules_to_save = tops or None  # peft would wrap them if they were set before the injection
     for name in ("target_modules", "exclude_modules"):
         if isinstance(getattr(settings, name), set):
             setattr(settings, name, sorted(getattr(settings, name)))

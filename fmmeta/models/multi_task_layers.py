@@ -49,7 +49,7 @@ class LoraLayer:
 class LinearLayer:
     """A linear layer that is trained in full: names of its weight [out, in] and bias [out], if any."""
 
-    layer: nn.Linear
+    layer: Any
     names: tuple[str, ...]
 
     def call(self, values: Values, counts: Counts, x: Tensor) -> Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from fmmeta.config.renamed import translated
 from fmmeta.config.settings import REMEMBERED, Config
+from fmmeta.config.values import of_type
 from fmmeta.models.files import read_json
 from fmmeta.tasks.data import used_splits
 
@@ -23,30 +23,20 @@ def remembered(model_name_or_path: str) -> dict[str, Any]:
 
 
 def checked(facts: Any) -> dict[str, Any]:
-    """The content of an fmmeta.json without its nulls and NaNs. Raises `ValueError` for wrong content."""
+    """The content of an fmmeta.json without its nulls and NaNs. Raises `ValueError` for wrong content.
+
+    Facts that are checked where they are used are returned as they are.
+    """
     if not isinstance(facts, dict):
         raise ValueError("it holds no settings")
     facts = translated(facts, Config.__dataclass_fields__)
-    for name, value in facts.items():
-        if value is not None and (wanted := misfit(name, value)):
-            raise ValueError(f"{name} is {json.dumps(value)[:40]}, and should be {wanted}")
+    facts = {name: value for name, value in facts.items() if value is not None and value == value}
+    for name in {*REMEMBERED, "n_way"} & set(facts):
+        facts[name] = of_type(Config, name, facts[name])
+    labels = facts.get("labels", [])
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        raise ValueError("labels is not a list of texts")
+    if not isinstance(facts.get("classes", 0), int):
+        raise ValueError("classes is not a whole number")
     used_splits.read(facts)
-    return {name: value for name, value in facts.items() if value is not None and value == value}
-
-
-def misfit(name: str, value: Any) -> str | None:
-    """The type that a setting in fmmeta.json should have, if its value has another one.
-
-    Other facts are checked where they are used.
-    """
-    if name not in (*REMEMBERED, "n_way", "classes", "labels"):
-        return None
-    hint = {**get_type_hints(Config), "labels": list[str], "classes": int}[name]
-    listed = get_origin(hint) is list
-    kind = get_args(hint)[0] if listed else hint
-    allowed = (int, float) if kind is float else kind
-    values = value if listed and isinstance(value, list) else [value]
-    right = isinstance(value, list) == listed and all(
-        isinstance(one, allowed) and not isinstance(one, bool) for one in values
-    )
-    return None if right else f"{'a list of ' if listed else ''}{kind.__name__}"
+    return facts
