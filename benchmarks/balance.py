@@ -54,7 +54,7 @@ def episode(task: Task) -> Episode:
         Example(rng.integers(3, 250, 32).tolist(), int(rng.integers(5)))
         for _ in range(max(1, task.tokens // 64))
     ]
-    return Episode(Batcher(0, 50).deal(rows), Batcher(0, 50).deal(rows))
+    return Episode(Batcher(0, 50).split(rows), Batcher(0, 50).split(rows))
 
 
 def rank_main(steps: int, tasks_per_step: int) -> None:

@@ -63,7 +63,7 @@ class Floor:
             nn.init.zeros_(p)
 
     def loss(self, batch: MicroBatch) -> Tensor:
-        return F.cross_entropy(self.model(batch.input_ids, batch.attention_mask), batch.labels)
+        return F.cross_entropy(self.model(**batch.inputs), batch.labels)
 
     def step(self, episodes: list[Episode]) -> None:
         """One outer step on tasks whose sets are one batch each."""

@@ -50,7 +50,8 @@ def peak_of(name: str, precision: str, given: float | None) -> float:
 
 def flops_of(asked: MatmulCounts, batches: list[MicroBatch], backward: bool) -> float:
     """Of one pass over a set, padding included."""
-    return sum(b.input_ids.numel() * asked.flops(b.input_ids.shape[1], backward, False) for b in batches)
+    ids = [batch.inputs["input_ids"] for batch in batches]
+    return sum(each.numel() * asked.flops(each.shape[1], backward, False) for each in ids)
 
 
 def task_flops(asked: MatmulCounts, episode: Episode, inner_steps: int) -> float:
@@ -76,7 +77,7 @@ def measure(config: Config, world: Any, ranks: Any, peak: float, floors: bool) -
 
     def between(used: list[Episode]) -> None:
         work.append(
-            (sum(task_flops(asked, e, config.inner_steps) for e in used), sum(sum(e.tokens) for e in used))
+            (sum(task_flops(asked, e, config.inner_steps) for e in used), sum(e.tokens for e in used))
         )
         if floor is not None:
             moved = [Episode(*([b.to(device) for b in part] for part in (e.support, e.query))) for e in used]

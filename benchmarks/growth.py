@@ -34,7 +34,13 @@ AXES = {"tasks": (1, 2, 4, 8), "inner_steps": (1, 2, 4, 8), "rows": (4, 8, 16, 3
 
 def random_set(rows: int, length: int, vocabulary: int, draw: torch.Generator) -> list[MicroBatch]:
     ids = torch.randint(1, vocabulary, (rows, length), generator=draw)
-    return [MicroBatch(ids, torch.ones_like(ids), torch.arange(rows) % 5, torch.full((rows,), 1 / rows))]
+    return [
+        MicroBatch(
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+            torch.arange(rows) % 5,
+            torch.full((rows,), 1 / rows),
+        )
+    ]
 
 
 def outer_step(prepared: Prepared, sizes: dict[str, int], number: int) -> None:

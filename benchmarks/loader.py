@@ -60,7 +60,7 @@ def measure(
         began = time.perf_counter()
         loaded = loader.fetch(tasks)
         seconds = time.perf_counter() - began
-        rates.append(sum(sum(one.batches.tokens) for one in loaded if one.batches) / seconds)
+        rates.append(sum(one.batches.tokens for one in loaded if one.batches) / seconds)
     loader.close()
     return {
         "num_workers": num_workers,

@@ -47,7 +47,7 @@ PADDED = 64
 
 
 def loss_of(model: Any, batch: MicroBatch) -> Tensor:
-    return F.cross_entropy(model(batch.input_ids, batch.attention_mask), batch.labels)
+    return F.cross_entropy(model(**batch.inputs), batch.labels)
 
 
 def by_learn2learn(model: nn.Module, episode: Episode, steps: int, lr: float) -> Grads:
@@ -89,9 +89,7 @@ def by_torchopt(model: nn.Module, episode: Episode, steps: int, lr: float) -> Gr
     state = optimizer.init(params)
 
     def loss_at(params: tuple[Tensor, ...], batch: MicroBatch) -> Tensor:
-        logits = torch.func.functional_call(
-            model, dict(zip(names, params, strict=True)), (batch.input_ids, batch.attention_mask)
-        )
+        logits = torch.func.functional_call(model, dict(zip(names, params, strict=True)), (), batch.inputs)
         return F.cross_entropy(logits, batch.labels)
 
     for _ in range(steps):
@@ -109,13 +107,9 @@ def anil_by_learn2learn(model: Any, episode: Episode, steps: int, lr: float) -> 
     from learn2learn.algorithms.maml import MAML  # type: ignore[import-not-found]
 
     head = MAML(model.head, lr=lr).clone()
-    both = [
-        torch.cat(parts)
-        for parts in zip(
-            *[(b.input_ids, b.attention_mask) for b in (episode.support[0], episode.query[0])], strict=True
-        )
-    ]
-    support, query = model(*both, want="features").split(len(episode.support[0].labels))
+    sets = (episode.support[0].inputs, episode.query[0].inputs)
+    both = {name: torch.cat([inputs[name] for inputs in sets]) for name in sets[0]}
+    support, query = model(**both, want="features").split(len(episode.support[0].labels))
     for _ in range(steps):
         head.adapt(F.cross_entropy(head(support), episode.support[0].labels))
     model.zero_grad()
@@ -163,14 +157,14 @@ def as_users_read(texts: tuple[list[str], list[str]], episode: Episode, tokenize
             tokenizer(text, padding="max_length", truncation=True, max_length=PADDED, return_tensors="pt")
             for text in lines
         ]
-        ids, mask = (torch.cat([row[key] for row in rows]) for key in ("input_ids", "attention_mask"))
-        sets.append([MicroBatch(ids, mask, batch.labels, batch.weights)])
+        inputs = {name: torch.cat([row[name] for row in rows]) for name in batch.inputs}
+        sets.append([MicroBatch(inputs, batch.labels, batch.weights)])
     return Episode(*sets)
 
 
 def texts_of(episode: Episode, tokenizer: Any) -> tuple[list[str], list[str]]:
     return tuple(
-        tokenizer.batch_decode(b.input_ids, skip_special_tokens=True)
+        tokenizer.batch_decode(b.inputs["input_ids"], skip_special_tokens=True)
         for b in (episode.support[0], episode.query[0])
     )  # type: ignore[return-value]
 

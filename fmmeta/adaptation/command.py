@@ -125,7 +125,7 @@ def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progre
             f"{steps} inner steps: {100 * left_out:.1f} % right of examples that were left out, of up to "
             f"{config.inner_steps} steps"
         )
-    dealt = single.dealer.deal(rows)
+    dealt = single.batcher.split(rows)
     passes = replace(inner, steps=steps).adapt(single.worker, single.worker.read(), dealt).passes
     after = single.worker.forward(dealt)  # the last step's loss as well
     if not all(one.finite for one in (*passes, after)):

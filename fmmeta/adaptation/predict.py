@@ -19,7 +19,7 @@ from fmmeta.common.text import shortened, to_json
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.generation import generate
 from fmmeta.evaluation.settings import PredictConfig
-from fmmeta.models.files import HEAD_FILE, base_of, cached_file
+from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import Description, describe
 from fmmeta.models.stored_settings import remembered
@@ -122,7 +122,7 @@ def refuse_fresh_head(config: Config, description: Description, memory: dict[str
             for kind in description.hf_config.architectures or ()
             if kind.endswith("ForSequenceClassification")
         ]
-        learned = bool(heads) or base_of(name) != name
+        learned = bool(heads) or base_model_name(name) != name
     if not learned:
         raise UsageError(
             f"model_name_or_path={name} has no trained head, and would answer at random; run fmmeta adapt"

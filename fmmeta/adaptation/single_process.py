@@ -32,10 +32,10 @@ class LoadedModel:
     worker: PlainWorker
     head_names: tuple[str, ...]
     frozen: dict[str, Tensor]
-    dealer: Batcher
+    batcher: Batcher
 
     def deal(self, support: Sequence[Example], query: Sequence[Example]) -> Episode:
-        return Episode(self.dealer.deal(support), self.dealer.deal(query))
+        return Episode(self.batcher.split(support), self.batcher.split(query))
 
 
 def load_single_process(
@@ -54,16 +54,18 @@ def load_single_process(
         config, description, ParallelPlan(1, "plain", deepspeed_config.read(None, bf16)), ranks
     )
     assert isinstance(started.worker, PlainWorker)
-    dealer = Batcher(description.hf_config.pad_token_id, config.micro_batch_size)
+    batcher = Batcher(description.hf_config.pad_token_id, config.micro_batch_size)
     return LoadedModel(
-        config, description, tokenizer, ranks, started.worker, started.head_names, started.frozen, dealer
+        config, description, tokenizer, ranks, started.worker, started.head_names, started.frozen, batcher
     )
 
 
 def class_logits(single: LoadedModel, examples: Sequence[Example]) -> Tensor:
     """Logits [Q, C] of examples in their order, whose labels are their places."""
     found: list[Tensor | None] = [None] * len(examples)
-    dealt = single.dealer.deal([Example(example.input_ids, place) for place, example in enumerate(examples)])
+    dealt = single.batcher.split(
+        [Example(example.input_ids, place) for place, example in enumerate(examples)]
+    )
     for batch, logits in zip(dealt, single.worker.logits(dealt), strict=True):
         for place, row in zip(batch.labels.tolist(), logits.cpu(), strict=True):
             found[place] = row

@@ -21,7 +21,7 @@ from torch import Tensor
 from fmmeta.common.text import to_json
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.meta.inner_lrs import RATES_FILE, Rates
-from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, base_of
+from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, base_model_name
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.models.load import Description, empty_learner, load_hf
 from fmmeta.models.lora import merged, save_adapter
@@ -137,7 +137,7 @@ def write_adapters(
     description = replace(
         description, classes=0
     )  # in merged/ too: the head that is exported is that of the skeleton
-    clear(folder, None if config.builtin_model else base_of(config.model_name_or_path))
+    clear(folder, None if config.builtin_model else base_model_name(config.model_name_or_path))
     save_adapter(folder, skeleton, weights, config)
     if config.builtin_model:
         save_model(folder / BASE_FOLDER, load_hf(config, description), description)

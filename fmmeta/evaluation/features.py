@@ -44,7 +44,7 @@ class Features:
 def embed(
     worker: Worker,
     draws: Sequence[Draw],
-    dealer: Batcher,
+    batcher: Batcher,
     ranks: ProcessGroups,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Features:
@@ -60,13 +60,13 @@ def embed(
         for place, (path, row) in enumerate(keys)
     ]
     examples.sort(key=lambda example: (len(example.input_ids), example.labels))
-    size = dealer.micro_batch_size * dealer.group_size
+    size = batcher.micro_batch_size * batcher.group_size
     batches = [examples[begin : begin + size] for begin in range(0, len(examples), size)]
     mine = batches[ranks.layout.group_index :: ranks.layout.num_groups]
     table: Tensor | None = None
     for done, batch in enumerate(mine):
         progress(done, len(mine))
-        dealt = dealer.deal(batch)
+        dealt = batcher.split(batch)
         for part, rows in zip(dealt, worker.features(dealt), strict=True):
             if table is None:
                 table = torch.zeros(len(keys), rows.shape[1])

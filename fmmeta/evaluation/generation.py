@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.models.lengths import positions
+from fmmeta.models.lengths import max_positions
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.data.encode import encode_pairs
@@ -57,12 +57,12 @@ class LanguageMetrics:
         worker: FullModelWorker,
         tokenizer: Any,
         config: Config,
-        dealer: Batcher,
+        batcher: Batcher,
         max_new_tokens: int,
     ) -> None:
         self.names, self.worker, self.tokenizer, self.config = names, worker, tokenizer, config
-        self.dealer, self.max_new_tokens = (
-            replace(dealer, pack=None),
+        self.batcher, self.max_new_tokens = (
+            replace(batcher, pack=None),
             max_new_tokens,
         )  # every row is looked at by itself
 
@@ -72,7 +72,7 @@ class LanguageMetrics:
     def _rouge_l(self, draw: Draw) -> float:
         prompts = [prompt_of(draw.store, row) for row, _ in draw.query]
         answers = generate(
-            self.worker, self.tokenizer, prompts, self.max_new_tokens, self.dealer.micro_batch_size
+            self.worker, self.tokenizer, prompts, self.max_new_tokens, self.batcher.micro_batch_size
         )
         right = [draw.store.text("right", row) for row, _ in draw.query]
         return sum(map(rouge_l, answers, right)) / len(right)
@@ -94,14 +94,14 @@ class LanguageMetrics:
     def log_likelihoods(self, examples: Sequence[Example]) -> list[float]:
         """Total log-likelihood of each example's answer, in nats."""
         found: list[float] = []
-        for begin in range(0, len(examples), self.dealer.micro_batch_size):
-            rows = examples[begin : begin + self.dealer.micro_batch_size]
+        for begin in range(0, len(examples), self.batcher.micro_batch_size):
+            rows = examples[begin : begin + self.batcher.micro_batch_size]
             order = sorted(
                 range(len(rows)), key=lambda i: -len(rows[i].input_ids)
-            )  # as the dealer will have them
+            )  # as the batcher will have them
             scores = [0.0] * len(rows)
             done = 0
-            dealt = self.dealer.deal(rows)
+            dealt = self.batcher.split(rows)
             for batch, logits in zip(dealt, self.worker.logits(dealt), strict=True):
                 losses = F.cross_entropy(
                     logits[:, :-1].transpose(1, 2),
@@ -135,7 +135,7 @@ def generate(
     Raises `UsageError` for a prompt of all.
     """
     hf: Any = worker.model.hf
-    pad, most = hf.config.pad_token_id, positions(hf.config)
+    pad, most = hf.config.pad_token_id, max_positions(hf.config)
     room = [max_new_tokens if most is None else min(max_new_tokens, most - len(prompt)) for prompt in prompts]
     if min(room, default=1) < 1:
         raise UsageError(

@@ -68,7 +68,7 @@ class AdapterMultiTaskRule:
         features = worker.features(merge_task_batches(sets))
         for task, support in enumerate(sets):
             mine = [rows.view(len(sets), -1, rows.shape[1])[task] for rows in features]
-            own = [part[: len(each.input_ids)] for part, each in zip(mine, support, strict=False)]
+            own = [part[: len(each.weights)] for part, each in zip(mine, support, strict=False)]
             means = class_means(worker, support, own, head.classes)
             for name, value in zip(head.names, (2 * means.means, -(means.means**2).sum(1)), strict=False):
                 batch.set(name, task, value)

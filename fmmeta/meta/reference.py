@@ -394,7 +394,8 @@ def forward(learner: Any, weights: Weights, row: Example, bf16: bool, want: str 
         frozen = {name: p for name, p in learner.named_parameters() if name not in weights}
         weights = {name: value.bfloat16() for name, value in {**weights, **frozen}.items()}
     with sdpa_kernel(SDPBackend.MATH):
-        return torch.func.functional_call(learner, weights, (ids, torch.ones_like(ids)), {"want": want})
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return torch.func.functional_call(learner, weights, (), {**inputs, "want": want})
 
 
 def implicit(task: ReferenceTask) -> Gradients:

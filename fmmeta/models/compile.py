@@ -1,8 +1,7 @@
 """--compile: torch.compile of the transformer, once for rows of any number and length.
 
-The model's names, weights and numbers stay (up to rounding): only how a pass is computed changes. Ansel et
-al., "PyTorch 2", 2024 (ASPLOS). The first passes compile, seconds to minutes; what they found is kept in
-torch's cache for the next run.
+Names, weights and (up to rounding) numbers of the model do not change. Ansel et al., "PyTorch 2", 2024
+(ASPLOS). The first passes compile for seconds to minutes; torch caches the compiled code for the next run.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ BACKEND = "inductor"
 
 
 def check_compiler(device: str) -> None:
-    """On a CPU compiled code is C++. Raises `UsageError` where nothing compiles it."""
+    """Raise `UsageError` if there is no C++ compiler, which code compiled for a CPU needs."""
     wanted = os.environ.get("CXX")
     names = [wanted] if wanted else ["g++", "clang++"]
-    if device == "cpu" and not any(shutil.which(name) for name in names):
+    if device == "cpu" and not any(map(shutil.which, names)):
         where = f"CXX={wanted} is not there" if wanted else "neither g++ nor clang++ is there"
         raise UsageError(f"compile=True needs a C++ compiler, and {where}; install one, or leave it out")
 
 
 def compile_model(learner: Learner, device: torch.device) -> None:
-    """Compile the HF model of `learner`, which a worker holds, in place.
+    """Compile the HF model of a worker's `learner` in place.
 
-    With padding, since how many tokens are real would be one more size that changes; and with dense gradients
-    of embeddings.
+    It computes with padding, because the number of real tokens would be one more size that changes, and with
+    dense gradients of embeddings.
     """
     check_compiler(device.type)
     learner.unpadded.works = False

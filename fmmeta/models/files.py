@@ -4,24 +4,43 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
-from fmmeta.config.settings import Config
 
-BASE_FOLDER = "base"  # in the folder of adapters of the built-in model, which is nowhere else
+BUILTIN = "tiny"
+BASE_FOLDER = (
+    "base"  # base model of adapters of the built-in model, in their folder: it is stored nowhere else
+)
 HEAD_FILE = "head.safetensors"  # the head of an encoder with fmmeta's pooling
+ADAPTER_FILE = "adapter_model.safetensors"
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    SafetensorError,
+)
+T = TypeVar("T")
 
 
 def cached_file(model_name_or_path: str, name: str) -> str | None:
-    """Path of one file of a folder or hub id; None where it has no such file."""
+    """Path of one file of a folder or hub id; None if there is no such file, as for the built-in model."""
     from transformers.utils import cached_file as find
 
+    if model_name_or_path == BUILTIN:
+        return None
     try:
         return find(
             model_name_or_path,
@@ -35,87 +54,98 @@ def cached_file(model_name_or_path: str, name: str) -> str | None:
         return None
 
 
+@contextmanager
+def reading(model_name_or_path: str, name: str) -> Iterator[None]:
+    """Raise a `UsageError` that names the file `name` of a model if the block cannot read or use it."""
+    try:
+        yield
+    except UNREADABLE as error:
+        raise UsageError(
+            f"model_name_or_path={model_name_or_path}: {name} cannot be read ({one_line(error)}); fix or"
+            " replace it"
+        ) from None
+
+
+def read_json(model_name_or_path: str, name: str, parse: Callable[[Any], T]) -> T | None:
+    """`parse` of the content of a JSON file of a folder or hub id; None if there is no such file.
+
+    Raises `UsageError` for a broken file and for content that `parse` refuses.
+    """
+    path = cached_file(model_name_or_path, name)
+    if path is None:
+        return None
+    with reading(model_name_or_path, name):
+        return parse(json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def read_tensors(model_name_or_path: str, name: str) -> dict[str, Tensor] | None:
+    """The tensors of a safetensors file of a folder or hub id; None if there is no such file.
+
+    Raises `UsageError` for a broken file.
+    """
+    path = cached_file(model_name_or_path, name)
+    if path is None:
+        return None
+    with reading(model_name_or_path, name):
+        return load_file(path)
+
+
 def reachable(model_name_or_path: str) -> bool:
     """Whether the files of a folder or hub id can be listed without waiting for an unreachable hub."""
     return is_path(model_name_or_path) or Path(model_name_or_path).is_dir() or hub_answers()
 
 
 def is_path(model_name_or_path: str) -> bool:
-    """Whether a name can be no hub id."""
+    """Whether a name cannot be a hub id."""
     return model_name_or_path.startswith((".", "/")) or model_name_or_path.count("/") > 1
 
 
 @cache
 def hub_answers() -> bool:
-    """Asked once per process: the hub's own client asks six times for every file, which takes minutes without
-    a network.
+    """Whether the hub can be reached, tried once per process: the hub's client tries six times for every
+    file, which takes minutes without a network.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
-    for wait_s in (1.0, 2.0, 0.0):  # a network may stumble
+    for wait_s in (1.0, 2.0, 0.0):  # a connection may fail for a moment
         try:
             get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
             return True
-        except Exception:  # no connection, by whichever client the hub uses
+        except Exception:  # each HTTP client has other exceptions for it
             time.sleep(wait_s)
     return False
 
 
-def base_of(model_name_or_path: str) -> str:
-    """The model that an adapter folder was made for; any other name as it is.
+def base_model_name(model_name_or_path: str) -> str:
+    """The base model of an adapter folder; any other name unchanged.
 
     Raises `UsageError` for a broken folder.
     """
     path = cached_file(model_name_or_path, "adapter_config.json")
-    if path is None:
-        return model_name_or_path
-    inside = Path(path).parent / BASE_FOLDER
-    if (inside / "config.json").is_file():
-        return str(inside)  # wherever the folder has been moved to
-    try:
-        base = json.loads(Path(path).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"model_name_or_path={model_name_or_path}: adapter_config.json cannot be read ({error}); fix it"
-        ) from None
-    if not isinstance(base, str):
-        raise UsageError(
-            f"model_name_or_path={model_name_or_path}: adapter_config.json names no base model; fix it"
-        )
-    return base
+    if path is not None and (Path(path).parent / BASE_FOLDER / "config.json").is_file():
+        return str(Path(path).parent / BASE_FOLDER)  # also after the folder was moved
+
+    def base(settings: Any) -> str:
+        name = settings["base_model_name_or_path"]
+        if not isinstance(name, str):
+            raise ValueError("it names no base model")
+        return name
+
+    return read_json(model_name_or_path, "adapter_config.json", base) or model_name_or_path
 
 
 def adapter_folder(model_name_or_path: str) -> Path:
-    """The local folder of an adapter: peft itself would ask the hub for them, and
-    take a pickle too. Raises `UsageError`.
+    """The local folder of an adapter in safetensors; peft itself would query the hub and read a pickle.
+
+    Raises `UsageError`.
     """
-    settings, weights = (
-        cached_file(model_name_or_path, f"adapter_{name}") for name in ("config.json", "model.safetensors")
-    )
-    if settings is None or weights is None:
+    paths = [cached_file(model_name_or_path, name) for name in ("adapter_config.json", ADAPTER_FILE)]
+    if None in paths:
         raise UsageError(
-            f"model_name_or_path={model_name_or_path} holds no adapter_model.safetensors; convert its"
+            f"model_name_or_path={model_name_or_path} holds no {ADAPTER_FILE}; convert its"
             " adapters to safetensors"
         )
-    return Path(settings).parent
-
-
-def adapters_in(config: Config) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """peft's settings and the tensors of an adapter folder; None for a whole model. Raises `UsageError`."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    name = config.model_name_or_path
-    if config.builtin_model or base_of(name) == name:
-        return None
-    folder = adapter_folder(name)
-    try:
-        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        return settings, load_file(folder / "adapter_model.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UsageError(
-            f"model_name_or_path={name}: its adapters cannot be read ({one_line(error)}); fetch them again"
-        ) from None
+    return Path(str(paths[0])).parent

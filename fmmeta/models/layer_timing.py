@@ -1,9 +1,9 @@
 """Measures the time of each layer of a model by running one of each kind on this machine.
 
-A stage of one layer runs forward and backward with random weights, through the code that will train it; what
-a stage without layers takes (masks, rotary tables) is subtracted, since every stage pays it alike. The first
-layer is tried with the embeddings, the last one with norm, head and loss. Never holds more than that: the
-model itself stays without storage.
+A stage of one layer runs forward and backward with random weights, through the code that will train it; the
+time of a stage without layers (masks, rotary tables) is subtracted, because every stage takes it. The first
+layer is measured with the embeddings, the last one with norm, head and loss. Never holds more than one stage:
+the model itself stays on the meta device.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import statistics
 import time
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import swap_tensors
 
-from fmmeta.models.lazy_weights import places_of, put
 from fmmeta.models.learner import Learner
 from fmmeta.models.losses import objective
-from fmmeta.models.pipeline_split import Stage, StagePartition, base_of, family_of, take_stage
+from fmmeta.models.pipeline_split import Stage, StagePartition, base_model, family_of, take_stage
 from fmmeta.tasks.batching import MicroBatch
 
 REPEATS = 5
@@ -28,66 +28,54 @@ def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device
     """Median seconds of a forward and backward pass of `rows` x `tokens` through each layer and the
     parts outside the layers.
 
-    learner: parameters without storage, real buffers, as a Stream has them; it stays as it is.
+    learner: that of a LazyModel, parameters on the meta device and real buffers; it is not changed.
     """
-    layers = list(base_of(learner).get_submodule(family_of(learner.hf.config).layers))
+    layers = list(base_model(learner).get_submodule(family_of(learner.hf.config).layers))
     last = len(layers) - 1
     ids = torch.randint(
         learner.hf.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0)
     )
     labels = ids if not learner.head_names else torch.zeros(rows, dtype=torch.long)
-    batch = MicroBatch(ids, torch.ones_like(ids), labels, torch.full((rows,), 1 / rows)).to(device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = MicroBatch(inputs, labels, torch.full((rows,), 1 / rows)).to(device)
 
     def seconds(*bounds: int, stage: int = 1) -> float:
         made = take_stage(copy.deepcopy(learner), StagePartition(bounds, {}, (), (), None), stage)
-        return time_stage(fill(made, device, bf16), batch, learner.hf.config.hidden_size)
+        return time_stage(with_random_weights(made, device, bf16), batch, learner.hf.config.hidden_size)
 
-    alike = seconds(0, 1, 1, last + 1)
-    known: dict[str, float] = {}
-    found = [seconds(0, 1, last + 1, stage=0)]
-    for i in range(1, last):
-        kind = kind_of(learner, layers[i], i)
-        if kind not in known:
-            known[kind] = seconds(0, i, i + 1, last + 1)
-        found.append(known[kind])
-    found.append(seconds(0, last, last + 1))
-    return [max(each - alike, 1e-9) for each in found]
+    shared = seconds(0, 1, 1, last + 1)
+    first = seconds(0, 1, last + 1, stage=0)
+    kinds = [kind_of(learner, layer, i) for i, layer in enumerate(layers)]
+    example = {kinds[i]: i for i in range(1, last)}
+    middle = {kind: seconds(0, i, i + 1, last + 1) for kind, i in example.items()}
+    measured = [first, *(middle[kind] for kind in kinds[1:last]), seconds(0, last, last + 1)]
+    return [max(each - shared, 1e-9) for each in measured]
 
 
-def kind_of(learner: Learner, layer: torch.nn.Module, number: int) -> str:
-    """What decides how long a layer takes: its modules and their sizes, what of it is trained, how far its
-    attention looks.
+def kind_of(learner: Learner, layer: nn.Module, number: int) -> str:
+    """Equal for layers that take equal time: modules and their sizes, trained parameters, reach of the
+    attention.
     """
-    reaches = getattr(learner.hf.config, "layer_types", None)
-    return (
-        f"{layer} {[param.requires_grad for param in layer.parameters()]}"
-        f" {reaches[number] if reaches else ''}"
-    )
+    types = getattr(learner.hf.config, "layer_types", None)
+    return f"{layer} {[param.requires_grad for param in layer.parameters()]} {types and types[number]}"
 
 
-def fill(stage: Stage, device: torch.device, bf16: bool) -> Stage:
-    """Give a stage random weights."""
-    places = places_of(stage)
-    for param in list(stage.parameters()):
+def with_random_weights(stage: Stage, device: torch.device, bf16: bool) -> Stage:
+    """Materialize the parameters of a stage with random values."""
+    for param in stage.parameters():
         value = torch.empty(param.shape, device=device).normal_(std=0.02)
-        put(places[id(param)], torch.nn.Parameter(value, param.requires_grad))
+        swap_tensors(param, nn.Parameter(value, param.requires_grad))
     stage = stage.to(device).train()
     return stage.bfloat16() if bf16 else stage
 
 
 def time_stage(stage: Stage, batch: MicroBatch, width: int) -> float:
-    dtype = next(stage.parameters()).dtype if any(True for _ in stage.parameters()) else torch.float32
-    times = []
+    """Median seconds of a forward and backward pass; `width`: of the hidden states."""
+    dtype, ids, times = next(stage.parameters()).dtype, batch.inputs["input_ids"], []
     for _ in range(REPEATS + 1):
-        hidden = (
-            torch.randn(*batch.input_ids.shape, width, device=batch.input_ids.device)
-            .to(dtype)
-            .requires_grad_()
-        )
+        hidden = torch.randn(*ids.shape, width, device=ids.device).to(dtype).requires_grad_()
         began = now(hidden)
-        output = stage(
-            (*([hidden] if stage.inlet is not None else []), batch.input_ids, batch.attention_mask)
-        )
+        output = stage((*([hidden] if stage.inlet is not None else []), *batch.inputs.values()))
         if stage.last:
             objective(output, batch)[0].backward()
         elif output[0].requires_grad:
@@ -97,6 +85,7 @@ def time_stage(stage: Stage, batch: MicroBatch, width: int) -> float:
 
 
 def now(tensor: Tensor) -> float:
+    """Seconds of a clock, after the device of `tensor` has finished its work."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
     return time.perf_counter()

@@ -1,229 +1,189 @@
 """Builds a learner on the meta device and loads its weights from the checkpoint one tensor at a time.
 
-Pipeline stages and ZeRO 3 begin here, so that no rank ever holds a whole model. What the checkpoint lacks (a
-new classifier, adapters) is made whole on every rank as transformers and peft would make it, from the same
-random stream. Never reads pickles.
+Pipeline stages and ZeRO 3 start from it, so that no rank ever holds a whole model. Tensors that the
+checkpoint lacks (a new classifier, adapters) are drawn on every rank as transformers and peft draw them, from
+the same random stream. Never reads pickles.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import one_line
 from fmmeta.config.settings import Config
-from fmmeta.models.files import base_of, cached_file
+from fmmeta.models.files import base_model_name, cached_file, read_json, reading
 from fmmeta.models.learner import Learner
-from fmmeta.models.load import Description, auto_class, load_learner, restore_head, wrap
+from fmmeta.models.load import Description, empty_hf, initialize_head, load_learner, wrap
 
-Entry = tuple[str, str]  # file, key in it
+INDEX = "model.safetensors.index.json"
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a safetensors file."""
+
+    path: str
+    key: str
+
+    def read(self) -> Tensor:
+        with safe_open(self.path, "pt") as file:  # an open file would keep the pages that it has read
+            return file.get_tensor(self.key)
 
 
 @dataclass
 class LazyModel:
-    """`learner`: parameters on the meta device, except fresh ones; buffers are real.
+    """learner: parameters on the meta device, except new ones; buffers are real.
 
-    `where`: what the checkpoint holds.
+    stored: parameters and buffers in the checkpoint, by their names in `learner`. new: exact initial values
+    of parameters that the checkpoint lacks.
     """
 
     learner: Learner
-    where: dict[str, Entry] = field(default_factory=dict)
-    fresh: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # exact initial values of what the checkpoint lacks
+    stored: dict[str, StoredTensor]
+    new: dict[str, Tensor]
 
     def read(self, name: str) -> Tensor:
         """One complete parameter in fp32, in separate memory."""
-        if name in self.fresh:
-            return self.fresh[name].clone()
-        from safetensors import safe_open
+        if name in self.new:
+            return self.new[name].clone()
+        original = name.replace(".base_layer.", ".")  # peft's name for the adapted layer
+        return self.stored[original].read().to(torch.float32, copy=True)
 
-        path, key = self.where[name.replace(".base_layer.", ".")]  # peft's name for the adapted layer
-        with safe_open(
-            path, "pt"
-        ) as file:  # opened again each time: an open file keeps the pages that it has read
-            return file.get_tensor(key).to(torch.float32, copy=True)
+    def materialize(
+        self, names: Sequence[str], then: Callable[[nn.Parameter], None] = lambda param: None
+    ) -> None:
+        """Give these parameters their storage and values, one after another; tied ones stay tied.
 
-    def fill(self, names: Sequence[str], then: Callable[[nn.Parameter], None] = lambda param: None) -> None:
-        """Give these parameters their storage and values, one after another; tied places stay tied.
-
-        `then` is called with each before the next is read, whether it had its values before or not.
+        `then` is called with each, materialized now or earlier, before the next is read.
         """
-        places = places_of(self.learner)
         for name in names:
             param = self.learner.get_parameter(name)
             if param.is_meta:
-                holders, param = places[id(param)], nn.Parameter(self.read(name), param.requires_grad)
-                put(holders, param)
+                swap_tensors(param, nn.Parameter(self.read(name), param.requires_grad))
             then(param)
 
 
 def open_lazy_model(config: Config, description: Description) -> LazyModel:
     """Find every tensor of the checkpoint without reading it. Raises `UsageError`.
 
-    The built-in model has no checkpoint: it is made whole, and is small.
+    The built-in model has no checkpoint and is small: it is built completely.
     """
+    stored: dict[str, StoredTensor] = {}
     if config.builtin_model:
         learner = load_learner(config, description)
-        return LazyModel(
-            learner, fresh={name: param.detach().clone() for name, param in learner.named_parameters()}
-        )
-    auto, kwargs = auto_class(config, description)
-    name = f"model_name_or_path={config.model_name_or_path}"
-    try:
-        with torch.device("meta"):
-            hf = auto.from_config(description.hf_config, trust_remote_code=config.trust_remote_code, **kwargs)
-    except (OSError, ValueError, ImportError) as error:
-        raise UsageError(f"{name} cannot be loaded: {one_line(error)}") from None
-    hf.config.name_or_path = config.model_name_or_path
-    found, shapes = find_tensors(hf, config)
-    wrong = {
-        key for key, param in hf.named_parameters() if key in found and shapes[key] != tuple(param.shape)
-    }
-    if wrong and config.task_type != "classification":
-        key = min(wrong)
-        raise UsageError(
-            f"{name} holds {key} of shape {list(shapes[key])}, and its configuration says "
-            f"{list(hf.get_parameter(key).shape)}; fix the checkpoint"
-        )
-    missing = [key for key, _ in hf.named_parameters() if key not in found or key in wrong]
-    torch.manual_seed(config.seed)
-    initialise(hf, missing, {key: found[key] for key, _ in hf.named_buffers() if key in found})
-    torch.manual_seed(config.seed)
-    learner = wrap_without_storage(hf, config, description)
-    if config.head_init == "learned":
-        restore_head(learner, config)
-    places = places_of(learner)
-    for head in learner.head_names:
-        param = learner.get_parameter(head)
-        if config.head_init != "learned":  # a head that every task initialises is not read
-            put(places[id(param)], nn.Parameter(torch.zeros(param.shape)))
-    where = {f"hf.{key}": entry for key, entry in found.items()}
-    fresh = {name: param.detach().clone() for name, param in learner.named_parameters() if not param.is_meta}
-    return LazyModel(learner.train(), where, fresh)
+    else:
+        hf = empty_hf(config, description)
+        hf.config.name_or_path = config.model_name_or_path
+        found = find_tensors(hf, config)
+        torch.manual_seed(config.seed)
+        initialize(hf, [name for name, _ in hf.named_parameters() if name not in found])
+        for name, buffer in hf.named_buffers():
+            if name in found:
+                buffer.copy_(found[name].read())
+        torch.manual_seed(config.seed)
+        learner = wrap_lazily(hf, config, description)
+        initialize_head(learner, config)
+        stored = {f"hf.{name}": tensor for name, tensor in found.items()}
+    new = {name: param.detach().clone() for name, param in learner.named_parameters() if not param.is_meta}
+    return LazyModel(learner.train(), stored, new)
 
 
-def wrap_without_storage(hf: Any, config: Config, description: Description) -> Learner:
-    """`wrap`, with real adapters: peft makes them on the device of the adapted weights, so
-    that these are presented as CPU tensors meanwhile, each of them one number seen in all its places.
+def initialize(hf: Any, missing: Collection[str]) -> None:
+    """Draw the parameters `missing` and all buffers as transformers does when it loads a checkpoint; the
+    other parameters stay on the meta device.
     """
-    places = places_of(hf)
-    seeming = {
-        id(param): nn.Parameter(torch.zeros(1).expand(param.shape))
+    for name, param in hf.named_parameters():
+        if name in missing:
+            swap_tensors(param, nn.Parameter(torch.empty(param.shape), param.requires_grad))
+        param._is_hf_initialized = name not in missing  # transformers skips these
+    for module in hf.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    hf.initialize_weights()
+
+
+def wrap_lazily(hf: Any, config: Config, description: Description) -> Learner:
+    """`wrap` with real adapters around parameters on the meta device.
+
+    peft creates adapters on the device of the adapted weights, so each of these is replaced meanwhile by one
+    number on the CPU, expanded to its shape.
+    """
+    replaced = {
+        param: nn.Parameter(torch.zeros(1).expand(param.shape), param.requires_grad)
         for param in hf.parameters()
         if param.is_meta
     }
-    for key, param in seeming.items():
-        put(places[key], param)
+    for param, expanded in replaced.items():
+        swap_tensors(param, expanded)
     learner = wrap(hf, config, description)
-    places = places_of(learner)
-    for param in seeming.values():
-        put(places[id(param)], nn.Parameter(torch.empty(param.shape, device="meta"), param.requires_grad))
+    for param, on_meta in replaced.items():
+        on_meta.requires_grad_(param.requires_grad)
+        swap_tensors(param, on_meta)
     return learner
 
 
-def initialise(hf: Any, missing: list[str], saved_buffers: dict[str, Entry]) -> None:
-    """Make `missing` parameters and all buffers as transformers does when it loads a checkpoint; the rest
-    stays empty.
+def find_tensors(hf: Any, config: Config) -> dict[str, StoredTensor]:
+    """The tensors of the checkpoint by their names in `hf`; transformers translates old names.
+
+    A classifier's tensors of other shapes are left out. Raises `UsageError` for those of a language model.
     """
-    from safetensors import safe_open
-
-    places = places_of(hf)
-    for key in missing:
-        param = hf.get_parameter(key)
-        put(places[id(param)], nn.Parameter(torch.empty(param.shape), param.requires_grad))
-    for module in hf.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[key] = torch.empty_like(buffer, device="cpu")
-    for key, param in hf.named_parameters():
-        param._is_hf_initialized = key not in missing  # transformers' own mark
-    hf.initialize_weights()
-    for key, (path, stored) in saved_buffers.items():
-        with safe_open(path, "pt") as file:
-            hf.get_buffer(key).copy_(file.get_tensor(stored))
-
-
-def find_tensors(hf: Any, config: Config) -> tuple[dict[str, Entry], dict[str, tuple[int, ...]]]:
-    """Files and shapes of the tensors of `hf`, by their names in it; transformers translates old names."""
-    from safetensors import SafetensorError, safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
+    name = config.model_name_or_path
     rules = get_model_conversion_mapping(hf)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     if len(renamings) < len(rules):
         raise UsageError(
-            f"model_name_or_path={config.model_name_or_path} ({type(hf).__name__}) stores its tensors in"
+            f"model_name_or_path={name} ({type(hf).__name__}) stores its tensors in"
             " another form than it computes with, so that they cannot be read one by one; use ZeRO 0 to 2"
         )
-    wanted = hf.state_dict()
-    found: dict[str, Entry] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in checkpoint_files(config):
-        try:
-            with safe_open(path, "pt") as file:
-                for stored in file.keys():  # noqa: SIM118  (a safetensors handle is no dict)
-                    key, _ = rename_source_key(stored, renamings, [], hf.base_model_prefix, wanted)
-                    if key in wanted:
-                        found[key], shapes[key] = (path, stored), tuple(file.get_slice(stored).get_shape())
-        except (OSError, SafetensorError) as error:
-            raise UsageError(
-                f"model_name_or_path={config.model_name_or_path}: {path} cannot be read ({one_line(error)}); "
-                "fetch it again"
-            ) from None
-    return found, shapes
+    wanted, shapes = hf.state_dict(), dict[str, list[int]]()
+    found: dict[str, StoredTensor] = {}
+    for path in checkpoint_files(name):
+        with reading(name, path), safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118  (a safetensors handle is no dict)
+                renamed, _ = rename_source_key(key, renamings, [], hf.base_model_prefix, wanted)
+                if renamed in wanted:
+                    found[renamed] = StoredTensor(path, key)
+                    shapes[renamed] = list(file.get_slice(key).get_shape())
+    for key in sorted(found):
+        if shapes[key] != list(wanted[key].shape):
+            if config.task_type != "classification":
+                raise UsageError(
+                    f"model_name_or_path={name} holds {key} of shape {shapes[key]}, and its configuration"
+                    f" says {list(wanted[key].shape)}; fix the checkpoint"
+                )
+            del found[key]
+    return found
 
 
-def checkpoint_files(config: Config) -> list[str]:
-    """The safetensors files of the checkpoint; those of a hub id are downloaded."""
-    name = config.model_name_or_path
-    if base_of(name) != name:
+def checkpoint_files(name: str) -> list[str]:
+    """Paths of the safetensors files of the checkpoint; those of a hub id are downloaded."""
+    if base_model_name(name) != name:
         raise UsageError(
             f"model_name_or_path={name} holds adapters, which are read together with a whole model; give a"
             " merged/ folder that --lora_merge wrote, or use ZeRO 0 to 2"
         )
-    single = cached_file(config.model_name_or_path, "model.safetensors")
+    single = cached_file(name, "model.safetensors")
     if single:
         return [single]
-    index = cached_file(config.model_name_or_path, "model.safetensors.index.json")
-    if index is None:
+    files = read_json(name, INDEX, lambda index: sorted(set(index["weight_map"].values())))
+    if files is None:
         raise UsageError(
             f"model_name_or_path={name} has no model.safetensors; convert its weights to safetensors"
         )
-    try:
-        with open(index, encoding="utf-8") as file:
-            files = sorted(set(json.load(file)["weight_map"].values()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(
-            f"model_name_or_path={name}: {index} cannot be read ({one_line(error)}); fetch it again"
-        ) from None
-    paths = {file: cached_file(config.model_name_or_path, file) for file in files}
-    absent = [file for file, path in paths.items() if path is None or not os.path.isfile(path)]
-    if absent:
-        raise UsageError(
-            f"model_name_or_path={name} lacks {absent[0]}, which its index names; fetch it again"
-        )
-    return [path for path in paths.values() if path is not None]
-
-
-def places_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Every place where a parameter is registered, by its id."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for leaf, param in module._parameters.items():
-            if param is not None:
-                places.setdefault(id(param), []).append((module, leaf))
-    return places
-
-
-def put(places: list[tuple[nn.Module, str]], param: nn.Parameter) -> None:
-    for module, leaf in places:
-        module._parameters[leaf] = param
+    paths: list[str] = []
+    for file in files:
+        path = cached_file(name, file)
+        if path is None:
+            raise UsageError(f"model_name_or_path={name} lacks {file}, which its index names; fetch it again")
+        paths.append(path)
+    return paths

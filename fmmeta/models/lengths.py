@@ -1,7 +1,4 @@
-"""The longest text that a model accepts: the positions of its configuration, less reserved ones.
-
-A length that the user gave is refused where the model has fewer positions; the default becomes what it has.
-"""
+"""The longest text that a model accepts: the positions of its configuration without the reserved ones."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ AFTER_PADDING = {
 """Model types that count positions from pad_token_id + 1."""
 
 
-def positions(hf_config: Any) -> int | None:
-    """Most tokens of a text; None where the configuration sets no limit."""
+def max_positions(hf_config: Any) -> int | None:
+    """Largest number of tokens of a text; None if the configuration sets no limit."""
     most = getattr(hf_config, "max_position_embeddings", None)
     if not isinstance(most, int) or most <= 0:
         return None
@@ -39,11 +36,11 @@ def positions(hf_config: Any) -> int | None:
 
 
 def fitted(config: Config, hf_config: Any) -> Config:
-    """The settings with a max_length that the model has positions for.
+    """The settings with the default max_length lowered to the model's positions.
 
-    Raises `UsageError` for a larger one than the default.
+    Raises `UsageError` if a given max_length is larger.
     """
-    most = positions(hf_config)
+    most = max_positions(hf_config)
     if most is None or config.max_length <= most:
         return config
     if config.max_length != DEFAULT:

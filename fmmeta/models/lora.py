@@ -4,7 +4,7 @@
 
 Hu et al. 2021 (arXiv 2106.09685), section 4.1. Trained are A and B, a classifier's head and the other
 layers on top of the base; the base keeps the weights of the checkpoint and is never copied. Only this module
-imports peft, and only when it is used.
+imports peft, and only when adapters are used.
 """
 
 from __future__ import annotations
@@ -15,111 +15,91 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.security import one_line
 from fmmeta.config.settings import Config
-from fmmeta.models.files import BASE_FOLDER
+from fmmeta.models.files import ADAPTER_FILE, BASE_FOLDER, adapter_folder, read_json, read_tensors
 from fmmeta.models.learner import Learner, NativeClassifier, PooledClassifier
 
-ADAPTER = "default"  # peft's name for an only adapter; its files leave it out
+ADAPTER = "default"  # peft's name of a single adapter; names in its files lack it
 
 
 def import_peft(config: Config) -> Any:
-    """peft, or a `UsageError` that says how to get it."""
+    """peft, or a `UsageError` with the command that installs it."""
     try:
         import peft
     except ImportError as error:
-        asks = (
-            f"lora_r={config.lora_r}"
-            if config.lora_r
-            else f"model_name_or_path={config.model_name_or_path} holds adapters and"
-        )
+        adapters = f"model_name_or_path={config.model_name_or_path} holds adapters and"
         raise UsageError(
-            f"{asks} needs peft ({error}); pip install 'fmmeta[lora]', or do without adapters"
+            f"{f'lora_r={config.lora_r}' if config.lora_r else adapters} needs peft ({error}); "
+            "pip install 'fmmeta[lora]', or do without adapters"
         ) from None
     return peft
 
 
 def inject(learner: Learner, config: Config) -> None:
-    """Freeze the learner's base and give its target layers adapters, the same ones for the same seed.
+    """Freeze the learner's base and add adapters to its target layers; they depend on the seed only.
 
-    Raises `UsageError` for targets that are not there, that cannot be adapted, or that peft does not know for
-    this model.
+    Raises `UsageError` for targets that do not exist or cannot be adapted, and for models that peft has no
+    default targets for.
     """
     peft = import_peft(config)
     refuse_unknown(learner, config)
     torch.manual_seed(config.seed)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # names of transformers that peft still reads
-            peft.inject_adapter_in_model(settings_of(learner, config), learner.hf)
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses old names of transformers
+            peft.inject_adapter_in_model(lora_config(learner, config), learner.hf)
     except ValueError as error:
-        what = " ".join(config.lora_target_modules) or "(peft's choice)"
+        targets = " ".join(config.lora_target_modules) or "(peft's choice)"
         raise UsageError(
-            f"lora_target_modules={what} cannot be adapted in {type(learner.hf).__name__}: "
-            f"{' '.join(str(error).split())}; name its linear layers, or use all-linear"
+            f"lora_target_modules={targets} cannot be adapted"
+            f" in {type(learner.hf).__name__}: {one_line(error)}; name its linear layers, or use all-linear"
         ) from None
     refuse_shared(learner, config)
-    for name in trained_whole(learner):
-        learner.get_parameter(name).requires_grad_(True)
+    for name, param in learner.named_parameters():
+        if name.startswith(learner.top):
+            param.requires_grad_(True)
 
 
-def settings_of(learner: Learner, config: Config) -> Any:
-    """peft's configuration of the adapters; what is trained whole gets none."""
-    peft = import_peft(config)
-    kind = {NativeClassifier: "SEQ_CLS", PooledClassifier: "FEATURE_EXTRACTION"}.get(
-        type(learner), "CAUSAL_LM"
-    )
-    given = config.lora_target_modules
-    targets = None if not given else given[0] if given == ["all-linear"] else given
+def lora_config(learner: Learner, config: Config) -> Any:
+    """peft's configuration of the adapters; fully trained and unused layers get none."""
+    kinds = {NativeClassifier: "SEQ_CLS", PooledClassifier: "FEATURE_EXTRACTION"}
+    targets: Any = config.lora_target_modules or None
+    adaptable = layers_below_top(learner)
     without = [
-        name.removeprefix("hf.")
-        for name, module in learner.named_modules()
-        if isinstance(module, nn.Linear)
-        and name.startswith(tuple(f"hf.{block}" for block in unreachable(learner)))
+        name
+        for name, module in learner.hf.named_modules()
+        if isinstance(module, nn.Linear) and name not in adaptable
     ]
-    name = (
-        learner.hf.config.name_or_path or config.model_name_or_path
-    )  # of adapters that are trained on: their base
-    base = os.path.abspath(name) if Path(name).exists() else name
-    return peft.LoraConfig(
+    base = learner.hf.config.name_or_path or config.model_name_or_path  # the base of an adapter folder
+    return import_peft(config).LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=0.0,
-        target_modules=targets,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
         exclude_modules=without or None,
-        task_type=kind,
-        base_model_name_or_path=base,
+        task_type=kinds.get(type(learner), "CAUSAL_LM"),
+        base_model_name_or_path=os.path.abspath(base) if Path(base).exists() else base,
     )
 
 
-def top_block(learner: Learner) -> str | None:
-    """The block of a sequence classifier above its base (`classifier`, `score`), trained in full."""
-    return learner.head_path.split(".")[1] if isinstance(learner, NativeClassifier) else None
-
-
-def unreachable(learner: Learner) -> list[str]:
-    """Blocks of the HF model whose layers get no adapter: trained whole, or never reached."""
-    return [top_block(learner) or "pooler"]
-
-
-def trained_whole(learner: Learner) -> list[str]:
-    """Names of the parameters that are trained beside the adapters."""
-    top = top_block(learner)
-    inside = f"hf.{top}." if top else "head."
-    return [name for name, _ in learner.named_parameters() if name.startswith(inside)]
+def layers_below_top(learner: Learner) -> dict[str, nn.Module]:
+    """Modules of the HF model that can get adapters: not the fully trained ones, nor an unused pooler."""
+    without = learner.top if isinstance(learner, NativeClassifier) else "hf.pooler."
+    return {
+        name: module for name, module in learner.hf.named_modules() if not f"hf.{name}.".startswith(without)
+    }
 
 
 def refuse_unknown(learner: Learner, config: Config) -> None:
-    """Every target names a layer; peft is content if one of them does."""
+    """Raise `UsageError` if a target matches no layer; peft raises only if none of them does."""
     from transformers.pytorch_utils import Conv1D
 
-    targets = config.lora_target_modules
-    barred = tuple(f"{block}." for block in unreachable(learner))
-    layers = {
-        name: module for name, module in learner.hf.named_modules() if not f"{name}.".startswith(barred)
-    }
+    targets, layers = config.lora_target_modules, layers_below_top(learner)
     for target in targets if targets != ["all-linear"] else []:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
             linear = sorted(
@@ -136,8 +116,8 @@ def refuse_unknown(learner: Learner, config: Config) -> None:
 
 
 def refuse_shared(learner: Learner, config: Config) -> None:
-    """No adapter is on an embedding, nor on a layer that shares its weight with one: merging would part
-    them.
+    """Raise `UsageError` for an adapter on a layer that shares its weight with an embedding: merging would
+    make them different.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -153,56 +133,50 @@ def refuse_shared(learner: Learner, config: Config) -> None:
 def save_adapter(folder: Path, learner: Learner, weights: dict[str, Tensor], config: Config) -> None:
     """Write adapter_config.json and adapter_model.safetensors.
 
-    `weights`: whole trained parameters by their names here.
+    `weights`: complete trained parameters by their names in `learner`.
     """
-    from safetensors.torch import save_file
-
     settings = learner.hf.peft_config[ADAPTER]
     settings.inference_mode = True
-    settings.modules_to_save = [top] if (top := top_block(learner)) else None  # earlier, peft would wrap it
+    tops = [prefix.split(".")[1] for prefix in learner.top if prefix.startswith("hf.")]
+    settings.modules_to_save = tops or None  # peft would wrap them if they were set before the injection
     for name in ("target_modules", "exclude_modules"):
         if isinstance(getattr(settings, name), set):
             setattr(settings, name, sorted(getattr(settings, name)))
     if config.builtin_model:
         settings.base_model_name_or_path = os.path.abspath(folder / BASE_FOLDER)
     settings.save_pretrained(folder)
-    trained = {
-        name for name, param in learner.named_parameters() if param.requires_grad and name.startswith("hf.")
+    named = {
+        file_name(name): weights[name].contiguous()
+        for name, param in learner.named_parameters()
+        if param.requires_grad and name.startswith("hf.")
     }
-    named = {file_name(name): weights[name].contiguous() for name in trained}
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(named, folder / ADAPTER_FILE, metadata={"format": "pt"})
 
 
-def restore_adapters(
-    learner: Learner, config: Config, settings: dict[str, Any], stored: dict[str, Tensor]
-) -> None:
-    """Load adapters that were trained before: `settings` and tensors as `save_adapter` wrote them.
+def restore_adapters(learner: Learner, config: Config) -> None:
+    """Load the adapters of an adapter folder, to train them further; a base model has none.
 
-    A head of other classes is left as it is. Raises `UsageError` where they are not those that `config`
-    describes.
+    A head of other classes is left as it is. Raises `UsageError` if rank, alpha or layers differ from those
+    in `config`.
     """
-    there = {
-        name: learner.get_parameter(name) for name, param in learner.named_parameters() if ".lora_" in name
-    }
-    named = {file_name(name): param for name, param in there.items()}
-    found = {name: tuple(value.shape) for name, value in stored.items() if ".lora_" in name}
+    name = config.model_name_or_path
+    settings = read_json(name, "adapter_config.json", dict)
+    if settings is None:
+        return
+    adapter_folder(name)
+    stored = read_tensors(name, ADAPTER_FILE) or {}
+    params = {file_name(name): param for name, param in learner.named_parameters() if param.requires_grad}
+    found = {name: value.shape for name, value in stored.items() if ".lora_" in name}
+    wanted = {name: param.shape for name, param in params.items() if ".lora_" in name}
     scale = settings.get("lora_alpha", 0) / (settings.get("r") or 1)
-    if (
-        found != {name: tuple(param.shape) for name, param in named.items()}
-        or scale != config.lora_alpha / config.lora_r
-    ):
+    if found != wanted or scale != config.lora_alpha / config.lora_r:
         raise UsageError(
-            f"lora_r={config.lora_r}: {config.model_name_or_path} holds adapters of rank {settings.get('r')},"
+            f"lora_r={config.lora_r}: {name} holds adapters of rank {settings.get('r')},"
             f" alpha {settings.get('lora_alpha', 0):g} and of {len(found) // 2} layers, not these; give the"
             " same --lora_r, --lora_alpha and --lora_target_modules to continue with them, or a merged/"
             " folder for others"
         )
-    whole = {
-        file_name(name): learner.get_parameter(name)
-        for name in trained_whole(learner)
-        if name.startswith("hf.")
-    }
-    for name, param in (named | whole).items():
+    for name, param in params.items():
         if name in stored and stored[name].shape == param.shape:
             param.data.copy_(stored[name])
 
@@ -213,15 +187,13 @@ def file_name(name: str) -> str:
 
 
 def merged(hf: Any, folder: Path, config: Config) -> Any:
-    """`hf`, the base as it was loaded, with the adapters of `folder` added to its weights: W + (alpha / r) B
-    A.
+    """`hf`, the base as it was loaded, with the adapters of `folder` added to its weights:
+    W + (alpha / r) B A.
     """
+    peft = import_peft(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return (
-            import_peft(config)
-            .PeftModel.from_pretrained(
-                hf, str(folder), ignore_mismatched_sizes=config.task_type == "classification"
-            )
-            .merge_and_unload()
+        adapted = peft.PeftModel.from_pretrained(
+            hf, str(folder), ignore_mismatched_sizes=config.task_type == "classification"
         )
+        return adapted.merge_and_unload()

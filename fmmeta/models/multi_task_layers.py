@@ -1,13 +1,12 @@
 """Adapters and heads with a task axis: one pass of the frozen base for rows of several tasks.
 
     y = W x + (alpha / r) B_t A_t x        LoRA, rows of task t
-    y = W_t x + b_t                        a head, or what else is trained whole
+    y = W_t x + b_t                        a head, or another fully trained layer
 
-The rows of a task are contiguous, equally many for each task: x [N B, ...] for N tasks; without padding
-(models/unpadded.py) its tokens do, x [1, tokens, ...]. Values come from outside, by the names of the
-parameters that they replace; the modules' own parameters are neither read nor changed. The base is
-called once per pass for all tasks, through the modules that an engine watches, so that ZeRO 3 gathers it
-once.
+The rows of a task are contiguous, the same number for each task: x [N B, ...] for N tasks; without padding
+(models/unpadded.py) its tokens are contiguous, x [1, tokens, ...]. Callers pass the values by the names of
+the parameters that they replace; the modules' parameters are neither read nor changed. The base is called
+once per pass for all tasks, through the modules that an engine has hooks on, so that ZeRO 3 gathers it once.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +32,11 @@ Counts = Callable[[Tensor], "list[int] | None"]
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """A frozen layer with an adapter beside it; names of A [r, in] and B [out, r]."""
+class LoraLayer:
+    """A frozen layer with an adapter; names of A [r, in] and B [out, r]."""
 
     layer: Any
-    names: tuple[str, str]
+    names: tuple[str, ...]
 
     def call(self, values: Values, counts: Counts, x: Tensor, *rest: Any, **named: Any) -> Tensor:
         y = self.layer.base_layer(x, *rest, **named)
@@ -46,15 +46,15 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Whole:
+class LinearLayer:
     """A linear layer that is trained in full: names of its weight [out, in] and bias [out], if any."""
 
-    layer: nn.Linear
+    layer: Any
     names: tuple[str, ...]
 
     def call(self, values: Values, counts: Counts, x: Tensor) -> Tensor:
         weight, *bias = (values[name] for name in self.names)
-        return per_task(x.to(weight.dtype), weight, bias[0] if bias else None, counts(x))
+        return per_task(x.to(weight.dtype), weight, *(bias or [None]), counts=counts(x))
 
 
 def per_task(x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int] | None = None) -> Tensor:
@@ -63,33 +63,33 @@ def per_task(x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int] |
     counts: tokens of each task, where x [1, tokens, in] has no padding.
     """
     if counts is not None:
-        biases = [None] * len(weight) if bias is None else list(bias)
+        biases = [None] * len(weight) if bias is None else bias
         parts = zip(x[0].split(counts), weight, biases, strict=True)
         return torch.cat([F.linear(*part) for part in parts])[None]
-    rows = x.reshape(len(weight), -1, x.shape[-1])
-    turned = weight.transpose(1, 2)
+    rows, turned = x.reshape(len(weight), -1, x.shape[-1]), weight.transpose(1, 2)
     y = torch.bmm(rows, turned) if bias is None else torch.baddbmm(bias[:, None], rows, turned)
     return y.view(*x.shape[:-1], weight.shape[1])
 
 
 class TaskAxis:
-    """Where a learner's trained parameters are used.
+    """The layers of a learner with trained parameters.
 
-    Raises `UsageError` for those of other layers than linear ones.
+    Raises `UsageError` for trained parameters of other layers than linear ones.
     """
 
     def __init__(self, learner: Learner) -> None:
-        self.sites: list[Adapter | Whole] = []
+        self.layers: list[LoraLayer | LinearLayer] = []
         self.unpadded = learner.unpadded
         trained = [name for name, param in learner.named_parameters() if param.requires_grad]
         for name, module in learner.named_modules():
             adapter = tuple(f"{name}.lora_{part}.{ADAPTER}.weight" for part in "AB")
-            own = tuple(f"{name}.{part}" for part, _ in module.named_parameters(recurse=False))
+            direct = tuple(f"{name}.{part}" for part, _ in module.named_parameters(recurse=False))
+            linear = type(module) is nn.Linear and ".lora_" not in name
             if hasattr(module, "base_layer") and set(adapter) <= set(trained):
-                self.sites.append(Adapter(module, (adapter[0], adapter[1])))
-            elif type(module) is nn.Linear and own and set(own) <= set(trained) and ".lora_" not in name:
-                self.sites.append(Whole(module, own))
-        self.names = [name for site in self.sites for name in site.names]
+                self.layers.append(LoraLayer(module, adapter))
+            elif linear and direct and set(direct) <= set(trained):
+                self.layers.append(LinearLayer(module, direct))
+        self.names = [name for layer in self.layers for name in layer.names]
         missing = [name for name in trained if name not in self.names]
         if missing:
             raise UsageError(
@@ -103,15 +103,11 @@ class TaskAxis:
 
         Backward passes with recomputation belong inside, too.
         """
-        tasks = len(next(iter(values.values())))
-        for site in self.sites:
-            site.layer.forward = bound(site, values, lambda x: self.unpadded.counts(x, tasks))
+        counts = partial(self.unpadded.counts, tasks=len(next(iter(values.values()))))
+        for each in self.layers:
+            each.layer.forward = partial(each.call, values, counts)
         try:
             yield
         finally:
-            for site in self.sites:
-                del site.layer.forward
-
-
-def bound(site: Adapter | Whole, values: Values, counts: Counts) -> Any:
-    return lambda *arguments, **named: site.call(values, counts, *arguments, **named)
+            for each in self.layers:
+                del each.layer.forward

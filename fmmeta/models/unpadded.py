@@ -2,30 +2,24 @@
 
     embeddings [B, T, H] --> [1, N, H] --> layers --> [B, T, H], zeros on padding
 
-N: real tokens of the micro-batch. Everything in a layer but attention works token by token. Attention gets
-padded rows, and its padding is removed again. The numbers are the same up to the rounding of products of
+N: real tokens of the micro-batch. Every operation of a layer but attention works token by token. Attention
+gets padded rows, and its padding is removed again. The numbers are the same up to the rounding of products of
 other sizes. Used on CPUs, where arithmetic dominates; on a GPU the host would have to wait for N.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MODELS = (
-    "bert",
-    "roberta",
-    "xlm-roberta",
-    "camembert",
-    "electra",
-)  # `encoder(hidden, ...)` hands what it is given to attention
-ATTENTION = "fmmeta_unpadded"  # what transformers calls it, in place of sdpa
+# Their models pass keyword arguments on to `encoder(hidden, ...)`, and that to attention.
+MODELS = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
+ATTENTION = "fmmeta_unpadded"  # its name in transformers, in place of sdpa
+ARGUMENT = "unpadded_rows"
 
 
 @dataclass(frozen=True)
@@ -47,45 +41,41 @@ class UnpaddedRows:
 
 
 class Unpadded:
-    """Around the encoder of `hf`, if it is one of MODELS with torch's attention; else nothing is changed, and
-    `of` does nothing.
+    """Hooks around the encoder of `hf`, if it is one of MODELS with torch's attention; else nothing changes.
 
-    Inside a pipeline the last stage alone leaves padding out.
+    In a pipeline only the last stage computes without padding.
     """
 
     def __init__(self, hf: Any) -> None:
-        self.rows: UnpaddedRows | None = None  # of the pass under way
-        self.seen: UnpaddedRows | None = (
-            None  # of the last one: layers may be computed again for the backward pass
-        )
-        base = getattr(hf, hf.base_model_prefix, hf)
+        self.seen: UnpaddedRows | None = None  # of the last pass: its layers may be recomputed in backward
         config = hf.config
         self.works = (
             config.model_type in MODELS and config._attn_implementation == "sdpa" and not config.is_decoder
         )
         if self.works:
-            own = copy.copy(config)  # masks are made, and the model is saved, by the one that it has
-            own._attn_implementation = register()
-            for module in base.encoder.modules():
-                if getattr(module, "config", None) is config:
-                    module.config = own
-            base.encoder.register_forward_pre_hook(self._before, with_kwargs=True)
-            base.encoder.register_forward_hook(self._after)
+            from transformers import AttentionInterface
 
-    @contextmanager
-    def of(self, attention_mask: Tensor) -> Iterator[None]:
-        """Inside, a forward pass over rows [B, T] leaves out what `attention_mask` has zeros for."""
+            AttentionInterface.register(ATTENTION, attention)
+            encoder = getattr(hf, hf.base_model_prefix, hf).encoder
+            changed = copy.copy(config)  # the model makes masks and is saved with its original one
+            changed._attn_implementation = ATTENTION
+            for module in encoder.modules():
+                if getattr(module, "config", None) is config:
+                    module.config = changed
+            encoder.register_forward_pre_hook(remove_padding, with_kwargs=True)
+            encoder.register_forward_hook(restore_padding, with_kwargs=True)
+
+    def of(self, attention_mask: Tensor) -> dict[str, UnpaddedRows]:
+        """Arguments for the HF model, with which a pass over rows [B, T] leaves out the zeros of
+        `attention_mask`.
+        """
         self.seen = None
         if self.works and attention_mask.device.type == "cpu" and not torch.compiler.is_compiling():
             places = attention_mask.flatten().nonzero()[:, 0]
             if len(places) < attention_mask.numel():
-                self.rows = self.seen = UnpaddedRows(
-                    places, (attention_mask.shape[0], attention_mask.shape[1])
-                )
-        try:
-            yield
-        finally:
-            self.rows = None
+                rows, length = attention_mask.shape
+                self.seen = UnpaddedRows(places, (rows, length))
+        return {ARGUMENT: self.seen} if self.seen else {}
 
     def counts(self, x: Tensor, tasks: int) -> list[int] | None:
         """Tokens of each of `tasks` equal runs of rows, if `x` [1, N, ...] is inside the encoder in the last
@@ -96,19 +86,19 @@ class Unpadded:
         rows, length = self.seen.shape
         return torch.bincount(self.seen.places // (rows // tasks * length), minlength=tasks).tolist()
 
-    def _before(self, encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Layers that are computed again for the backward pass get the same `rows`: they are kept with the
-        other arguments.
-        """
-        if self.rows is None:
-            return None
-        hidden, *others = args
-        return (self.rows.take(hidden), *others), {**kwargs, "rows": self.rows}
 
-    def _after(self, encoder: Any, args: tuple[Any, ...], output: Any) -> Any:
-        if self.rows is not None:
-            output.last_hidden_state = self.rows.put(output.last_hidden_state)
-        return output
+def remove_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pre-hook of the encoder. Its layers get the same rows as an argument, also when they are recomputed."""
+    if ARGUMENT in kwargs:
+        hidden, *others = args
+        return (kwargs[ARGUMENT].take(hidden), *others), kwargs
+    return None
+
+
+def restore_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    if ARGUMENT in kwargs:
+        output.last_hidden_state = kwargs[ARGUMENT].put(output.last_hidden_state)
+    return output
 
 
 def attention(
@@ -117,22 +107,17 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    rows: UnpaddedRows | None = None,
+    unpadded_rows: UnpaddedRows | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa on [B, heads, T, D]; with `rows` on [1, heads, N, D], as if it were padded."""
+    """transformers' sdpa on [B, heads, T, D]; with `unpadded_rows` on [1, heads, N, D], as if it were
+    padded.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    rows = unpadded_rows
     if rows is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
     query, key, value = (rows.put(each.transpose(1, 2)).transpose(1, 2) for each in (query, key, value))
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **named)
     return rows.take(output), None
-
-
-def register() -> str:
-    """Tell transformers of the attention; return its name."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, attention)
-    return ATTENTION

@@ -33,8 +33,8 @@ from fmmeta.common.processes import end_with_parent
 from fmmeta.config.settings import Config
 from fmmeta.meta.costs import rows_of
 from fmmeta.models.layer_timing import layer_seconds
-from fmmeta.models.lazy_weights import initialise, wrap_without_storage
-from fmmeta.models.load import auto_class, describe
+from fmmeta.models.lazy_weights import initialize, wrap_lazily
+from fmmeta.models.load import describe, empty_hf
 from fmmeta.models.pipeline_split import FAMILIES
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
@@ -131,11 +131,9 @@ def matmul_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float:
     rows = min(micro_batches(rows_of(config)[0], ranks, config.micro_batch_size)[1], ROWS)
     if description.hf_config.model_type not in FAMILIES:
         return linear_rate(description.hf_config.get_text_config(), rows * tokens, device, bf16)
-    auto, kwargs = auto_class(config, description)
-    with torch.device("meta"):
-        hf = auto.from_config(description.hf_config, **kwargs)
-    initialise(hf, [], {})  # buffers only
-    learner = wrap_without_storage(hf, config, description)
+    hf = empty_hf(config, description)
+    initialize(hf, [])  # buffers only
+    learner = wrap_lazily(hf, config, description)
     seconds = sum(layer_seconds(learner, rows, tokens, device, bf16))
     return rows * tokens * count_matmuls(learner, config).flops(tokens, True, False) / seconds
 

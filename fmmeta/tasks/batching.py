@@ -8,26 +8,30 @@ the whole set. Sets of several tasks are joined where their rows go through a mo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 IGNORE = -100  # no loss is taken at this label
+PADDING = {"input_ids": 0, "attention_mask": 0, "position_ids": 1}
+"""Values of padding tokens in the inputs that have a token dimension; position 0 would begin a row."""
 
 
 @dataclass(frozen=True)
 class Example:
     """One row: its tokens, and its class or (causal_lm) one label per token, IGNORE on the prompt.
 
-    numbers: the row of each token, counted from 1, where several rows share a sequence (packing.py).
+    position_ids: of several rows that share a sequence (packing.py), each from 0; empty for a single row.
     """
 
     input_ids: Sequence[int]
     labels: int | Sequence[int]
-    numbers: Sequence[int] = ()
+    position_ids: Sequence[int] = ()
 
     @property
     def label_tokens(self) -> int:
@@ -38,19 +42,23 @@ class Example:
 class MicroBatch:
     """Rows that go through the model together, padded to the longest of them.
 
-    attention_mask [B, T]: 0 on padding; elsewhere the number of the row, which is 1 unless rows share a
-    sequence. labels: class per row [B], or token per position [B, T] with IGNORE where no loss is taken.
+    inputs: keyword arguments of the model, the first dimension of each is B: input_ids [B, T], and
+    attention_mask [B, T] (0 on padding) or, where rows share a sequence, position_ids [B, T], which are 0 at
+    the first token of each row and nowhere else.
+    labels: class per row [B], or token per position [B, T] with IGNORE where no loss is taken.
     weights [B]: 1 / (rows or label tokens of the whole set); 0 for a row that only fills the batch.
+    classes: of this episode, where it has fewer than the head; 0: all of them.
+    tokens: of the rows with a weight, without padding.
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
+    inputs: dict[str, Tensor]
     labels: Tensor
     weights: Tensor
-    classes: int = 0  # of this episode, where that is fewer than the head has; 0: all of them
+    classes: int = 0
+    tokens: int = 0
 
     def to(self, device: torch.device) -> MicroBatch:
-        if self.input_ids.device == device:
+        if self.weights.device == device:
             return self
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
@@ -58,13 +66,8 @@ class MicroBatch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        changed = map(change, (self.input_ids, self.attention_mask, self.labels, self.weights))
-        return MicroBatch(*changed, classes=self.classes)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the rows that count, padding left out."""
-        return int((self.attention_mask[self.weights > 0] > 0).sum())
+        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
+        return replace(self, inputs=inputs, labels=change(self.labels), weights=change(self.weights))
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,9 @@ class Episode:
     prompted: list[MicroBatch] = field(default_factory=list)
 
     @property
-    def tokens(self) -> tuple[int, int]:
-        """Tokens of this rank's support and query rows, padding left out."""
-        return sum(b.tokens for b in self.support), sum(b.tokens for b in self.query)
+    def tokens(self) -> int:
+        """Tokens of this rank's support and query rows, without padding."""
+        return sum(batch.tokens for batch in (*self.support, *self.query))
 
     def pin_memory(self) -> Episode:
         return Episode(
@@ -91,11 +94,11 @@ class Episode:
 
 @dataclass(frozen=True)
 class Batcher:
-    """How a group cuts sets into micro-batches: this rank's share, at most `micro_batch_size` rows at a time.
+    """Splits sets into micro-batches of at most `micro_batch_size` rows and returns this rank's share.
 
-    pack: function from rows (longest first) and a least number of sequences to packed sequences, which then
-    count as rows. max_tokens: of a micro-batch, padding included, unless one row alone has more; 0: whatever
-    the rows have.
+    pack: function from rows (longest first) and a minimum number of sequences to packed sequences, which then
+    count as rows. max_tokens: largest number of tokens of a micro-batch of several rows, with padding; 0: no
+    limit.
     """
 
     pad_token_id: int
@@ -105,36 +108,32 @@ class Batcher:
     pack: Callable[[Sequence[Example], int], list[Example]] | None = None
     max_tokens: int = 0
 
-    def deal(self, examples: Sequence[Example], classes: int = 0) -> list[MicroBatch]:
-        """This rank's micro-batches of a set; as many as every other rank of the group gets.
+    def split(self, examples: Sequence[Example], classes: int = 0) -> list[MicroBatch]:
+        """Return this rank's micro-batches of a set; every rank of the group gets the same number.
 
-        A rank without rows gets one row of weight 0, since it has to join the collectives.
+        A rank without rows gets one row of weight 0, because it takes part in the collectives.
         """
         total = sum(example.label_tokens for example in examples)
         ordered = sorted(examples, key=lambda example: len(example.input_ids), reverse=True)
         if self.pack is not None:
             ordered = self.pack(ordered, self.group_size)
-        parts = self._cut(ordered)[self.group_rank :: self.group_size]
-        pad = self.pad_token_id
-        return [
-            collate(part, 1 / total, pad, classes) if part else collate(ordered[-1:], 0.0, pad, classes)
-            for part in parts
-        ]
-
-    def _cut(self, ordered: Sequence[Example]) -> list[Sequence[Example]]:
-        """As many micro-batches of each rank, whose turns come one after the other."""
         if self.max_tokens:
-            return cut_by_tokens(ordered, self.micro_batch_size, self.max_tokens, self.group_size)
-        rounds = -(-len(ordered) // (self.group_size * self.micro_batch_size))
-        return even_parts(ordered, rounds * self.group_size)
+            parts = cut_by_tokens(ordered, self.micro_batch_size, self.max_tokens, self.group_size)
+        else:
+            rounds = -(-len(ordered) // (self.group_size * self.micro_batch_size))
+            parts = even_parts(ordered, rounds * self.group_size)
+        return [
+            collate(part or ordered[-1:], 1 / total if part else 0.0, self.pad_token_id, classes)
+            for part in parts[self.group_rank :: self.group_size]
+        ]
 
 
 def cut_by_tokens(rows: Sequence[Example], most: int, tokens: int, multiple: int) -> list[Sequence[Example]]:
     """Cut rows, longest first, into runs of at most `most` rows and `tokens` tokens with padding; a longer
     row is a run.
 
-    `multiple` divides their number: the largest runs are halved for it, and empty ones added where all have
-    one row.
+    `multiple` divides the number of runs: the largest ones are halved, and empty runs are added where all
+    have one row.
     """
     runs, begin = list[Sequence[Example]](), 0
     while begin < len(rows):
@@ -145,11 +144,11 @@ def cut_by_tokens(rows: Sequence[Example], most: int, tokens: int, multiple: int
         largest = max(
             range(len(runs)), key=lambda i: len(runs[i]) > 1 and len(runs[i]) * len(runs[i][0].input_ids)
         )
-        whole = runs[largest]
-        if len(whole) == 1:
-            runs.append(rows[:0])
+        half = len(runs[largest]) // 2
+        if half:
+            runs[largest : largest + 1] = [runs[largest][:half], runs[largest][half:]]
         else:
-            runs[largest : largest + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+            runs.append(rows[:0])
     return runs
 
 
@@ -162,20 +161,25 @@ def even_parts(rows: Sequence[Example], count: int) -> list[Sequence[Example]]:
 
 def collate(rows: Sequence[Example], weight: float, pad_token_id: int, classes: int = 0) -> MicroBatch:
     """Pad rows on the right to the longest of them."""
-    longest = max(len(row.input_ids) for row in rows)
-    input_ids = torch.full((len(rows), longest), pad_token_id, dtype=torch.long)
-    mask = torch.zeros(len(rows), longest, dtype=torch.long)
-    per_token = not isinstance(rows[0].labels, int)
-    labels = torch.full((len(rows), longest) if per_token else (len(rows),), IGNORE, dtype=torch.long)
-    for i, row in enumerate(rows):
-        n = len(row.input_ids)
-        input_ids[i, :n] = torch.as_tensor(row.input_ids)
-        mask[i, :n] = torch.as_tensor(row.numbers) if row.numbers else 1
-        if per_token:
-            labels[i, :n] = torch.as_tensor(row.labels)
-        else:
-            labels[i] = row.labels  # type: ignore[assignment]
-    return MicroBatch(input_ids, mask, labels, torch.full((len(rows),), weight), classes)
+    inputs = {"input_ids": pad_right([row.input_ids for row in rows], pad_token_id)}
+    if rows[0].position_ids:
+        inputs["position_ids"] = pad_right([row.position_ids for row in rows], PADDING["position_ids"])
+    else:
+        inputs["attention_mask"] = pad_right([[1] * len(row.input_ids) for row in rows], 0)
+    labels: list[Any] = [row.labels for row in rows]
+    return MicroBatch(
+        inputs,
+        torch.tensor(labels) if isinstance(labels[0], int) else pad_right(labels, IGNORE),
+        torch.full((len(rows),), weight),
+        classes,
+        sum(len(row.input_ids) for row in rows) if weight else 0,
+    )
+
+
+def pad_right(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    """Rows of different lengths as one tensor [B, T]."""
+    tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 Sets = Sequence[Sequence[MicroBatch]]
@@ -183,50 +187,49 @@ Sets = Sequence[Sequence[MicroBatch]]
 
 
 def merge_task_batches(sets: Sets) -> list[MicroBatch]:
-    """The m-th micro-batches of all tasks as one, for every m: as many rows and tokens each, filled with rows
-    of weight 0.
-    """
-    found = []
-    for present in zip(*pad_to_same_shape(sets), strict=True):
-        parts = [
-            torch.cat([getattr(b, name) for b in present])
-            for name in ("input_ids", "attention_mask", "labels", "weights")
-        ]
-        found.append(MicroBatch(*parts, classes=present[0].classes))
-    return found
+    """Concatenate the m-th micro-batches of all tasks for every m, after `pad_to_same_shape`."""
+    return [
+        MicroBatch(
+            {name: torch.cat([batch.inputs[name] for batch in batches]) for name in batches[0].inputs},
+            torch.cat([batch.labels for batch in batches]),
+            torch.cat([batch.weights for batch in batches]),
+            batches[0].classes,
+            sum(batch.tokens for batch in batches),
+        )
+        for batches in zip(*pad_to_same_shape(sets), strict=True)
+    ]
 
 
 def pad_to_same_shape(sets: Sets) -> list[list[MicroBatch]]:
-    """Every task's micro-batches, as many as every other's, the m-th of all of one shape; what fills them
-    counts nothing.
+    """Give every task the same number of micro-batches, and the m-th of all tasks the same shape.
+
+    Added rows and micro-batches have weight 0.
     """
     found: list[list[MicroBatch]] = [[] for _ in sets]
     for each in zip_longest(*sets):
         present = [
-            batch if batch is not None else empty(own[-1]) for batch, own in zip(each, sets, strict=True)
+            batch or replace(own[-1], weights=torch.zeros_like(own[-1].weights), tokens=0)
+            for batch, own in zip(each, sets, strict=True)
         ]
-        rows, tokens = max(len(b.input_ids) for b in present), max(b.input_ids.shape[1] for b in present)
+        rows = max(len(batch.weights) for batch in present)
+        tokens = max(batch.inputs["input_ids"].shape[1] for batch in present)
         for own, batch in zip(found, present, strict=True):
-            own.append(widen_rows(batch, rows, tokens))
+            own.append(widen(batch, rows, tokens))
     return found
 
 
-def empty(batch: MicroBatch) -> MicroBatch:
-    return MicroBatch(
-        batch.input_ids, batch.attention_mask, batch.labels, torch.zeros_like(batch.weights), batch.classes
-    )
+def widen(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
+    """Add masked tokens, and copies of the last row with weight 0."""
+    more = rows - len(batch.weights)
 
+    def wider(tensor: Tensor, value: int | None) -> Tensor:
+        if value is not None:
+            tensor = F.pad(tensor, (0, tokens - tensor.shape[1]), value=value)
+        return torch.cat([tensor, tensor[-1:].expand(more, *tensor.shape[1:])])
 
-def widen_rows(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
-    """Masked tokens, and copies of the last row with weight zero."""
-    wider = tokens - batch.input_ids.shape[1]
-    more = rows - len(batch.input_ids)
-    ids = F.pad(batch.input_ids, (0, wider))
-    mask = F.pad(batch.attention_mask, (0, wider))
-    labels = F.pad(batch.labels, (0, wider), value=IGNORE) if batch.labels.ndim == 2 else batch.labels
-    if more == 0:
-        return MicroBatch(ids, mask, labels, batch.weights, batch.classes)
-    ids, mask, labels = (
-        torch.cat([each, each[-1:].expand(more, *each.shape[1:])]) for each in (ids, mask, labels)
+    return replace(
+        batch,
+        inputs={name: wider(tensor, PADDING.get(name)) for name, tensor in batch.inputs.items()},
+        labels=wider(batch.labels, IGNORE if batch.labels.ndim == 2 else None),
+        weights=F.pad(batch.weights, (0, more)),
     )
-    return MicroBatch(ids, mask, labels, F.pad(batch.weights, (0, more)), batch.classes)

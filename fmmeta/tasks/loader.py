@@ -66,7 +66,7 @@ class LoadEpisode:
     """
 
     source: TaskSource
-    dealer: Batcher
+    batcher: Batcher
     transform: Callable[[Draw], EpisodeRows] | None = None
     most_classes: int = 0
     prompt: Prompted | None = None
@@ -95,11 +95,11 @@ class LoadEpisode:
                     raise
                 self.sleep(wait_s)
         classes = len(episode.classes) if len(episode.classes) < self.most_classes else 0
-        support, query = (self.dealer.deal(rows, classes) for rows in (episode.support, episode.query))
+        support, query = (self.batcher.split(rows, classes) for rows in (episode.support, episode.query))
         return Episode(
             support,
             query,
-            self.dealer.deal(self.prompt(episode.support, episode.query)) if self.prompt else [],
+            self.batcher.split(self.prompt(episode.support, episode.query)) if self.prompt else [],
         )
 
 

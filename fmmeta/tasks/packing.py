@@ -1,7 +1,7 @@
 """Packs several short rows into one sequence to reduce padding.
 
-Attention must not cross rows; models/forward_options.py checks it. A packed sequence is an Example whose
-`numbers` hold the row of each token. The loss is unchanged: the first token of a row is not
+Attention must not cross rows; models/forward_options.py checks it. A packed sequence is an Example with
+`position_ids`, which start at 0 with each row. The loss is unchanged: the first token of a row is not
 predicted.
 """
 
@@ -13,10 +13,10 @@ from fmmeta.tasks.batching import IGNORE, Example
 
 
 def pack(rows: Sequence[Example], least: int, length: int) -> list[Example]:
-    """Lay `rows` (longest first) into sequences of at most `length` tokens; `least` of them if there are so
-    many rows.
+    """Pack `rows` (longest first) into sequences of at most `length` tokens, at least `least` of them if
+    there are as many rows.
 
-    Each row goes to the shortest sequence that has room, so that sequences end up about equally long (Graham
+    Each row joins the shortest sequence if it has room, so that sequences are about equally long (Graham
     1969, longest processing time first). The same rows give the same sequences on every rank.
     """
     tokens = sum(len(row.input_ids) for row in rows)
@@ -24,7 +24,7 @@ def pack(rows: Sequence[Example], least: int, length: int) -> list[Example]:
     filled = [0] * len(bins)
     for row in rows:
         shortest = min(range(len(bins)), key=filled.__getitem__)
-        if filled[shortest] + len(row.input_ids) > length and filled[shortest]:
+        if filled[shortest] and filled[shortest] + len(row.input_ids) > length:
             shortest = len(bins)
             bins.append([])
             filled.append(0)
@@ -37,6 +37,6 @@ def pack(rows: Sequence[Example], least: int, length: int) -> list[Example]:
 def concat_rows(rows: Sequence[Example]) -> Example:
     """One sequence; no loss is taken on the first token of a row."""
     ids = [token for row in rows for token in row.input_ids]
-    labels = [IGNORE if place == 0 else label for row in rows for place, label in enumerate(row.labels)]  # type: ignore
-    numbers = [number for number, row in enumerate(rows, 1) for _ in row.input_ids]
-    return Example(ids, labels, numbers)
+    position_ids = [position for row in rows for position in range(len(row.input_ids))]
+    labels = [label for row in rows for label in (IGNORE, *row.labels[1:])]  # type: ignore[index]
+    return Example(ids, labels, position_ids)

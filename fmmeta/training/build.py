@@ -26,7 +26,7 @@ from fmmeta.models.forward_options import check_attention
 from fmmeta.models.layer_timing import layer_seconds
 from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import Learner
-from fmmeta.models.lengths import positions
+from fmmeta.models.lengths import max_positions
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
 from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.models.stored_settings import trained_with
@@ -136,7 +136,7 @@ def measure_layers(config: Config, inputs: RunInputs, world: World) -> list[floa
         if world.launch.global_rank == 0:
             learner = open_lazy_model(config, inputs.description).learner
             plan_stages(learner, config.pipeline_stages)  # refuses a model that has no stages
-            tokens = min(config.max_length, positions(inputs.description.hf_config) or config.max_length)
+            tokens = min(config.max_length, max_positions(inputs.description.hf_config) or config.max_length)
             seconds = layer_seconds(
                 learner, micro_batch_rows(config), tokens, world.device, inputs.deepspeed.bf16
             )
@@ -274,7 +274,7 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
     setup = rules.setup(config, worker, created.head_names, outputs, inputs.deepspeed.bf16)
     prompt = None
     if find(config.algorithm).in_prompt:
-        most = positions(inputs.description.hf_config)
+        most = max_positions(inputs.description.hf_config)
         prompt = partial(prompted, bos_token_id=inputs.tokenizer.bos_token_id, positions=most)
     coordinates = plan.coordinates(ranks.layout.group_rank)
     return Runtime(worker, theta, created.frozen, setup, batcher(config, inputs, coordinates), prompt)

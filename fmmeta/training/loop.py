@@ -219,7 +219,7 @@ class Run:
                 else [rule.direction(self.worker, self.theta, some[0], total)]
             )
             for episode in some:
-                yield found.pop(0), sum(episode.tokens)  # no reference stays here
+                yield found.pop(0), episode.tokens  # no reference stays here
 
     def raise_if_stopped(self) -> None:
         """Save and end the run if a signal asked for it. Raises `Stopped` on all ranks. Collective: world."""

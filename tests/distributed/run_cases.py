@@ -48,7 +48,7 @@ def poison(parts: build.Runtime, chosen: dict[tuple[int, int], str], factor: flo
 
     def load(source, transform=None):
         made = clean(source, transform)
-        return Poisoned(made.source, made.dealer, made.transform, made.most_classes)
+        return Poisoned(made.source, made.batcher, made.transform, made.most_classes)
 
     parts.load = load  # type: ignore[method-assign]
 

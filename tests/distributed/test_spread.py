@@ -76,7 +76,10 @@ def round_trip(bench: Bench, case: Case, theta: dict[str, torch.Tensor]) -> None
             value = torch.randn(learner.get_parameter(name).shape)
             learner.get_parameter(name).copy_(value)
             plain.get_parameter(name.removeprefix("hf.")).copy_(value)
-        found, wanted = plain.eval()(input_ids=ids, attention_mask=mask).logits, learner(ids, mask)
+        found, wanted = (
+            plain.eval()(input_ids=ids, attention_mask=mask).logits,
+            learner(input_ids=ids, attention_mask=mask),
+        )
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     assert float(wanted.std()) > 1e-3
 

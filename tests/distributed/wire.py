@@ -123,7 +123,7 @@ def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any
         count_matmuls(learner, config),
         data_ranks,
         4,
-        batches.support[0].input_ids.shape[1],
+        batches.support[0].inputs["input_ids"].shape[1],
         True,
     )
     return {
@@ -131,7 +131,7 @@ def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any
         "counted": dict(COUNTED),
         "planned": asdict(planned.wire),
         "params": sizes.params,
-        "shapes": [list(batch.input_ids.shape) for batch in batches.support],
+        "shapes": [list(batch.inputs["input_ids"].shape) for batch in batches.support],
     }
 
 

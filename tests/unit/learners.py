@@ -85,8 +85,8 @@ def episode_of(learner: Learner, support: int = 9, query: int = 6, seed: int = 5
 
 
 def batches_of(episode: EpisodeRows, micro_batch_size: int = 4) -> Episode:
-    dealer = Batcher(0, micro_batch_size)
-    return Episode(dealer.deal(episode.support), dealer.deal(episode.query))
+    batcher = Batcher(0, micro_batch_size)
+    return Episode(batcher.split(episode.support), batcher.split(episode.query))
 
 
 def config_of(learner: Learner, **settings: Any) -> Config:

@@ -129,9 +129,13 @@ def adapted_loss(learner: Learner, theta, episode, config) -> float:
         for name, value in theta.items():
             model.get_parameter(name).data.copy_(value)
         rows = [
-            (row.labels, model(ids, torch.ones_like(ids), want="features")[0].detach())
+            (
+                row.labels,
+                model(input_ids=ids, attention_mask=torch.ones_like(ids), want="features")[0].detach(),
+            )
             for row in episode.support
             for ids in [torch.tensor([row.input_ids])]
+            for inputs in [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
         ]
         means = torch.stack(
             [torch.stack([f for label, f in rows if label == c]).mean(0) for c in range(learners.CLASSES)]

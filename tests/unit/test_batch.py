@@ -41,7 +41,7 @@ class Cut:
     def by_rank(self) -> list[list[MicroBatch]]:
         cut = (PAD, self.micro_batch_size)
         return [
-            Batcher(*cut, rank, self.group_size, None, self.max_tokens).deal(self.rows)
+            Batcher(*cut, rank, self.group_size, None, self.max_tokens).split(self.rows)
             for rank in range(self.group_size)
         ]
 
@@ -68,9 +68,7 @@ def cuts(draw, causal: bool | None = None, bounded: bool = False) -> Cut:
 def rows_of(batch: MicroBatch) -> list[tuple[tuple[int, ...], object]]:
     """Rows that count, without padding."""
     found = []
-    for ids, mask, labels, weight in zip(
-        batch.input_ids, batch.attention_mask, batch.labels, batch.weights, strict=True
-    ):
+    for ids, mask, labels, weight in zip(*batch.inputs.values(), batch.labels, batch.weights, strict=True):
         if weight > 0:
             n = int(mask.sum())
             found.append(
@@ -108,17 +106,18 @@ def test_weights_sum_to_one(cut):
 @given(cuts())
 def test_size_padding_and_fillers(cut):
     for batch in cut.all():
-        lengths = batch.attention_mask.sum(1)
+        ids, masks = batch.inputs["input_ids"], batch.inputs["attention_mask"]
+        lengths = masks.sum(1)
         assert 1 <= len(lengths) <= cut.micro_batch_size
-        assert batch.input_ids.shape[1] == lengths.max()  # no wider than its longest row
-        assert (batch.input_ids[batch.attention_mask == 0] == PAD).all()
-        for mask, n in zip(batch.attention_mask, lengths, strict=True):
+        assert ids.shape[1] == lengths.max()  # no wider than its longest row
+        assert (ids[masks == 0] == PAD).all()
+        for mask, n in zip(masks, lengths, strict=True):
             assert mask.tolist() == [1] * n + [0] * (len(mask) - n)
         if batch.labels.ndim == 2:
-            assert (batch.labels[batch.attention_mask == 0] == IGNORE).all()
+            assert (batch.labels[masks == 0] == IGNORE).all()
         if (batch.weights == 0).any():
             assert len(batch.weights) == 1  # a filler stands alone: a rank without rows
-            assert batch.tokens == 0
+        assert batch.tokens == int(masks[batch.weights > 0].sum())
 
 
 def test_a_rank_without_rows_gets_a_filler():
@@ -128,7 +127,7 @@ def test_a_rank_without_rows_gets_a_filler():
 
 def test_rows_of_like_length_lie_together():
     rows = [Example([1] * n, 0) for n in (2, 9, 3, 8, 2, 9)]
-    assert [batch.input_ids.shape[1] for batch in Batcher(PAD, 2).deal(rows)] == [9, 8, 2]
+    assert [batch.inputs["input_ids"].shape[1] for batch in Batcher(PAD, 2).split(rows)] == [9, 8, 2]
 
 
 @given(cuts(causal=False))
@@ -136,8 +135,8 @@ def test_parts_of_the_class_loss_add_up_to_the_mean(cut):
     """The "model" scores the mean of its tokens' rows of a table."""
 
     def logits(batch: MicroBatch) -> torch.Tensor:
-        mask = batch.attention_mask[..., None]
-        return ((TABLE[batch.input_ids] * mask).sum(1) / mask.sum(1))[:, :CLASSES]
+        mask = batch.inputs["attention_mask"][..., None]
+        return ((TABLE[batch.inputs["input_ids"]] * mask).sum(1) / mask.sum(1))[:, :CLASSES]
 
     loss, right, rows = (
         sum(part) for part in zip(*(objective(logits(b), b) for b in cut.all()), strict=True)
@@ -152,7 +151,8 @@ def test_parts_of_the_class_loss_add_up_to_the_mean(cut):
 def test_parts_of_the_token_loss_add_up_to_the_mean(cut):
     """The "model" predicts a next token from the one before."""
     loss, _, rows = (
-        sum(part) for part in zip(*(objective(TABLE[b.input_ids], b) for b in cut.all()), strict=True)
+        sum(part)
+        for part in zip(*(objective(TABLE[b.inputs["input_ids"]], b) for b in cut.all()), strict=True)
     )
     scores = torch.cat([TABLE[list(row.input_ids)][:-1] for row in cut.rows])
     labels = torch.tensor([label for row in cut.rows for label in row.labels[1:]])
@@ -164,7 +164,7 @@ def test_a_causal_row_is_right_when_every_label_token_is():
     follows = torch.full((VOCAB, VOCAB), 0.0)
     follows[1, 2] = follows[2, 3] = 1.0  # 1 -> 2 -> 3, else -> 0
     batch = collate([Example([1, 2, 3], [IGNORE, 2, 3]), Example([1, 2, 4], [IGNORE, 2, 4])], 0.25, PAD)
-    _, right, rows = objective(follows[batch.input_ids], batch)
+    _, right, rows = objective(follows[batch.inputs["input_ids"]], batch)
     assert (int(right), int(rows)) == (1, 2)
 
 
@@ -175,8 +175,8 @@ def test_a_budget_of_tokens_holds_and_no_rank_waits(cut):
     """
     assert len({len(batches) for batches in cut.by_rank()}) == 1
     for batch in cut.all():
-        assert batch.input_ids.numel() <= cut.max_tokens or len(batch.input_ids) == 1
-        assert len(batch.input_ids) <= cut.micro_batch_size
+        assert batch.inputs["input_ids"].numel() <= cut.max_tokens or len(batch.weights) == 1
+        assert len(batch.weights) <= cut.micro_batch_size
     lengths, least, at = sorted((len(row.input_ids) for row in cut.rows), reverse=True), 0, 0
     while at < len(lengths):
         at += max(1, min(cut.micro_batch_size, cut.max_tokens // lengths[at]))
@@ -186,8 +186,8 @@ def test_a_budget_of_tokens_holds_and_no_rank_waits(cut):
 
 def test_short_rows_share_a_micro_batch_and_long_ones_do_not():
     rows = [Example([1] * n, 0) for n in (4, 30, 4, 4, 31, 4)]
-    found = Batcher(PAD, 8, max_tokens=32).deal(rows)
-    assert [tuple(batch.input_ids.shape) for batch in found] == [(1, 31), (1, 30), (4, 4)]
+    found = Batcher(PAD, 8, max_tokens=32).split(rows)
+    assert [tuple(batch.inputs["input_ids"].shape) for batch in found] == [(1, 31), (1, 30), (4, 4)]
 
 
 def test_a_budget_of_tokens_does_not_change_the_meta_gradient():
@@ -195,9 +195,9 @@ def test_a_budget_of_tokens_does_not_change_the_meta_gradient():
     learner = llama()
     config, episode = config_of(learner, algorithm="fomaml"), episode_of(learner)
     worker = worker_of(learner, config)
-    dealer = Batcher(0, 32, max_tokens=12)
-    batches = Episode(dealer.deal(episode.support), dealer.deal(episode.query))
-    assert len({len(batch.input_ids) for batch in batches.support}) > 1
+    batcher = Batcher(0, 32, max_tokens=12)
+    batches = Episode(batcher.split(episode.support), batcher.split(episode.query))
+    assert len({len(batch.weights) for batch in batches.support}) > 1
     found = find("fomaml").rule(setup_of(worker, config), 0).direction(worker, worker.read(), batches)
     wanted, _ = told_by_oracle(learner, config, episode)
     here = meta_parameters(learner, config, by_name(worker, found.shards))

@@ -61,8 +61,8 @@ def test_counts_are_those_of_a_plain_loop(tmp_path):
     def loss_and_answers(rows) -> tuple[torch.Tensor, list[int]]:
         logits = torch.cat(
             [
-                model(torch.tensor([row.input_ids]), torch.ones(1, len(row.input_ids), dtype=torch.long))
-                for row in rows
+                model(input_ids=ids, attention_mask=torch.ones_like(ids))
+                for ids in (torch.tensor([row.input_ids]) for row in rows)
             ]
         )
         logits = logits[:, : len(episode.classes)]

@@ -533,7 +533,7 @@ def test_a_broken_memory_is_refused(tmp_path, bert):
     assert (
         refusal(fmmeta.evaluate, str(tmp_path), "letters")
         == f"model_name_or_path={tmp_path}: fmmeta.json cannot be read (it holds no settings); fix or"
-        " remove it"
+        " replace it"
     )
 
 

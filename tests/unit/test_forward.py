@@ -53,7 +53,7 @@ def one_pass(learner) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, list[
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = learner(IDS, MASK).float().logsumexp(-1).mean()
+        loss = learner(input_ids=IDS, attention_mask=MASK).float().logsumexp(-1).mean()
     held = sum(kept.values())
     loss.backward()
     return loss, {name: p.grad for name, p in learner.named_parameters() if p.requires_grad}, held, runs
@@ -101,7 +101,9 @@ def test_the_attention_asked_for_is_the_one_that_runs(sources):
     )
     assert [learner.hf.config._attn_implementation for learner in (eager, sdpa)] == ["eager", "sdpa"]
     with torch.no_grad():
-        torch.testing.assert_close(eager(IDS, MASK), sdpa(IDS, MASK), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            *(model(input_ids=IDS, attention_mask=MASK) for model in (eager, sdpa)), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(

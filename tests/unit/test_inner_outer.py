@@ -87,8 +87,8 @@ def worker_of(model: nn.Module, head_init: str = "learned", bf16: bool = False) 
 
 
 def batches(micro_batch_size: int = 4) -> Episode:
-    dealer = Batcher(0, micro_batch_size)
-    return Episode(dealer.deal(SUPPORT), dealer.deal(QUERY))
+    batcher = Batcher(0, micro_batch_size)
+    return Episode(batcher.split(SUPPORT), batcher.split(QUERY))
 
 
 def rule_of(name: str, worker: PlainWorker, head_init: str, lr: float = LR) -> Rule:
@@ -107,7 +107,7 @@ def by_name(worker: PlainWorker, vector: Tensor) -> dict[str, Tensor]:
 
 def call(model: nn.Module, row: Example, **want: str) -> Tensor:
     ids = torch.tensor([list(row.input_ids)])
-    return model(ids, torch.ones_like(ids), **want)
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), **want)
 
 
 def mean_loss(model: nn.Module, examples: Sequence[Example]) -> Tensor:
@@ -255,8 +255,8 @@ def test_embeddings_gather_the_rows_that_were_met(tied):
         for name in dense.head_names:
             dense.get_parameter(name).data.zero_()
     loss = torch.zeros(())
-    for batch in Batcher(0, 100).deal(episode.support):
-        loss = loss + objective(dense(batch.input_ids, batch.attention_mask), batch)[0]
+    for batch in Batcher(0, 100).split(episode.support):
+        loss = loss + objective(dense(**batch.inputs), batch)[0]
     loss.backward()
     trained = {name: param.grad for name, param in dense.named_parameters() if param.grad is not None}
     assert_same(by_name(worker, found), trained)

@@ -115,8 +115,10 @@ def test_no_dropout_is_left_whatever_its_name(family, sizes, own, tmp_path):
     assert description.dropouts.items() >= own.items()
     learner = load_learner(config, description)
     ids = torch.arange(3, 15).view(2, 6)
-    first = learner(ids, torch.ones_like(ids))
-    assert all(torch.equal(learner(ids, torch.ones_like(ids)), first) for _ in range(4))
+    first = learner(input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert all(
+        torch.equal(learner(input_ids=ids, attention_mask=torch.ones_like(ids)), first) for _ in range(4)
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,8 @@ def test_other_poolings_are_refused(tmp_path, bert):
     file.write_text('{"pooling_mode_max_tokens": true}')
     assert (
         refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert))))
-        == f"pooling=auto: {file} asks for a pooling that is not mean or cls; choose one with --pooling"
+        == f"pooling=auto: 1_Pooling/config.json of model_name_or_path={tmp_path} has a pooling that is not"
+        " mean or cls; choose one with --pooling"
     )
 
 
@@ -219,25 +222,19 @@ def test_weights_that_ended_early(tmp_path, bert):
             f"model_name_or_path={tmp_path} cannot be loaded: "
         )
         message = refusal(open_lazy_model, config, describe(config))
-        assert message.startswith(f"model_name_or_path={tmp_path}: {file}.index.json cannot be read (")
+        assert message.startswith(
+            f"model_name_or_path={tmp_path}: model.safetensors.index.json cannot be read ("
+        )
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("1_Pooling/config.json", "pooling=auto: {} cannot be read ("),
-        ("modules.json", "model_name_or_path={} cannot be read ("),
-    ],
-)
+@pytest.mark.parametrize("name", ["1_Pooling/config.json", "modules.json"])
 @pytest.mark.parametrize("text", ["{", "[1]", "7", "[" * 100_000])
-def test_broken_files_of_sentence_transformers_are_found_at_the_start(name, said, text, tmp_path, bert):
+def test_broken_files_of_sentence_transformers_are_found_at_the_start(name, text, tmp_path, bert):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     (tmp_path / name).write_text(text)
-    where = tmp_path / name if name.startswith("1") else f"{tmp_path}: {name}"
-    assert refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert)))).startswith(
-        said.format(where)
-    )
+    message = refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert))))
+    assert message.startswith(f"model_name_or_path={tmp_path}: {name} cannot be read (")
 
 
 def test_a_checkpoint_without_tokenizer_reads_bytes(tmp_path, bert):
@@ -273,8 +270,9 @@ def test_a_decoder_as_classifier(tmp_path):
     learner = load_learner(config, describe(config))
     assert learner.head_names == ("hf.score.weight",)
     ids, mask = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11]]), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-    features = learner(ids, mask, want="features")
-    torch.testing.assert_close(features @ learner.get_parameter("hf.score.weight").T, learner(ids, mask))
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    features = learner(**inputs, want="features")
+    torch.testing.assert_close(features @ learner.get_parameter("hf.score.weight").T, learner(**inputs))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

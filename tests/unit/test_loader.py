@@ -143,7 +143,7 @@ def same(a: list[LoadResult], b: list[LoadResult]) -> bool:
         return [
             t
             for batch in (*loaded.batches.support, *loaded.batches.query)
-            for t in (batch.input_ids, batch.attention_mask, batch.labels, batch.weights)
+            for t in (*batch.inputs.values(), batch.labels, batch.weights)
         ]
 
     return all(

@@ -18,7 +18,7 @@ from fmmeta.adaptation.predict import answer
 from fmmeta.adaptation.predict import load as predict_from
 from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
-from fmmeta.models.lora import settings_of
+from fmmeta.models.lora import lora_config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.training.build import plan_parallel, read_inputs
@@ -88,7 +88,7 @@ def test_adapters_and_head_are_trained_and_nothing_else(sources, base, settings,
     assert {name for name in trained if "lora_" not in name} == beside
     assert {name.split(".lora_")[0].split(".")[-1] for name in trained - beside} == adapters
     assert not any("pooler" in name for name in trained - beside) or settings["pooling"] == "model"
-    logits = learner(torch.tensor([[1, 5, 6]]), torch.ones(1, 3, dtype=torch.long))
+    logits = learner(input_ids=torch.tensor([[1, 5, 6]]), attention_mask=torch.ones(1, 3, dtype=torch.long))
     (logits * torch.randn_like(logits)).sum().backward()
     assert {
         name for name, param in learner.named_parameters() if param.grad is not None
@@ -348,7 +348,7 @@ def test_adapters_are_gone_on_with(source, tmp_path, sources):
     assert all(
         torch.equal(learner.get_parameter(name), param) for name, param in stored.items() if name not in heads
     )
-    assert settings_of(learner, config).base_model_name_or_path == sources[source]
+    assert lora_config(learner, config).base_model_name_or_path == sources[source]
     for other, rank in (
         ({"lora_r": 4, "lora_alpha": 5}, 4),
         ({"lora_r": 3}, 3),
@@ -451,5 +451,5 @@ def test_a_broken_adapter_folder_is_refused(tmp_path):
     assert (
         refusal(describe, Config(model_name_or_path=str(tmp_path)))
         == f"model_name_or_path={tmp_path}: adapter_config.json cannot be read ('base_model_name_or_path');"
-        " fix it"
+        " fix or replace it"
     )

@@ -529,16 +529,16 @@ def test_in_context_scores_the_query_with_and_without_the_support_set():
     config = config_of(learner, algorithm="in_context")
     episode = episode_of(learner, support=3)
     worker = worker_of(learner, config)
-    dealer = Batcher(0, 4)
-    query = dealer.deal(episode.query)
-    batches = Episode([], query, dealer.deal(prompted(episode.support, episode.query, None, 32)))
+    batcher = Batcher(0, 4)
+    query = batcher.split(episode.query)
+    batches = Episode([], query, batcher.split(prompted(episode.support, episode.query, None, 32)))
     before, after = setup_of(worker, config).learning().score(worker, worker.read(), batches)
     prefix = [token for row in episode.support for token in row.input_ids]
     for found, start in ((before, []), (after, prefix)):
         total, count = 0.0, 0
         for row in episode.query:
             ids = torch.tensor([[*start, *row.input_ids]])
-            logits = learner(ids, torch.ones_like(ids))[0].detach()
+            logits = learner(input_ids=ids, attention_mask=torch.ones_like(ids))[0].detach()
             for place, label in enumerate(row.labels):
                 if label >= 0:
                     total += float(F.cross_entropy(logits[len(start) + place - 1], torch.tensor(label)))

@@ -4,6 +4,7 @@ cannot are refused.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 
 from fmmeta.config.settings import Config
 from fmmeta.models.forward_options import check_packing
-from fmmeta.models.learner import CausalLearner, positions
+from fmmeta.models.learner import CausalLearner
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.models.losses import objective
-from fmmeta.tasks.batching import IGNORE, Batcher, Example
+from fmmeta.tasks.batching import IGNORE, Batcher, Example, collate
 from fmmeta.tasks.packing import pack
 from tests.models import save, save_llama
 from tests.unit.helpers import refusal
@@ -47,16 +48,13 @@ def sets(draw) -> list[Example]:
 
 
 def unpacked(sequence: Example) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The rows of a sequence, taken apart by their numbers."""
-    numbers = list(sequence.numbers)
-    assert numbers == sorted(numbers)
-    assert set(numbers) == set(range(1, max(numbers) + 1))
+    """The rows of a sequence, cut where the positions start again."""
+    starts = [i for i, position in enumerate(sequence.position_ids) if position == 0]
+    assert starts[0] == 0
     found = []
-    for number in range(1, max(numbers) + 1):
-        places = [i for i, n in enumerate(numbers) if n == number]
-        found.append(
-            (tuple(sequence.input_ids[i] for i in places), tuple(sequence.labels[i] for i in places))
-        )
+    for begin, end in pairwise([*starts, len(sequence.input_ids)]):
+        assert list(sequence.position_ids[begin:end]) == list(range(end - begin))
+        found.append((tuple(sequence.input_ids[begin:end]), tuple(sequence.labels[begin:end])))
     return found
 
 
@@ -83,9 +81,13 @@ def test_no_loss_is_taken_on_the_first_token_of_a_row():
     assert list(sequence.labels) == [IGNORE, 2, IGNORE, 4]
 
 
-def test_positions_begin_anew_with_each_row():
-    numbers = torch.tensor([[1, 1, 1, 2, 2, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
-    assert positions(numbers).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7]]
+def test_positions_start_again_with_each_row_and_not_on_padding():
+    rows = [Example([1] * n, [IGNORE] * n) for n in (8, 3, 2, 1)]
+    batch = collate(pack(rows, 1, 8), 1.0, pad_token_id=0)
+    assert set(batch.inputs) == {"input_ids", "position_ids"}
+    found = batch.inputs["position_ids"].tolist()
+    assert found == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 0, 1, 0, 1, 1]]
+    assert batch.tokens == 14
 
 
 def families() -> dict[str, tuple]:
@@ -142,25 +144,25 @@ def test_loss_accuracy_and_gradients_are_those_of_rows_by_themselves(name, atten
     ids = [rows[0].input_ids[0], int(greedy[0])]
     rows.append(Example(ids, [IGNORE, ids[1]]))
 
-    def passes(learner: CausalLearner, packing) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    learner = CausalLearner(hf)
+
+    def passes(packing) -> tuple[list[float], dict[str, torch.Tensor], int]:
         hf.zero_grad()
         total, width = torch.zeros(3, dtype=torch.float64), 0
         for rank in range(2):
-            for batch in Batcher(0, 8, rank, 2, packing).deal(rows):
+            for batch in Batcher(0, 8, rank, 2, packing).split(rows):
                 batch.weights = batch.weights.double()
-                parts = objective(learner(batch.input_ids, batch.attention_mask), batch)
+                parts = objective(learner(**batch.inputs), batch)
                 parts[0].backward()
                 total += torch.stack([part.detach().double() for part in parts])
-                width += batch.input_ids.numel()
+                width += batch.inputs["input_ids"].numel()
         return total.tolist(), {n: p.grad.clone() for n, p in hf.named_parameters()}, width
 
     def packing(rows, least):
         return pack(rows, least, 24)
 
-    (loss, right, count), gradients, cells = passes(CausalLearner(hf), None)
-    (packed_loss, *packed_counts), packed_gradients, packed_cells = passes(
-        CausalLearner(hf, packed=True), packing
-    )
+    (loss, right, count), gradients, cells = passes(None)
+    (packed_loss, *packed_counts), packed_gradients, packed_cells = passes(packing)
     assert packed_loss == pytest.approx(loss, rel=2e-6)  # objective takes its log-softmax in fp32
     assert packed_counts == [right, count]
     assert (right >= 1, count) == (True, 12)
@@ -176,7 +178,6 @@ def learner_of(folder: Path):
 
 def test_a_model_that_keeps_rows_apart_is_accepted(tmp_path):
     learner = learner_of(save_llama(tmp_path))
-    assert learner.packed
     assert learner.hf.config._attn_implementation == "sdpa"
     learner.hf.config._attn_implementation = (  # cannot run here, and need not for the check
         "flash_attention_2"

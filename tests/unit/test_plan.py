@@ -102,7 +102,7 @@ def test_flops_are_those_that_torch_counts(tmp_path, family, task, checkpointing
     rows, tokens = 3, 20
     ids = torch.randint(3, 200, (rows, tokens))
     with FlopCounterMode(display=False) as forward:
-        logits = learner(ids, torch.ones_like(ids))
+        logits = learner(input_ids=ids, attention_mask=torch.ones_like(ids))
     with FlopCounterMode(display=False) as backward:
         logits.float().sum().backward()
     asked = count_matmuls(learner, config)
@@ -127,7 +127,7 @@ def test_frozen_weights_cost_no_gradients_of_their_own(tmp_path):
     learner = load_learner(config, describe(config))
     ids = torch.randint(3, 200, (3, 20))
     with FlopCounterMode(display=False) as counted:
-        learner(ids, torch.ones_like(ids)).float().sum().backward()
+        learner(input_ids=ids, attention_mask=torch.ones_like(ids)).float().sum().backward()
     found = 60 * count_matmuls(learner, config).flops(20, True, False)
     assert found == pytest.approx(
         counted.get_total_flops(), rel=0.05
@@ -184,12 +184,12 @@ def test_bytes_are_those_of_a_real_worker():
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 70), st.integers(1, 5), st.integers(1, 9))
-def test_micro_batches_are_those_of_the_dealer(rows, data, most):
+def test_micro_batches_are_those_of_the_batcher(rows, data, most):
     examples = [Example([1] * (1 + i % 3), 0) for i in range(rows)]
-    dealt = [Batcher(0, most, rank, data).deal(examples) for rank in range(data)]
+    dealt = [Batcher(0, most, rank, data).split(examples) for rank in range(data)]
     rounds, largest = micro_batches(rows, data, most)
     assert {len(batches) for batches in dealt} == {rounds}
-    assert max(len(batch.input_ids) for batches in dealt for batch in batches) == largest
+    assert max(len(batch.weights) for batches in dealt for batch in batches) == largest
 
 
 # what is predicted

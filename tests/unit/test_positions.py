@@ -13,7 +13,7 @@ import fmmeta
 from fmmeta.adaptation import predict
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import PredictConfig
-from fmmeta.models.lengths import fitted, positions
+from fmmeta.models.lengths import fitted, max_positions
 from fmmeta.models.load import describe
 from fmmeta.train import train
 from tests.models import WORDS, byte_tokenizer
@@ -113,4 +113,4 @@ def test_a_length_that_fits_and_a_model_without_a_limit_are_left_alone(short):
     hf_config = describe(config).hf_config
     assert fitted(config, hf_config) is config
     for unlimited in (None, -1):
-        assert positions(SimpleNamespace(max_position_embeddings=unlimited, model_type="xlnet")) is None
+        assert max_positions(SimpleNamespace(max_position_embeddings=unlimited, model_type="xlnet")) is None

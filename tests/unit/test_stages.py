@@ -83,7 +83,7 @@ def test_stages_in_a_row_are_the_model(saved, family, stages, settings):
         found[-1][0].want = want
         for stage, *_ in found:
             passed = stage(passed)
-        wanted = whole(ids, mask, want=want)
+        wanted = whole(input_ids=ids, attention_mask=mask, want=want)
         keep = mask.bool() if wanted.ndim == 3 else slice(None)
         assert torch.equal(passed[keep], wanted[keep])
     params = dict(whole.named_parameters())

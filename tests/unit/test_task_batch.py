@@ -201,13 +201,13 @@ def test_the_forward_functions_come_back():
     axis = TaskAxis(learner)
     values = {name: learner.get_parameter(name).detach()[None] for name in axis.names}
     ids = torch.ones(2, 4, dtype=torch.long)
-    before = learner(ids, ids)
+    before = learner(input_ids=ids, attention_mask=ids)
     with axis.of(values):
-        assert torch.allclose(learner(ids, ids), before, atol=1e-6)
+        assert torch.allclose(learner(input_ids=ids, attention_mask=ids), before, atol=1e-6)
     with axis.of({name: value + 1 for name, value in values.items()}), pytest.raises(IndexError):
-        learner(ids + 10**6, ids)
+        learner(input_ids=ids + 10**6, attention_mask=ids)
     assert all("forward" not in vars(module) for module in learner.modules())
-    assert torch.equal(learner(ids, ids), before)
+    assert torch.equal(learner(input_ids=ids, attention_mask=ids), before)
 
 
 def test_per_task_products():

@@ -56,10 +56,10 @@ def test_the_cut_follows_the_costs(tmp_path):
 def test_every_family_is_tried_a_layer_at_a_time(tmp_path, monkeypatch, family):
     """Four stages: without layers, first, middle, last; Qwen2's middle layers differ in how far they look."""
     held = []
-    ordinary = layer_timing.fill
+    ordinary = layer_timing.with_random_weights
     monkeypatch.setattr(
         layer_timing,
-        "fill",
+        "with_random_weights",
         lambda stage, *rest: held.append(len(layers_of(stage))) or ordinary(stage, *rest),
     )
     settings = {"task_type": "causal_lm"} if family in DECODERS else {"n_way": 3}

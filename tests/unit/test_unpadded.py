@@ -52,7 +52,7 @@ def told(learner, ids, mask):
         "hf." + next(n for n, _ in learner.hf.named_modules() if n.endswith("layer.1.output.dense"))
     )
     hook.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[:-1].numel()))
-    features, logits = learner(ids, mask, want="both")
+    features, logits = learner(input_ids=ids, attention_mask=mask, want="both")
     (logits.square().sum() + features.sin().sum()).backward()
     return (
         features,
@@ -99,5 +99,5 @@ def test_the_model_is_saved_as_if_nothing_were():
 def test_other_models_and_attentions_are_left_alone(model_type, attention):
     learner, (ids, mask) = learner_of("pooled", model_type, attention), batch()
     assert not learner.unpadded.works
-    learner(ids, mask)
+    learner(input_ids=ids, attention_mask=mask)
     assert learner.unpadded.seen is None

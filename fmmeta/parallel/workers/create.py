@@ -88,7 +88,7 @@ def create_sharded(
         learner = model.learner
         trained = [name for name, param in learner.named_parameters() if param.requires_grad]
         if not config.lora_r:
-            model.fill([name for name, param in learner.named_parameters() if not param.requires_grad])
+            model.materialize([name for name, param in learner.named_parameters() if not param.requires_grad])
         tensors = frozen_tensors(learner)  # a LoRA base is read a second time for its fingerprint, not kept
         in_checkpoint = {name for name, _ in learner.named_parameters()}  # a tied weight has one name there
         mark = fingerprint(

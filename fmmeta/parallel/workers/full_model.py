@@ -118,7 +118,7 @@ class FullModelWorker(Worker):
         return outputs
 
     def _call(self, batch: MicroBatch, want: str = "logits") -> Any:
-        return self.model(batch.input_ids, batch.attention_mask, want=want)
+        return self.model(**batch.inputs, want=want)
 
     def _loss(self, batch: MicroBatch, stats: Tensor, features: Tensor | None = None) -> Tensor:
         """`features`: of the rows, where they are known already."""

@@ -101,7 +101,7 @@ class TaskBatch:
     def _loss(self, together: MicroBatch, stats: Tensor) -> Tensor:
         batch = together.to(self.worker.device)
         learner: Any = getattr(self.worker.model, "module", self.worker.model)
-        logits = learner(batch.input_ids, batch.attention_mask)
+        logits = learner(**batch.inputs)
         losses, right, rows = (each.reshape(self.tasks, -1).sum(1) for each in per_row(logits, batch))
         stats[:, :3] += torch.stack([losses.detach().double(), right.double(), rows.double()], 1)
         return losses.sum()

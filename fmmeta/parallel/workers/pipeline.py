@@ -148,7 +148,7 @@ class PipelineWorker(EngineWorker):
     def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         with self._wanting("features"):
             self._evaluate(batches)
-        return self.found or [torch.zeros(len(b.input_ids), self.width, device=self.device) for b in batches]
+        return self.found or [torch.zeros(len(b.weights), self.width, device=self.device) for b in batches]
 
     def vjp(self, parts: Sequence[VjpInput], total: Tensor | None = None) -> tuple[Tensor | None, PassStats]:
         captured, stats = torch.zeros(self.params.numel, device=self.home), torch.zeros_like(self.stats)
@@ -203,10 +203,13 @@ class PipelineWorker(EngineWorker):
         """What the ends load. The loss function is fixed, so whatever an objective needs travels with the
         labels.
         """
-        ends = [
-            (b.input_ids, b.attention_mask, b.labels, b.weights, torch.tensor(b.classes)) for b in batches
-        ]
-        return iter([(end[:2], end) for end in ends])
+        self.stage.input_names = tuple(batches[0].inputs)
+        return iter(
+            [
+                (tuple(b.inputs.values()), (b.labels, b.weights, torch.tensor(b.classes), *b.inputs.values()))
+                for b in batches
+            ]
+        )
 
     def _judge(self, outputs: Any, loaded: tuple[Tensor, ...]) -> Tensor:
         """The loss that DeepSpeed asks the last stage for, once per micro-batch and in their order."""
@@ -219,8 +222,9 @@ class PipelineWorker(EngineWorker):
             self.judged += 1
             self.stats[0] += loss.detach()
             return nan_gradient_if_nonfinite(loss) * self.scale
-        *tensors, classes = loaded
-        loss, right, rows = objective(outputs, MicroBatch(*tensors, classes=int(classes)))
+        labels, weights, classes, *inputs = loaded
+        named = dict(zip(self.stage.input_names, inputs, strict=True))
+        loss, right, rows = objective(outputs, MicroBatch(named, labels, weights, int(classes)))
         self.stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
         return nan_gradient_if_nonfinite(loss) * self.scale
 
@@ -237,6 +241,6 @@ def hold_stage(stream: LazyModel, cut: StagePartition, place: GroupCoordinates) 
     held = [
         name for name in names if cut.owner[name] == place.stage or (last and name in (cut.tied, cut.copied))
     ]
-    stream.fill(held)
+    stream.materialize(held)
     params = {name: learner.get_parameter(name) for name in held}
     return {id(param): (name, tuple(param.shape)) for name, param in params.items()}

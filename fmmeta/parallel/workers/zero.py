@@ -234,7 +234,7 @@ def shard_while_loading(stream: LazyModel, config: dict[str, Any]) -> None:
             param.data = param.data.bfloat16()
         cutter._convert_to_zero_parameters([param])
 
-    stream.fill([name for name, _ in stream.learner.named_parameters()], cut)
+    stream.materialize([name for name, _ in stream.learner.named_parameters()], cut)
 
 
 def import_deepspeed() -> Any:
