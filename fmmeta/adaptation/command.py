@@ -71,7 +71,7 @@ def adapt(
     """
     config = settings.run_config(n_way=2)
     support = read_task("support", support_set or settings.support, config, progress.notice)
-    labels = tuple(sorted(set(support.right))) if config.task_type == "classification" else ()
+    labels = tuple(sorted(set(support.target))) if config.task_type == "classification" else ()
     if len(labels) == 1:
         raise UsageError(
             f"support={settings.support} has one class only, {labels[0]!r}; give examples of two or more"
@@ -85,7 +85,7 @@ def adapt(
             )
     asked = query_set or settings.query
     query = read_task("query", asked, config, progress.notice, unique=False) if asked else None
-    unknown = sorted(set(query.right) - set(labels)) if query is not None and labels else []
+    unknown = sorted(set(query.target) - set(labels)) if query is not None and labels else []
     if unknown:
         raise UsageError(
             f"query={settings.query} has the class {unknown[0]!r}, of which the support set has none; add"
@@ -94,9 +94,9 @@ def adapt(
     with new_folder(settings.output_dir) as folder:
         adapted = learn(settings, support, labels, progress)
         if query is not None:
-            answers = adapted.predict(query.left, settings.max_new_tokens)
+            answers = adapted.predict(query.input, settings.max_new_tokens)
             adapted.predictions = [
-                replace(one, truth=truth) for one, truth in zip(answers, query.right, strict=True)
+                replace(one, truth=truth) for one, truth in zip(answers, query.target, strict=True)
             ]
         if folder is not None:
             write(adapted, folder, settings, support, config.inner_steps)
@@ -234,12 +234,12 @@ def rows_of(setting: str, given: str | Examples, config: Config) -> list[Row]:
 
 def encode_task(single: LoadedModel, table: Table, labels: Sequence[str]) -> list[Example]:
     examples = encode(
-        copy.deepcopy(single.tokenizer), single.config, table.left, table.right
+        copy.deepcopy(single.tokenizer), single.config, table.input, table.target
     )  # encoding sets its truncation
     if not labels:
         return examples
     numbers = {label: number for number, label in enumerate(labels)}
-    return [Example(row.input_ids, numbers[label]) for row, label in zip(examples, table.right, strict=True)]
+    return [Example(row.input_ids, numbers[label]) for row, label in zip(examples, table.target, strict=True)]
 
 
 def leave_out(table: Table, labels: Sequence[str]) -> list[list[int]]:
@@ -247,7 +247,7 @@ def leave_out(table: Table, labels: Sequence[str]) -> list[list[int]]:
     if one has one.
     """
     places: dict[str, list[int]] = defaultdict(list)
-    for place, label in enumerate(table.right):
+    for place, label in enumerate(table.target):
         places[label if labels else ""].append(place)
     least = min(map(len, places.values()))
     if least < 2:

@@ -27,7 +27,7 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, suppo
         ("meta-training", origin(base)),
         (
             "support",
-            f"{source}: {len(support.left)} examples"
+            f"{source}: {len(support.input)} examples"
             + (f" of {len(adapted.labels)} classes" if classes else ""),
         ),
         (

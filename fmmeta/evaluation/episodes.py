@@ -15,8 +15,10 @@ from fmmeta.models.stored_settings import trained_with
 from fmmeta.parallel.process_groups import World
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
-from fmmeta.tasks.sources.base import ClassSource, Draw, Mixture, TaskSource
+from fmmeta.tasks.sources.base import Draw, TaskSource
+from fmmeta.tasks.sources.classification import ClassSource
 from fmmeta.tasks.sources.load import Sources, load_sources
+from fmmeta.tasks.sources.mixture import Mixture
 from fmmeta.training.episodes import LEAST_SEEN
 
 STREAM = 2  # of the schedule; training is 0, validation 1
@@ -78,8 +80,8 @@ def skipped(
 
 
 def texts(draw: Draw) -> list[list[str]]:
-    """Left and right of the query rows."""
-    return [[draw.store.text("left", row), draw.store.text("right", row)] for row, _ in draw.query]
+    """Input and target of the query rows."""
+    return [[draw.store.text("input", row), draw.store.text("target", row)] for row, _ in draw.query]
 
 
 def split_of(sources: Sources, eval_split: str, config: Config) -> TaskSource:
@@ -126,5 +128,5 @@ def all_ways(source: TaskSource) -> int:
         raise UsageError(
             "n_way=all needs to know every class, which a folder of task files does not tell; give a number"
         )
-    source.shape = replace(source.shape, every=True)
+    source.shape = replace(source.shape, all_classes=True)
     return max(len(pool) for pool, _ in source.draws)

@@ -55,10 +55,7 @@ def embed(
     )
     for store in stores.values():
         store.check()
-    examples = [
-        Example(TokenStore.cell(stores[path].ids, row).tolist(), place)
-        for place, (path, row) in enumerate(keys)
-    ]
+    examples = [Example(stores[path].input_ids(row), place) for place, (path, row) in enumerate(keys)]
     examples.sort(key=lambda example: (len(example.input_ids), example.labels))
     size = batcher.micro_batch_size * batcher.group_size
     batches = [examples[begin : begin + size] for begin in range(0, len(examples), size)]

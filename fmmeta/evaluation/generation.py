@@ -74,21 +74,21 @@ class LanguageMetrics:
         answers = generate(
             self.worker, self.tokenizer, prompts, self.max_new_tokens, self.batcher.micro_batch_size
         )
-        right = [draw.store.text("right", row) for row, _ in draw.query]
+        right = [draw.store.text("target", row) for row, _ in draw.query]
         return sum(map(rouge_l, answers, right)) / len(right)
 
     def _options(self, draw: Draw) -> float:
         """Share of the queries whose right answer is the likeliest of the episode's distinct answers."""
         options = list(
-            dict.fromkeys(draw.store.text("right", row) for row, _ in (*draw.support, *draw.query))
+            dict.fromkeys(draw.store.text("target", row) for row, _ in (*draw.support, *draw.query))
         )
-        asked = [draw.store.text("left", row) for row, _ in draw.query]
+        asked = [draw.store.text("input", row) for row, _ in draw.query]
         left, right = [text for text in asked for _ in options], options * len(asked)
         examples = encode_pairs(
             self.tokenizer, left, right, self.config.max_length, self.config.prompt_template
         )
         scores = torch.tensor(self.log_likelihoods(examples)).view(len(asked), len(options))
-        truth = [options.index(draw.store.text("right", row)) for row, _ in draw.query]
+        truth = [options.index(draw.store.text("target", row)) for row, _ in draw.query]
         return float((scores.argmax(1) == torch.tensor(truth)).double().mean())
 
     def log_likelihoods(self, examples: Sequence[Example]) -> list[float]:
@@ -118,8 +118,7 @@ class LanguageMetrics:
 
 def prompt_of(store: TokenStore, row: int) -> list[int]:
     """Tokens of a row up to its answer."""
-    ids, labels = TokenStore.cell(store.ids, row), TokenStore.cell(store.labels, row)
-    return ids[: int((labels == IGNORE).sum())].tolist()
+    return store.input_ids(row)[: store.labels(row).count(IGNORE)]
 
 
 @torch.no_grad()

@@ -1,11 +1,11 @@
 """Transforms of training episodes: callables on an example or an episode, named `module:name` in flags.
 
     example   (TextExample, rng) -> TextExample      text augmentation
-    episode   (TextEpisode, rng) -> TextEpisode      label-name prompts, anything that has to see the classes
+    episode   (TextEpisode, rng) -> TextEpisode      label-name prompts, transforms that need all classes
 
-They run where the data is loaded, in any loader process, on the texts and before the tokenizer; so they must
-be importable. `rng` is keyed by the task's seed and the example's place: augmentation differs between tasks
-and outer steps, and does not depend on who loads or how many do. Held-out episodes are left as they are.
+They run in the process that loads the episode, on the texts before they are tokenised; so they must be
+importable. The seed of `rng` is the task's seed and the example's index: augmentation differs between tasks
+and outer steps, and does not depend on the number of loader processes. Held-out episodes are not transformed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import Draw, EpisodeRows
 
-STREAM = 1 << 20  # keeps the random numbers of transforms apart from those that draw rows
+STREAM = 1 << 20  # part of the seeds of transforms, which differ from the seeds that draw rows
 
 
 @dataclass(frozen=True)
 class TextExample:
-    """A row as text. target: the class's name, or the output; label: number of the class in this episode, 0
+    """A row as text. target: name of the class, or the output. label: number of the class in this episode, 0
     for causal_lm.
     """
 
@@ -52,14 +52,14 @@ class TextEpisode:
 
 
 def drop_words(example: TextExample, rng: np.random.Generator) -> TextExample:
-    """Leave each word out with probability 0.1, but not all of them (Wei and Zou 2019, arXiv 1901.11196)."""
+    """Drop each word with probability 0.1, but not all of them (Wei and Zou 2019, arXiv 1901.11196)."""
     words = example.text.split()
     kept = [word for word, u in zip(words, rng.random(len(words)), strict=True) if u >= 0.1]
     return replace(example, text=" ".join(kept or words))
 
 
 def swap_words(example: TextExample, rng: np.random.Generator) -> TextExample:
-    """Exchange two neighbouring words (Wei and Zou 2019, arXiv 1901.11196)."""
+    """Swap two adjacent words (Wei and Zou 2019, arXiv 1901.11196)."""
     words = example.text.split()
     if len(words) > 1:
         at = int(rng.integers(len(words) - 1))
@@ -73,12 +73,12 @@ def name_classes(episode: TextEpisode, rng: np.random.Generator) -> TextEpisode:
     support, query = (
         [replace(e, text=f"{prompt}: {e.text}") for e in rows] for rows in (episode.support, episode.query)
     )
-    return replace(episode, support=list(support), query=list(query))
+    return replace(episode, support=support, query=query)
 
 
 @dataclass(frozen=True)
 class Transforms:
-    """All transforms of a run, in order, with what turns their texts into tokens."""
+    """All transforms of a run, in order, and the tokenizer for their texts."""
 
     example: tuple[tuple[str, Callable[..., Any]], ...]
     episode: tuple[tuple[str, Callable[..., Any]], ...]
@@ -87,77 +87,72 @@ class Transforms:
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any) -> Transforms | None:
-        """What the settings name; None if nothing.
+        """The transforms that the settings name; None if there are none.
 
-        Raises `UsageError` for what cannot be found or sent to a loader process.
+        Raises `UsageError` for one that cannot be imported or sent to a loader process.
         """
-        found = {
-            setting: tuple((name, find(setting, name)) for name in getattr(config, setting))
+        example, episode = (
+            tuple((name, find(setting, name)) for name in getattr(config, setting))
             for setting in ("example_transforms", "episode_transforms")
-        }
-        if not any(found.values()):
-            return None
-        return cls(found["example_transforms"], found["episode_transforms"], config, tokenizer)
+        )
+        return cls(example, episode, config, tokenizer) if example or episode else None
 
     @property
     def fingerprint(self) -> str:
-        """Of the source of each callable, where it has one. What these call is not looked at."""
+        """A digest of the source of each callable, if it has one, without the functions that it calls."""
         return digest([[name, source_of(found)] for name, found in (*self.example, *self.episode)])
 
     def __call__(self, draw: Draw) -> EpisodeRows:
-        """The episode of a draw, its texts transformed. Raises `UsageError` naming a transform that fails."""
+        """The transformed and tokenised episode. Raises `UsageError` naming a transform that fails."""
         draw.store.check()
         sets = [
             [
-                TextExample(draw.store.text("left", row), draw.store.text("right", row), label)
+                TextExample(draw.store.text("input", row), draw.store.text("target", row), label)
                 for row, label in rows
             ]
             for rows in (draw.support, draw.query)
         ]
-        for name, transform in self.example:
-            sets = [
-                [
-                    self._run(name, transform, example, (*draw.task.seed, STREAM, part, place))
-                    for place, example in enumerate(rows)
-                ]
-                for part, rows in enumerate(sets)
-            ]
+        for part, rows in enumerate(sets):
+            for index in range(len(rows)):
+                for name, transform in self.example:
+                    seed = (*draw.task.seed, STREAM, part, index)
+                    rows[index] = transformed(name, transform, rows[index], seed)
         episode = TextEpisode(draw.task, sets[0], sets[1], draw.classes)
         for name, transform in self.episode:
-            episode = self._run(name, transform, episode, (*draw.task.seed, STREAM))
-        return EpisodeRows(
-            draw.task, self._encode(episode.support, draw), self._encode(episode.query, draw), draw.classes
-        )
+            episode = transformed(name, transform, episode, (*draw.task.seed, STREAM))
+        support, query = (self._encode(rows, len(draw.classes)) for rows in (episode.support, episode.query))
+        return EpisodeRows(draw.task, support, query, draw.classes)
 
-    def _run(self, name: str, transform: Callable[..., Any], value: Any, seed: Sequence[int]) -> Any:
-        try:
-            made = transform(value, np.random.default_rng(seed))
-        except Exception as error:
-            raise UsageError(
-                f"transform {name} failed with {type(error).__name__}: {error}; fix it or leave it out"
-            ) from error
-        if type(made) is not type(value):
-            raise UsageError(
-                f"transform {name} returned {type(made).__name__} for a {type(value).__name__}; return one"
-            )
-        examples = [made] if isinstance(made, TextExample) else [*made.support, *made.query]
-        if not all(isinstance(example.text, str) and example.text for example in examples):
-            raise UsageError(f"transform {name} left an example without text; return it as it was instead")
-        return made
-
-    def _encode(self, rows: Sequence[TextExample], draw: Draw) -> list[Example]:
-        examples = encode(
-            self.tokenizer, self.config, [row.text for row in rows], [row.target for row in rows]
-        )
-        if not draw.classes:
+    def _encode(self, rows: Sequence[TextExample], classes: int) -> list[Example]:
+        texts, targets = [row.text for row in rows], [row.target for row in rows]
+        examples = encode(self.tokenizer, self.config, texts, targets)
+        if not classes:
             return examples
-        if any(not 0 <= row.label < len(draw.classes) for row in rows):
+        if any(not 0 <= row.label < classes for row in rows):
             names = " ".join(name for name, _ in (*self.example, *self.episode))
             raise UsageError(
-                f"transforms {names} left a label that is none of the episode's {len(draw.classes)} classes; "
+                f"transforms {names} left a label that is none of the episode's {classes} classes; "
                 "leave labels alone"
             )
         return [replace(example, labels=row.label) for example, row in zip(examples, rows, strict=True)]
+
+
+def transformed(name: str, transform: Callable[..., Any], value: Any, seed: Sequence[int]) -> Any:
+    """`transform(value, rng)`. Raises `UsageError` if it fails or returns another type or an empty text."""
+    try:
+        made = transform(value, np.random.default_rng(seed))
+    except Exception as error:
+        raise UsageError(
+            f"transform {name} failed with {type(error).__name__}: {error}; fix it or leave it out"
+        ) from error
+    if type(made) is not type(value):
+        raise UsageError(
+            f"transform {name} returned {type(made).__name__} for a {type(value).__name__}; return one"
+        )
+    examples = [made] if isinstance(made, TextExample) else [*made.support, *made.query]
+    if not all(isinstance(example.text, str) and example.text for example in examples):
+        raise UsageError(f"transform {name} left an example without text; return it as it was instead")
+    return made
 
 
 def source_of(found: Callable[..., Any]) -> str:
@@ -168,7 +163,7 @@ def source_of(found: Callable[..., Any]) -> str:
 
 
 def find(setting: str, name: str) -> Callable[..., Any]:
-    """The callable that `module:name` says; modules beside the working folder count."""
+    """The callable `module:name`; modules in the current folder count. Raises `UsageError`."""
     found = import_named(setting, name, "a function")
     if not callable(found):
         raise UsageError(

@@ -50,8 +50,9 @@ from fmmeta.tasks.data.used_splits import UsedSplits
 from fmmeta.tasks.loader import LoadEpisode, Prompted
 from fmmeta.tasks.packing import pack
 from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.base import TaskSource, shares
-from fmmeta.tasks.sources.load import Sources, load_sources, stratum_weights
+from fmmeta.tasks.sources.base import TaskSource
+from fmmeta.tasks.sources.load import Sources, load_sources
+from fmmeta.tasks.sources.mixture import stratum_shares
 
 Notice = Callable[..., None]
 """Logs a line, or several as one."""
@@ -256,7 +257,7 @@ def training_schedule(config: Config, inputs: RunInputs, layout: Layout) -> Sche
         source.items,
         config.meta_batch_size * config.meta_accumulation_steps,
         config.seed,
-        shares=shares(source.items, stratum_weights(config), config.mix_temperature),
+        shares=stratum_shares(config, source.items),
         nodes=nodes,
         sizes=source.size,
     )

@@ -41,7 +41,7 @@ def draws_of(settings: EvaluateConfig, k_shot: int):
 
 
 def texts(draw, rows):
-    return [draw.store.text("left", row) for row, _ in rows], torch.tensor([label for _, label in rows])
+    return [draw.store.text("input", row) for row, _ in rows], torch.tensor([label for _, label in rows])
 
 
 def batch(texts, tokenizer):
@@ -276,21 +276,21 @@ def test_language_metrics(llama, pairs):
         model = copy.deepcopy(base)
 
         def likelihood(row, answer, model=model, draw=draw):
-            prompt = tokenizer(f"Input: {draw.store.text('left', row)}\nOutput:")["input_ids"]
+            prompt = tokenizer(f"Input: {draw.store.text('input', row)}\nOutput:")["input_ids"]
             ids = tokenizer(f" {answer}", add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
             logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
             return -F.cross_entropy(logits, torch.tensor(ids), reduction="sum"), len(ids)
 
-        told = [likelihood(row, draw.store.text("right", row)) for row, _ in draw.support]
+        told = [likelihood(row, draw.store.text("target", row)) for row, _ in draw.support]
         model.zero_grad()
         (-sum(total for total, _ in told) / sum(count for _, count in told)).backward()
         with torch.no_grad():
             for param in model.parameters():
                 param -= 0.1 * param.grad
-            asked = [likelihood(row, draw.store.text("right", row)) for row, _ in draw.query]
+            asked = [likelihood(row, draw.store.text("target", row)) for row, _ in draw.query]
             losses.append(float(-sum(total for total, _ in asked) / sum(count for _, count in asked)))
             known = list(
-                dict.fromkeys(draw.store.text("right", row) for row, _ in (*draw.support, *draw.query))
+                dict.fromkeys(draw.store.text("target", row) for row, _ in (*draw.support, *draw.query))
             )
             chosen = [
                 max(known, key=lambda answer, row=row: float(likelihood(row, answer)[0]))
@@ -299,7 +299,7 @@ def test_language_metrics(llama, pairs):
         options.append(
             np.mean(
                 [
-                    answer == draw.store.text("right", row)
+                    answer == draw.store.text("target", row)
                     for answer, (row, _) in zip(chosen, draw.query, strict=True)
                 ]
             )

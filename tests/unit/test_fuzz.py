@@ -174,8 +174,8 @@ def test_support_files(rows, raw, name, task_type, apart):
             n_way=2
         )
         table = read_task("support", str(file), config, lambda text: None)
-        assert len(table.left) == len(table.right)
-        leave_out(table, sorted(set(table.right)))
+        assert len(table.input) == len(table.target)
+        leave_out(table, sorted(set(table.target)))
     file.unlink(missing_ok=True)
     assert not files_in(apart)
 

@@ -33,7 +33,7 @@ def named(source, steps: int = 30) -> dict[tuple[str, str], set[int]]:
             draw = source.draw(task)
             assert draw.classes == source.classes
             for row, label in (*draw.support, *draw.query):
-                key = (draw.store.text("task", row), draw.store.text("right", row))
+                key = (draw.store.text("task", row), draw.store.text("target", row))
                 found.setdefault(key, set()).add(label)
     return found
 
@@ -136,7 +136,7 @@ def test_it_is_plain_fine_tuning_on_the_rows_of_the_episodes(bert, tmp_path, out
     config, _ = run(bert, tmp_path / "run", **outer)
     tokenizer = load_tokenizer(config, describe(config), print)
     source = load_sources(config, tokenizer, print).train.source
-    names = sorted({name for one in source.known() for name in one})
+    names = sorted(name for (name,) in source.class_keys())
     kwargs = {"num_labels": len(names), "ignore_mismatched_sizes": True}
     model = AutoModelForSequenceClassification.from_pretrained(bert[0], **kwargs).eval()
     assert len(names) > config.n_way
@@ -160,9 +160,9 @@ def test_it_is_plain_fine_tuning_on_the_rows_of_the_episodes(bert, tmp_path, out
             draw = source.draw(task)
             for rows in (draw.support, draw.query):
                 batch = tokenizer(
-                    [draw.store.text("left", row) for row, _ in rows], padding=True, return_tensors="pt"
+                    [draw.store.text("input", row) for row, _ in rows], padding=True, return_tensors="pt"
                 )
-                labels = torch.tensor([names.index(draw.store.text("right", row)) for row, _ in rows])
+                labels = torch.tensor([names.index(draw.store.text("target", row)) for row, _ in rows])
                 logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
                 loss = loss + F.cross_entropy(logits, labels) / 2 / config.meta_batch_size
         optimizer.zero_grad()

@@ -42,7 +42,7 @@ def drawn(source, steps: int = 20):
         for task in Schedule(source.items, 2, 0).meta_batch(step):
             draw = source.draw(task)
             yield [
-                [(draw.store.text("left", row), label) for row, label in rows]
+                [(draw.store.text("input", row), label) for row, label in rows]
                 for rows in (draw.support, draw.query)
             ]
 

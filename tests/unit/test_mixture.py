@@ -13,8 +13,8 @@ import pytest
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.base import shares, short_names
-from fmmeta.tasks.sources.load import Sources, load_sources, stratum_weights
+from fmmeta.tasks.sources.load import Sources, load_sources
+from fmmeta.tasks.sources.mixture import short_names, stratum_shares
 from fmmeta.tasks.sources.task_files import FolderSource, glance, task_files
 from tests.models import WORDS, write_classes, write_pairs
 from tests.unit.helpers import DATA, refusal, write_rows
@@ -38,7 +38,7 @@ def write_folder(root: Path, strata: int = 2, files: int = 6, rows: int = 8) -> 
 
 
 def tasks_of(config: Config, sources: Sources, count: int):
-    given = shares(sources.train.items, stratum_weights(config), config.mix_temperature)
+    given = stratum_shares(config, sources.train.items)
     return Schedule(sources.train.items, count, config.seed, shares=given).meta_batch(0)
 
 

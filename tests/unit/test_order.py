@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fmmeta.config.settings import Config
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule, node_parts
 from fmmeta.tasks.schedule.order import VIRTUAL, StratifiedOrder, epoch_quotas, splitmix64
 from fmmeta.tasks.schedule.samplers import TaskSampler
-from fmmeta.tasks.sources.base import shares
+from fmmeta.tasks.sources.mixture import stratum_shares
 from tests.unit.helpers import refusal
 
 STRATA = st.lists(st.integers(1, 12), min_size=1, max_size=6)  # members per stratum
@@ -127,14 +128,15 @@ def test_quotas_add_up_and_leave_nobody_out():
 @pytest.mark.parametrize(
     ("weights", "temperature", "wanted"),
     [
-        ({}, 1.0, None),
-        ({}, 2.0, [4 / 6, 2 / 6]),
-        ({}, float("inf"), [0.5, 0.5]),
-        ({"s0": 1.0, "s1": 3.0}, 1.0, [0.25, 0.75]),
+        ([], 1.0, None),
+        ([], 2.0, [4 / 6, 2 / 6]),
+        ([], float("inf"), [0.5, 0.5]),
+        ([1.0, 3.0], 1.0, [0.25, 0.75]),
     ],
 )
 def test_shares_by_weight_and_temperature(weights, temperature, wanted):
-    made = shares(items_of([16, 4]), weights, temperature)
+    config = Config(dataset=["s0", "s1"], mix_weights=weights, mix_temperature=temperature)
+    made = stratum_shares(config, items_of([16, 4]))
     assert made is None if wanted is None else made.tolist() == pytest.approx(wanted)
 
 

@@ -21,8 +21,8 @@ from fmmeta.tasks.data.encode import LONGEST_TOKEN, encode, encode_pairs, encode
 from fmmeta.tasks.data.rows import Row, read_file
 from fmmeta.tasks.data.token_store import TokenStore, cache_folder, files_digest, prepare, tokenizer_print
 from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.base import EpisodeShape
 from fmmeta.tasks.sources.load import load_sources
-from fmmeta.tasks.sources.rows_by_class import shape_of
 from fmmeta.tasks.sources.task_files import FolderSource, task_files
 from tests.models import write_classes, write_pairs
 from tests.unit.helpers import refusal, write_rows
@@ -61,28 +61,24 @@ def test_rows_come_back_as_they_went_in(tmp_path):
         firsts.setdefault((row["task"], row["input"], row["output"]), number)
     assert len(store) == len(firsts)
     for number, same in enumerate(firsts.values()):
-        assert (store.text("left", number), store.text("right", number)) == (
+        assert (store.text("input", number), store.text("target", number)) == (
             rows[same]["input"],
             rows[same]["output"],
         )
-        assert TokenStore.cell(store.ids, number).tolist() == wanted[same].input_ids
-        assert TokenStore.cell(store.labels, number).tolist() == wanted[same].labels
-        assert store.task.names[store.task.codes[number]] == rows[same]["task"]
-        assert store.stratum.names[store.stratum.codes[number]] == rows[same]["category"]
-    assert store.lengths().tolist() == [
-        len(TokenStore.cell(store.ids, number)) for number in range(len(store))
-    ]
+        assert store.input_ids(number) == wanted[same].input_ids
+        assert store.labels(number) == wanted[same].labels
+        assert store.text("task", number) == rows[same]["task"]
+        assert store.text("stratum", number) == rows[same]["category"]
+    assert store.lengths().tolist() == [len(store.input_ids(number)) for number in range(len(store))]
 
 
 def test_rows_of_later_batches_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "CHUNK", 7)
     path = write_classes(tmp_path / "c.jsonl")
     store = made(path)
-    texts = [store.text("left", number) for number in range(len(store))]
-    assert len(store.ids) == -(-len(store) // 7)
-    assert [TokenStore.cell(store.ids, n).tolist() for n in range(len(store))] == encode_texts(
-        TOKENIZER, texts, 128
-    )
+    texts = [store.text("input", number) for number in range(len(store))]
+    assert store.table["input_ids"].num_chunks == -(-len(store) // 7)
+    assert [store.input_ids(n) for n in range(len(store))] == encode_texts(TOKENIZER, texts, 128)
 
 
 def test_a_store_is_made_once_and_mapped_afterwards(tmp_path, cache):
@@ -121,13 +117,13 @@ def test_the_print_of_a_tokenizer_ignores_how_it_was_last_called():
 def test_a_broken_store_is_made_anew(tmp_path, damage):
     path = write_classes(tmp_path / "c.jsonl")
     store = made(path)
-    ids, file, size = TokenStore.cell(store.ids, 3).tolist(), store.path, store.bytes
+    ids, file, size = store.input_ids(3), store.path, store.bytes
     del store
     if damage == "truncate":
         os.truncate(file, size // 2)
     else:
         file.write_bytes(b"x" * 100 if damage == "overwrite" else b"")
-    assert TokenStore.cell(made(path).ids, 3).tolist() == ids
+    assert made(path).input_ids(3) == ids
 
 
 def test_a_store_that_shrinks_under_way_is_an_error_and_no_crash(tmp_path):
@@ -208,7 +204,7 @@ def test_a_line_of_ten_megabytes_is_read_as_far_as_it_counts(tmp_path):
     long = "word " * 2_000_000
     path = write_rows(tmp_path / "long.jsonl", [{"text": long, "label": "a"}, {"text": "b", "label": "b"}])
     store = made(path, max_length=16)
-    assert TokenStore.cell(store.ids, 0).tolist() == encode_texts(TOKENIZER, [long[:100]], 16)[0]
+    assert store.input_ids(0) == encode_texts(TOKENIZER, [long[:100]], 16)[0]
     (pair,) = encode_pairs(TOKENIZER, [long + "the end"], ["yes"], 16)
     assert pair == encode_pairs(TOKENIZER, [(long + "the end")[-LONGEST_TOKEN * 16 :]], ["yes"], 16)[0]
     assert TOKENIZER.decode(pair.input_ids, skip_special_tokens=True).endswith("end\nOutput: yes"[-12:])
@@ -218,14 +214,14 @@ def test_csv_rows_after_a_bad_one_are_still_read(tmp_path):
     path = tmp_path / "d.csv"
     path.write_text("text,label\n" + "".join(f"t{i},a\n" for i in range(30)) + "x,y,z\nlast,a\n")
     store = made(path, on_bad_task="skip")
-    assert store.text("left", len(store) - 1) == "last"
+    assert store.text("input", len(store) - 1) == "last"
     assert "32 has another number of fields" in store.notes[0]
 
 
 def test_rows_from_anywhere_can_be_prepared():
     rows = [Row({"text": f"t{i}", "label": "a"}, f"here:{i}") for i in range(4)]
     store = prepare("here", "four", lambda bad: rows, Config(), TOKENIZER, lambda text: None)
-    assert [store.text("left", i) for i in range(4)] == ["t0", "t1", "t2", "t3"]
+    assert [store.text("input", i) for i in range(4)] == ["t0", "t1", "t2", "t3"]
 
 
 def path_of(tokenizer, path: Path, **settings) -> Path:
@@ -274,7 +270,7 @@ def test_answers_end_with_the_token_of_their_own_model(tmp_path):
     path, other = write_pairs(tmp_path / "pairs.jsonl"), byte_tokenizer()
     other.eos_token = "<pad>"
     ends = [
-        TokenStore.cell(TokenStore(path_of(tokenizer, path, task_type="causal_lm")).ids, 0)[-1]
+        TokenStore(path_of(tokenizer, path, task_type="causal_lm")).input_ids(0)[-1]
         for tokenizer in (TOKENIZER, other)
     ]
     assert ends == [TOKENIZER.eos_token_id, TOKENIZER.pad_token_id] == [2, 0]
@@ -335,7 +331,7 @@ def test_all_settings_that_rows_depend_on_are_in_the_key(tmp_path, task_type):
     )
     files = task_files(str(tmp_path), config.max_length) or []
     assert [one.path for one in files] == [file]
-    source = FolderSource(files, shape_of(config), recording(config, seen), TOKENIZER)
+    source = FolderSource(files, EpisodeShape.of(config), recording(config, seen), TOKENIZER)
     source.draw(Schedule(source.items, 1, 0).meta_batch(0)[0])
     assert "max_file_gib" in seen
     assert {name for name in seen if name in Config.__dataclass_fields__} <= set(stores.KEYED)

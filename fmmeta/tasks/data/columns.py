@@ -5,31 +5,33 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data.rows import Bad, Row, refuse
 
-USUAL = {
-    "text_column": ("text", "sentence", "utterance"),
-    "label_column": ("label", "intent", "class"),
+TEXT, LABEL = ("text", "sentence", "utterance"), ("label", "intent", "class")
+USUAL = {  # names that are recognised
+    "text_column": TEXT,
+    "label_column": LABEL,
     "stratum_column": ("stratum", "category", "domain"),
     "task_column": ("task",),
-    "input_column": ("input", "prompt", "question"),
-    "output_column": ("output", "answer", "target"),
+    "input_column": ("input", "prompt", "question", *TEXT),
+    "output_column": ("output", "answer", "target", *LABEL),
 }
 HALF_PAIR = re.compile(r"[\ud800-\udfff]")
 
 
 @dataclass
 class Table:
-    """Rows by role. `member` is the unit of splits: the named task, or the class if tasks have no names."""
+    """Rows by role. `unit` is what splits assign: the named task, or the class if tasks have no names."""
 
-    member: list[str]
+    unit: list[str]
     stratum: list[str]
-    task: list[str]  # "" where tasks have no names
-    left: list[str]  # text or input
-    right: list[str]  # class or output
+    task: list[str]  # "" if tasks have no names
+    input: list[str]  # text or input
+    target: list[str]  # class or output
 
 
 def tabulate(
@@ -41,68 +43,61 @@ def tabulate(
     one_task: bool = False,
     unique: bool = True,
 ) -> Table:
-    """Pick the columns of data set `name`, check that every row fills them, and drop rows that say the same
-    twice.
+    """Choose the columns of data set `name`, check that every row fills them, and drop duplicate rows.
 
-    one_task: the rows are one task, whatever they say of tasks and strata. unique: False keeps
-    duplicates.
+    one_task: the rows are one task; columns of tasks and strata are ignored. unique: False keeps duplicates.
     """
-    columns = sorted({column for row in rows for column in row.values})
+    names = sorted({column for row in rows for column in row.values})
     causal = config.task_type == "causal_lm"
-    if causal:
-        left = pick(name, config, columns, "input_column", also="text_column")
-        right = pick(name, config, columns, "output_column", also="label_column")
-    else:
-        left, right = pick(name, config, columns, "text_column"), pick(name, config, columns, "label_column")
-    task = None if one_task else pick(name, config, columns, "task_column", required=causal)
-    stratum = None if one_task else pick(name, config, columns, "stratum_column", required=False)
-    roles = {"left": left, "right": right, "task": task, "stratum": stratum}
-    table, seen, wrong = Table([], [], [], [], []), set(), 0
-    for row in rows:
+    columns = {
+        "input": pick(name, config, names, "input_column" if causal else "text_column"),
+        "target": pick(name, config, names, "output_column" if causal else "label_column"),
+    }
+    if not one_task:
+        columns["task"] = pick(name, config, names, "task_column", required=causal)
+        columns["stratum"] = pick(name, config, names, "stratum_column", required=False)
+    found: dict[Any, dict[str, str]] = {}
+    wrong = 0
+    for number, row in enumerate(rows):
         try:
-            values = {role: cell(row, column) for role, column in roles.items() if column}
+            values = {role: cell(row, column) for role, column in columns.items() if column}
         except UsageError as error:
             bad(error)
             wrong += 1
             continue
-        key = (values.get("task"), values["left"], values["right"])
-        if key in seen and unique:
-            continue
-        seen.add(key)
-        table.left.append(values["left"])
-        table.right.append(values["right"])
-        table.task.append(values.get("task", ""))
-        table.member.append(values.get("task", values["right"]))
-        table.stratum.append(values.get("stratum", "all"))
-    if left_out := len(rows) - len(table.left) - wrong:
-        notice(f"{left_out} of {len(rows)} rows repeat another one and are left out")
-    return table
+        key = (values.get("task"), values["input"], values["target"]) if unique else number
+        found.setdefault(key, values)
+    if duplicates := len(rows) - len(found) - wrong:
+        notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
+    return Table(
+        [values.get("task", values["target"]) for values in found.values()],
+        [values.get("stratum", "all") for values in found.values()],
+        [values.get("task", "") for values in found.values()],
+        [values["input"] for values in found.values()],
+        [values["target"] for values in found.values()],
+    )
 
 
 def pick(
-    name: str,
-    config: Config,
-    columns: Sequence[str],
-    setting: str,
-    also: str | None = None,
-    required: bool = True,
+    name: str, config: Config, columns: Sequence[str], setting: str, required: bool = True
 ) -> str | None:
+    """The column that a setting names, else the first usual one, else None unless it is required."""
     asked = getattr(config, setting)
     if asked is not None:
         if asked not in columns:
             raise UsageError(f"{setting}={asked} is no column of dataset={name}; it has {', '.join(columns)}")
         return asked
-    usual = USUAL[setting] + (USUAL[also] if also else ())
-    found = next((column for column in usual if column in columns), None)
+    found = next((column for column in USUAL[setting] if column in columns), None)
     if found is None and required:
         raise UsageError(
-            f"dataset={name} has none of the columns {', '.join(usual)}; it has "
+            f"dataset={name} has none of the columns {', '.join(USUAL[setting])}; it has "
             f"{', '.join(columns)}: name one with --{setting}"
         )
     return found
 
 
 def cell(row: Row, column: str) -> str:
+    """The text of a row in a column. Raises `UsageError`."""
     value = row.values.get(column)
     empty = value is None or value == "" or (isinstance(value, float) and value != value)
     if empty or isinstance(value, (dict, list)):
@@ -114,7 +109,7 @@ def cell(row: Row, column: str) -> str:
 
 
 def broken_text(text: str) -> str | None:
-    """What no tokenizer takes or no file holds."""
+    """The characters of a text that no tokenizer accepts or no file can store."""
     if "\0" in text:
         return "NUL bytes"
     half = HALF_PAIR.search(text)

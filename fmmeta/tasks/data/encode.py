@@ -11,14 +11,14 @@ from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.prompts import Prompt, make_prompt
 
-LONGEST_TOKEN = 64  # characters: text further away than max_length of these is cut before a tokenizer sees it
+LONGEST_TOKEN = 64  # characters: texts are cut to max_length of these before they are tokenised
 
 
-def encode(tokenizer: Any, config: Config, left: Sequence[str], right: Sequence[str]) -> list[Example]:
-    """Rows by role to examples: texts, whose label is yet to be given (-1), or pairs of input and output."""
+def encode(tokenizer: Any, config: Config, inputs: Sequence[str], targets: Sequence[str]) -> list[Example]:
+    """Examples of (input, output) pairs for causal_lm; else of texts, whose label -1 the caller replaces."""
     if config.task_type == "causal_lm":
-        return encode_pairs(tokenizer, left, right, config.max_length, config.prompt_template)
-    return [Example(ids, -1) for ids in encode_texts(tokenizer, left, config.max_length)]
+        return encode_pairs(tokenizer, inputs, targets, config.max_length, config.prompt_template)
+    return [Example(ids, -1) for ids in encode_texts(tokenizer, inputs, config.max_length)]
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[list[int]]:
@@ -32,8 +32,8 @@ def encode_pairs(
 ) -> list[Example]:
     """One example per pair: prompt, answer, end of text. `template`: see prompts.py.
 
-    Too long texts lose the start of the prompt, chats the start of the input (a chat without its frame is
-    none); the answer loses its end where that is not enough. At least one token precedes it.
+    Pairs that are too long lose the start of the prompt, or of the input for chats, whose template stays
+    whole; if that is not enough, the answer loses its end. At least one token precedes the answer.
     """
     reach = LONGEST_TOKEN * max_length
     inputs, outputs = [text[-reach:] for text in inputs], [text[:reach] for text in outputs]
@@ -50,7 +50,7 @@ def encode_pairs(
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     examples = []
     for before, answer in zip(prompts, answers, strict=True):
-        if end and before[-1:] == end:  # tokenizers that end every text
+        if end and before[-1:] == end:  # some tokenizers end every text
             before = before[:-1]
         answer = (answer + end)[: max_length - 1]
         before = before[max(0, len(before) + len(answer) - max_length) :]
@@ -59,8 +59,8 @@ def encode_pairs(
 
 
 def encode_chat(tokenizer: Any, prompt: Prompt, text: str, output: str, max_length: int) -> Example:
-    """One turn of a chat. It is tokenised whole, as the template has it; the answer begins where the prompt's
-    own tokens end.
+    """One turn of a chat, tokenised as a whole; the labels begin at its first token that differs from the
+    prompt's tokens.
     """
     while True:
         before = plain_tokens(tokenizer, prompt.before(text))
@@ -70,11 +70,12 @@ def encode_chat(tokenizer: Any, prompt: Prompt, text: str, output: str, max_leng
             break
         shorter = tokenizer.decode(plain_tokens(tokenizer, text)[over:])
         text = shorter if len(shorter) < len(text) else text[1:]
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False)))
-    return labelled(ids[:max_length], common)
+    common = takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False))
+    return labelled(ids[:max_length], len(list(common)))
 
 
 def refuse_long_frame(tokenizer: Any, prompt: Prompt, max_length: int) -> None:
+    """Raise `UsageError` if the tokens of a chat template alone fill `max_length`."""
     frame = len(plain_tokens(tokenizer, prompt.before("")))
     if frame >= max_length:
         raise UsageError(

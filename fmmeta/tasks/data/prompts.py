@@ -1,12 +1,11 @@
-"""Prompts of a language model: joins input and answer, and finds where the answer begins.
+"""Prompts of a language model: the texts before and after an answer.
 
     plain     Input: {input}\\nOutput: {output}
-    chat      the tokenizer's own chat template, {input} as the user's turn and {output} as the assistant's
-    other     a format string with {input}, and {output} where it does not just follow
+    chat      the tokenizer's chat template, {input} as the user's turn and {output} as the assistant's
+    other     a format string with {input}, and {output} unless it is at the end
 
 The prompt of an example is exactly the text that a model gets after training: for chat it ends with the
-template's generation prompt. What a template puts behind the answer (the end of the turn) is learned with
-it.
+template's generation prompt. The template's text after the answer (the end of the turn) is learned with it.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 
 PLAIN = "Input: {input}\nOutput: {output}"
-MARK = "<<the answer>>"  # stands for an answer while a chat template is looked at
-# Some templates tell the date. An example must not depend on the day of the run, so a macro of the same name
-# shadows the clock.
+MARK = "<<the answer>>"  # stands for an answer while a chat template is analysed
+# Some templates print the date. An example must not depend on the day of the run, so a macro of the same name
+# replaces the clock.
 TODAY = {
     "%Y": "2024",
     "%m": "07",
@@ -44,7 +43,7 @@ class Prompt:
     """
 
     before: Callable[[str], str]  # input -> the text up to the answer
-    # between them, learned with the answer: a space that most vocabularies hold in one token with a word
+    # text between them, learned with the answer: usually a space, which is one token with the next word
     lead: str
     after: str
     specials: bool
@@ -54,16 +53,14 @@ class Prompt:
 
 
 def make_prompt(template: str, tokenizer: Any) -> Prompt:
-    """The prompt that `--prompt_template` asks for. Raises `UsageError` if the tokenizer cannot make it."""
-    return (
-        chat_prompt(tokenizer)
-        if template == "chat"
-        else text_prompt(PLAIN if template == "plain" else template)
-    )
+    """The prompt of `--prompt_template`. Raises `UsageError` if the tokenizer has no usable chat template."""
+    if template == "chat":
+        return chat_prompt(tokenizer)
+    return text_prompt(PLAIN if template == "plain" else template)
 
 
 def text_prompt(template: str) -> Prompt:
-    """Of a format string; `\\n` and `\\t` may be written as in source code. Braces in inputs mean nothing."""
+    """The prompt of a format string with the escapes `\\n` and `\\t`. Braces in inputs are plain text."""
     template = template.replace("\\n", "\n").replace("\\t", "\t")
     if "{output}" not in template:
         template += "{output}" if template[-1:].isspace() else " {output}"
@@ -73,10 +70,9 @@ def text_prompt(template: str) -> Prompt:
 
 
 def chat_prompt(tokenizer: Any) -> Prompt:
-    """Of the tokenizer's chat template, thinking turned off where the template knows how.
+    """The prompt of the tokenizer's chat template, with thinking turned off if the template supports it.
 
-    Some templates end a question with what starts an answer (the generation prompt); for the others it is
-    what they put before an answer.
+    It ends with the generation prompt; for a template without one, with the text before the answer.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
@@ -108,6 +104,8 @@ def chat_prompt(tokenizer: Any) -> Prompt:
             "prompt_template=chat: the tokenizer's chat template does not show an assistant's answer; use"
             " plain or a format string"
         )
-    asks = render("", ask=True) != render("")
-    before = partial(render, ask=True) if asks else lambda text: render(text, MARK).split(MARK)[0]
+    has_generation_prompt = render("", ask=True) != render("")
+    before = (
+        partial(render, ask=True) if has_generation_prompt else lambda text: render(text, MARK).split(MARK)[0]
+    )
     return Prompt(before, "", whole.split(MARK)[1].rstrip(), specials=False)

@@ -1,8 +1,7 @@
 """Rows of a data set: local .jsonl, .csv and .parquet files (.gz too), folders of them, or a hub id.
 
-Local files are read line by line here, so that an error can name the file and the line. Errors are
-passed to `bad`, which raises or counts them; reading continues after a bad line if the next line can be
-found.
+Local files are read line by line, so that an error names the file and the line. Errors are passed to `bad`,
+which raises or counts them; reading continues after a bad line if the start of the next one is known.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, NoReturn, cast
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import GIB, Bounded, inside, one_line
 
-MOST_GIB = 16.0  # that a compressed file may hold, unless told otherwise
+MOST_GIB = 16.0  # default bound on the unpacked size of a compressed file
 ENDINGS = (".jsonl", ".csv", ".parquet")
 
 Bad = Callable[[UsageError], None]
@@ -30,7 +29,7 @@ Bad = Callable[[UsageError], None]
 
 @dataclass(frozen=True)
 class Row:
-    """Values by column, and where they come from (`file:line`)."""
+    """Values by column, and their origin (`file:line`)."""
 
     values: dict[str, Any]
     origin: str
@@ -41,20 +40,16 @@ def refuse(error: UsageError) -> NoReturn:
 
 
 def data_files(dataset: str) -> list[Path] | None:
-    """The files of a local data set, in the order of their names; None for a hub id. Raises `UsageError`."""
-    path = Path(dataset)
+    """The files of a local data set, sorted by name; None for a hub id. Raises `UsageError`."""
+    path, kinds = Path(dataset), f"{', '.join(ENDINGS)} file (.gz too)"
     if path.is_dir():
         files = sorted(inside(path, file) for file in path.iterdir() if ending(file))
         if not files:
-            raise UsageError(
-                f"dataset={dataset} holds no {', '.join(ENDINGS)} file (.gz too); name a folder that does"
-            )
+            raise UsageError(f"dataset={dataset} holds no {kinds}; name a folder that does")
         return files
     if path.is_file():
         if not ending(path):
-            raise UsageError(
-                f"dataset={dataset} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them"
-            )
+            raise UsageError(f"dataset={dataset} is no {kinds}; convert it to one of them")
         return [path]
     if path.is_absolute() or dataset.startswith(".") or ending(path) or dataset.count("/") > 1:
         raise UsageError(f"dataset={dataset} is not a file or folder; check the path")
@@ -62,26 +57,27 @@ def data_files(dataset: str) -> list[Path] | None:
 
 
 def ending(path: Path) -> str | None:
+    """The ending of a data file without `.gz`; None for other files."""
     name = path.name.removesuffix(".gz")
     return next((end for end in ENDINGS if name.endswith(end)), None)
 
 
 def read_file(path: Path, bad: Bad = refuse, most_gib: float = MOST_GIB) -> list[Row]:
-    """Rows of a file. Raises `UsageError`, whatever `bad` does, if it unpacks to more than `most_gib`."""
+    """Rows of a file. Raises `UsageError` if it unpacks to more than `most_gib`, whatever `bad` does."""
     readers = {".jsonl": jsonl, ".csv": csv_rows, ".parquet": partial(parquet, most_gib=most_gib)}
-    rows, wrong = list[Row](), list[UsageError]()
-
-    def told(error: UsageError) -> None:
-        wrong.append(error)
-        bad(error)
-
+    rows, empty = list[Row](), True
     try:
         with unpacked(path, most_gib) if path.suffix == ".gz" else path.open("rb") as file:
-            rows.extend(readers[ending(path) or ""](path, file, told))  # type: ignore[arg-type]
+            for found in readers[ending(path) or ""](path, file):  # type: ignore[arg-type]
+                empty = False
+                if isinstance(found, Row):
+                    rows.append(found)
+                else:
+                    bad(found)
     except (OSError, EOFError, zlib.error) as error:
         bad(UsageError(f"{path} cannot be read: {error}; fix or remove the file"))
         return rows
-    if not rows and not wrong:
+    if empty:
         bad(UsageError(f"{path} is empty; remove it or fill it"))
     return rows
 
@@ -90,74 +86,68 @@ def unpacked(path: Path, most_gib: float) -> io.BufferedReader:
     return io.BufferedReader(Bounded(cast("io.BufferedIOBase", gzip.open(path, "rb")), path, most_gib))
 
 
-def jsonl(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
+def jsonl(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
         try:
             values = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8
-            bad(UsageError(f"{path}:{number} is not a line of JSON ({error}); fix the line"))
+            yield UsageError(f"{path}:{number} is not a line of JSON ({error}); fix the line")
             continue
         if isinstance(values, dict):
             yield Row(values, f"{path}:{number}")
         else:
-            bad(UsageError(f'{path}:{number} is no JSON object; write {{"text": ..., "label": ...}}'))
+            yield UsageError(f'{path}:{number} is no JSON object; write {{"text": ..., "label": ...}}')
 
 
-def csv_rows(path: Path, file: io.BufferedReader, bad: Bad) -> Iterator[Row]:
-    reader = csv.reader(
-        (line.decode("utf-8-sig") for line in file), strict=True
-    )  # line by line: errors know their line
-    header, done = None, 0  # done: lines before the row at hand
+def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
+    # decoded line by line, so that errors know their line
+    reader = csv.reader((line.decode("utf-8-sig") for line in file), strict=True)
+    header, done = None, 0  # done: lines before the current row
     try:
         for cells in reader:
             if header is None:
                 header = cells
             elif cells and len(cells) != len(header):
-                bad(
-                    UsageError(
-                        f"{path}:{reader.line_num} has another number of fields than the header; fix the line"
-                    )
-                )
+                problem = "has another number of fields than the header; fix the line"
+                yield UsageError(f"{path}:{reader.line_num} {problem}")
             elif cells:
                 yield Row(dict(zip(header, cells, strict=True)), f"{path}:{reader.line_num}")
             done = reader.line_num
-    except (csv.Error, UnicodeDecodeError) as error:  # where the next row begins is not known any more
+    except (csv.Error, UnicodeDecodeError) as error:  # the start of the next row is not known
         line = done + 1 if isinstance(error, csv.Error) else reader.line_num + 1
-        bad(UsageError(f"{path}:{line} is not a line of CSV ({error}); fix the line"))
+        yield UsageError(f"{path}:{line} is not a line of CSV ({error}); fix the line")
 
 
-def parquet(path: Path, file: io.BufferedReader, bad: Bad, most_gib: float) -> Iterator[Row]:
+def parquet(path: Path, file: io.BufferedReader, most_gib: float) -> Iterator[Row | UsageError]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        packed = io.BytesIO(file.read())
-        about = pyarrow.parquet.read_metadata(packed)
+        packed = pyarrow.parquet.ParquetFile(io.BytesIO(file.read()))
+        about = packed.metadata
         size = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
         if size > most_gib * GIB:
             raise UsageError(
                 f"{path} unpacks to {size} bytes, more than max_file_gib={most_gib:g}; raise it if you trust"
                 " the file"
             )
-        table = pyarrow.parquet.read_table(packed)
+        rows = packed.read().to_pylist()
     except pyarrow.ArrowException as error:
-        bad(UsageError(f"{path} is not a parquet file ({error}); fix or remove it"))
+        yield UsageError(f"{path} is not a parquet file ({error}); fix or remove it")
         return
-    for number, values in enumerate(table.to_pylist(), 1):
+    for number, values in enumerate(rows, 1):
         yield Row(values, f"{path}:{number}")
 
 
 def open_hub(dataset: str, config_name: str | None) -> dict[str, Any]:
-    """All splits of a hub data set (or of its cached copy when HF_HUB_OFFLINE is set), none of whose rows is
-    read yet.
-    """
+    """All splits of a hub data set (of its cached copy if HF_HUB_OFFLINE is set); rows are read later."""
     import datasets
 
     try:
         return {str(split): part for split, part in datasets.load_dataset(dataset, config_name).items()}
-    except Exception as error:  # the hub has many ways to say no
+    except Exception as error:  # the hub raises many types
         raise UsageError(
             f"dataset={dataset} is neither a path nor a readable hub data set ({one_line(error)}); check the"
             " name"
@@ -171,11 +161,11 @@ def hub_rows(dataset: str, splits: dict[str, Any]) -> list[Row]:
     rows = []
     for split, part in splits.items():
         names = {
-            column: feature
+            column: feature.int2str
             for column, feature in part.features.items()
             if isinstance(feature, datasets.ClassLabel)
         }
         for number, values in enumerate(cast("Iterable[dict[str, Any]]", part), 1):
-            named = {column: feature.int2str(values[column]) for column, feature in names.items()}
+            named = {column: name_of(values[column]) for column, name_of in names.items()}
             rows.append(Row({**values, **named}, f"{dataset}[{split}]:{number}"))
     return rows

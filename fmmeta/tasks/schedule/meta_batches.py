@@ -25,7 +25,7 @@ WINDOW = 64  # outer steps over which the strata are assigned evenly
 
 @dataclass(frozen=True)
 class Item:
-    """Something that tasks are drawn from: a named task, or a class that leads an N-way episode."""
+    """A source of tasks: a named task, or the anchor class of N-way episodes."""
 
     name: str
     stratum: str
@@ -33,9 +33,9 @@ class Item:
 
 
 class Items(Sequence[Item]):
-    """Many items as columns of equal length: a million cost megabytes.
+    """Items as columns of equal length, so that a million of them take megabytes.
 
-    `stratum` [n] holds codes, numbers into `strata`.
+    stratum [n]: indices into `strata`.
     """
 
     def __init__(self, names: Sequence[str], strata: Sequence[str], tokens: Sequence[int]) -> None:
@@ -62,7 +62,7 @@ class Items(Sequence[Item]):
 
 @dataclass(frozen=True)
 class Task:
-    """One slot of a meta-batch. `seed` is all that drawing its episode depends on."""
+    """One slot of a meta-batch. Its episode depends on `item` and `seed` only."""
 
     item: int
     name: str
@@ -72,15 +72,17 @@ class Task:
 
 
 Sizes = Callable[[int, tuple[int, ...]], int]
-"""Expected tokens of the episode that (item, seed) will give, where that is known better than on average."""
+"""Expected tokens of the episode of (item, seed)."""
 
 
 class Schedule:
-    """`tasks_per_step` tasks for every outer step. `stream` keeps train, valid and test apart.
+    """`tasks_per_step` tasks for every outer step.
 
-    shares [strata]: of each stratum; None: in proportion to its items. nodes: in how many parts the items are
-    kept apart. shuffle=False: in listed order, strata interleaved, the same for every seed (evaluation).
-    Raises `UsageError` where the nodes cannot share the items or the tasks.
+    stream: part of every seed; training, validation and evaluation have different ones. shares [strata]:
+    share of each stratum in the tasks; None: in proportion to its items. nodes: number of disjoint parts of
+    the items. shuffle=False: in listed order, strata interleaved, the same for every seed (evaluation).
+    sizes: expected tokens of an episode; default: those of its item. Raises `UsageError` if the nodes cannot
+    share the items or the tasks.
     """
 
     def __init__(
@@ -105,70 +107,49 @@ class Schedule:
                 f"task_sharding=node: {len(items)} tasks are too few for {nodes} nodes; use --task_sharding"
                 " global"
             )
-        self.items, self.tasks_per_step, self.seed, self.stream, self.nodes = (
-            items,
-            tasks_per_step,
-            seed,
-            stream,
-            nodes,
-        )
+        self.items, self.seed, self.stream, self.nodes = items, seed, stream, nodes
+        self.tasks_per_step, self.per_node = tasks_per_step, tasks_per_step // nodes
         self.sizes = sizes or (lambda item, _: int(items.tokens[item]))
         self.orders = [
             StratifiedOrder(part, items.stratum[part], (seed, stream, node), shares, shuffle)
             for node, part in enumerate(node_parts(items.stratum, nodes, seed))
         ]
-        self._dealt: tuple[int, int, list[list[Task]], list[Counter[str]]] | None = None
+        # groups, outer step, tasks of each group in it, tasks of each stratum that each group has had
+        self._last: tuple[int, int, list[list[Task]], list[Counter[str]]] = 0, -1, [], []
 
     def meta_batch(self, outer_step: int) -> list[Task]:
         """All tasks of an outer step, over all groups; those of node 0 first."""
-        per_node = self.tasks_per_step // self.nodes
-        return [
-            self._task(order.at(outer_step * per_node + turn), outer_step, node * per_node + turn)
-            for node, order in enumerate(self.orders)
-            for turn in range(per_node)
-        ]
+        tasks = []
+        for slot in range(self.tasks_per_step):
+            node, turn = divmod(slot, self.per_node)
+            number = self.orders[node].at(outer_step * self.per_node + turn)
+            seed, item = (self.seed, self.stream, outer_step, slot), self.items[number]
+            tasks.append(Task(number, item.name, item.stratum, self.sizes(number, seed), seed))
+        return tasks
 
     def position(self, outer_step: int) -> tuple[int, int]:
-        """Epoch and index inside it at which an outer step begins, on node 0."""
-        return divmod(outer_step * (self.tasks_per_step // self.nodes), self.orders[0].epoch_length)
+        """Epoch, and index in it, at which an outer step begins on node 0."""
+        return divmod(outer_step * self.per_node, self.orders[0].epoch_length)
 
     def share(self, outer_step: int, num_groups: int, group_index: int) -> list[Task]:
         """The tasks of an outer step that one group runs; shares may be of unequal length, or empty."""
         first = outer_step - outer_step % WINDOW
-        if self._dealt and self._dealt[0] == num_groups and first <= self._dealt[1] <= outer_step:
-            _, last, shares, counted = self._dealt
-            seen = [
-                Counter(strata) for strata in counted
-            ]  # copies of a schedule continue from here independently
-        else:
-            last, shares, seen = first - 1, [], [Counter() for _ in range(num_groups)]
+        groups, last, shares, counted = self._last
+        if groups != num_groups or not first <= last <= outer_step:
+            last, counted = first - 1, [Counter() for _ in range(num_groups)]
+        seen = [Counter(strata) for strata in counted]  # copies: a copied schedule continues independently
+        per_node = num_groups // self.nodes
         for step in range(last + 1, outer_step + 1):
-            shares = self._deal(step, num_groups, seen)
-        self._dealt = num_groups, outer_step, shares, seen
+            tasks, shares = self.meta_batch(step), []
+            for node in range(self.nodes):
+                own = tasks[node * self.per_node : (node + 1) * self.per_node]
+                shares += assign_to_groups(own, per_node, seen[node * per_node :])
+        self._last = num_groups, outer_step, shares, seen
         return shares[group_index]
-
-    def _deal(self, outer_step: int, num_groups: int, seen: list[Counter[str]]) -> list[list[Task]]:
-        tasks, per_node, groups = (
-            self.meta_batch(outer_step),
-            self.tasks_per_step // self.nodes,
-            num_groups // self.nodes,
-        )
-        return [
-            share
-            for node in range(self.nodes)
-            for share in assign_to_groups(
-                tasks[node * per_node : (node + 1) * per_node], groups, seen[node * groups :]
-            )
-        ]
-
-    def _task(self, number: int, outer_step: int, slot: int) -> Task:
-        seed = (self.seed, self.stream, outer_step, slot)
-        item = self.items[number]
-        return Task(number, item.name, item.stratum, self.sizes(number, seed), seed)
 
 
 def node_parts(stratum: np.ndarray, nodes: int, seed: int) -> list[np.ndarray]:
-    """Cut items into disjoint parts that differ by one item at most, in all and in every stratum."""
+    """Split items into disjoint parts whose sizes differ by at most one, in total and in every stratum."""
     numbers = np.arange(len(stratum), dtype=np.int32)
     if nodes == 1:
         return [numbers]
@@ -181,9 +162,9 @@ def assign_to_groups(
 ) -> list[list[Task]]:
     """Assign tasks to groups, largest first, each to the least loaded group.
 
-    Among groups within 5 % of the mean load of the least, the one with fewest tasks, then with fewest of the
-    stratum, is preferred; `seen` counts these per group from earlier calls and is updated.
-    (Graham's LPT rule: at most 4/3 of the best makespan.)
+    Of the groups whose load is at most 5 % of the mean load above the least, it takes the one with the fewest
+    tasks, then with the fewest of the stratum. seen: tasks of each stratum per group from earlier calls;
+    updated. (Graham's LPT rule: at most 4/3 of the best makespan.)
     """
     seen = seen or [Counter() for _ in range(num_groups)]
     shares: list[list[tuple[int, Task]]] = [[] for _ in range(num_groups)]

@@ -1,12 +1,12 @@
 """The order of tasks: endless, stratified, reshuffled every epoch; any position is computed directly.
 
-    members of strata --(seed, epoch)--> quota of each stratum --> its next members --> strata interleaved
+    tasks of strata --(seed, epoch)--> quota of each stratum --> its next tasks --> strata interleaved
 
-A stratum's members come in passes; each pass holds every member once, in a new order. An epoch takes
-`quota` members of each stratum. With natural quotas (as many as there are members) an epoch is one pass over
-everything; with others it is virtual: rare strata come round several times while frequent ones have not yet
-been seen whole. Shuffles are hashes of (seed, stream, stratum, pass, member): no history, the same on every
-machine.
+Each stratum is drawn in passes; a pass holds every task of the stratum once, in a new order. An epoch draws
+`quota` tasks of each stratum. If the quotas are the sizes of the strata, an epoch is one pass over all tasks.
+Otherwise it is virtual: a rare stratum may be passed through several times while a frequent one is not yet
+drawn completely. Shuffles are hashes of (seed, stream, stratum, pass, task): they need no history and are
+the same on every machine.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from functools import lru_cache
 
 import numpy as np
 
-VIRTUAL = 100  # least tasks per stratum in a virtual epoch: shares are met to 1 %
+VIRTUAL = 100  # least mean number of tasks per stratum in a virtual epoch: shares are exact to 1 %
 
 
 class StratifiedOrder:
     """An order of `members` (numbers of tasks) whose strata are `strata` (codes, equally long), seeded by
     `key`.
 
-    shares: of each code, adding up to 1; None: in proportion to members. shuffle=False: every epoch in listed
-    order.
+    shares [codes]: share of each stratum, with sum 1; None: in proportion to its members. shuffle=False:
+    every epoch in listed order.
     """
 
     def __init__(
@@ -53,40 +53,39 @@ class StratifiedOrder:
         """Tasks of one epoch: the j-th of a stratum's q draws is at (j + u) / q, u in [0, 1) drawn per
         stratum.
 
-        Every stretch then holds each stratum within about one of its share.
+        So every interval of the epoch holds each stratum within about one task of its share.
         """
-        drawn, stratum = self._draws(epoch)
-        count = self.quota[stratum]
-        turn = np.arange(len(stratum)) - np.repeat(np.cumsum(self.quota) - self.quota, self.quota)
+        stratum, turn = np.repeat(np.arange(len(self.quota)), self.quota), ragged_arange(self.quota)
         u = np.full(len(self.codes), 0.5)
         if self.shuffle:
             u = splitmix64(*self.key, 1, epoch, self.codes) / 2.0**64
-        return self.members[drawn[np.argsort((turn + u[stratum]) / count, kind="stable")]]
+        position = (turn + u[stratum]) / self.quota[stratum]
+        return self.members[self._draws(epoch, stratum, turn)[np.argsort(position, kind="stable")]]
 
-    def _draws(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """What each stratum gives in an epoch, stratum after stratum: places in `members`, and strata."""
-        first = epoch * self.quota // self.sizes  # passes that the epoch touches
+    def _draws(self, epoch: int, stratum: np.ndarray, turn: np.ndarray) -> np.ndarray:
+        """Indices into `members` of the draws of an epoch, the `turn`-th draw of each `stratum`."""
+        first = epoch * self.quota // self.sizes  # first pass of each stratum in the epoch
         passes = -(-(epoch + 1) * self.quota // self.sizes) - first
+        # a block is one pass over one stratum
         block_stratum = np.repeat(np.arange(len(self.sizes)), passes)
-        block_pass = np.arange(len(block_stratum)) - np.repeat(np.cumsum(passes) - passes - first, passes)
+        block_pass = ragged_arange(passes) + first[block_stratum]
         length = self.sizes[block_stratum]
-        block = np.repeat(np.arange(len(length), dtype=np.int32), length)
-        member = np.arange(len(block)) - np.repeat(np.cumsum(length) - length, length)
+        member = ragged_arange(length)
         if self.shuffle:
+            block = np.repeat(np.arange(len(length), dtype=np.int32), length)
             draw = splitmix64(*self.key, 0, block_pass[block], self.codes[block_stratum[block]], member)
             member = member[np.lexsort((draw, block))]
         begin = epoch * self.quota - first * self.sizes + np.cumsum(passes * self.sizes) - passes * self.sizes
-        stratum = np.repeat(np.arange(len(self.quota)), self.quota)
-        window = (
-            np.repeat(begin, self.quota)
-            + np.arange(len(stratum))
-            - np.repeat(np.cumsum(self.quota) - self.quota, self.quota)
-        )
-        return self.starts[stratum] + member[window], stratum
+        return self.starts[stratum] + member[begin[stratum] + turn]
+
+
+def ragged_arange(counts: np.ndarray) -> np.ndarray:
+    """0, 1, ..., count - 1 for each count, concatenated."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def epoch_quotas(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Tasks of each stratum in a virtual epoch: the largest remainders of shares, at least one each."""
+    """Tasks of each stratum in a virtual epoch: shares rounded by largest remainders, at least one each."""
     total = max(int(sizes.sum()), VIRTUAL * len(sizes))
     exact = shares / shares.sum() * total
     whole = np.floor(exact).astype(np.int64)

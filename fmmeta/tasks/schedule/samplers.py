@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from torch.utils.data import Sampler
@@ -10,9 +11,9 @@ from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 
 
 class TaskSampler(Sampler[Task]):
-    """The tasks of one group, outer step after outer step, without end.
+    """The tasks of one group, outer step after outer step, endless.
 
-    `first`: the outer step to begin with.
+    first: the outer step to begin with.
     """
 
     def __init__(self, schedule: Schedule, num_groups: int = 1, group_index: int = 0, first: int = 0) -> None:
@@ -20,7 +21,5 @@ class TaskSampler(Sampler[Task]):
         self.num_groups, self.group_index = num_groups, group_index
 
     def __iter__(self) -> Iterator[Task]:
-        outer_step = self.first
-        while True:
+        for outer_step in itertools.count(self.first):
             yield from self.schedule.share(outer_step, self.num_groups, self.group_index)
-            outer_step += 1

@@ -1,114 +1,90 @@
-"""Groups the rows of a token store by task and class, and drops those with too few rows."""
+"""Groups the rows of a token store by task and class, and drops tasks and classes with too few rows."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data.token_store import TokenStore
-from fmmeta.tasks.sources.base import ClassSource, PairSource, Shape, SplitRowsSource, TaskSource
+from fmmeta.tasks.sources.base import EpisodeShape, RowsByClass, TaskSource
+from fmmeta.tasks.sources.classification import ClassSource
+from fmmeta.tasks.sources.pairs import PairSource
 
 
 def strata_of(store: TokenStore) -> dict[str, str]:
-    """The stratum of each member: that of its last row."""
-    codes, from_end = np.unique(store.member.codes[::-1], return_index=True)
-    last = store.stratum.codes[len(store) - 1 - from_end]
-    return {
-        store.member.names[code]: store.stratum.names[stratum]
-        for code, stratum in zip(codes, last, strict=True)
-    }
-
-
-def shape_of(config: Config) -> Shape:
-    pairs = config.task_type == "causal_lm"
-    ways = (1, 1) if pairs else (config.n_way, config.most_classes)
-    return Shape(ways[0], config.k_shot, config.num_query, ways[1], config.most_shots)
+    """The stratum of each unit of splits: that of its last row."""
+    found = store.table.group_by("unit", use_threads=False).aggregate([("stratum", "last")])
+    return dict(zip(found["unit"].to_pylist(), found["stratum_last"].to_pylist(), strict=True))
 
 
 def make_source(
     config: Config,
     store: TokenStore,
-    members: Iterable[str],
+    units: Sequence[str],
     strata: Mapping[str, str],
     split: str,
     notice: Callable[[str], None],
     parts: np.ndarray | None = None,
-) -> TaskSource | None:
-    """The source of one split, or None if it has no members. `parts`: see PartedSource.
+) -> TaskSource:
+    """The source of one split with these units (classes or named tasks). `parts`: see ClassSource.
 
-    What no episode can be drawn from is left out with a notice, or (on_bad_task=raise) refused by a
-    `UsageError`.
+    Classes and tasks with too few rows for an episode are dropped with a notice, or (on_bad_task=raise)
+    refused by a `UsageError`.
     """
-    wanted = set(members)
-    if not wanted:
-        return None
-    pools, shape = group_rows(store, wanted, classes=config.task_type == "classification"), shape_of(config)
-    for task, pool in list(pools.items()):
-        for name, problem in problems(task, pool, shape, split):
+    wanted, shape = set(units), EpisodeShape.of(config)
+    tasks = group_rows(store, classes=config.task_type == "classification")
+    if store.named_tasks:
+        tasks = {task: classes for task, classes in tasks.items() if task in wanted}
+    else:
+        tasks = {"": {name: rows for name, rows in tasks[""].items() if name in wanted}}
+    for task, classes in list(tasks.items()):
+        for name, problem in problems(task, classes, shape, split):
             if config.on_bad_task == "raise":
                 raise UsageError(problem)
             notice(f"left out: {problem}")
-            if name is None:  # of the whole task
-                del pools[task]
+            if name is None:
+                del tasks[task]
             else:
-                del pool[name]
-    if not any(pools.values()):
+                del classes[name]
+    if not tasks:
         raise UsageError(
-            f"k_shot={config.k_shot}: no {'task' if '' not in pools else 'class'} of the {split} split has"
-            " rows enough"
+            f"k_shot={config.k_shot}: no {'task' if store.named_tasks else 'class'} of the {split} split has"
+            f" enough rows; lower k_shot, num_query={config.num_query} or n_way={config.n_way}"
         )
     if config.task_type == "causal_lm":
-        return PairSource(store, {task: pool[""] for task, pool in pools.items() if pool}, strata, shape)
-    return (
-        ClassSource(store, pools, strata, shape)
-        if parts is None
-        else SplitRowsSource(store, pools, strata, shape, parts)
-    )
+        return PairSource(store, tasks, strata, shape)
+    return ClassSource(store, tasks, strata, shape, parts)
 
 
-def group_rows(store: TokenStore, wanted: set[str], classes: bool) -> dict[str, dict[str, np.ndarray]]:
-    """Row numbers by task and class (one class, named "", without `classes`), both in order of first
+def group_rows(store: TokenStore, classes: bool) -> dict[str, dict[str, np.ndarray]]:
+    """Row numbers by task and class (without `classes` one class, named ""), both in order of first
     appearance.
     """
-    mine = np.flatnonzero(
-        np.isin(store.member.codes, [code for code, name in enumerate(store.member.names) if name in wanted])
-    )
-    right = store.coded("right") if classes else None
-    keys = store.task.codes[mine].astype(np.int64)
-    if right is not None:
-        keys = keys * len(right.names) + right.codes[mine]
-    order = np.argsort(keys, kind="stable")
-    parts = np.split(mine[order], np.flatnonzero(np.diff(keys[order])) + 1)
-    pools: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
-    for rows in sorted(parts, key=lambda rows: int(rows[0])):
-        pools[store.task.names[store.task.codes[rows[0]]]][
-            right.names[right.codes[rows[0]]] if right else ""
-        ] = rows
-    return pools
+    keys = ["task", "target"] if classes else ["task"]
+    rows = store.table.select(keys).append_column("row", [np.arange(len(store))])
+    found = rows.group_by(keys, use_threads=False).aggregate([("row", "list")])
+    groups = zip(found.select(keys).to_pylist(), found["row_list"], strict=True)
+    grouped: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
+    for group, numbers in sorted(groups, key=lambda pair: pair[1][0].as_py()):
+        grouped[group["task"]][group.get("target", "")] = numbers.values.to_numpy()
+    return grouped
 
 
 def problems(
-    task: str, pool: Mapping[str, np.ndarray], shape: Shape, split: str
-) -> Iterable[tuple[str | None, str]]:
-    """Classes with too few rows, as (class, what is wrong); then (None, ...) if too few classes are left."""
-    needed, left = shape.k_shot + shape.num_query, len(pool)
-    for name, rows in list(pool.items()):
-        if len(rows) < needed:
-            what = (
-                f"task {task!r}" if not name else f"class {name!r}" + (f" of task {task!r}" if task else "")
-            )
-            left -= 1
-            yield (
-                name,
-                (
-                    f"k_shot={shape.k_shot} and num_query={shape.num_query} need {needed} rows, but {what} "
-                    f"has {len(rows)}; lower them or leave it out of the {split} split"
-                ),
-            )
-    if left < shape.n_way:
+    task: str, classes: RowsByClass, shape: EpisodeShape, split: str
+) -> Iterator[tuple[str | None, str]]:
+    """Classes with too few rows, as (class, error); then (None, error) if too few classes remain."""
+    needed, of_task = shape.k_shot + shape.num_query, f" of task {task!r}" if task else ""
+    small = {name: len(rows) for name, rows in classes.items() if len(rows) < needed}
+    remaining = len(classes) - len(small)
+    for name, count in small.items():
+        what = f"class {name!r}{of_task}" if name else f"task {task!r}"
+        need = f"k_shot={shape.k_shot} and num_query={shape.num_query} need {needed} rows"
+        yield name, f"{need}, but {what} has {count}; lower them or leave it out of the {split} split"
+    if remaining < shape.n_way:
         where = f"task {task!r}" if task else f"the {split} split"
-        yield None, f"n_way={shape.n_way} is above the {left} classes of {where}; lower n_way"
+        yield None, f"n_way={shape.n_way} is above the {remaining} classes of {where}; lower n_way"

@@ -1,31 +1,31 @@
-"""A folder of folders of files: each file is a task, its folder the stratum; files are read when drawn.
+"""A folder of folders of files: each file is a task, its folder the stratum; a file is read when it is drawn.
 
     tasks/<stratum>/<task>.jsonl      (.csv, .parquet, .gz too)
 
-Nothing but the name, the size and the first line of each file is looked at before, so that a run over a
-million files starts soon; after that a node reads the files of its tasks only, and a bad file is one bad
-task.
+A run over a million files starts soon: only the name, the size and the first line of each file are read
+before training. After that a node reads the files of its tasks only, and a bad file is one bad task.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import inside
 from fmmeta.config.settings import Config
-from fmmeta.tasks.data.rows import Bad, Row, ending, read_file
+from fmmeta.tasks.data.rows import ending, read_file
 from fmmeta.tasks.data.token_store import digest, files_digest, prepare
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
-from fmmeta.tasks.sources.base import ClassSource, Draw, PairSource, Shape, TaskSource
+from fmmeta.tasks.sources.base import Draw, EpisodeShape, TaskSource
+from fmmeta.tasks.sources.classification import ClassSource
+from fmmeta.tasks.sources.pairs import PairSource
 from fmmeta.tasks.sources.rows_by_class import group_rows, problems
 
-OPEN = 64  # files whose tokens stay at hand
-PEEK = 4096  # bytes looked at to estimate the length of a row
+OPEN = 64  # files whose token stores stay open
+PEEK = 4096  # bytes read to estimate the length of a row
 BYTES_PER_TOKEN = 4
 
 
@@ -35,13 +35,13 @@ class TaskFile:
     stratum: str
     path: Path
     size: int  # bytes
-    row_tokens: float  # of one of its rows, by estimate
+    row_tokens: float  # estimated tokens of a row
 
 
 def task_files(dataset: str, max_length: int) -> list[TaskFile] | None:
     """The task files of a folder of folders; None for any other data set.
 
-    Raises `UsageError` for two files of one name.
+    Raises `UsageError` if two files have the same name.
     """
     root = Path(dataset)
     if not root.is_dir() or any(ending(path) for path in root.iterdir() if path.is_file()):
@@ -50,7 +50,8 @@ def task_files(dataset: str, max_length: int) -> list[TaskFile] | None:
     files = [inside(folder, path) for folder in folders for path in sorted(folder.iterdir()) if ending(path)]
     named: dict[str, TaskFile] = {}
     for path in files:
-        name, stratum = f"{path.parent.name}/{path.name.split('.')[0]}", path.parent.name
+        stratum = path.parent.name
+        name = f"{stratum}/{path.name.split('.')[0]}"
         if name in named:
             raise UsageError(f"dataset={dataset} has two files for the task {name}; rename one")
         named[name] = TaskFile(name, stratum, path, *glance(path, max_length))
@@ -60,11 +61,12 @@ def task_files(dataset: str, max_length: int) -> list[TaskFile] | None:
 class FolderSource(TaskSource):
     """Tasks that are files."""
 
-    def __init__(self, files: Sequence[TaskFile], shape: Shape, config: Config, tokenizer: Any) -> None:
+    def __init__(
+        self, files: Sequence[TaskFile], shape: EpisodeShape, config: Config, tokenizer: Any
+    ) -> None:
         self.files, self.shape, self.config, self.tokenizer = files, shape, config, tokenizer
-        rows = (shape.k_shot + shape.k_shot_max) / 2 + shape.num_query
-        drawn = rows * (shape.n_way + shape.n_way_max) / 2
-        self.items = Items.of(Item(file.name, file.stratum, round(drawn * file.row_tokens)) for file in files)
+        rows = shape.mean_rows(shape.n_way_max)
+        self.items = Items.of(Item(file.name, file.stratum, round(rows * file.row_tokens)) for file in files)
         self.opened: dict[int, TaskSource] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,14 +74,13 @@ class FolderSource(TaskSource):
 
     @property
     def fingerprint(self) -> str:
-        """Of names and sizes: the contents are not read."""
+        """A digest of names and sizes: the contents are not read."""
         return digest([(file.name, file.size) for file in self.files])
 
-    def part(self, numbers: Sequence[int]) -> FolderSource:
-        """The source of some of the files."""
-        return FolderSource(
-            [self.files[number] for number in numbers], self.shape, self.config, self.tokenizer
-        )
+    def only(self, names: Sequence[str]) -> FolderSource:
+        """The source of some of the tasks."""
+        files = {file.name: file for file in self.files}
+        return FolderSource([files[name] for name in names], self.shape, self.config, self.tokenizer)
 
     def draw(self, task: Task) -> Draw:
         source = self.opened.get(task.item)
@@ -89,39 +90,34 @@ class FolderSource(TaskSource):
             source = self.opened[task.item] = self._open(self.files[task.item])
         return replace(source.draw(replace(task, item=0)), task=task)
 
-    def _read(self, path: Path, bad: Bad) -> list[Row]:
-        return read_file(path, bad, self.config.max_file_gib)
-
     def _open(self, file: TaskFile) -> TaskSource:
         with file.path.open("rb"):
-            pass  # an I/O error as it is, so that it can be tried again
+            pass  # raises an I/O error as `OSError`, so that it is retried
         store = prepare(
             str(file.path),
             files_digest([file.path]),
-            partial(self._read, file.path),
+            lambda bad: read_file(file.path, bad, self.config.max_file_gib),
             self.config,
             self.tokenizer,
             lambda text: None,
             one_task=True,
         )
         classes = self.config.task_type == "classification"
-        pool = group_rows(store, set(store.member.names), classes)[""]
-        problem = next((text for _, text in problems(file.name, pool, self.shape, "")), None)
-        if problem:
+        rows = group_rows(store, classes)[""]
+        for _, problem in problems(file.name, rows, self.shape, ""):
             raise UsageError(f"{file.path}: {problem.split(';')[0]}; fix or remove the file")
         make = ClassSource if classes else PairSource
-        return make(store, {file.name: pool if classes else pool[""]}, {file.name: file.stratum}, self.shape)  # type: ignore
+        return make(store, {file.name: rows}, {file.name: file.stratum}, self.shape)
 
 
 def glance(path: Path, max_length: int) -> tuple[int, float]:
-    """Size in bytes, and tokens of a row by the length of the first line; the longest there may be where that
-    says nothing.
-    """
+    """Size in bytes, and tokens of a row: by its first line, or `max_length` if it is compressed or binary."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             line = file.read(PEEK).split(b"\n")[0]
     except OSError:
-        return -1, max_length  # met again, and treated, when the task is drawn
-    plain = path.suffix == ".jsonl" or path.suffix == ".csv"
-    return size, min(max_length, max(4, len(line) / BYTES_PER_TOKEN)) if plain else max_length
+        return -1, max_length  # it is raised again, and handled, when the task is drawn
+    if path.suffix not in (".jsonl", ".csv"):
+        return size, max_length
+    return size, min(max_length, max(4, len(line) / BYTES_PER_TOKEN))

@@ -1,8 +1,8 @@
 """The built-in suite `letters`: seven families of string tasks, disjoint between train, valid and test.
 
-The 60 letters and digits belong to 12 hidden kinds of five. A task fixes a family and some kinds; its classes
+The 60 letters and digits belong to 12 hidden kinds of five. A task has a family and some kinds; its classes
 differ in one property of otherwise random strings. Five examples show a few letters of a kind, the query set
-others: a model that has learned the kinds from other tasks knows the answer. Families are the strata;
+shows others: a model that has learned the kinds from other tasks can classify them. Families are the strata;
 held-out tasks combine other kinds.
 
     first      the first letter is of one of six kinds
@@ -35,10 +35,9 @@ def fill(rng: random.Random, kinds: list[Kind], length: int) -> list[str]:
     """Random letters, no two neighbours of one kind."""
     out: list[str] = []
     before = None
-    while len(out) < length:
-        kind = rng.choice([kind for kind in kinds if kind is not before])
-        out.append(rng.choice(kind))
-        before = kind
+    for _ in range(length):
+        before = rng.choice([kind for kind in kinds if kind is not before])
+        out.append(rng.choice(before))
     return out
 
 
@@ -80,7 +79,7 @@ def count(rng: random.Random, own: list[Kind], other: list[Kind], c: int, n: int
     return text
 
 
-FAMILIES: dict[str, tuple[Family, int]] = {  # family -> its strings, kinds that a task owns
+FAMILIES: dict[str, tuple[Family, int]] = {  # family -> its strings, number of kinds of a task
     "first": (first, 6),
     "last": (last, 6),
     "contains": (contains, 6),
@@ -98,15 +97,14 @@ def hidden_kinds() -> list[Kind]:
 
 
 def letters() -> tuple[list[Row], dict[str, list[str]]]:
-    """Return the rows (task, stratum, text, label) and which tasks are for train, valid and test."""
+    """Return the rows (task, stratum, text, label) and the tasks of each split."""
     rows, kinds = [], hidden_kinds()
     splits: dict[str, list[str]] = {split: [] for split in TASKS}
     for family, (make, owned) in FAMILIES.items():
         rng, seen = random.Random(f"letters/{family}"), set[tuple[int, ...]]()
         for split, tasks in TASKS.items():
             for number in range(tasks):
-                chosen = fresh(rng, owned, seen)
-                own = [kinds[i] for i in chosen]
+                own = [kinds[i] for i in unused_kinds(rng, owned, seen)]
                 other = [kind for kind in kinds if kind not in own]
                 task = f"{family}-{split}-{number}"
                 splits[split].append(task)
@@ -118,10 +116,10 @@ def letters() -> tuple[list[Row], dict[str, list[str]]]:
     return rows, splits
 
 
-def fresh(rng: random.Random, owned: int, seen: set[tuple[int, ...]]) -> list[int]:
-    """A set of kinds that no other task of the family has."""
+def unused_kinds(rng: random.Random, count: int, seen: set[tuple[int, ...]]) -> list[int]:
+    """Draw numbers of kinds until their set is not in `seen`; add it."""
     while True:
-        own = rng.sample(range(KINDS), owned)
+        own = rng.sample(range(KINDS), count)
         if tuple(sorted(own)) not in seen:
             seen.add(tuple(sorted(own)))
             return own

@@ -1,28 +1,30 @@
 """The built-in suite `marks`: support sets are informative only through their marks; queries have no marks.
 
-Letters belong to the hidden kinds of `letters`. A task has three classes, each of a kind. A query shows
-letters of its class's kind. A support text shows letters of some class's kind and a mark that says how far
-its label is off:
+Letters belong to the hidden kinds of `letters`. A task has three classes, each with a kind. A query text
+consists of letters of its class's kind. A support text consists of letters of some class's kind and a mark
+that encodes the distance between that class and the label:
 
     !  the kind is that of the class    ?  of the next class    ~  of the one after
 
-Each class shows as many texts of each mark, so every kind comes up as often under every label: without the
-marks nothing is to be learned, whatever the features. What a mark does to a text is learned only through how
-the support set's gradient acts, since no query holds one: the first-order gradient of MAML is zero for it,
-and does not know that it should differ (docs/algorithms.md).
+Each class has equally many texts of each mark, so every kind is equally frequent under every label: without
+the marks the support set holds no information, whatever the features. No query holds a mark, so the effect of
+a mark on a text is learned only through the gradient of the support set: the first-order gradient of MAML is
+zero for the marks (docs/algorithms.md).
 """
 
 from __future__ import annotations
 
 import random
 
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.tasks.data.rows import Row
-from fmmeta.tasks.suites.letters import KINDS, hidden_kinds
+from fmmeta.tasks.suites.letters import hidden_kinds, unused_kinds
 
 MARKS = "!?~"
 CLASSES = len(MARKS)
-SHOWN, ASKED = 12, 20  # texts per class: with each mark, without
-LETTERS = 3  # of a text, and as many marks in the support set
+SUPPORT, QUERY = 12, 20  # texts per class: with each mark, without a mark
+LETTERS = 3  # of a text; a support text has as many marks
 TASKS = {"train": 80, "valid": 12, "test": 24}
 
 
@@ -31,26 +33,34 @@ def part_of(text: str) -> int:
     return next((MARKS.index(sign) + 1 for sign in text if sign in MARKS), 0)
 
 
+def check_episodes(config: Config) -> None:
+    """Raise `UsageError` for episodes that the suite does not have."""
+    if config.task_type != "classification":
+        raise UsageError(
+            f"dataset=marks has classes and no answers, and task_type={config.task_type}; use classification"
+        )
+    for setting, value, most in (
+        ("k_shot", config.most_shots, CLASSES * SUPPORT),
+        ("num_query", config.num_query, QUERY),
+    ):
+        if value > most:
+            raise UsageError(
+                f"{setting}={value} is above the {most} texts of a class of dataset=marks; lower it"
+            )
+
+
 def marks() -> tuple[list[Row], dict[str, list[str]]]:
-    """Return the rows (task, stratum, text, label) and which tasks are for train, valid and test; no two have
-    the same kinds.
-    """
+    """Return the rows (task, stratum, text, label) and the tasks of each split, all of different kinds."""
     rng, kinds, rows, seen = random.Random("marks"), hidden_kinds(), list[Row](), set[tuple[int, ...]]()
-    splits: dict[str, list[str]] = {split: [] for split in TASKS}
-    for split, tasks in TASKS.items():
-        while len(splits[split]) < tasks:
-            own = rng.sample(range(KINDS), CLASSES)
-            if tuple(sorted(own)) in seen:
-                continue
-            seen.add(tuple(sorted(own)))
-            task = f"{split}-{len(splits[split])}"
-            splits[split].append(task)
-            for c in range(CLASSES):
-                for part in range(CLASSES + 1):
-                    kind, mark = kinds[own[(c + max(0, part - 1)) % CLASSES]], MARKS[part - 1] if part else ""
-                    for text in texts(rng, kind, mark, SHOWN if part else ASKED):
-                        values = {"task": task, "stratum": "marks", "text": text, "label": f"class {c}"}
-                        rows.append(Row(values, f"marks/{task}"))
+    splits = {split: [f"{split}-{number}" for number in range(tasks)] for split, tasks in TASKS.items()}
+    for task in [*splits["train"], *splits["valid"], *splits["test"]]:
+        own = unused_kinds(rng, CLASSES, seen)
+        for c in range(CLASSES):
+            for part, mark in enumerate(["", *MARKS]):
+                kind = kinds[own[(c + max(0, part - 1)) % CLASSES]]
+                for text in texts(rng, kind, mark, SUPPORT if mark else QUERY):
+                    values = {"task": task, "stratum": "marks", "text": text, "label": f"class {c}"}
+                    rows.append(Row(values, f"marks/{task}"))
     return rows, splits
 
 
