@@ -120,7 +120,7 @@ class Tasks(torch.utils.data.Dataset[tuple[str, int]]):
 
 
 class EpisodeLoader:
-    """Gives the episodes of this rank in the order of `upcoming`: from a task to it and all that follow it.
+    """Gives the episodes of this rank in the order of `task_stream`: from a task to it and all that follow it.
 
     num_workers: a number, or "auto". budget: most loader processes of this rank that `auto` may start.
     """
@@ -128,13 +128,13 @@ class EpisodeLoader:
     def __init__(
         self,
         load: LoadEpisode,
-        upcoming: Callable[[Task], Iterable[Task]],
+        task_stream: Callable[[Task], Iterable[Task]],
         num_workers: str = "0",
         prefetch_factor: int = 4,
         pin: bool = False,
         budget: int | None = None,
     ) -> None:
-        self.load, self.task_stream, self.prefetch, self.set = load, upcoming, prefetch_factor, pin
+        self.load, self.task_stream, self.prefetch_factor, self.pin = load, task_stream, prefetch_factor, pin
         self.auto = num_workers == "auto"
         self.num_workers = 0 if self.auto else int(num_workers)
         self.budget = (os.cpu_count() or 1) - 1 if budget is None else budget
@@ -155,7 +155,7 @@ class EpisodeLoader:
         self.load_s += sum(one.seconds for one in loaded)
         return loaded
 
-    def decide(self, step_seconds: float) -> int | None:
+    def choose_num_workers(self, step_seconds: float) -> int | None:
         """`auto`: after a few outer steps, which took `step_seconds` in all, say how many processes it takes,
         and use them.
         """
@@ -183,7 +183,7 @@ class EpisodeLoader:
     def _fetch_one(self, task: Task) -> LoadResult:
         try:
             loaded = self._next(task)
-            return loaded.pin_memory() if self.set else loaded
+            return loaded.pin_memory() if self.pin else loaded
         except Exception as error:  # it must reach the ranks that wait, not end this one
             return LoadResult(task, None, f"{type(error).__name__}: {one_line(error)}", crash=True)
 
@@ -261,7 +261,7 @@ class EpisodeLoader:
             batch_size=None,
             sampler=sampler,
             num_workers=self.num_workers,
-            prefetch_factor=self.prefetch,
+            prefetch_factor=self.prefetch_factor,
             persistent_workers=True,
             multiprocessing_context=context,
             worker_init_fn=serve,

@@ -209,7 +209,7 @@ class TrainingEpisodes(EpisodeReader):
 
     def tune_workers(self, step_seconds: float) -> None:
         """Let the loader choose its number of processes; print its warnings."""
-        chosen = self.loader.decide(step_seconds)
+        chosen = self.loader.choose_num_workers(step_seconds)
         if chosen is not None:
             share = 100 * (self.loader.load_s - self.loader.warm[0]) / (step_seconds - self.loader.warm[1])
             self.notice(f"num_workers=auto: {chosen} (loading takes {share:.2g} % of an outer step)")

@@ -342,9 +342,9 @@ def test_auto_starts_as_many_processes_as_loading_asks_for(made, load_s, budget,
     """`load_s` of 10 s in two outer steps after the first, which warms up and does not count."""
     loader = EpisodeLoader(LoadEpisode(made[0], Batcher(0)), upcoming(made[1]), "auto", budget=budget)
     loader.load_s = 100.0
-    assert loader.decide(200.0) is None
+    assert loader.choose_num_workers(200.0) is None
     loader.load_s += load_s
-    answers = [loader.decide(210.0) for _ in range(MEASURED)]
+    answers = [loader.choose_num_workers(210.0) for _ in range(MEASURED)]
     assert [answer for answer in answers if answer is not None] == [chosen]
     assert loader.num_workers == chosen
 
