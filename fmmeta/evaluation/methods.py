@@ -7,78 +7,136 @@ any rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmmeta.evaluation.feature_classifiers import METHODS as FROZEN
+from fmmeta.common.progress import Progress
+from fmmeta.config.settings import Config
+from fmmeta.evaluation.episodes import Episodes
+from fmmeta.evaluation.feature_classifiers import CLASSIFIERS
 from fmmeta.evaluation.features import Features
+from fmmeta.evaluation.generation import LanguageMetrics
+from fmmeta.evaluation.settings import EvaluateConfig
+from fmmeta.evaluation.stored_lrs import with_stored_rates
+from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.metrics.scores import BINS, EpisodeScore, counted, score_of
+from fmmeta.metrics.scores import STATS, EpisodeScore, episode_score, gather_scores, prediction_stats
+from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import Episode, MicroBatch
 from fmmeta.tasks.schedule.meta_batches import Task
-from fmmeta.tasks.sources.base import Draw
-
-Extra = Callable[[], dict[str, float]]
-"""Further numbers of an episode from the weights that the worker holds."""
+from fmmeta.training import build
+from fmmeta.training.episodes import EpisodeReader
 
 
-@dataclass(frozen=True)
-class Finetune:
-    """The inner loop on the support set, then the query set. With pipeline stages: loss and accuracy only."""
+@dataclass
+class EvaluatedModel:
+    """A model that the ranks of a launch hold, scored by one method after the other."""
 
-    worker: Worker
-    theta: Tensor
-    inner: InnerLoop
+    settings: EvaluateConfig
+    config: Config
+    plan: build.Plan
+    parts: build.Parts
+    ranks: ProcessGroups
+    progress: Progress
 
-    def score(self, slot: int, task: Task, episode: Episode, extra: Extra = dict) -> EpisodeScore:
-        """Collective: group."""
-        self.inner.adapt(self.worker, self.theta, episode.support)
-        score = query_score(self.worker, slot, task, episode.query, bool(self.inner.head.names))
-        score.metrics.update(extra())
-        self.worker.write(self.theta)
-        return score
+    def scores(
+        self, method: str, k_shot: int, episodes: Episodes, features: Features | None
+    ) -> list[EpisodeScore]:
+        """The scores of all episodes. `features`: of their rows, for classifiers. Collective: world."""
+        if method in CLASSIFIERS:
+            assert features is not None
+            layout = self.ranks.layout
+            share = range(layout.group_index, len(episodes.tasks), layout.num_groups)
+            found = [classifier_score(method, slot, episodes, features) for slot in share]
+        else:
+            found = self.scores_of_share(method, k_shot, episodes)
+        return gather_scores(self.ranks, found, EpisodeScore)
 
+    def scores_of_share(self, method: str, k_shot: int, episodes: Episodes) -> list[EpisodeScore]:
+        """This group's scores by the inner loop, or with the support set in the prompt. Collective: world."""
+        worker, what = self.parts.worker, f"{k_shot}-shot {method}"
+        slots = {task.seed: slot for slot, task in enumerate(episodes.tasks)}
+        self.progress.start(what)
+        load = self.parts.load(episodes.source)
+        if method == "in_context":
+            positions = getattr(self.plan.description.hf_config, "max_position_embeddings", None)
+            load.prompt = partial(
+                prompted, bos_token_id=self.plan.tokenizer.bos_token_id, positions=positions
+            )
+        share = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice).read_share(
+            episodes.tasks
+        )
+        inner = with_stored_rates(self.settings, self.config, self.parts.setup.inner, worker)
+        metrics = self.language_metrics()
+        scores = []
+        for done, (task, episode) in enumerate(share):
+            self.progress.line(what, done, len(share))
+            if method == "in_context":
+                score = query_score(worker, slots[task.seed], task, episode.prompted, has_classes=False)
+            else:
+                inner.adapt(worker, self.parts.theta, episode.support)
+                score = query_score(worker, slots[task.seed], task, episode.query, bool(inner.head.names))
+                if metrics is not None:
+                    score.metrics.update(metrics.of(episodes.source.draw(task)))
+                worker.write(self.parts.theta)
+            scores.append(score)
+        return scores
 
-@dataclass(frozen=True)
-class InContextMethod:
-    """The support set in the prompt of every query; nothing is adapted."""
-
-    worker: Worker
-
-    def score(self, slot: int, task: Task, episode: Episode, extra: Extra = dict) -> EpisodeScore:
-        """Collective: group."""
-        return query_score(self.worker, slot, task, episode.prompted, False)
+    def language_metrics(self) -> LanguageMetrics | None:
+        """The metrics of generated answers, if any are set."""
+        settings, parts = self.settings, self.parts
+        if not settings.metrics:
+            return None
+        assert isinstance(parts.worker, FullModelWorker), "a group of one holds a whole model"
+        return LanguageMetrics(
+            settings.metrics,
+            parts.worker,
+            self.plan.tokenizer,
+            self.config,
+            parts.dealer,
+            settings.max_new_tokens,
+        )
 
 
 def query_score(
-    worker: Worker, slot: int, task: Task, query: Sequence[MicroBatch], classes: bool
+    worker: Worker, slot: int, task: Task, query: Sequence[MicroBatch], has_classes: bool
 ) -> EpisodeScore:
-    """Loss, accuracy and, where each rank has logits of classes, confidences. Collective: group."""
-    if not (classes and isinstance(worker, FullModelWorker)):
+    """Loss and accuracy, and confidences where each rank has the logits of classes. Collective: group."""
+    if not (has_classes and isinstance(worker, FullModelWorker)):
         result = worker.forward(query)
         loss = math.inf if math.isnan(result.loss) else result.loss
         return EpisodeScore(slot, task.name, task.stratum, loss, result.accuracy)
-    numbers = torch.zeros(2 + 3 * BINS, dtype=torch.float64)
+    stats = torch.zeros(STATS, dtype=torch.float64)
     for batch, logits in zip(query, worker.logits(query), strict=True):
         real = batch.weights > 0
         if worker.counts_rows and bool(real.any()):
-            shown = F.log_softmax(logits.cpu()[:, : batch.classes or None], dim=1)
-            numbers += counted(shown[real], batch.labels.cpu()[real])
-    return score_of(slot, task.name, task.stratum, worker.group.sum_(numbers))
+            log_probabilities = F.log_softmax(logits.cpu()[:, : batch.classes or None], dim=1)
+            stats += prediction_stats(log_probabilities[real], batch.labels.cpu()[real])
+    return episode_score(slot, task.name, task.stratum, worker.group.sum_(stats))
 
 
-def frozen_score(method: str, slot: int, task: Task, draw: Draw, features: Features) -> EpisodeScore:
-    """A classifier on features. Local."""
+def classifier_score(method: str, slot: int, episodes: Episodes, features: Features) -> EpisodeScore:
+    """The score of a classifier on frozen features. Local."""
+    task = episodes.tasks[slot]
+    draw = episodes.source.draw(task)
     support, labels, query, truth = features.of(draw)
-    return score_of(
-        slot,
-        task.name,
-        task.stratum,
-        counted(FROZEN[method](support, labels, query, len(draw.classes)), truth),
-    )
+    stats = prediction_stats(CLASSIFIERS[method](support, labels, query, len(draw.classes)), truth)
+    return episode_score(slot, task.name, task.stratum, stats)
+
+
+def scores_by_step(inner: InnerLoop, worker: Worker, theta: Tensor, episode: Episode) -> Tensor:
+    """Loss (inf if not finite) and accuracy of the query set after 0 to K inner steps, float64 [2, K + 1].
+
+    The worker holds theta before and after. Collective: group.
+    """
+    passes = inner.path(worker, theta, episode.support, episode.query)
+    worker.write(theta)
+    losses = [one.loss if one.finite else math.inf for one in passes]
+    return torch.tensor([losses, [one.accuracy for one in passes]], dtype=torch.float64)
