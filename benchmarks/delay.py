@@ -31,7 +31,7 @@ from benchmarks.common import plot, table, write_json
 from fmmeta import MetaTrainer
 from fmmeta.cli import parse
 from fmmeta.common.text import strict
-from fmmeta.metrics.scores import mean_ci95, format_interval
+from fmmeta.metrics.scores import format_interval, mean_ci95
 
 WAYS: dict[str, list[str]] = {
     "plain": [],

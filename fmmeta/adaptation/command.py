@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from fmmeta.adaptation.adapted_model import AdaptedModel
+from fmmeta.adaptation.adapted_model import AdaptedModel, LoadedModel, load_single_process
 from fmmeta.adaptation.model_card import write_card
-from fmmeta.adaptation.single_process import LoadedModel, load_single_process
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
@@ -90,9 +89,9 @@ def adapt(
     for one in trained_with([settings.model_name_or_path]):
         if shared := sorted(one.trained_names("class") & set(labels)):
             progress.notice(
-                f"{settings.support or 'support'}: {len(shared)} of {len(labels)} classes ({few(shared)}) have"
-                f" names of classes that the model was trained on with dataset={one.dataset}; its accuracy on"
-                " them is not that on new classes"
+                f"{settings.support or 'support'}: {len(shared)} of {len(labels)} classes ({few(shared)})"
+                f" have names of classes that the model was trained on with dataset={one.dataset}; its"
+                " accuracy on them is not that on new classes"
             )
     with new_folder(settings.output_dir) as folder:
         adapted = learn(settings, support, labels, progress)
@@ -206,9 +205,7 @@ def read_task(
     name = given if isinstance(given, str) else setting
     rows = read_file(Path(given)) if isinstance(given, str) else rows_of(setting, given, config)
     unique = setting == "support"
-    return tabulate(
-        name, rows, config, lambda text: notice(f"{name}: {text}"), one_task=True, unique=unique
-    )
+    return tabulate(name, rows, config, lambda text: notice(f"{name}: {text}"), one_task=True, unique=unique)
 
 
 def rows_of(setting: str, examples: Examples, config: Config) -> list[Row]:

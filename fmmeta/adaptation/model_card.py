@@ -29,11 +29,12 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, suppo
     source = code(Path(settings.support).name) if settings.support else "given in Python"
     classes = f" of {len(labels)} classes" if labels else ""
     adapters = f", LoRA of rank {config.lora_r}" if config.lora_r else ""
+    steps = f"{adapted.inner_steps} steps of {config.inner_optimizer}"
     facts = {
         "base model": code(base),
         "meta-training": meta_training(base),
         "support": f"{source}: {len(support.left)} examples{classes}",
-        "inner loop": f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}{adapters}",
+        "inner loop": f"{steps}, inner_lr {config.inner_lr:g}{adapters}",
     }
     if adapted.left_out is not None:
         share = f"{100 * adapted.left_out:.1f} %"
@@ -51,7 +52,7 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, suppo
         title=escaped(folder.resolve().name),
         facts={cell(name): cell(value) for name, value in facts.items()},
         classes=list(map(code, labels)),
-        command=f"fmmeta predict --model_name_or_path {shlex.quote(printable(str(folder)))} --input texts.txt",
+        folder=shlex.quote(printable(str(folder))),
         usage=usage,
     )
     (folder / "README.md").write_text(text + "\n", encoding="utf-8")

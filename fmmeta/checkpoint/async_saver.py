@@ -11,7 +11,6 @@ them, the rank writes at once, and training waits.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,6 @@ class Saver:
         self.folder: Path | None = None  # being written, or written and not judged yet
         self.last: Path | None = None  # the newest complete checkpoint that this process wrote or loaded
         self.failure, self.failed = "", 0  # error of the current write; failed writes in a row
-        self.wait_s = self.write_s = 0.0  # of the last save: training waited; the thread wrote
 
     def save(
         self,
@@ -57,7 +55,6 @@ class Saver:
 
         Collective: world.
         """
-        began = time.perf_counter()
         self.wait()
         if self.warming is not None:
             self.warming.join()
@@ -79,7 +76,6 @@ class Saver:
             self.thread.start()
             if not copies:
                 self.thread.join()
-        self.wait_s = time.perf_counter() - began
         if last:
             self.wait(last=True)
 
@@ -148,7 +144,6 @@ class Saver:
         tables: Mapping[str, Tensor],
     ) -> None:
         """Write in the thread; an error is stored for the ranks that train."""
-        began = time.perf_counter()
         try:
             keep = self.config.save_total_limit
             write.write(folder, pieces, write.shapes(self.params), state, tables, keep, comm)
@@ -156,4 +151,3 @@ class Saver:
             self.failure = str(error)
         except Exception as error:
             self.failure = f"{folder}: {type(error).__name__}: {error}"
-        self.write_s = time.perf_counter() - began

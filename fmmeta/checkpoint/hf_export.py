@@ -55,9 +55,9 @@ def export(
 ) -> None:
     """Write theta as a Hugging Face folder.
 
-    theta: fp32 [S]. frozen: untrained tensors by name, on the ranks that write them. rates: learned inner rates.
-    merge_into: folder of the merged model (default: merged/ beside `folder`). trained: splits of the data that
-    theta has learned from. Collective: world.
+    theta: fp32 [S]. frozen: untrained tensors by name, on the ranks that write them. rates: learned inner
+    rates. merge_into: folder of the merged model (default: merged/ beside `folder`). trained: splits of the
+    data that theta has learned from. Collective: world.
     """
     skeleton = empty_learner(config, replace(description, classes=0))
     shapes = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}
@@ -86,7 +86,9 @@ def export(
         named = gather_parameters(rates.scale_layers(0, rates.element.clone()), worker, shapes, ranks)
         with ranks.world.raise_on_all("exporting the inner rates"):
             if ranks.first:
-                save_tensors({hf_name(name): value for name, value in named.items()}, folder / RATES_FILE)
+                save_tensors(
+                    {name.removeprefix("hf."): value for name, value in named.items()}, folder / RATES_FILE
+                )
 
 
 def clear(folder: Path, base: str | None = None) -> None:
@@ -104,7 +106,7 @@ def clear(folder: Path, base: str | None = None) -> None:
 def gather_parameters(
     vector: Tensor, worker: Worker, shapes: dict[str, tuple[int, ...]], ranks: ProcessGroups
 ) -> dict[str, Tensor]:
-    """The parameters of a vector [S], by name, on the first rank; nothing elsewhere. Collective: first group."""
+    """The parameters of a vector [S], by name, on the first rank; none elsewhere. Collective: first group."""
     parameters = {}
     if ranks.layout.group_index == 0:
         for name, shape in shapes.items():
@@ -112,11 +114,6 @@ def gather_parameters(
             if ranks.first:
                 parameters[name] = parameter.cpu()
     return parameters
-
-
-def hf_name(name: str) -> str:
-    """The name of a tensor of the learner in the Hugging Face model."""
-    return name.removeprefix("hf.")
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
@@ -182,7 +179,7 @@ def write_weights(
         for name in names:
             value = worker.whole(theta, name, trained[name]) if name in trained else frozen.get(name)
             if worker.group.rank == writer and value is not None:
-                held[hf_name(name)] = value.cpu().contiguous()
+                held[name.removeprefix("hf.")] = value.cpu().contiguous()
         if worker.group.rank == writer:
             with collect_errors(failures):
                 save_tensors(revert_weight_conversion(skeleton.hf, held), folder / path, {"format": "pt"})
@@ -207,7 +204,8 @@ def write_index(folder: Path, hf: Any, files: dict[str, tuple[int, list[str]]]) 
 
     state = hf.state_dict()
     meta = {
-        path: {hf_name(name): state[hf_name(name)] for name in names} for path, (_, names) in files.items()
+        path: {name.removeprefix("hf."): state[name.removeprefix("hf.")] for name in names}
+        for path, (_, names) in files.items()
     }
     keys = {key: path for path, tensors in meta.items() for key in revert_weight_conversion(hf, tensors)}
     size = sum(value.numel() * 4 for tensors in meta.values() for value in tensors.values())
@@ -216,7 +214,7 @@ def write_index(folder: Path, hf: Any, files: dict[str, tuple[int, list[str]]]) 
 
 
 def plan_files(hf: Any, worker: Worker) -> dict[str, tuple[int, list[str]]]:
-    """By file name, the rank of the group that writes it and the names of its tensors; tied ones count once."""
+    """By file name, the rank of the group that writes it and the names of its tensors, tied ones once."""
     untied = {name for name, _ in hf.named_parameters()} | {name for name, _ in hf.named_buffers()}
     saved = untied - set(hf._keys_to_ignore_on_save or ())
     tensors = {f"hf.{key}": value.numel() * 4 for key, value in hf.state_dict().items() if key in saved}
@@ -272,7 +270,7 @@ def write_metadata(
     if rates is not None and rates.element is not None:
         stored["inner_rates"] = RATES_FILE
     elif rates is not None:  # by layer, the rate of each step
-        names = map(hf_name, rates.layers.names)
+        names = [name.removeprefix("hf.") for name in rates.layers.names]
         stored["inner_rates"] = dict(zip(names, rates.table.T.tolist(), strict=True))
     if description.labels:
         stored["labels"] = list(description.labels)

@@ -66,7 +66,7 @@ def load_tables(folder: Path) -> dict[str, Tensor]:
 
 
 class Stored(NamedTuple):
-    """A tensor of a shard file: elements `begin` to `end` of the flattened parameter, or of its slice `cut`."""
+    """A tensor of a shard file: elements `begin` to `end` of the flattened parameter or its slice `cut`."""
 
     begin: int
     end: int
@@ -76,7 +76,7 @@ class Stored(NamedTuple):
 
 
 def index(folder: Path) -> tuple[dict[str, list[Stored]], dict[str, list[int]]]:
-    """The tensors of all shards, by `vector/parameter`, and the shapes of the parameters. Raises `UsageError`."""
+    """The tensors of all shards by `vector/parameter`, and the shapes of parameters. Raises `UsageError`."""
     from safetensors import SafetensorError, safe_open
 
     where: dict[str, list[Stored]] = defaultdict(list)

@@ -120,7 +120,7 @@ def undo_partial_save(output_dir: Path) -> None:
 
 
 def rename_aside(folder: Path) -> Path:
-    """Rename a checkpoint that no run must resume from; it is neither listed nor removed. Returns the name."""
+    """Rename a checkpoint that no run must resume from. It is no longer listed, and never removed."""
     number = 0
     while (aside := folder.with_name(f"aside-{folder.name}" + (f".{number}" if number else ""))).exists():
         number += 1

@@ -40,7 +40,7 @@ CHUNK_BYTES = 2**24  # written and hashed at a time
 
 
 def pieces(vectors: Mapping[str, Tensor], params: ParamMap, ranks: ProcessGroups) -> dict[str, Tensor]:
-    """The slices that this rank writes, by key in its shard file, not copied; none if another rank owns them."""
+    """The slices that this rank writes, not copied, by key in its shard file."""
     if ranks.layout.group_index or (ranks.layout.group_rank and params.replicated):
         return {}
     return {
@@ -52,7 +52,7 @@ def pieces(vectors: Mapping[str, Tensor], params: ParamMap, ranks: ProcessGroups
 
 
 def key_of(fragment: Fragment) -> str:
-    """Parameter, offset and, under tensor parallelism, the slice of the parameter that the offset counts in."""
+    """`parameter@offset`, with `#` and the slice that the offset counts in under tensor parallelism."""
     part = f"#{':'.join(map(str, fragment.cut))}" if fragment.cut else ""
     return f"{fragment.name}@{fragment.offset}{part}"
 

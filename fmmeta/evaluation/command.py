@@ -11,23 +11,16 @@ evaluated wherever it could be trained.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
-from fmmeta.evaluation.episodes import plan_evaluation
-from fmmeta.evaluation.feature_classifiers import CLASSIFIERS
-from fmmeta.evaluation.features import embed
 from fmmeta.evaluation.methods import EvaluatedModel
 from fmmeta.evaluation.output import check_output, write_json
 from fmmeta.evaluation.results import (
-    EvalCell,
     EvaluationResults,
-    check_comparable,
     differences,
     read_cells,
     results_of,
@@ -36,9 +29,8 @@ from fmmeta.evaluation.results import (
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
+from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.reliability.signals import Signals
-from fmmeta.training import build
 
 
 def run(settings: EvaluateConfig, signals: Signals | None = None) -> None:
@@ -64,12 +56,15 @@ def evaluate(
                 others = read_cells(settings.compare)
             elif settings.compare_model is not None and launch.global_rank == 0:
                 check_compare_model(settings, settings.compare_model)
-        evaluation = EvaluationRun(world, progress, settings)
-        cells = evaluation.cells(settings, others)
-        results = results_of(settings, cells, evaluation.task_type)
+        models = list(filter(None, [settings.model_name_or_path, settings.compare_model]))
+        model = EvaluatedModel(settings, world, progress, models, others)
+        cells, ranks = model.cells(), model.ranks
+        results = results_of(settings, cells, model.config.task_type)
+        del model  # frees the weights before another model is loaded
         if settings.compare is not None:
             if others is None:
-                others = evaluation.cells(with_model(settings, settings.compare), cells)
+                other = with_model(settings, settings.compare)
+                others = EvaluatedModel(other, world, progress, models, cells, ranks).cells()
             results["compare"] = {"with": settings.compare, "cells": differences(cells, others)}
         if signals:
             signals.run()
@@ -78,50 +73,6 @@ def evaluate(
             if launch.global_rank == 0 and settings.output:
                 write_json(Path(settings.output), results)
         return results
-
-
-class EvaluationRun:
-    """Scores one or two models in the groups that the first one forms. `task_type`: of the last one.
-
-    The episodes avoid the training classes of all models of the comparison.
-    """
-
-    def __init__(self, world: World, progress: Progress, settings: EvaluateConfig) -> None:
-        self.world, self.progress = world, progress
-        self.models = list(filter(None, [settings.model_name_or_path, settings.compare_model]))
-        self.ranks: ProcessGroups | None = None
-        self.task_type = ""
-
-    def cells(self, settings: EvaluateConfig, others: Sequence[EvalCell] | None = None) -> list[EvalCell]:
-        """Score the model of `settings`: a cell for each method and k_shot.
-
-        others: cells of the other model; `UsageError` before any pass if they cannot be compared. Collective:
-        world.
-        """
-        notice = self.progress.notice
-        config, plan, chosen = plan_evaluation(settings, self.world, notice, self.models)
-        self.task_type = config.task_type
-        with self.world.comm.raise_on_all("comparing episodes"):
-            prints = {k: episodes.fingerprint() for k, episodes in chosen.items()}
-            check_comparable(settings, prints, others)
-        self.ranks = self.ranks or build.form_groups(config, plan, self.world, notice)
-        if settings.metrics and self.ranks.layout.group_size > 1:
-            raise UsageError(
-                f"metrics={' '.join(settings.metrics)} need the whole model on one rank, and group_size="
-                f"{self.ranks.layout.group_size}; use --group_size 1, or leave them out"
-            )
-        parts = build.build(config, plan, self.ranks)
-        model = EvaluatedModel(settings, config, plan, parts, self.ranks, self.progress)
-        features = None
-        if CLASSIFIERS.keys() & settings.method:
-            draws = [draw for episodes in chosen.values() for draw in episodes.draws()]
-            on_progress = partial(self.progress.line, "rows embedded")
-            features = embed(parts.worker, draws, parts.dealer, self.ranks, on_progress)
-        return [
-            EvalCell(method, k, prints[k], model.scores(method, k, chosen[k], features))
-            for k in settings.k_shot
-            for method in settings.method
-        ]
 
 
 def with_model(settings: EvaluateConfig, model: str) -> EvaluateConfig:

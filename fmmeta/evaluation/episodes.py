@@ -105,7 +105,7 @@ def use_every_class(source: TaskSource) -> int:
         return max(use_every_class(one) for one in source.sources)
     if not isinstance(source, ClassSource):
         raise UsageError(
-            "n_way=all needs the number of classes, which a folder of task files does not state; give a number"
+            "n_way=all needs every class, which a folder of task files does not list; give a number"
         )
     source.shape = replace(source.shape, every=True)
     return max(len(pool) for pool, _ in source.draws)

@@ -31,35 +31,34 @@ def prototype(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> T
     return F.log_softmax(F.normalize(query) @ F.normalize(sums).T / TEMPERATURE, dim=1)
 
 
-def linear(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
-    """Logistic regression, C = 1."""
-    from sklearn.linear_model import LogisticRegression
-
-    with ignore_regression_warning():
-        model = LogisticRegression(max_iter=1000).fit(F.normalize(support).numpy(), labels.numpy())
-    return add_missing_classes(
-        model, torch.from_numpy(model.predict_log_proba(F.normalize(query).numpy())).float(), classes
-    )
-
-
-def knn(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
-    """Nearest neighbours by cosine, weighted by 1 / distance."""
-    from sklearn.neighbors import KNeighborsClassifier
-
-    nearest = max(1, len(labels) // classes)  # as many as a class has rows, on average
-    model = KNeighborsClassifier(nearest, metric="cosine", weights="distance")
-    with ignore_regression_warning():
-        model.fit(F.normalize(support).numpy(), labels.numpy())
-    found = torch.from_numpy(model.predict_proba(F.normalize(query).numpy())).float().clamp(min=FLOOR)
-    return add_missing_classes(model, found.log(), classes).log_softmax(1)
-
-
 @contextmanager
 def ignore_regression_warning() -> Iterator[None]:
     """Suppress scikit-learn's warning that many distinct classes look like a regression."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The number of unique classes is greater than 50%", UserWarning)
         yield
+
+
+@ignore_regression_warning()
+def linear(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
+    """Logistic regression, C = 1."""
+    from sklearn.linear_model import LogisticRegression
+
+    model = LogisticRegression(max_iter=1000).fit(F.normalize(support).numpy(), labels.numpy())
+    found = torch.from_numpy(model.predict_log_proba(F.normalize(query).numpy())).float()
+    return add_missing_classes(model, found, classes)
+
+
+@ignore_regression_warning()
+def knn(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
+    """Nearest neighbours by cosine, weighted by 1 / distance."""
+    from sklearn.neighbors import KNeighborsClassifier
+
+    nearest = max(1, len(labels) // classes)  # mean number of support rows per class
+    model = KNeighborsClassifier(nearest, metric="cosine", weights="distance")
+    model.fit(F.normalize(support).numpy(), labels.numpy())
+    found = torch.from_numpy(model.predict_proba(F.normalize(query).numpy())).float().clamp(min=FLOOR)
+    return add_missing_classes(model, found.log(), classes).log_softmax(1)
 
 
 def add_missing_classes(model: Any, found: Tensor, classes: int) -> Tensor:

@@ -27,7 +27,7 @@ Key = tuple[Path, int]
 
 @dataclass(frozen=True)
 class Features:
-    """Features of rows, fp32 [R, D] in host memory. `index`: row of the table by (store, row of the store)."""
+    """Features of rows, fp32 [R, D] in host memory. `index`: row of the table by store and row."""
 
     table: Tensor
     index: dict[Key, int]

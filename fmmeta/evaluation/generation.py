@@ -53,12 +53,12 @@ def longest_common(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 class LanguageMetrics:
-    """The metrics in `names` of an episode, with the weights that the worker holds."""
+    """The metrics in `names` of an episode, with the weights of the worker, which holds a whole model."""
 
     def __init__(
         self,
         names: Sequence[str],
-        worker: FullModelWorker,
+        worker: Any,
         tokenizer: Any,
         config: Config,
         dealer: Batcher,

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
-from fmmeta.config.settings import Config
-from fmmeta.evaluation.episodes import Episodes
+from fmmeta.evaluation.episodes import Episodes, plan_evaluation
 from fmmeta.evaluation.feature_classifiers import CLASSIFIERS
-from fmmeta.evaluation.features import Features
+from fmmeta.evaluation.features import Features, embed
 from fmmeta.evaluation.generation import LanguageMetrics
+from fmmeta.evaluation.results import EvalCell, check_comparable
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.evaluation.stored_lrs import with_stored_rates
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.metrics.scores import STATS, EpisodeScore, episode_score, gather_scores, prediction_stats
-from fmmeta.parallel.process_groups import ProcessGroups
+from fmmeta.parallel.process_groups import ProcessGroups, World
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import Episode, MicroBatch
@@ -35,46 +35,74 @@ from fmmeta.training import build
 from fmmeta.training.episodes import EpisodeReader
 
 
-@dataclass
 class EvaluatedModel:
-    """A model that the ranks of a launch hold, scored by one method after the other."""
+    """A model on the ranks of a launch, with the episodes that it is scored on.
 
-    settings: EvaluateConfig
-    config: Config
-    plan: build.Plan
-    parts: build.Parts
-    ranks: ProcessGroups
-    progress: Progress
+    models: all models of the comparison; the episodes avoid the training classes of each. others: cells of
+    the other model, which must be of the same episodes. ranks: groups of an earlier model. Raises
+    `UsageError`. Collective: world.
+    """
 
-    def scores(
-        self, method: str, k_shot: int, episodes: Episodes, features: Features | None
-    ) -> list[EpisodeScore]:
-        """The scores of all episodes. `features`: of their rows, for classifiers. Collective: world."""
-        if method in CLASSIFIERS:
-            assert features is not None
-            layout = self.ranks.layout
+    def __init__(
+        self,
+        settings: EvaluateConfig,
+        world: World,
+        progress: Progress,
+        models: Sequence[str],
+        others: Sequence[EvalCell] | None = None,
+        ranks: ProcessGroups | None = None,
+    ) -> None:
+        self.settings, self.progress = settings, progress
+        config, self.plan, self.episodes = plan_evaluation(settings, world, progress.notice, models)
+        with world.comm.raise_on_all("comparing episodes"):
+            self.prints = {k: episodes.fingerprint() for k, episodes in self.episodes.items()}
+            check_comparable(settings, self.prints, others)
+        self.config, self.ranks = (
+            config,
+            ranks or build.form_groups(config, self.plan, world, progress.notice),
+        )
+        if settings.metrics and self.ranks.layout.group_size > 1:
+            raise UsageError(
+                f"metrics={' '.join(settings.metrics)} need the whole model on one rank, and group_size="
+                f"{self.ranks.layout.group_size}; use --group_size 1, or leave them out"
+            )
+        self.parts = build.build(config, self.plan, self.ranks)
+
+    def cells(self) -> list[EvalCell]:
+        """The scores of every method and k_shot. Collective: world."""
+        parts, classifiers, cells = self.parts, CLASSIFIERS.keys() & self.settings.method, []
+        if classifiers:
+            draws = [draw for episodes in self.episodes.values() for draw in episodes.draws()]
+            on_progress = partial(self.progress.line, "rows embedded")
+            features = embed(parts.worker, draws, parts.dealer, self.ranks, on_progress)
+        layout = self.ranks.layout
+        for k, episodes in self.episodes.items():
             share = range(layout.group_index, len(episodes.tasks), layout.num_groups)
-            found = [classifier_score(method, slot, episodes, features) for slot in share]
-        else:
-            found = self.scores_of_share(method, k_shot, episodes)
-        return gather_scores(self.ranks, found, EpisodeScore)
+            for method in self.settings.method:
+                if method in classifiers:
+                    scores = [classifier_score(method, slot, episodes, features) for slot in share]
+                else:
+                    scores = self.scores_of_share(method, k, episodes)
+                gathered = gather_scores(self.ranks, scores, EpisodeScore)
+                cells.append(EvalCell(method, k, self.prints[k], gathered))
+        return cells
 
     def scores_of_share(self, method: str, k_shot: int, episodes: Episodes) -> list[EpisodeScore]:
         """This group's scores by the inner loop, or with the support set in the prompt. Collective: world."""
-        worker, what = self.parts.worker, f"{k_shot}-shot {method}"
+        settings, worker, tokenizer = self.settings, self.parts.worker, self.plan.tokenizer
+        what = f"{k_shot}-shot {method}"
         slots = {task.seed: slot for slot, task in enumerate(episodes.tasks)}
         self.progress.start(what)
         load = self.parts.load(episodes.source)
         if method == "in_context":
             positions = getattr(self.plan.description.hf_config, "max_position_embeddings", None)
-            load.prompt = partial(
-                prompted, bos_token_id=self.plan.tokenizer.bos_token_id, positions=positions
-            )
-        share = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice).read_share(
-            episodes.tasks
+            load.prompt = partial(prompted, bos_token_id=tokenizer.bos_token_id, positions=positions)
+        reader = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice)
+        share = reader.read_share(episodes.tasks)
+        inner = with_stored_rates(settings, self.config, self.parts.setup.inner, worker)
+        metrics = LanguageMetrics(
+            settings.metrics, worker, tokenizer, self.config, self.parts.dealer, settings.max_new_tokens
         )
-        inner = with_stored_rates(self.settings, self.config, self.parts.setup.inner, worker)
-        metrics = self.language_metrics()
         scores = []
         for done, (task, episode) in enumerate(share):
             self.progress.line(what, done, len(share))
@@ -83,26 +111,11 @@ class EvaluatedModel:
             else:
                 inner.adapt(worker, self.parts.theta, episode.support)
                 score = query_score(worker, slots[task.seed], task, episode.query, bool(inner.head.names))
-                if metrics is not None:
+                if settings.metrics:
                     score.metrics.update(metrics.of(episodes.source.draw(task)))
                 worker.write(self.parts.theta)
             scores.append(score)
         return scores
-
-    def language_metrics(self) -> LanguageMetrics | None:
-        """The metrics of generated answers, if any are set."""
-        settings, parts = self.settings, self.parts
-        if not settings.metrics:
-            return None
-        assert isinstance(parts.worker, FullModelWorker), "a group of one holds a whole model"
-        return LanguageMetrics(
-            settings.metrics,
-            parts.worker,
-            self.plan.tokenizer,
-            self.config,
-            parts.dealer,
-            settings.max_new_tokens,
-        )
 
 
 def query_score(

@@ -1,4 +1,4 @@
-"""Results of an evaluation: the content of results.json, a table, and paired differences from other results."""
+"""Results of an evaluation: content of results.json, tables, and paired differences from other results."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
         return self.compare if self.compare and not self.compare.endswith(".json") else None
 
     def run_config(self, **values: Any) -> Config:
-        """See `FewShotConfig`. n_way=all counts as 2 until the data are read; default of k_shot: the largest."""
+        """See `FewShotConfig`. n_way=all counts as 2 until the data are read; k_shot is the largest."""
         n_way = 2 if self.n_way == "all" else int(self.n_way)
         return super().run_config(**{"n_way": n_way, "k_shot": max(self.k_shot), **values})
 

@@ -56,18 +56,14 @@ class Choice:
 
 def run(settings: TuneConfig, signals: Signals | None = None) -> None:
     """`fmmeta tune`. Raises `Stopped` after a signal. Collective: world."""
-    progress = Progress(speaks=Launch.from_env(os.environ).global_rank == 0)
-    best = tune(settings, progress, signals)[0]
-    progress.notice(
-        f"best: head_init {best.head_init}, inner_lr {best.inner_lr:.4g}, {best.inner_steps} inner steps"
-    )
+    tune(settings, Progress(speaks=Launch.from_env(os.environ).global_rank == 0), signals)
 
 
 def tune(settings: TuneConfig, progress: Progress, signals: Signals | None = None) -> list[Choice]:
     """Score all choices, store the best in the model's fmmeta.json or in `output`; return all, best first.
 
-    After a signal or a failure, the best choice so far is shown and stored. Raises `UsageError`, and `Stopped`
-    on all ranks after a signal. Collective: world.
+    After a signal or a failure, the best choice so far is shown and stored. Raises `UsageError`, and
+    `Stopped` on all ranks after a signal. Collective: world.
     """
     target = output_file(settings)
     launch = Launch.from_env(os.environ)
@@ -95,6 +91,10 @@ def tune(settings: TuneConfig, progress: Progress, signals: Signals | None = Non
         with world.comm.raise_on_all("storing the choice"):
             if launch.global_rank == 0:
                 tuning.store(target, tried)
+        best = tried[0]
+        progress.notice(
+            f"best: head_init {best.head_init}, inner_lr {best.inner_lr:.4g}, {best.inner_steps} inner steps"
+        )
         return tried
 
 
@@ -124,8 +124,8 @@ class TuneRun:
     def ranked(self) -> list[Choice]:
         """The choices, lowest loss first.
 
-        Of losses that tie in the table, the model's current rate comes first, then the smallest rate, then the
-        head that was tried first.
+        Of losses that tie in the table, the model's current rate comes first, then the smallest rate, then
+        the head that was tried first.
         """
         current = self.config.inner_lr
         return sorted(

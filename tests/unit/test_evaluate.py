@@ -376,7 +376,7 @@ def test_a_broken_task_file_is_left_out_of_both_models(llama, tmp_path, capsys):
 def test_greedy_answers_are_those_of_transformers(llama):
     from transformers import AutoModelForCausalLM
 
-    from fmmeta.adaptation.single_process import load_single_process
+    from fmmeta.adaptation.adapted_model import load_single_process
     from fmmeta.evaluation.generation import generate
 
     single = load_single_process(
@@ -398,7 +398,7 @@ def test_answers_end_where_the_positions_do(tmp_path):
     """Each with the tokens that it would have alone, whatever shares its batch."""
     from transformers import AutoModelForCausalLM
 
-    from fmmeta.adaptation.single_process import load_single_process
+    from fmmeta.adaptation.adapted_model import load_single_process
     from fmmeta.evaluation.generation import generate
 
     folder = save_family(tmp_path / "gpt2", "gpt2")  # 128 learned positions
@@ -584,7 +584,7 @@ def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even
         full.setattr(command, "write_json", break_disk)
         assert refusal(command.run, settings).startswith("output=there.json cannot be written")
     assert "prototype" in capsys.readouterr().out.split("accuracy %")[1]
-    monkeypatch.setattr(command.EvaluationRun, "cells", lambda *_: pytest.fail("computed before the check"))
+    monkeypatch.setattr(command, "EvaluatedModel", lambda *_: pytest.fail("computed before the check"))
     for output, told in (
         (tmp_path, f"is a folder; give a file in it, such as {tmp_path / 'results.json'}"),
         (
@@ -602,7 +602,7 @@ def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even
 def test_a_model_to_compare_with_is_checked_first(bert, llama, classes, tmp_path, monkeypatch):
     other = shutil.copytree(llama, tmp_path / "other")
     (other / "fmmeta.json").write_text('{"task_type": "causal_lm"}')
-    monkeypatch.setattr(command.EvaluationRun, "cells", lambda *_: pytest.fail("computed before the check"))
+    monkeypatch.setattr(command, "EvaluatedModel", lambda *_: pytest.fail("computed before the check"))
     assert (
         refusal(fmmeta.evaluate, str(bert), str(classes), compare=str(other))
         == f"compare={other} is a model for task_type=causal_lm, and model_name_or_path={bert} one for"

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from fmmeta import checkpoint
 from fmmeta.adaptation.command import leave_out, read_task
-from fmmeta.adaptation.inputs import open_lines, read_texts
+from fmmeta.adaptation.predict import open_lines, read_texts
 from fmmeta.cli import COMMANDS, find, parse
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config

@@ -275,7 +275,8 @@ print(whole, checkpoint.find_corruption(good, one_rank().world), os.statvfs(run)
     lines = ended.stdout.splitlines()
     full = "could not be written: No space left on device; free space or fix it"
     assert lines == [
-        f"{tmp_path}/checkpoint-4 {full}; training continues, the last complete one is {tmp_path}/checkpoint-3",
+        f"{tmp_path}/checkpoint-4 {full}; training continues,"
+        f" the last complete one is {tmp_path}/checkpoint-3",
         f"ends: {tmp_path}/checkpoint-5 {full}; 2 in a row, the last complete one is {tmp_path}/checkpoint-3",
         "['checkpoint-3']  True",
     ], ended.stderr

@@ -180,8 +180,9 @@ def test_a_head_that_never_moves_needs_its_own_classes(tmp_path):
     assert fmmeta.evaluate(model, "letters", **SAME)["accuracy"] > 0
     assert (
         refusal(fmmeta.evaluate, model, "letters", **{**SAME, "n_way": "4"})
-        == f"model_name_or_path={model} does not train its head, which was learned for 3 classes, and a head of"
-        " zeros would stay zero; give tasks of as many classes, --head_init prototype, or --inner_lr"
+        == f"model_name_or_path={model} does not train its head, which was learned for 3 classes, and a"
+        " head of zeros would stay zero; give tasks of as many classes, --head_init prototype, or"
+        " --inner_lr"
     )
 
 
