@@ -194,16 +194,16 @@ def new_folder(output_dir: str) -> Iterator[Path | None]:
 
 
 def read_task(
-    setting: str, given: str | Examples | None, config: Config, notice: Callable[[str], None]
+    setting: str, source: str | Examples | None, config: Config, notice: Callable[[str], None]
 ) -> Table:
-    """The rows of a file, or examples, as one task; no rows without `given`.
+    """The rows of a file, or examples, as one task; no rows without a source.
 
     Duplicates in the support set are dropped. Raises `UsageError`.
     """
-    if not given:
+    if not source:
         return Table([], [], [], [], [])
-    name = given if isinstance(given, str) else setting
-    rows = read_file(Path(given)) if isinstance(given, str) else rows_of(setting, given, config)
+    name = source if isinstance(source, str) else setting
+    rows = read_file(Path(source)) if isinstance(source, str) else rows_of(setting, source, config)
     unique = setting == "support"
     return tabulate(name, rows, config, lambda text: notice(f"{name}: {text}"), one_task=True, unique=unique)
 

@@ -82,8 +82,8 @@ def adapt(
     if examples["support"] is None and not files["support"]:
         raise UsageError(f"support={shortened(support)} names no file; give one, or pairs of text and class")
     values = {"model_name_or_path": model_name_or_path, "output_dir": output_dir or "", **files, **settings}
-    given = settings_of(AdaptConfig, values)
-    return adapt_command.adapt(given, Progress(speaks=not quiet), examples["support"], examples["query"])
+    config = settings_of(AdaptConfig, values)
+    return adapt_command.adapt(config, Progress(speaks=not quiet), examples["support"], examples["query"])
 
 
 def listed(name: str, examples: Any) -> Examples:
@@ -92,9 +92,9 @@ def listed(name: str, examples: Any) -> Examples:
         raise UsageError(
             f"{name}={shortened(examples)} is neither a file nor pairs; give [(text, class), ...]"
         )
-    if not (found := list(examples)):
+    if not (rows := list(examples)):
         raise UsageError(f"{name}=[] holds no examples; give pairs of text and class")
-    return found
+    return rows
 
 
 def settings_of(kind: type[T], values: Mapping[str, Any]) -> T:

@@ -175,14 +175,14 @@ def write_weights(
             with collect_errors(failures):
                 save_tensors(head, folder / HEAD_FILE)
     for path, (writer, names) in files.items():
-        held: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in names:
             value = worker.whole(theta, name, trained[name]) if name in trained else frozen.get(name)
             if worker.group.rank == writer and value is not None:
-                held[name.removeprefix("hf.")] = value.cpu().contiguous()
+                tensors[name.removeprefix("hf.")] = value.cpu().contiguous()
         if worker.group.rank == writer:
             with collect_errors(failures):
-                save_tensors(revert_weight_conversion(skeleton.hf, held), folder / path, {"format": "pt"})
+                save_tensors(revert_weight_conversion(skeleton.hf, tensors), folder / path, {"format": "pt"})
     if worker.group.rank == 0 and len(files) > 1:
         with collect_errors(failures):
             write_index(folder, skeleton.hf, files)
@@ -293,15 +293,17 @@ def sentence_transformers(folder: Path, config: Config, description: Description
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for i, (path, kind) in enumerate(kinds.items())
     ]
-    pooling = {
-        "word_embedding_dimension": description.hf_config.hidden_size,
-        "pooling_mode_cls_token": description.pooling == "cls",
-        "pooling_mode_mean_tokens": description.pooling == "mean",
-        "pooling_mode_max_tokens": False,
-        "pooling_mode_mean_sqrt_len_tokens": False,
+    files = {
+        "modules.json": modules,
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": description.hf_config.hidden_size,
+            "pooling_mode_cls_token": description.pooling == "cls",
+            "pooling_mode_mean_tokens": description.pooling == "mean",
+            "pooling_mode_max_tokens": False,
+            "pooling_mode_mean_sqrt_len_tokens": False,
+        },
+        "sentence_bert_config.json": {"max_seq_length": config.max_length, "do_lower_case": False},
     }
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    write_json(folder / "modules.json", modules)
-    write_json(folder / "1_Pooling" / "config.json", pooling)
-    limits = {"max_seq_length": config.max_length, "do_lower_case": False}
-    write_json(folder / "sentence_bert_config.json", limits)
+    for name, value in files.items():
+        write_json(folder / name, value)

@@ -39,8 +39,8 @@ class Entry(TypedDict):
 
 def list_complete(output_dir: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    found = [folder for folder in output_dir.glob("checkpoint-*") if (folder / MANIFEST).is_file()]
-    numbered = [(folder.name.removeprefix("checkpoint-"), folder) for folder in found]
+    folders = [folder for folder in output_dir.glob("checkpoint-*") if (folder / MANIFEST).is_file()]
+    numbered = [(folder.name.removeprefix("checkpoint-"), folder) for folder in folders]
     return [
         folder
         for _, folder in sorted((int(number), folder) for number, folder in numbered if number.isdecimal())

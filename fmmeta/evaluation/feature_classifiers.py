@@ -45,8 +45,8 @@ def linear(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tens
     from sklearn.linear_model import LogisticRegression
 
     model = LogisticRegression(max_iter=1000).fit(F.normalize(support).numpy(), labels.numpy())
-    found = torch.from_numpy(model.predict_log_proba(F.normalize(query).numpy())).float()
-    return add_missing_classes(model, found, classes)
+    scores = torch.from_numpy(model.predict_log_proba(F.normalize(query).numpy())).float()
+    return add_missing_classes(model, scores, classes)
 
 
 @ignore_regression_warning()
@@ -57,14 +57,14 @@ def knn(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
     nearest = max(1, len(labels) // classes)  # mean number of support rows per class
     model = KNeighborsClassifier(nearest, metric="cosine", weights="distance")
     model.fit(F.normalize(support).numpy(), labels.numpy())
-    found = torch.from_numpy(model.predict_proba(F.normalize(query).numpy())).float().clamp(min=FLOOR)
-    return add_missing_classes(model, found.log(), classes).log_softmax(1)
+    scores = torch.from_numpy(model.predict_proba(F.normalize(query).numpy())).float().clamp(min=FLOOR)
+    return add_missing_classes(model, scores.log(), classes).log_softmax(1)
 
 
-def add_missing_classes(model: Any, found: Tensor, classes: int) -> Tensor:
+def add_missing_classes(model: Any, scores: Tensor, classes: int) -> Tensor:
     """Add columns for the classes without support rows, which scikit-learn leaves out."""
-    out = torch.full((len(found), classes), torch.log(torch.tensor(FLOOR)).item())
-    out[:, torch.from_numpy(model.classes_)] = found
+    out = torch.full((len(scores), classes), torch.log(torch.tensor(FLOOR)).item())
+    out[:, torch.from_numpy(model.classes_)] = scores
     return out
 
 

@@ -44,7 +44,7 @@ class Features:
 def embed(
     worker: Worker,
     draws: Sequence[Draw],
-    dealer: Batcher,
+    batcher: Batcher,
     ranks: ProcessGroups,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Features:
@@ -60,13 +60,13 @@ def embed(
         for index, (path, row) in enumerate(keys)
     ]
     examples.sort(key=lambda example: (len(example.input_ids), example.labels))
-    size = dealer.micro_batch_size * dealer.group_size
+    size = batcher.micro_batch_size * batcher.group_size
     batches = [examples[begin : begin + size] for begin in range(0, len(examples), size)]
     share = batches[ranks.layout.group_index :: ranks.layout.num_groups]
     computed: list[tuple[Tensor, Tensor]] = []  # rows of the table, and their features
     for done, batch in enumerate(share):
         progress(done, len(share))
-        micro_batches = dealer.deal(batch)
+        micro_batches = batcher.deal(batch)
         for part, features in zip(micro_batches, worker.features(micro_batches), strict=True):
             real = part.weights > 0
             if worker.counts_rows:

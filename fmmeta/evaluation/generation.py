@@ -61,11 +61,11 @@ class LanguageMetrics:
         worker: Any,
         tokenizer: Any,
         config: Config,
-        dealer: Batcher,
+        batcher: Batcher,
         max_new_tokens: int,
     ) -> None:
         self.names, self.worker, self.tokenizer, self.config = names, worker, tokenizer, config
-        self.dealer, self.max_new_tokens = replace(dealer, pack=None), max_new_tokens  # a row per sequence
+        self.batcher, self.max_new_tokens = replace(batcher, pack=None), max_new_tokens  # a row per sequence
 
     def of(self, draw: Draw) -> dict[str, float]:
         """The value of each metric, between 0 and 1."""
@@ -74,7 +74,7 @@ class LanguageMetrics:
     def _rouge_l(self, draw: Draw) -> float:
         prompts = [prompt_of(draw.store, row) for row, _ in draw.query]
         answers = generate(
-            self.worker, self.tokenizer, prompts, self.max_new_tokens, self.dealer.micro_batch_size
+            self.worker, self.tokenizer, prompts, self.max_new_tokens, self.batcher.micro_batch_size
         )
         truth = [draw.store.text("right", row) for row, _ in draw.query]
         return sum(map(rouge_l, answers, truth)) / len(truth)
@@ -98,21 +98,20 @@ class LanguageMetrics:
 
     def log_likelihoods(self, examples: Sequence[Example]) -> list[float]:
         """Total log-likelihood of each example's answer, in nats."""
-        found: list[float] = []
-        for begin in range(0, len(examples), self.dealer.micro_batch_size):
-            rows = examples[begin : begin + self.dealer.micro_batch_size]
-            micro_batches, losses = self.dealer.deal(rows), []
+        likelihoods: list[float] = []
+        for begin in range(0, len(examples), self.batcher.micro_batch_size):
+            rows = examples[begin : begin + self.batcher.micro_batch_size]
+            micro_batches, losses = self.batcher.deal(rows), []
             for batch, logits in zip(micro_batches, self.worker.logits(micro_batches), strict=True):
                 targets = batch.labels[:, 1:].to(logits.device)
                 per_token = F.cross_entropy(
                     logits[:, :-1].transpose(1, 2), targets, ignore_index=IGNORE, reduction="none"
                 )
                 losses += per_token.sum(1).tolist()
-            by_length = sorted(
-                range(len(rows)), key=lambda i: -len(rows[i].input_ids)
-            )  # as Batcher.deal sorts
-            found += [-loss for _, loss in sorted(zip(by_length, losses, strict=True))]
-        return found
+            # `Batcher.deal` puts the longest rows first
+            by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i].input_ids))
+            likelihoods += [-loss for _, loss in sorted(zip(by_length, losses, strict=True))]
+        return likelihoods
 
 
 def prompt_of(store: TokenStore, row: int) -> list[int]:
@@ -164,8 +163,8 @@ def generate(
 
 def batches_of_equal_room(room: Sequence[int], batch_size: int) -> list[list[int]]:
     """Indices in batches of equal room, so that no answer is shortened by another one of its batch."""
-    found = []
+    batches = []
     for tokens in dict.fromkeys(room):
         indices = [index for index, one in enumerate(room) if one == tokens]
-        found += [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
-    return found
+        batches += [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
+    return batches

@@ -123,7 +123,7 @@ def differences(cells: Sequence[EvalCell], others: Sequence[EvalCell]) -> list[d
     pairs = [
         (cell, by_name[cell.method, cell.k_shot]) for cell in cells if (cell.method, cell.k_shot) in by_name
     ]
-    found = [(cell, other, paired(cell.scores, other.scores)) for cell, other in pairs]
+    compared = [(cell, other, paired(cell.scores, other.scores)) for cell, other in pairs]
     return [
         {
             "method": cell.method,
@@ -132,7 +132,7 @@ def differences(cells: Sequence[EvalCell], others: Sequence[EvalCell]) -> list[d
             "verdict": verdict(gain["accuracy_gain"], gain["ci95"]),
             "other": other.as_dict(),
         }
-        for cell, other, gain in found
+        for cell, other, gain in compared
     ]
 
 

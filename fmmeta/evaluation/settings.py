@@ -63,12 +63,12 @@ def settings_of_training(*names: str) -> Any:
     for name in names:
         item = Config.__dataclass_fields__[name]
         text, default, choices = item.metadata["help"], item.default, item.metadata.get("choices")
-        rule = vars(text.rule)
-        if rule["remembered"]:
+        rule = text.rule
+        if rule.remembered:
             text, default = text.split(" (default:")[0] + " (default: as the model was meta-trained)", None
         if item.default is MISSING:
             default = []
-        items.append((name, hints_of(Config)[name], setting(default, text, choices, **rule)))
+        items.append((name, hints_of(Config)[name], setting(default, text, choices, **vars(rule))))
     return make_dataclass("SettingsOfTraining", items)
 
 

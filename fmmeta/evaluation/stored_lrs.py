@@ -56,10 +56,14 @@ def stored_rates(config: Config, rates: Rates, worker: Worker) -> Rates:
 
 def column_of(stored: dict[str, Any], layer: str, steps: int) -> list[float] | None:
     """The rates of a layer over `steps` inner steps; steps beyond the stored ones take the last rate."""
-    found = stored.get(layer.removeprefix("hf."))
-    if not isinstance(found, list) or not found or not all(isinstance(rate, (int, float)) for rate in found):
+    column = stored.get(layer.removeprefix("hf."))
+    if (
+        not isinstance(column, list)
+        or not column
+        or not all(isinstance(rate, (int, float)) for rate in column)
+    ):
         return None
-    return [float(found[min(step, len(found) - 1)]) for step in range(steps)]
+    return [float(column[min(step, len(column) - 1)]) for step in range(steps)]
 
 
 def element_rates(config: Config, rates: Rates, worker: Worker, scale: float) -> Rates:

@@ -106,16 +106,16 @@ class TuneRun:
     ) -> None:
         self.settings, self.progress, self.signals = settings, progress, signals
         self.tried: list[Choice] = []
-        steps = settings.max_steps
-        config, plan, chosen = plan_evaluation(settings, world, progress.notice, inner_steps=steps)
+        config, plan, chosen = plan_evaluation(
+            settings, world, progress.notice, inner_steps=settings.max_steps
+        )
         with world.comm.raise_on_all("choosing heads"):
             self.heads = heads_of(settings, config, plan.description)
         self.config = replace(config, head_init="learned") if "learned" in self.heads else config
         self.ranks = build.form_groups(self.config, plan, world, progress.notice)
         self.parts = build.build(self.config, plan, self.ranks)
         (episodes,) = chosen.values()
-        load = self.parts.load(episodes.source)
-        reader = EpisodeReader.of(load, self.ranks, self.config, progress.notice)
+        reader = EpisodeReader.of(self.parts.load(episodes.source), self.ranks, self.config, progress.notice)
         self.episodes = [episode for _, episode in reader.read_share(episodes.tasks)]
         self.inner = with_stored_rates(settings, self.config, self.parts.setup.inner, self.parts.worker)
         grid = len(self.heads) * len(settings.inner_lrs)
