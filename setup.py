@@ -16,7 +16,11 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    package_data={"fmmeta.report": ["report.html.j2", "report.css"], "fmmeta.planning": ["memory.svg.j2"]},
+    package_data={
+        "fmmeta.adaptation": ["card.md.j2"],
+        "fmmeta.planning": ["memory.svg.j2"],
+        "fmmeta.report": ["report.html.j2", "report.css"],
+    },
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["fmmeta", "fmmeta.*"]),
     install_requires=[

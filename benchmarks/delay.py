@@ -31,7 +31,7 @@ from benchmarks.common import plot, table, write_json
 from fmmeta import MetaTrainer
 from fmmeta.cli import parse
 from fmmeta.common.text import strict
-from fmmeta.metrics.scores import mean_ci95, shown
+from fmmeta.metrics.scores import format_interval, mean_ci95
 
 WAYS: dict[str, list[str]] = {
     "plain": [],
@@ -130,7 +130,7 @@ def main() -> None:
     rows = []
     for way, one in summary(found).items():
         beside = [
-            shown((one[name], one[f"{name}_ci95"]), "+.4f") if name in one else ""
+            format_interval((one[name], one[f"{name}_ci95"]), "+.4f") if name in one else ""
             for name in ("beside", "held_beside")
         ]
         held = [f"{100 * one['accuracy']:.1f}", f"{one['loss']:.4f}", beside[1]] if args.episodes else []

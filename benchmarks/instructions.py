@@ -27,7 +27,7 @@ from fmmeta import Config, MetaTrainer, evaluate
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.settings import TuneConfig
 from fmmeta.evaluation.tune import tune
-from fmmeta.metrics.scores import mean_ci95, shown
+from fmmeta.metrics.scores import format_interval, mean_ci95
 
 RESULTS = Path(__file__).parent / "results" / "instructions.json"
 SHOTS = 5  # examples; as many queries
@@ -169,7 +169,11 @@ def show(cells: dict[str, Any]) -> str:
             for other in ("untrained", "joint")
         ]
         settings = [f"{rate:g}", f"{one['inner_lr']:g} x {one['inner_steps']}"]
-        numbers = [f"{one['valid_loss']:.3f}", shown(mean_ci95(list(by_task(one).values())), ".3f"), *gains]
+        numbers = [
+            f"{one['valid_loss']:.3f}",
+            format_interval(mean_ci95(list(by_task(one).values())), ".3f"),
+            *gains,
+        ]
         lines.append(
             [row, *settings, *numbers, f"{100 * one['exact_match']:.1f}", f"{one['cpu_minutes']:.1f}"]
         )
@@ -192,7 +196,7 @@ def by_task(cell: dict[str, Any]) -> dict[str, float]:
 def gain(other: dict[str, Any], one: dict[str, Any]) -> str:
     """How much lower the losses of `one` are, paired by task."""
     before, after = by_task(other), by_task(one)
-    return shown(mean_ci95([before[task] - after[task] for task in sorted(after)]), "+.3f")
+    return format_interval(mean_ci95([before[task] - after[task] for task in sorted(after)]), "+.3f")
 
 
 if __name__ == "__main__":

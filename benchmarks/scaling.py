@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling --json benchmarks/results/scaling.json --plot docs/scaling.svg
 
-Simulated (fmmeta/planning/simulate.py), not run: tasks are dealt by the dealer of a run. A task takes 20 s on
+Simulated (fmmeta/planning/simulate.py), not run: tasks are assigned as in a run. A task takes 20 s on
 a group of 8 GPUs, each of which fails once in 2 years; a restart takes 10 minutes, checkpoints are 30 minutes
 apart. The last line is the efficiency of 1,024 groups: tasks of differing sizes alone, and with slow groups
 and failures, static and elastic.

@@ -19,36 +19,39 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fmmeta.adaptation.adapted_model import AdaptedModel
+import torch
+
+from fmmeta.adaptation.adapted_model import AdaptedModel, LoadedModel, load_single_process
 from fmmeta.adaptation.model_card import write_card
-from fmmeta.adaptation.single_process import LoadedModel, load_single_process
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import make_folders, remove_empty
 from fmmeta.common.text import shortened
 from fmmeta.config.settings import Config
-from fmmeta.evaluation.settings import AdaptConfig
-from fmmeta.evaluation.stored_lrs import stored_rates
+from fmmeta.evaluation.methods import scores_by_step
+from fmmeta.evaluation.settings import AdaptConfig, refuse_first
+from fmmeta.evaluation.stored_lrs import with_stored_rates
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.models.stored_settings import trained_with
-from fmmeta.tasks.batching import Example
+from fmmeta.models.stored_settings import remembered, trained_with
+from fmmeta.tasks.batching import Episode, Example
 from fmmeta.tasks.data.columns import Table, tabulate
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.rows import Row, read_file
 from fmmeta.tasks.data.used_splits import few
 
 Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
-"""Text and class, or input and output; or as rows of a file have them."""
-FOLDS = 2  # most examples of a class that are left out in turn; each costs an inner loop
+"""Pairs of text and class, or of input and output; or rows as a file has them."""
+FOLDS = 2  # at most; each costs an inner loop
 
 
 def run(settings: AdaptConfig) -> None:
-    """`fmmeta adapt`: adapt and tell."""
-    for name in ("support", "output_dir"):
-        if not getattr(settings, name):
-            raise UsageError(f"{name} is missing; give --{name}")
+    """`fmmeta adapt`."""
+    refuse_first(
+        (not getattr(settings, name), f"{name} is missing; give --{name}")
+        for name in ("support", "output_dir")
+    )
     progress = Progress(speaks=True)
     adapted = adapt(settings, progress)
     if adapted.accuracy is not None:
@@ -65,103 +68,94 @@ def adapt(
     support_set: Examples | None = None,
     query_set: Examples | None = None,
 ) -> AdaptedModel:
-    """Learn the task of `settings.support`, or of `support_set` where it is given; so for the query set.
+    """Adapt to the task of `support_set`, or of the file `settings.support`; so for the query set.
 
-    The folder is written if `output_dir` says where. Raises `UsageError`.
+    A folder is written if `settings.output_dir` is set. Raises `UsageError`.
     """
     config = settings.run_config(n_way=2)
     support = read_task("support", support_set or settings.support, config, progress.notice)
+    query = read_task("query", query_set or settings.query, config, progress.notice)
     labels = tuple(sorted(set(support.target))) if config.task_type == "classification" else ()
+    unknown = sorted(set(query.target) - set(labels)) if labels else []
     if len(labels) == 1:
         raise UsageError(
             f"support={settings.support} has one class only, {labels[0]!r}; give examples of two or more"
         )
-    for one in trained_with([settings.model_name_or_path]) if labels else ():
-        if shared := sorted(one.trained_names("class") & set(labels)):
-            what = f"{settings.support or 'support'}: {len(shared)} of {len(labels)} classes ({few(shared)})"
-            progress.notice(
-                f"{what} have names of classes that the model was trained on with dataset={one.dataset}; its "
-                "accuracy on them says nothing of new classes"
-            )
-    asked = query_set or settings.query
-    query = read_task("query", asked, config, progress.notice, unique=False) if asked else None
-    unknown = sorted(set(query.target) - set(labels)) if query is not None and labels else []
     if unknown:
         raise UsageError(
             f"query={settings.query} has the class {unknown[0]!r}, of which the support set has none; add"
             " some"
         )
+    for one in trained_with([settings.model_name_or_path]):
+        if shared := sorted(one.trained_names("class") & set(labels)):
+            progress.notice(
+                f"{settings.support or 'support'}: {len(shared)} of {len(labels)} classes ({few(shared)})"
+                f" have names of classes that the model was trained on with dataset={one.dataset}; its"
+                " accuracy on them is not that on new classes"
+            )
     with new_folder(settings.output_dir) as folder:
         adapted = learn(settings, support, labels, progress)
-        if query is not None:
-            answers = adapted.predict(query.input, settings.max_new_tokens)
-            adapted.predictions = [
-                replace(one, truth=truth) for one, truth in zip(answers, query.target, strict=True)
-            ]
+        answers = adapted.predict(query.input, settings.max_new_tokens)
+        for answer, truth in zip(answers, query.target, strict=True):
+            adapted.predictions.append(replace(answer, truth=truth))
         if folder is not None:
-            write(adapted, folder, settings, support, config.inner_steps)
-            adapted.output_dir = str(folder)
+            write_folder(adapted, folder, settings, support, config.inner_steps)
     return adapted
 
 
 def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progress: Progress) -> AdaptedModel:
-    """Choose the steps and take them."""
+    """Choose the number of inner steps and take them. Raises `UsageError` for a loss that is not finite."""
     config = settings.run_config(n_way=len(labels) or 2)
-    if lost := settings.lost_head(config):
-        progress.notice(lost)
+    if message := settings.unusable_head(config):
+        progress.notice(message)
     chooses = settings.early_stopping and config.inner_lr_schedule == "constant" and config.inner_steps > 0
     folds = leave_out(support, labels) if chooses else []
     config = replace(config, inner_steps=config.inner_steps * (2 if folds else 1))
-    single = load_single_process(config, progress, labels, settings.bf16)
-    rows, inner, left_out, steps = (
-        encode_task(single, support, labels),
-        inner_loop(settings, single),
-        None,
-        config.inner_steps,
-    )
+    model = load_single_process(config, progress, labels, settings.bf16)
+    examples, inner, left_out = encode_task(model, support, labels), inner_loop(settings, model), None
     if folds:
-        steps, left_out = choose_steps(single, inner, rows, folds, progress)
+        steps, left_out = choose_steps(model, inner, examples, folds, progress)
         progress.notice(
             f"{steps} inner steps: {100 * left_out:.1f} % right of examples that were left out, of up to "
             f"{config.inner_steps} steps"
         )
-    dealt = single.batcher.split(rows)
-    passes = replace(inner, steps=steps).adapt(single.worker, single.worker.read(), dealt).passes
-    after = single.worker.forward(dealt)  # the last step's loss as well
-    if not all(one.finite for one in (*passes, after)):
+        inner = replace(inner, steps=steps)
+    batches = model.batcher.split(examples)
+    passes = inner.adapt(model.worker, model.worker.read(), batches).passes
+    passes.append(model.worker.forward(batches))
+    if not all(one.finite for one in passes):
         raise UsageError(
-            f"inner_lr={config.inner_lr}: the loss on the support set is not finite after {steps} inner"
+            f"inner_lr={config.inner_lr}: the loss on the support set is not finite after {inner.steps} inner"
             " steps; lower --inner_lr"
         )
-    if passes and after.loss > passes[0].loss:
+    if passes[-1].loss > passes[0].loss:
         progress.notice(
             f"inner_lr={config.inner_lr}: the loss on the support set rose from {passes[0].loss:.3g} to "
-            f"{after.loss:.3g}; lower --inner_lr"
+            f"{passes[-1].loss:.3g}; lower --inner_lr"
         )
-    return AdaptedModel(labels, steps, left_out, single)
+    return AdaptedModel(labels, inner.steps, left_out, model)
 
 
-def write(
+def write_folder(
     adapted: AdaptedModel, folder: Path, settings: AdaptConfig, support: Table, inner_steps: int
 ) -> None:
-    """The adapted model as a folder: weights, head, card, answers.
+    """Write the adapted model: weights, head, card, answers.
 
-    It stores `inner_steps`, not those of this task.
+    fmmeta.json stores `inner_steps`, not the number of steps that was chosen for this task.
     """
-    single = adapted.single
-    config = replace(single.config, head_init="learned", inner_steps=inner_steps)
-    learned = settings.remembered().get("inner_rates") is not None and not settings.own_rates()
-    rates = inner_loop(settings, single).rates if learned else None
+    model = adapted.loaded
+    stored = remembered(settings.model_name_or_path)
+    learned_rates = stored.get("inner_rates") is not None and not settings.sets_inner_lr
     export(
         folder,
-        single.worker.read(),
-        single.worker,
-        single.frozen,
-        config,
-        single.description,
-        single.tokenizer,
-        single.ranks,
-        rates,
+        model.worker.read(),
+        model.worker,
+        model.frozen,
+        replace(model.config, head_init="learned", inner_steps=inner_steps),
+        model.description,
+        model.tokenizer,
+        model.ranks,
+        inner_loop(settings, model).rates if learned_rates else None,
         folder / "merged",
         trained_with([settings.model_name_or_path]),
     )
@@ -169,11 +163,12 @@ def write(
     if adapted.predictions:
         lines = "".join(f"{one.line()}\n" for one in adapted.predictions)
         (folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
+    adapted.output_dir = str(folder)
 
 
 @contextmanager
 def new_folder(output_dir: str) -> Iterator[Path | None]:
-    """An empty folder for the block to fill, None without a name; as it was before if the block raises.
+    """An empty folder for the block to fill, removed again if the block raises; None without a name.
 
     Raises `UsageError`.
     """
@@ -182,7 +177,7 @@ def new_folder(output_dir: str) -> Iterator[Path | None]:
         return
     folder = Path(output_dir)
     try:
-        made = make_folders(folder)
+        created = make_folders(folder)
         if any(folder.iterdir()):
             raise UsageError(
                 f"output_dir={folder} is not empty; choose another, so that nothing is overwritten"
@@ -194,99 +189,95 @@ def new_folder(output_dir: str) -> Iterator[Path | None]:
     except BaseException:
         for inside in folder.iterdir():
             shutil.rmtree(inside) if inside.is_dir() else inside.unlink()
-        remove_empty(made)
+        remove_empty(created)
         raise
 
 
 def read_task(
-    setting: str, given: str | Examples, config: Config, notice: Callable[[str], None], unique: bool = True
+    setting: str, source: str | Examples | None, config: Config, notice: Callable[[str], None]
 ) -> Table:
-    """The rows of a file, or examples, as one task; unique: duplicates count once.
+    """The rows of a file, or examples, as one task; no rows without a source.
 
-    Raises `UsageError`.
+    Duplicates in the support set are dropped. Raises `UsageError`.
     """
-    name = given if isinstance(given, str) else setting
-    rows = rows_of(setting, given, config)
+    if not source:
+        return Table([], [], [], [], [])
+    name = source if isinstance(source, str) else setting
+    rows = read_file(Path(source)) if isinstance(source, str) else rows_of(setting, source, config)
+    unique = setting == "support"
     return tabulate(name, rows, config, lambda text: notice(f"{name}: {text}"), one_task=True, unique=unique)
 
 
-def rows_of(setting: str, given: str | Examples, config: Config) -> list[Row]:
-    """The rows of a file, or examples as if they came from one. Raises `UsageError`."""
-    if isinstance(given, str):
-        return read_file(Path(given))
-    causal = config.task_type == "causal_lm"
-    left = (config.input_column or "input") if causal else (config.text_column or "text")
-    right = (config.output_column or "output") if causal else (config.label_column or "label")
+def rows_of(setting: str, examples: Examples, config: Config) -> list[Row]:
+    """Examples as if they came from a file. Raises `UsageError`."""
+    columns = (config.text_column or "text", config.label_column or "label")
+    if config.task_type == "causal_lm":
+        columns = (config.input_column or "input", config.output_column or "output")
     rows = []
-    for place, one in enumerate(given):
-        origin = f"{setting}[{place}]"
-        if isinstance(one, Mapping):
-            rows.append(Row({str(name): value for name, value in one.items()}, origin))
-        elif isinstance(one, (list, tuple)) and len(one) == 2:
-            rows.append(Row({left: one[0], right: one[1]}, origin))
-        else:
+    for index, one in enumerate(examples):
+        if isinstance(one, (list, tuple)) and len(one) == 2:
+            one = dict(zip(columns, one, strict=True))
+        if not isinstance(one, Mapping):
+            left, right = columns
             raise UsageError(
-                f"{origin}={shortened(one)} is no pair; give ({left}, {right}) or {{'{left}': ..., '{right}':"
-                " ...}"
+                f"{setting}[{index}]={shortened(one)} is no pair; give ({left}, {right}) or {{'{left}': ...,"
+                f" '{right}': ...}}"
             )
+        rows.append(Row({str(name): value for name, value in one.items()}, f"{setting}[{index}]"))
     return rows
 
 
-def encode_task(single: LoadedModel, table: Table, labels: Sequence[str]) -> list[Example]:
-    examples = encode(
-        copy.deepcopy(single.tokenizer), single.config, table.input, table.target
-    )  # encoding sets its truncation
+def encode_task(model: LoadedModel, table: Table, labels: Sequence[str]) -> list[Example]:
+    """The rows as tokens; classes by their index in `labels`."""
+    tokenizer = copy.deepcopy(model.tokenizer)  # encoding sets its truncation
+    examples = encode(tokenizer, model.config, table.input, table.target)
     if not labels:
         return examples
-    numbers = {label: number for number, label in enumerate(labels)}
-    return [Example(row.input_ids, numbers[label]) for row, label in zip(examples, table.target, strict=True)]
+    return [
+        Example(row.input_ids, labels.index(label)) for row, label in zip(examples, table.target, strict=True)
+    ]
 
 
 def leave_out(table: Table, labels: Sequence[str]) -> list[list[int]]:
-    """Rows of each fold: the j-th example of every class, for as many as every class has, up to FOLDS; none
-    if one has one.
-    """
-    places: dict[str, list[int]] = defaultdict(list)
-    for place, label in enumerate(table.target):
-        places[label if labels else ""].append(place)
-    least = min(map(len, places.values()))
-    if least < 2:
-        return []
-    return [[rows[fold] for rows in places.values()] for fold in range(min(FOLDS, least))]
+    """Indices of the rows of each fold: the j-th example of every class; none if a class has one example."""
+    by_class: dict[str, list[int]] = defaultdict(list)
+    for index, label in enumerate(table.target):
+        by_class[label if labels else ""].append(index)
+    fewest = min(map(len, by_class.values()))
+    folds = min(FOLDS, fewest) if fewest > 1 else 0
+    return [[rows[fold] for rows in by_class.values()] for fold in range(folds)]
 
 
-def inner_loop(settings: AdaptConfig, single: LoadedModel) -> InnerLoop:
-    made = rules.setup(
-        single.config, single.worker, single.head_names, single.config.most_classes, settings.bf16
-    )
-    if settings.own_rates():
-        return made.inner
-    return replace(made.inner, rates=stored_rates(single.config, made.inner.rates, single.worker))
+def inner_loop(settings: AdaptConfig, model: LoadedModel) -> InnerLoop:
+    """The inner loop of the model's settings, with its learned rates."""
+    config = model.config
+    setup = rules.setup(config, model.worker, model.head_names, config.most_classes, settings.bf16)
+    return with_stored_rates(settings, config, setup.inner, model.worker)
 
 
 def choose_steps(
-    single: LoadedModel,
+    model: LoadedModel,
     inner: InnerLoop,
-    rows: Sequence[Example],
+    examples: Sequence[Example],
     folds: Sequence[Sequence[int]],
     progress: Progress,
 ) -> tuple[int, float]:
-    """The number of steps (1 or more) with the lowest loss on examples left out, and the accuracy there."""
-    worker, theta = single.worker, single.worker.read()
-    losses, right = [0.0] * (inner.steps + 1), [0.0] * (inner.steps + 1)
+    """The number of steps (1 or more) with the lowest loss on examples left out, and the accuracy there.
+
+    Raises `UsageError` if no loss is finite.
+    """
+    theta, scores = model.worker.read(), []
     for done, fold in enumerate(folds):
         progress.line("examples left out", done, len(folds))
-        episode = single.deal(
-            [row for place, row in enumerate(rows) if place not in fold], [rows[place] for place in fold]
-        )
-        for step, one in enumerate(inner.path(worker, theta, episode.support, episode.query)):
-            losses[step] += one.loss / len(folds) if one.finite else float("inf")
-            right[step] += one.accuracy / len(folds)
-        worker.write(theta)
-    best = min(range(1, inner.steps + 1), key=lambda step: losses[step])
-    if not math.isfinite(losses[best]):
+        support = [example for index, example in enumerate(examples) if index not in fold]
+        query = [examples[index] for index in fold]
+        episode = Episode(model.batcher.split(support), model.batcher.split(query))
+        scores.append(scores_by_step(inner, model.worker, theta, episode))
+    loss, accuracy = torch.stack(scores).mean(0).tolist()
+    best = min(range(1, inner.steps + 1), key=lambda step: loss[step])
+    if not math.isfinite(loss[best]):
         raise UsageError(
-            f"inner_lr={single.config.inner_lr}: the loss on examples left out is not finite after any of "
+            f"inner_lr={model.config.inner_lr}: the loss on examples left out is not finite after any of "
             f"{inner.steps} inner steps; lower --inner_lr"
         )
-    return best, right[best]
+    return best, accuracy[best]

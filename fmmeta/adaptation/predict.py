@@ -6,84 +6,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import io
+import json
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
 
-from fmmeta.adaptation.inputs import batched, sink, texts_of
-from fmmeta.adaptation.single_process import LoadedModel, class_logits, load_single_process
+from fmmeta.adaptation.adapted_model import LoadedModel, load_single_process
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
-from fmmeta.common.security import printable
-from fmmeta.common.text import shortened, to_json
-from fmmeta.config.settings import Config
-from fmmeta.evaluation.generation import generate
-from fmmeta.evaluation.settings import PredictConfig
+from fmmeta.config.settings import REMEMBERED, Config
+from fmmeta.evaluation.output import open_output
+from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig, refuse_first
 from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import Description, describe
 from fmmeta.models.stored_settings import remembered
-from fmmeta.tasks.batching import IGNORE
-from fmmeta.tasks.data.encode import encode
+from fmmeta.tasks.data.columns import broken_text
+from fmmeta.tasks.data.rows import MOST_GIB, ending, read_file, unpacked
 
-
-@dataclass(frozen=True)
-class Answer:
-    """An input and the model's answer: a class with its probability, or a text.
-
-    `truth`: the right one, where it is known.
-    """
-
-    input: str
-    output: str
-    score: float | None = None
-    truth: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        known = {} if self.truth is None else {"truth": self.truth}
-        if self.score is None:
-            return {"input": self.input, "output": self.output, **known}
-        return {"text": self.input, "label": self.output, "score": round(self.score, 6), **known}
-
-    def line(self) -> str:
-        """A line of JSON, without a character that steers a terminal."""
-        return printable(to_json(self.as_dict(), ensure_ascii=False))
+KEYS = ("text", "sentence", "utterance", "input", "prompt", "question")
 
 
 def run(settings: PredictConfig) -> None:
-    """`fmmeta predict`. Standard input is answered as it comes, a file in batches."""
-    single = load(settings)
+    """`fmmeta predict`. Standard input is answered line by line, a file in batches."""
+    model, texts = load(settings), texts_of(settings)
     size = 1 if settings.input == "-" else settings.micro_batch_size
-    with sink(settings.output) as file:
-        for texts in batched(texts_of(settings), size):
-            for one in answer(single, texts, settings.max_new_tokens):
+    with open_output(settings.output) as file:
+        while batch := list(islice(texts, size)):
+            for one in model.answer(batch, settings.max_new_tokens):
                 print(one.line(), file=file, flush=True)
 
 
 def load(settings: PredictConfig) -> LoadedModel:
-    """The model of the folder, its own number of classes in its head. Raises `UsageError`."""
-    memory = remembered(settings.model_name_or_path)
-    names = ("task_type", "max_length", "prompt_template", "feature_norm")
-    values = {
-        name: memory.get(name) if getattr(settings, name) is None else getattr(settings, name)
-        for name in names
+    """Load a model with the classes that it has learned. Raises `UsageError`."""
+    stored = remembered(settings.model_name_or_path)
+    values = {name: getattr(settings, name) for name in SHARED_BY_PREDICT}
+    values |= {
+        name: stored.get(name) for name in SHARED_BY_PREDICT if values[name] is None and name in REMEMBERED
     }
-    base: dict[str, Any] = {
-        "model_name_or_path": settings.model_name_or_path,
-        "algorithm": "none",
-        "trust_remote_code": settings.trust_remote_code,
-        "attn_implementation": settings.attn_implementation,
-        "pooling": settings.pooling,
-        "micro_batch_size": settings.micro_batch_size,
-        **{name: value for name, value in values.items() if value is not None},
-    }
-    config = Config(**base)
+    given = {name: value for name, value in values.items() if value is not None}
+    config = Config(**given, algorithm="none")
     description = describe(config)
     labels: tuple[str, ...] = ()
     if config.task_type == "classification":
-        refuse_fresh_head(config, description, memory)
+        refuse_untrained_head(config, description, stored)
         names = description.hf_config.id2label
-        labels = tuple(memory.get("labels") or (names[number] for number in sorted(names)))
+        labels = tuple(stored.get("labels") or (names[number] for number in sorted(names)))
         if len(labels) < 2:
             raise UsageError(
                 f"model_name_or_path={settings.model_name_or_path} names fewer than two classes; adapt it"
@@ -93,72 +66,100 @@ def load(settings: PredictConfig) -> LoadedModel:
     return load_single_process(fitted(config, description.hf_config), Progress(speaks=False), labels)
 
 
-def refuse_fresh_head(config: Config, description: Description, memory: dict[str, Any]) -> None:
-    """Raise `UsageError` for a classifier whose head has learned nothing, or of other features: it would
-    answer at random.
+def refuse_untrained_head(config: Config, description: Description, stored: dict[str, Any]) -> None:
+    """Raise `UsageError` for a classifier that would answer at random: no trained head, or other features.
+
+    stored: content of the model's fmmeta.json.
     """
-    name, pooled = config.model_name_or_path, description.pooling != "model"
-    if (
-        "algorithm" in memory
-    ):  # a folder that fmmeta wrote: what a task begins from, or with labels a task's model
-        learned = bool(memory.get("labels"))
-        own = memory.get("pooling", description.pooling)
-        if learned and description.pooling != own:
-            raise UsageError(
-                f"pooling={description.pooling} does not fit the head of model_name_or_path={name}, which was"
-                f" trained with {own}; use --pooling {own}"
-            )
-        if learned and pooled and cached_file(name, HEAD_FILE) is None:
-            raise UsageError(
-                f"model_name_or_path={name} holds no {HEAD_FILE}, where its classes are; fetch it again"
-            )
-    elif config.builtin_model:
-        learned = False
-    elif pooled:
-        learned = cached_file(name, HEAD_FILE) is not None
-    else:  # adapters of other origin bring their head along
-        heads = [
-            kind
-            for kind in description.hf_config.architectures or ()
-            if kind.endswith("ForSequenceClassification")
-        ]
-        learned = bool(heads) or base_model_name(name) != name
-    if not learned:
+    name, pooling = config.model_name_or_path, description.pooling
+    expected = stored.get("pooling", pooling)
+    if config.builtin_model:
+        trained = False
+    elif pooling != "model":
+        trained = cached_file(name, HEAD_FILE) is not None
+    else:  # adapters of another origin contain their head
+        kinds = description.hf_config.architectures or ()
+        trained = base_model_name(name) != name or any(
+            kind.endswith("ForSequenceClassification") for kind in kinds
+        )
+    adapted = bool(stored.get("labels"))
+    if adapted and pooling != expected:
+        raise UsageError(
+            f"pooling={pooling} does not fit the head of model_name_or_path={name}, which was trained with"
+            f" {expected}; use --pooling {expected}"
+        )
+    if adapted and not trained:
+        raise UsageError(
+            f"model_name_or_path={name} holds no {HEAD_FILE}, where its classes are; fetch it again"
+        )
+    if not trained or ("algorithm" in stored and not adapted):  # of a meta-trained run, or of no task
         raise UsageError(
             f"model_name_or_path={name} has no trained head, and would answer at random; run fmmeta adapt"
             " first, and give the folder that it writes"
         )
 
 
-def answer(single: LoadedModel, texts: Sequence[str], max_new_tokens: int) -> list[Answer]:
-    """The model's answers, in the order of the texts.
+def texts_of(settings: PredictConfig) -> Iterator[str]:
+    """The texts of `--input`: rows of a .csv or .parquet file, lines of any other and of standard input.
 
-    Raises `UsageError` for a text without tokens, and where there is none.
+    Raises `UsageError`.
     """
-    examples = encode(single.tokenizer, single.config, texts, [""] * len(texts))
-    causal = single.config.task_type == "causal_lm"
-    asked = [list(row.input_ids)[: row.labels.count(IGNORE)] if causal else row.input_ids for row in examples]  # type: ignore
-    for text, ids in zip(texts, asked, strict=True):
-        if not ids:  # blanks, to some tokenizers
-            raise UsageError(
-                f"text={shortened(text)} has no tokens for"
-                f" model_name_or_path={single.config.model_name_or_path}; fix or remove it"
-            )
-    if causal:
-        outputs = generate(
-            single.worker, single.tokenizer, asked, max_new_tokens, single.config.micro_batch_size
-        )
-        return [Answer(text, output) for text, output in zip(texts, outputs, strict=True)]
-    names = single.description.hf_config.id2label
-    shares = class_logits(single, examples).softmax(1)
-    for text, share in zip(texts, shares, strict=True):
-        if not bool(share.isfinite().all()):
-            raise UsageError(
-                f"model_name_or_path={single.config.model_name_or_path} gives no finite scores for "
-                f"{shortened(text)}; adapt it with a lower --inner_lr"
-            )
-    best = shares.argmax(1).tolist()
-    return [
-        Answer(text, names[label], float(share[label]))
-        for text, label, share in zip(texts, best, shares, strict=True)
+    path = Path(settings.input)
+    if settings.input == "-":
+        yield from read_texts(sys.stdin, settings)
+    elif ending(path) in (".csv", ".parquet"):
+        for row in read_file(path):
+            yield text_in(row.values, row.origin, settings)
+    else:
+        with open_lines(path) as file:
+            yield from read_texts(file, settings)
+
+
+def open_lines(path: Path) -> TextIO:
+    """A text file for reading, unpacked if its name ends with .gz. Raises `UsageError`."""
+    try:
+        binary = unpacked(path, MOST_GIB) if path.suffix == ".gz" else path.open("rb")
+    except OSError as error:
+        raise UsageError(f"input={path} cannot be opened: {error.strerror}; give another file") from None
+    return io.TextIOWrapper(binary, encoding="utf-8")
+
+
+def read_texts(lines: Iterable[str], settings: PredictConfig) -> Iterator[str]:
+    """The texts of plain lines, or of JSON objects. Raises `UsageError` naming the line."""
+    number = 0
+    try:
+        for number, line in enumerate(lines, 1):
+            origin = f"input line {number}" if settings.input == "-" else f"{settings.input}:{number}"
+            text = line.rstrip("\n").removeprefix("\ufeff" if number == 1 else "")  # byte order mark
+            if text.lstrip().startswith("{"):
+                try:
+                    values = json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    raise UsageError(f"{origin} is no JSON object ({error}); fix it") from None
+                yield text_in(values, origin, settings)
+            elif wrong := broken_text(text):
+                raise UsageError(f"{origin} has {wrong}; fix it")
+            elif text.strip():
+                yield text
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"input is not UTF-8 at line {number + 1} or soon after it ({error.reason}); convert it"
+        ) from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(
+            f"input={settings.input} cannot be read: {error}; fix it, or give another file"
+        ) from None
+
+
+def text_in(values: dict[str, Any], origin: str, settings: PredictConfig) -> str:
+    """The text of a row. Raises `UsageError`."""
+    keys = [settings.text_column] if settings.text_column else KEYS
+    key = next((key for key in keys if isinstance(values.get(key), str)), "")
+    problems = [
+        (not key, f"{origin} has no text under {', '.join(keys)}; name the key with --text_column"),
+        (not values.get(key), f"{origin} has no text in {key}, which is empty; fix it"),
     ]
+    refuse_first(problems)
+    if wrong := broken_text(values[key]):
+        raise UsageError(f"{origin} has {wrong} in {key}; fix it")
+    return values[key]

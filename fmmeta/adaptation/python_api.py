@@ -1,8 +1,8 @@
-"""Few-shot evaluation and adaptation from Python: the commands of the same names, in one process.
+"""Few-shot evaluation and adaptation from Python: the commands of the same names.
 
-results = fmmeta.evaluate("runs/my-run/model", ["data/intents.jsonl"], method=["finetune", "prototype"],
-k_shot=[1, 5]) adapted = fmmeta.adapt("runs/my-run/model", [("where is my card", "card_arrival"), ...],
-output_dir="my-model") adapted.predict(["has my card been sent?"])[0].output
+results = fmmeta.evaluate("runs/my-run/model", "data/intents.jsonl", method=["finetune", "prototype"])
+adapted = fmmeta.adapt("runs/my-run/model", [("where is my card", "card_arrival"), ...])
+adapted.predict(["has my card been sent?"])[0].output
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fmmeta.common.text import shortened
 from fmmeta.config.renamed import refuse
 from fmmeta.config.values import of_type
 from fmmeta.evaluation import command as evaluate_command
+from fmmeta.evaluation.results import EvaluationResults
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig
 
 Name = str | os.PathLike[str]
@@ -30,15 +31,24 @@ T = TypeVar("T")
 
 def evaluate(
     model_name_or_path: Name, dataset: Sequence[Name] | Name, *, quiet: bool = True, **settings: Any
-) -> dict[str, Any]:
-    """Few-shot scores of a model, as results.json has them.
+) -> EvaluationResults:
+    """Few-shot scores of a model on episodes of held-out tasks.
 
-    `settings`: the flags of `fmmeta evaluate`. Raises `UsageError`.
+    model_name_or_path: HF folder, hub id, or "tiny". dataset: one or more files, folders, hub ids, "letters"
+    or "marks". quiet: False prints progress and tables. settings: the flags of `fmmeta evaluate`.
+
+    Returns the content of results.json: `accuracy` (0 to 1) and `loss` (nats) of the first method and k_shot,
+    each with half its 95 % interval over episodes (`ci95`, `loss_ci95`; NaN for one episode), `ece` (0 to 1),
+    `per_stratum`, and in `cells` the same for each method and k_shot with the scores of single episodes.
+    Raises `UsageError`. Collective: world.
+
+    >>> import fmmeta
+    >>> results = fmmeta.evaluate("tiny", "letters", method=["finetune", "prototype"], k_shot=1, episodes=3)
+    >>> [(cell["method"], cell["k_shot"], len(cell["scores"])) for cell in results["cells"]]
+    [('finetune', 1, 3), ('prototype', 1, 3)]
     """
-    given = settings_of(
-        EvaluateConfig, {"model_name_or_path": model_name_or_path, "dataset": dataset, **settings}
-    )
-    return evaluate_command.evaluate(given, Progress(speaks=not quiet))
+    values = {"model_name_or_path": model_name_or_path, "dataset": dataset, **settings}
+    return evaluate_command.evaluate(settings_of(EvaluateConfig, values), Progress(speaks=not quiet))
 
 
 def adapt(
@@ -50,11 +60,18 @@ def adapt(
     quiet: bool = True,
     **settings: Any,
 ) -> AdaptedModel:
-    """Learn one task from a file, or from pairs of text and class (input and output for causal_lm); so for
-    the query set.
+    """Adapt a model to one task from a few labelled examples, in one process.
 
-    settings: the flags of `fmmeta adapt`. Writes an HF folder if `output_dir` says where. Raises
-    `UsageError`.
+    model_name_or_path: HF folder, hub id, or "tiny". support: a file, or pairs of text and class (input and
+    output for task_type="causal_lm"), or rows as dictionaries. query: examples to answer and score, likewise.
+    output_dir: folder for the adapted model, which must be empty; None writes nothing. quiet: False prints
+    progress. settings: the flags of `fmmeta adapt`. Raises `UsageError`.
+
+    >>> import fmmeta
+    >>> pairs = [("red", "colour"), ("blue", "colour"), ("one", "number"), ("two", "number")]
+    >>> adapted = fmmeta.adapt("tiny", pairs, query=[("three", "number")], inner_steps=5)
+    >>> adapted.labels, len(adapted.predictions), 1 <= adapted.inner_steps <= 10
+    (('colour', 'number'), 1, True)
     """
     files, examples = dict[str, Any](), dict[str, Examples | None]()
     for name, value in (("support", support), ("query", query)):
@@ -64,38 +81,32 @@ def adapt(
             examples[name] = listed(name, value)
     if examples["support"] is None and not files["support"]:
         raise UsageError(f"support={shortened(support)} names no file; give one, or pairs of text and class")
-    given = settings_of(
-        AdaptConfig,
-        {"model_name_or_path": model_name_or_path, "output_dir": output_dir or "", **files, **settings},
-    )
-    return adapt_command.adapt(given, Progress(speaks=not quiet), examples["support"], examples["query"])
+    values = {"model_name_or_path": model_name_or_path, "output_dir": output_dir or "", **files, **settings}
+    config = settings_of(AdaptConfig, values)
+    return adapt_command.adapt(config, Progress(speaks=not quiet), examples["support"], examples["query"])
 
 
 def listed(name: str, examples: Any) -> Examples:
-    """Examples as a list. Raises `UsageError` for none."""
+    """Examples as a list. Raises `UsageError` if there are none."""
     if isinstance(examples, Mapping) or not isinstance(examples, Iterable):
         raise UsageError(
             f"{name}={shortened(examples)} is neither a file nor pairs; give [(text, class), ...]"
         )
-    if not (found := list(examples)):
+    if not (rows := list(examples)):
         raise UsageError(f"{name}=[] holds no examples; give pairs of text and class")
-    return found
+    return rows
 
 
 def settings_of(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Settings by name, as flags would give them: of their types, and one value where a list is expected is a
-    list of one.
+    """Settings by name, converted as flags are; one value where a list is expected is a list of one.
 
     Raises `UsageError` for names and types that do not fit.
     """
-    known, given = {item.name: item for item in fields(cast(Any, kind))}, {}
+    known = [item.name for item in fields(cast(Any, kind))]
     refuse(values, known)
     for name, value in values.items():
         if name not in known:
-            close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-            raise UsageError(
-                f"{name}={shortened(value)} is no setting;"
-                f" {f'did you mean {close[0]}?' if close else 'leave it out'}"
-            )
-        given[name] = of_type(kind, name, value)
-    return kind(**given)
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            advice = f"did you mean {close[0]}?" if close else "leave it out"
+            raise UsageError(f"{name}={shortened(value)} is no setting; {advice}")
+    return kind(**{name: of_type(kind, name, value) for name, value in values.items()})

@@ -1,8 +1,6 @@
-"""Checkpoints: written whole (write.py, async_saver.py), found and checked (verify.py), read on any layout
-(read.py).
-"""
+"""Checkpoints: written completely or not at all, verified, and read on any layout."""
 
-from fmmeta.checkpoint.read import load, load_tables, same_size
+from fmmeta.checkpoint.read import load, load_tables
 from fmmeta.checkpoint.verify import (
     MANIFEST,
     find_corruption,
@@ -11,7 +9,6 @@ from fmmeta.checkpoint.verify import (
     rename_aside,
     undo_partial_save,
 )
-from fmmeta.checkpoint.write import save
 
 __all__ = [
     "MANIFEST",
@@ -21,7 +18,5 @@ __all__ = [
     "load_tables",
     "read_state",
     "rename_aside",
-    "same_size",
-    "save",
     "undo_partial_save",
 ]

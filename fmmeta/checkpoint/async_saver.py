@@ -1,17 +1,16 @@
-"""Saves checkpoints while training continues: copies shards to host memory, writes them in a thread.
+"""Saves checkpoints while training continues: copies shards to host memory and writes them in a thread.
 
-    save:    wait for the write before -> copy this rank's pieces (training waits) -> start the thread
-    thread:  write.py over a separate communicator, without mixing with messages of training
-    judge:   once the thread of every rank is done, all ranks learn how it went, at the same outer step
+    save:    wait for the previous write -> copy this rank's slices (training waits) -> start the thread
+    thread:  write.py over a separate communicator, which training does not use
+    judge:   once the thread of every rank has ended, all ranks agree at the same outer step whether it failed
 
-The copies stay allocated: their first touch costs ten times as much as a copy. Where host memory has no room
-for them the rank writes at once, and training waits.
+The copies stay allocated: their first use costs ten times as much as a copy. If host memory has no room for
+them, the rank writes at once, and training waits.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,14 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.host_memory import host_bytes
 from fmmeta.config.settings import Config
 from fmmeta.parallel.param_map import ParamMap
-from fmmeta.parallel.process_groups import ProcessGroups
+from fmmeta.parallel.process_groups import Communicator, ProcessGroups
 
-LAST_S = 60.0  # that a failing run waits for a write
-SHARE = 0.5  # of the host memory that is left, which copies may take
+EXIT_WAIT_S = 60.0  # for a pending write, when a run fails
+MEMORY_SHARE = 0.5  # of the free host memory, which the copies may take
 
 
 class Saver:
-    """Writes the checkpoints of a run. Ranks outside the first group only agree."""
+    """Writes the checkpoints of a run. Ranks outside the first group only agree on the outcome."""
 
     def __init__(
         self, params: ParamMap, config: Config, ranks: ProcessGroups, notice: Callable[[str], None]
@@ -40,11 +39,9 @@ class Saver:
         self.copies: dict[str, Tensor] = {}
         self.thread: threading.Thread | None = None
         self.warming: threading.Thread | None = None
-        self.warmed = False
         self.folder: Path | None = None  # being written, or written and not judged yet
-        self.last: Path | None = None  # the newest whole one that this process knows of
-        self.failure, self.failed = "", 0  # of the write at hand; writes in a row that failed
-        self.wait_s = self.write_s = 0.0  # that training waited, and that writing took, for the last one
+        self.last: Path | None = None  # the newest complete checkpoint that this process wrote or loaded
+        self.failure, self.failed = "", 0  # error of the current write; failed writes in a row
 
     def save(
         self,
@@ -54,15 +51,13 @@ class Saver:
         tables: Mapping[str, Tensor],
         last: bool = False,
     ) -> None:
-        """Begin to write a checkpoint-N; with `last` wait for it, and raise `UsageError` if it fails.
+        """Start to write checkpoint-N; with `last`, wait for it and raise `UsageError` if it fails.
 
         Collective: world.
         """
-        began = time.perf_counter()
         self.wait()
         if self.warming is not None:
             self.warming.join()
-            self.warming = None
         pieces = write.pieces(vectors, self.params, self.ranks)
         copies = self.config.save_async and not last and self.allocate(pieces)
         if copies:
@@ -73,30 +68,31 @@ class Saver:
         self.folder, self.failure = folder, ""
         if self.ranks.background is not None:
             self.thread = threading.Thread(
-                target=self._write, args=(pieces, state, tables), name="saver", daemon=True
+                target=self._write,
+                args=(folder, self.ranks.background, pieces, state, tables),
+                name="saver",
+                daemon=True,
             )
             self.thread.start()
             if not copies:
                 self.thread.join()
-        self.wait_s = time.perf_counter() - began
         if last:
             self.wait(last=True)
 
     def warm(self, vectors: Mapping[str, Tensor]) -> None:
-        """Allocate the copies ahead of the first save, beside training."""
-        if self.config.save_async and not self.warmed:
-            self.warmed = True
+        """Allocate the copies before the first save, in a thread."""
+        if self.config.save_async and self.warming is None:
             pieces = write.pieces(vectors, self.params, self.ranks)
             self.warming = threading.Thread(target=self.allocate, args=(pieces,), name="saver", daemon=True)
             self.warming.start()
 
     def allocate(self, pieces: Mapping[str, Tensor]) -> bool:
-        """Whether there are copies to write to, for these pieces."""
+        """Allocate copies of the sizes of `pieces`; False if host memory has no room for them."""
         if {name: piece.numel() for name, piece in pieces.items()} != {
             name: copy.numel() for name, copy in self.copies.items()
         }:
             self.copies = {}
-            if 4 * sum(piece.numel() for piece in pieces.values()) > SHARE * host_bytes(
+            if 4 * sum(piece.numel() for piece in pieces.values()) > MEMORY_SHARE * host_bytes(
                 self.ranks.layout.launch.local_world_size
             ):
                 return False
@@ -107,58 +103,51 @@ class Saver:
         return True
 
     def close(self) -> None:
-        """Let the write of this rank end, whatever the others do."""
+        """Wait for the pending write of this rank alone, at most EXIT_WAIT_S. Local."""
         if self.thread is not None:
-            self.thread.join(LAST_S)
+            self.thread.join(EXIT_WAIT_S)
 
     @property
     def done(self) -> bool:
-        """Whether this rank has nothing under way."""
+        """Whether this rank has no pending write."""
         return self.thread is None or not self.thread.is_alive()
 
     def wait(self, last: bool = False) -> None:
-        """Wait for the write under way, on all ranks, and judge it. Collective: world."""
+        """Wait for the pending write on all ranks, and judge it. Collective: world."""
         if self.folder is not None:
             if self.thread is not None:
                 self.thread.join()
             self.judge(self.ranks.world.sum_(torch.tensor([float(bool(self.failure))])).item() > 0, last)
 
     def judge(self, failed: bool, last: bool = False) -> None:
-        """What all ranks do about a write that is done on all of them; `failed` is what they agreed on.
+        """Record a write that has ended on all ranks; `failed`: whether it failed on one of them.
 
-        Raises `UsageError` alike on all.
+        Raises `UsageError` on all ranks for the last write, or for too many failures in a row.
         """
         folder, self.folder, self.thread = self.folder, None, None
         if not failed:
             self.last, self.failed = folder, 0
             return
         self.failed += 1
-        whole = f"the last whole one is {self.last}" if self.last else "there is no whole one"
-        said = self.failure or f"{folder} could not be written"
+        newest = f"the last complete one is {self.last}" if self.last else "there is no complete one"
+        failure = self.failure or f"{folder} could not be written"
         if last or self.failed >= self.config.max_failed_saves:
-            raise UsageError(f"{said}; {self.failed} in a row, {whole}")
-        self.notice(f"{said}; training continues, {whole}")
+            raise UsageError(f"{failure}; {self.failed} in a row, {newest}")
+        self.notice(f"{failure}; training continues, {newest}")
 
     def _write(
-        self, pieces: Mapping[str, Tensor], state: dict[str, Any], tables: Mapping[str, Tensor]
+        self,
+        folder: Path,
+        comm: Communicator,
+        pieces: Mapping[str, Tensor],
+        state: dict[str, Any],
+        tables: Mapping[str, Tensor],
     ) -> None:
-        began = time.perf_counter()
-        assert self.folder is not None
-        assert self.ranks.background is not None
+        """Write in the thread; an error is stored for the ranks that train."""
         try:
-            write.write(
-                self.folder,
-                pieces,
-                write.shapes(self.params),
-                state,
-                tables,
-                self.config.save_total_limit,
-                self.ranks.background,
-            )
-        except Exception as error:  # it must reach the ranks that train
-            self.failure = (
-                str(error)
-                if isinstance(error, UsageError)
-                else f"{self.folder}: {type(error).__name__}: {error}"
-            )
-        self.write_s = time.perf_counter() - began
+            keep = self.config.save_total_limit
+            write.write(folder, pieces, write.shapes(self.params), state, tables, keep, comm)
+        except UsageError as error:
+            self.failure = str(error)
+        except Exception as error:
+            self.failure = f"{folder}: {type(error).__name__}: {error}"

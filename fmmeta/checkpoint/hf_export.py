@@ -1,9 +1,9 @@
 """Exports theta as a Hugging Face folder: config, safetensors, tokenizer and fmmeta.json.
 
 `from_pretrained` reads it without fmmeta. An encoder with fmmeta's pooling becomes a sentence-transformers
-folder. A model is written file by file, each by the rank that holds its tensors or the first one; no rank
-holds all of it. LoRA leaves adapters there, which peft loads on their base, and on request an ordinary model
-in another folder.
+folder. A model is written file by file, each by a rank that holds its tensors, or by the first rank; no rank
+holds the whole model. With LoRA the folder holds adapters, which peft loads on their base; --lora_merge adds
+an ordinary model in another folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.data.used_splits import UsedSplits
 
-FILE_BYTES = (2**26, 2**30)  # a safetensors file is at least and at most this large, if the model has as much
+FILE_BYTES = (2**26, 2**30)  # smallest and largest safetensors file of a model of several files
 WEIGHTS = (
     "model.safetensors",
     "model-*-of-*.safetensors",
@@ -53,13 +53,15 @@ def export(
     merge_into: Path | None = None,
     trained: Sequence[UsedSplits] = (),
 ) -> None:
-    """Write `folder`. `frozen`: tensors that are not trained, by name, on the ranks that write them; `rates`:
-    written if they were learned; `merge_into`: folder of lora_merge's model, merged/ beside `folder` if not
-    given; `trained`: the splits of the data that theta has learned from. Collective: world.
+    """Write theta as a Hugging Face folder.
+
+    theta: fp32 [S]. frozen: untrained tensors by name, on the ranks that write them. rates: learned inner
+    rates. merge_into: folder of the merged model (default: merged/ beside `folder`). trained: splits of the
+    data that theta has learned from. Collective: world.
     """
     skeleton = empty_learner(config, replace(description, classes=0))
     shapes = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}
-    # a head over the classes of all training tasks stays behind; a task's starts with zeros
+    # a head for the classes of all training tasks is not exported; tasks start with zeros
     heads = {name: torch.zeros(shapes.pop(name)) for name in skeleton.head_names} if config.joint_head else {}
     if config.lora_r:
         weights = gather_parameters(theta, worker, shapes, ranks) | heads
@@ -90,8 +92,9 @@ def export(
 
 
 def clear(folder: Path, base: str | None = None) -> None:
-    """An export folder without the weights of an earlier export: one file is read before several, adapters
-    before a whole model. Those of `base` stay, which the new adapters are added to.
+    """Create the folder, or remove the weights of an earlier export, which loaders might prefer to the new.
+
+    base: the folder that holds the base of the adapters; its weights stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if base is None or folder.resolve() != Path(base).resolve():
@@ -103,23 +106,20 @@ def clear(folder: Path, base: str | None = None) -> None:
 def gather_parameters(
     vector: Tensor, worker: Worker, shapes: dict[str, tuple[int, ...]], ranks: ProcessGroups
 ) -> dict[str, Tensor]:
-    """Whole parameters out of a vector, by name, on the first rank; empty elsewhere.
-
-    Collective: first group.
-    """
-    found = {}
+    """The parameters of a vector [S], by name, on the first rank; none elsewhere. Collective: first group."""
+    parameters = {}
     if ranks.layout.group_index == 0:
         for name, shape in shapes.items():
-            whole = worker.whole(vector, name, shape)
+            parameter = worker.whole(vector, name, shape)
             if ranks.first:
-                found[name] = whole.cpu()
-    return found
+                parameters[name] = parameter.cpu()
+    return parameters
 
 
-def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
     from safetensors.torch import save_file
 
-    save_file({name: value.contiguous() for name, value in tensors.items()}, file)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, file, metadata)
 
 
 def write_adapters(
@@ -133,10 +133,8 @@ def write_adapters(
     merge_into: Path | None,
     trained: Sequence[UsedSplits],
 ) -> None:
-    """Write adapters (whole, by name) as peft does, with --lora_merge an ordinary model too."""
-    description = replace(
-        description, classes=0
-    )  # in merged/ too: the head that is exported is that of the skeleton
+    """Write adapters as peft does, and with --lora_merge an ordinary model. weights: parameters by name."""
+    description = replace(description, classes=0)  # the exported head is that of the skeleton
     clear(folder, None if config.builtin_model else base_model_name(config.model_name_or_path))
     save_adapter(folder, skeleton, weights, config)
     if config.builtin_model:
@@ -144,9 +142,9 @@ def write_adapters(
     folders = [folder]
     if config.lora_merge:
         folders.append(merge_into or folder.with_name("merged"))
-        whole = merged(load_hf(config, description), folder, config)
+        model = merged(load_hf(config, description), folder, config)
         clear(folders[1])
-        save_model(folders[1], whole, description)
+        save_model(folders[1], model, description)
     for each in folders:
         write_metadata(each, skeleton, config, description, tokenizer, rates, trained)
         if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
@@ -162,12 +160,11 @@ def write_weights(
     config: Config,
     trained: dict[str, tuple[int, ...]],
 ) -> Exception | None:
-    """Write the safetensors files one after another, each by the rank that `worker.writer` names.
+    """Write the safetensors files one after another, each on the rank that `worker.writer` names.
 
-    A rank holds one file and one further parameter at a time. Returns what went wrong, since the other ranks
-    wait for this one. Collective: group.
+    A rank holds one file and one further parameter at a time. Returns the first error instead of raising it,
+    since the other ranks of the group continue with the next parameter. Collective: group.
     """
-    from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
     files = plan_files(skeleton.hf, worker)
@@ -178,16 +175,14 @@ def write_weights(
             with collect_errors(failures):
                 save_tensors(head, folder / HEAD_FILE)
     for path, (writer, names) in files.items():
-        held: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in names:
             value = worker.whole(theta, name, trained[name]) if name in trained else frozen.get(name)
             if worker.group.rank == writer and value is not None:
-                held[name.removeprefix("hf.")] = value.cpu().contiguous()
+                tensors[name.removeprefix("hf.")] = value.cpu().contiguous()
         if worker.group.rank == writer:
             with collect_errors(failures):
-                save_file(
-                    revert_weight_conversion(skeleton.hf, held), folder / path, metadata={"format": "pt"}
-                )
+                save_tensors(revert_weight_conversion(skeleton.hf, tensors), folder / path, {"format": "pt"})
     if worker.group.rank == 0 and len(files) > 1:
         with collect_errors(failures):
             write_index(folder, skeleton.hf, files)
@@ -196,7 +191,7 @@ def write_weights(
 
 @contextmanager
 def collect_errors(failures: list[Exception]) -> Iterator[None]:
-    """What goes wrong in the block, for later."""
+    """Append an exception of the block instead of raising it."""
     try:
         yield
     except Exception as error:
@@ -204,32 +199,30 @@ def collect_errors(failures: list[Exception]) -> Iterator[None]:
 
 
 def write_index(folder: Path, hf: Any, files: dict[str, tuple[int, list[str]]]) -> None:
-    """Which file holds which tensor."""
+    """Write the file that maps each tensor to its file."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = hf.state_dict()
-    meta = {path: {name[3:]: state[name[3:]] for name in names} for path, (_, names) in files.items()}
+    meta = {
+        path: {name.removeprefix("hf."): state[name.removeprefix("hf.")] for name in names}
+        for path, (_, names) in files.items()
+    }
     keys = {key: path for path, tensors in meta.items() for key in revert_weight_conversion(hf, tensors)}
     size = sum(value.numel() * 4 for tensors in meta.values() for value in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "model.safetensors.index.json", index, indent=2)
 
 
 def plan_files(hf: Any, worker: Worker) -> dict[str, tuple[int, list[str]]]:
-    """File names, and for each the rank of the group that writes it and the tensors in it; tied ones are
-    written once.
-    """
-    once = {name for name, _ in hf.named_parameters()} | {name for name, _ in hf.named_buffers()}
-    ignored = set(hf._keys_to_ignore_on_save or ())
-    tensors = {
-        f"hf.{key}": value.numel() * 4 for key, value in hf.state_dict().items() if key in once - ignored
-    }
+    """By file name, the rank of the group that writes it and the names of its tensors, tied ones once."""
+    untied = {name for name, _ in hf.named_parameters()} | {name for name, _ in hf.named_buffers()}
+    saved = untied - set(hf._keys_to_ignore_on_save or ())
+    tensors = {f"hf.{key}": value.numel() * 4 for key, value in hf.state_dict().items() if key in saved}
     limit = min(FILE_BYTES[1], max(FILE_BYTES[0], sum(tensors.values()) // worker.group.size))
     files: list[tuple[int, list[str]]] = []
     full = 0
-    for writer, name in sorted(
-        ((worker.writer(name), name) for name in tensors), key=lambda item: item[0]
-    ):  # keeps the order
+    for name in sorted(tensors, key=worker.writer):  # by rank, and in the order of the model
+        writer = worker.writer(name)
         if not files or files[-1][0] != writer or full + tensors[name] > limit:
             files.append((writer, []))
             full = 0
@@ -245,7 +238,7 @@ def plan_files(hf: Any, worker: Worker) -> dict[str, tuple[int, list[str]]]:
 def save_model(
     folder: Path, hf: Any, description: Description, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """An HF model in fp32, its dropouts as in the checkpoint. `weights`: in place of the stored ones."""
+    """Save an HF model in fp32, with the dropouts of its checkpoint. weights: in place of the model's."""
     for key, value in description.dropouts.items():
         setattr(hf.config, key, value)
     hf.config.dtype = torch.float32
@@ -261,56 +254,47 @@ def write_metadata(
     rates: Rates | None,
     trained: Sequence[UsedSplits],
 ) -> None:
-    """Files beside the weights: tokenizer, pooling, fmmeta.json."""
+    """Write the files beside the weights: tokenizer, pooling, fmmeta.json."""
     tokenizer.save_pretrained(folder)
     if isinstance(skeleton, PooledClassifier):
         sentence_transformers(folder, config, description)
-    facts = {
+    stored: dict[str, Any] = {
         "algorithm": config.algorithm,
         "pooling": description.pooling,
         "n_way": config.n_way,
         "classes": config.most_classes,
         "k_shot": config.k_shot,
     }
-    facts |= {name: getattr(config, name) for name in REMEMBERED} | {"inner_rates": rates_of(rates)}
+    stored |= {name: getattr(config, name) for name in REMEMBERED}
+    stored["inner_rates"] = None
+    if rates is not None and rates.element is not None:
+        stored["inner_rates"] = RATES_FILE
+    elif rates is not None:  # by layer, the rate of each step
+        names = [name.removeprefix("hf.") for name in rates.layers.names]
+        stored["inner_rates"] = dict(zip(names, rates.table.T.tolist(), strict=True))
     if description.labels:
-        facts["labels"] = list(description.labels)
+        stored["labels"] = list(description.labels)
     if trained:
-        facts["datasets"] = [
-            json.loads(one) for one in dict.fromkeys(json.dumps(one.as_dict()) for one in trained)
-        ]
-    (folder / "fmmeta.json").write_text(to_json(facts, indent=1) + "\n", encoding="utf-8")
+        distinct = dict.fromkeys(json.dumps(one.as_dict()) for one in trained)
+        stored["datasets"] = [json.loads(one) for one in distinct]
+    write_json(folder / "fmmeta.json", stored)
 
 
-def rates_of(rates: Rates | None) -> Any:
-    """How far a task's inner steps go: {layer: [rate of each step]}, or the file that has them element by
-    element.
-    """
-    if rates is None:
-        return None
-    if rates.element is not None:
-        return RATES_FILE
-    columns = rates.table.T.tolist()
-    return {
-        name.removeprefix("hf."): column for name, column in zip(rates.layers.names, columns, strict=True)
-    }
+def write_json(file: Path, value: Any, indent: int = 1) -> None:
+    file.write_text(to_json(value, indent=indent) + "\n", encoding="utf-8")
 
 
 def sentence_transformers(folder: Path, config: Config, description: Description) -> None:
-    """The files by which sentence-transformers knows the pooling; a Normalize module is kept if the source
-    had one.
-    """
-    package = "sentence_transformers.models"
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    """Write the files in which sentence-transformers finds the pooling; keeps a Normalize module."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
     if description.normalizes:
-        modules.append(("2_Normalize", "Normalize"))
-    listed = [
-        {"idx": i, "name": str(i), "path": path, "type": f"{package}.{kind}"}
-        for i, (path, kind) in enumerate(modules)
+        kinds["2_Normalize"] = "Normalize"
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds.items())
     ]
-    (folder / "1_Pooling").mkdir(exist_ok=True)
-    files: dict[str, Any] = {
-        "modules.json": listed,
+    files = {
+        "modules.json": modules,
         "1_Pooling/config.json": {
             "word_embedding_dimension": description.hf_config.hidden_size,
             "pooling_mode_cls_token": description.pooling == "cls",
@@ -320,5 +304,6 @@ def sentence_transformers(folder: Path, config: Config, description: Description
         },
         "sentence_bert_config.json": {"max_seq_length": config.max_length, "do_lower_case": False},
     }
+    (folder / "1_Pooling").mkdir(exist_ok=True)
     for name, value in files.items():
-        (folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / name, value)

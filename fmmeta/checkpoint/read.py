@@ -16,8 +16,17 @@ from fmmeta.parallel.param_map import Fragment, ParamMap
 
 
 def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict[str, Tensor]:
-    """Read this rank's slices [S] of the vectors in `names`, written by any layout; device of `like`."""
+    """Read this rank's slices [S] of the vectors in `names`, written by any layout; on the device of `like`.
+
+    Raises `UsageError` for a checkpoint of another model, or one that lacks elements.
+    """
     where, written = index(folder)
+    unknown = sorted(set(written) - {fragment.name for fragment in params.fragments})
+    if params.replicated and unknown:  # otherwise other ranks may hold it
+        raise UsageError(
+            f"{folder} is of another model: it has {unknown[0]}, which is not here; give a checkpoint of"
+            " this one"
+        )
     for fragment in params.fragments:
         there = written.get(fragment.name, list(fragment.shape))
         if there != list(fragment.shape):
@@ -29,8 +38,10 @@ def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict
     for name, vector in vectors.items():
         for fragment in params.fragments:
             stored = where[f"{name}/{fragment.name}"]
-            straight = fragment.cut is None and all(part.cut is None for part in stored)
-            missing = (read_range if straight else read_across)(fragment, stored, vector[fragment.here])
+            contiguous = fragment.cut is None and all(part.cut is None for part in stored)
+            missing = (read_range if contiguous else read_through_whole)(
+                fragment, stored, vector[fragment.here]
+            )
             if missing:
                 raise UsageError(
                     f"{folder} lacks {missing} elements of {name}/{fragment.name}; give another checkpoint"
@@ -39,9 +50,9 @@ def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict
 
 
 def load_tables(folder: Path) -> dict[str, Tensor]:
-    """The tables of a checkpoint, none if it has none.
+    """The tables of a checkpoint, which may have none.
 
-    Raises `UsageError`, also where the checkpoint is removed meanwhile.
+    Raises `UsageError`, also if the checkpoint is removed while it is read.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -55,7 +66,7 @@ def load_tables(folder: Path) -> dict[str, Tensor]:
 
 
 class Stored(NamedTuple):
-    """A tensor of a shard file: elements `begin` to `end` of the flattened parameter, or of a cut of it."""
+    """A tensor of a shard file: elements `begin` to `end` of the flattened parameter or its slice `cut`."""
 
     begin: int
     end: int
@@ -65,7 +76,7 @@ class Stored(NamedTuple):
 
 
 def index(folder: Path) -> tuple[dict[str, list[Stored]], dict[str, list[int]]]:
-    """What the shards hold, by `vector/parameter`, and the shapes of the parameters. Raises `UsageError`."""
+    """The tensors of all shards by `vector/parameter`, and the shapes of parameters. Raises `UsageError`."""
     from safetensors import SafetensorError, safe_open
 
     where: dict[str, list[Stored]] = defaultdict(list)
@@ -80,36 +91,15 @@ def index(folder: Path) -> tuple[dict[str, list[Stored]], dict[str, list[int]]]:
                 path, _, place = key.rpartition("@")
                 offset, _, cut = place.partition("#")
                 (length,) = file.get_slice(key).get_shape()
-                where[path].append(
-                    Stored(
-                        int(offset),
-                        int(offset) + length,
-                        file,
-                        key,
-                        tuple(map(int, cut.split(":"))) if cut else None,
-                    )
-                )
+                part = tuple(map(int, cut.split(":"))) if cut else None
+                where[path].append(Stored(int(offset), int(offset) + length, file, key, part))
     except (OSError, RuntimeError, SafetensorError, ValueError, TypeError, UsageError) as error:
         raise UsageError(f"{folder} cannot be read ({error}); give an older checkpoint") from None
     return where, shapes
 
 
-def same_size(folder: Path, params: ParamMap) -> None:
-    """Refuse a checkpoint with parameters that this rank knows nothing of, where it knows all.
-
-    Raises `UsageError`.
-    """
-    _, written = index(folder)
-    strange = sorted(set(written) - {fragment.name for fragment in params.fragments})
-    if params.replicated and strange:
-        raise UsageError(
-            f"{folder} is of another model: it has {strange[0]}, which is not here; give a checkpoint of"
-            " this one"
-        )
-
-
 def read_range(fragment: Fragment, stored: list[Stored], into: Tensor) -> int:
-    """Read the overlap of a fragment with what is stored; return how many elements are missing."""
+    """Read the stored elements of a fragment; return the number of missing ones."""
     missing = fragment.length
     for part in stored:
         low, high = max(part.begin, fragment.offset), min(part.end, fragment.offset + fragment.length)
@@ -120,12 +110,12 @@ def read_range(fragment: Fragment, stored: list[Stored], into: Tensor) -> int:
     return missing
 
 
-def read_across(fragment: Fragment, stored: list[Stored], into: Tensor) -> int:
-    """The same where one side is cut across rows (tensor parallelism): by way of the whole parameter."""
-    whole, known = torch.zeros(fragment.shape), torch.zeros(fragment.shape)
+def read_through_whole(fragment: Fragment, stored: list[Stored], into: Tensor) -> int:
+    """As `read_range`, through the whole parameter: tensor parallelism splits it across rows."""
+    whole, present = torch.zeros(fragment.shape), torch.zeros(fragment.shape)
     for part in stored:
         piece = Fragment(fragment.name, fragment.shape, 0, part.begin, part.end - part.begin, cut=part.cut)  # type: ignore
         piece.fill(whole, part.file.get_tensor(part.key).float())
-        piece.fill(known, torch.ones(piece.length))
+        piece.fill(present, torch.ones(piece.length))
     into.copy_(fragment.take(whole))
-    return fragment.length - int(fragment.take(known).sum())
+    return fragment.length - int(fragment.take(present).sum())

@@ -1,7 +1,6 @@
 """Verifies checkpoints: the names in a folder, its manifest, the checksum of every file.
 
-Reads and renames; read.py and write.py define what the files mean. Names in a manifest are compared and never
-followed.
+read.py and write.py define the content of the files. Names in a manifest are compared and never followed.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ NEEDED = {
 
 
 class Entry(TypedDict):
-    """A file of a manifest."""
+    """Size and checksum of a file in a manifest."""
 
     bytes: int
     sha256: str
 
 
 def list_complete(output_dir: Path) -> list[Path]:
-    """Checkpoints of a run that were finished, oldest first."""
-    found = [folder for folder in output_dir.glob("checkpoint-*") if (folder / MANIFEST).is_file()]
-    numbered = [(folder.name.removeprefix("checkpoint-"), folder) for folder in found]
+    """The complete checkpoints of a run, oldest first."""
+    folders = [folder for folder in output_dir.glob("checkpoint-*") if (folder / MANIFEST).is_file()]
+    numbered = [(folder.name.removeprefix("checkpoint-"), folder) for folder in folders]
     return [
         folder
         for _, folder in sorted((int(number), folder) for number, folder in numbered if number.isdecimal())
@@ -49,23 +48,22 @@ def list_complete(output_dir: Path) -> list[Path]:
 
 
 def find_corruption(folder: Path, comm: Communicator) -> str:
-    """What is wrong with a checkpoint, by file; nothing if it is whole. Every file is read once, shared out
-    over the ranks.
+    """The first corruption of a checkpoint, as a message; "" if it is complete and intact.
 
-    Collective: comm.
+    Every file is read once, divided over the ranks. Collective: comm.
     """
-    said = ""
+    message = ""
     try:
         files = read_manifest(folder)
         for name in sorted(files)[comm.rank :: comm.size]:
-            said = said or file_fault(folder / name, files[name])
+            message = message or find_file_corruption(folder / name, files[name])
     except UsageError as error:
-        said = str(error)
-    return next((text.decode() for text in comm.gather_bytes(said.encode()) if text), "")
+        message = str(error)
+    return next((text.decode() for text in comm.gather_bytes(message.encode()) if text), "")
 
 
 def read_manifest(folder: Path) -> dict[str, Entry]:
-    """Files of a checkpoint by name. Raises `UsageError`."""
+    """The files of a checkpoint, by name. Raises `UsageError` for a damaged manifest."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         if STATE in files and all(
@@ -79,56 +77,50 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
     raise UsageError(f"{MANIFEST} is damaged")
 
 
-def file_fault(file: Path, entry: Entry) -> str:
+def find_file_corruption(file: Path, entry: Entry) -> str:
+    """How a file differs from its entry in the manifest, as a message; "" if it does not."""
     try:
-        size, seen = file.stat().st_size, hashlib.sha256()
+        size, checksum = file.stat().st_size, hashlib.sha256()
         if size != entry["bytes"]:
             return f"{file.name} has {size} bytes instead of {entry['bytes']}"
         with file.open("rb") as opened:
             while part := opened.read(2**24):
-                seen.update(part)
+                checksum.update(part)
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"
-    return (
-        "" if seen.hexdigest() == entry["sha256"] else f"{file.name} has another sha256 than {MANIFEST} says"
-    )
+    if checksum.hexdigest() != entry["sha256"]:
+        return f"{file.name} has another sha256 than {MANIFEST}"
+    return ""
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """state.json. Raises `UsageError` if no run can resume from it."""
+    """The content of state.json. Raises `UsageError` if no run can resume from it."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        for name, kind in NEEDED.items():
+            if not isinstance(state, dict) or not isinstance(state.get(name), kind):
+                raise ValueError(f"{STATE} has no {name}")
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"resume_from_checkpoint={folder} is no checkpoint ({error}); give a checkpoint-N folder"
         ) from None
-    wrong = [
-        name
-        for name, kind in NEEDED.items()
-        if not isinstance(state, dict) or not isinstance(state.get(name), kind)
-    ]
-    if wrong:
-        raise UsageError(
-            f"resume_from_checkpoint={folder} is no checkpoint ({STATE} has no {wrong[0]}); give a"
-            " checkpoint-N folder"
-        )
     return {**state, "settings": translated(state["settings"], Config.__dataclass_fields__)}
 
 
 def undo_partial_save(output_dir: Path) -> None:
-    """Undo what a process that was killed while saving has left behind."""
+    """Remove or restore the folders of a save that was interrupted."""
     for replaced in output_dir.glob("replaced-checkpoint-*"):
         name = replaced.with_name(replaced.name.removeprefix("replaced-"))
         if name.exists():
             shutil.rmtree(replaced, ignore_errors=True)
         else:
             os.rename(replaced, name)
-    for half in output_dir.glob("tmp-checkpoint-*"):
-        shutil.rmtree(half, ignore_errors=True)
+    for incomplete in output_dir.glob("tmp-checkpoint-*"):
+        shutil.rmtree(incomplete, ignore_errors=True)
 
 
 def rename_aside(folder: Path) -> Path:
-    """Rename a checkpoint that must not be resumed: it is kept, but neither chosen nor counted."""
+    """Rename a checkpoint that no run must resume from. It is no longer listed, and never removed."""
     number = 0
     while (aside := folder.with_name(f"aside-{folder.name}" + (f".{number}" if number else ""))).exists():
         number += 1

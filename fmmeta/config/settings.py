@@ -18,6 +18,7 @@ from fmmeta.config.values import of_type
 POOLINGS = ("auto", "model", "mean", "cls")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
 ENGINES = ("auto", "deepspeed", "plain")
+HEAD_INITS = ("zero", "learned", "prototype")
 POSITIVE = "such as 0.1 for inner SGD"
 NO_LIMIT = "or leave it out"
 CLASSIFICATION, CAUSAL_LM = "classification", "causal_lm"
@@ -53,7 +54,7 @@ class ModelConfig(RefusesOldNames):
         None,
         "Classifier head at the start of each task: zeros, a meta-learned head, or the class means of the"
         " support set (ProtoMAML) (default: the algorithm's, else zero)",
-        ("zero", "learned", "prototype"),
+        HEAD_INITS,
         remembered=True,
     )
     gradient_checkpointing: bool = setting(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,9 @@ from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import Draw, TaskSource
 from fmmeta.tasks.sources.classification import ClassSource
-from fmmeta.tasks.sources.load import Sources, load_sources
+from fmmeta.tasks.sources.load import load_sources
 from fmmeta.tasks.sources.mixture import Mixture
+from fmmeta.training import build
 from fmmeta.training.episodes import LEAST_SEEN
 
 STREAM = 2  # of the schedule; training is 0, validation 1
@@ -36,97 +37,103 @@ class Episodes:
         return [self.source.draw(task) for task in self.tasks]
 
     def fingerprint(self) -> str:
-        """Of the texts of all episodes, so that two evaluations are paired only if they met the same ones."""
-        return digest([[draw.classes, draw.support, draw.query, texts(draw)] for draw in self.draws()])
-
-    def missing(self) -> dict[str, str]:
-        """Errors of the episodes that failed to load on this rank, by index."""
-        found = {}
-        for place, task in enumerate(self.tasks):
-            try:
-                self.source.draw(task).store.check()
-            except (OSError, UsageError) as error:
-                found[str(place)] = f"task {task.name}: {one_line(error)}"
-        return found
-
-    def without(self, missing: Mapping[str, str]) -> Episodes:
-        return replace(
-            self, tasks=[task for place, task in enumerate(self.tasks) if str(place) not in missing]
+        """Digest of the texts of all episodes; two evaluations are paired only if it is the same."""
+        return digest(
+            [
+                [
+                    draw.classes,
+                    draw.support,
+                    draw.query,
+                    [[draw.store.text(side, row) for side in ("input", "target")] for row, _ in draw.query],
+                ]
+                for draw in self.draws()
+            ]
         )
 
 
-def skipped(
-    k_shot: int, episodes: Episodes, config: Config, world: World, notice: Callable[[str], None]
-) -> Episodes:
-    """Those episodes that every rank can have; says how many are left out. Raises `UsageError` where they are
-    too many.
+def plan_evaluation(
+    settings: EvaluateConfig,
+    world: World,
+    notice: Callable[..., None],
+    models: Sequence[str] = (),
+    **values: Any,
+) -> tuple[Config, build.RunInputs, dict[int, Episodes]]:
+    """Read and check everything but the weights; returns the run's settings, its inputs, episodes by k_shot.
 
-    Collective: world.
+    models: see `build.read_inputs`. values: settings of the run in place of those of the command. Raises
+    `UsageError`. Collective: world.
     """
-    with world.comm.raise_on_all("looking at episodes"):
-        missing = episodes.missing()
-    told = [json.loads(part) for part in world.comm.gather_bytes(json.dumps(missing).encode())]
-    missing = {place: why for part in reversed(told) for place, why in part.items()}
-    if not missing:
-        return episodes
-    bad, total = len(missing), len(episodes.tasks)
-    said = (
-        f"{bad} of {total} {k_shot}-shot episodes failed to load; the first: {missing[min(missing, key=int)]}"
-    )
-    if bad == total or bad > config.max_bad_fraction * max(total, LEAST_SEEN):
-        raise UsageError(f"max_bad_fraction={config.max_bad_fraction}: {said}")
-    notice(f"{said}; left out")
-    return episodes.without(missing)
-
-
-def texts(draw: Draw) -> list[list[str]]:
-    """Input and target of the query rows."""
-    return [[draw.store.text("input", row), draw.store.text("target", row)] for row, _ in draw.query]
-
-
-def split_of(sources: Sources, eval_split: str, config: Config) -> TaskSource:
-    source = {"train": sources.train, "valid": sources.valid, "test": sources.test}[eval_split]
-    if source is None:
-        raise UsageError(
-            f"eval_split={eval_split} of dataset={' '.join(config.dataset)} is empty; give another"
-            " --eval_split, or a file of splits"
-        )
-    return source
+    with world.comm.raise_on_all("reading settings"):
+        config = settings.run_config(**values)
+        settings.check_run(config)
+    inputs = build.read_inputs(config, world, notice, models)
+    with world.comm.raise_on_all("choosing episodes"):
+        chosen = {k: episodes_of(settings, k, inputs.tokenizer, models) for k in settings.k_shot}
+    if config.on_bad_task == "skip":
+        chosen = {k: drop_unreadable(k, one, config, world, notice) for k, one in chosen.items()}
+    most = max(episodes.most_classes for episodes in chosen.values())
+    if most > config.most_classes:
+        config = settings.run_config(n_way_max=most, **values)
+    if message := settings.unusable_head(config):
+        notice(message)
+    return config, inputs, chosen
 
 
 def episodes_of(
     settings: EvaluateConfig, k_shot: int, tokenizer: Any, models: Sequence[str] = ()
 ) -> Episodes:
-    """Read (from the prepared store) and choose. `models`: see `build.read_inputs`. Raises `UsageError`."""
-    config = run_config(settings, k_shot)
+    """Read the data from the prepared store and choose the episodes. Raises `UsageError`."""
+    config = settings.run_config(k_shot=k_shot)
     trained = trained_with(models or [settings.model_name_or_path])
-    source = split_of(
-        load_sources(config, tokenizer, lambda text: None, trained), settings.eval_split, config
-    )
+    sources = load_sources(config, tokenizer, lambda text: None, trained)
+    source = {"train": sources.train, "valid": sources.valid, "test": sources.test}[settings.eval_split]
+    if source is None:
+        raise UsageError(
+            f"eval_split={settings.eval_split} of dataset={' '.join(config.dataset)} is empty; give another"
+            " --eval_split, or a file of splits"
+        )
     most = config.most_classes
     if settings.n_way == "all" and config.task_type == "classification":
-        most = all_ways(source)
+        most = use_every_class(source)
     schedule = Schedule(
         source.items, settings.episodes, config.seed, STREAM, shuffle=False, sizes=source.size
     )
     return Episodes(source, schedule.meta_batch(0), most)
 
 
-def run_config(settings: EvaluateConfig, k_shot: int, **values: Any) -> Config:
-    """Settings of a run over the episodes of one k_shot; n_way=all counts as the least there can be until
-    data are read.
-    """
-    n_way = 2 if settings.n_way == "all" else int(settings.n_way)
-    return settings.run_config(n_way=n_way, k_shot=k_shot, **values)
-
-
-def all_ways(source: TaskSource) -> int:
-    """Make a source draw episodes of every class; return the most classes of an episode."""
+def use_every_class(source: TaskSource) -> int:
+    """Change a source to draw episodes of every class; return the classes of its largest episode."""
     if isinstance(source, Mixture):
-        return max(all_ways(one) for one in source.sources)
+        return max(use_every_class(one) for one in source.sources)
     if not isinstance(source, ClassSource):
         raise UsageError(
-            "n_way=all needs to know every class, which a folder of task files does not tell; give a number"
+            "n_way=all needs every class, which a folder of task files does not list; give a number"
         )
     source.shape = replace(source.shape, all_classes=True)
     return max(len(pool) for pool, _ in source.draws)
+
+
+def drop_unreadable(
+    k_shot: int, episodes: Episodes, config: Config, world: World, notice: Callable[[str], None]
+) -> Episodes:
+    """The episodes that every rank can load; logs how many are left out. Raises `UsageError` for too many.
+
+    Collective: world.
+    """
+    here: dict[int, str] = {}
+    with world.comm.raise_on_all("looking at episodes"):
+        for index, task in enumerate(episodes.tasks):
+            try:
+                episodes.source.draw(task).store.check()
+            except (OSError, UsageError) as error:
+                here[index] = f"task {task.name}: {one_line(error)}"
+    gathered = world.comm.gather_bytes(json.dumps(here).encode())
+    errors = {int(index): text for part in reversed(gathered) for index, text in json.loads(part).items()}
+    if not errors:
+        return episodes
+    bad, total = len(errors), len(episodes.tasks)
+    message = f"{bad} of {total} {k_shot}-shot episodes failed to load; the first: {errors[min(errors)]}"
+    if bad == total or bad > config.max_bad_fraction * max(total, LEAST_SEEN):
+        raise UsageError(f"max_bad_fraction={config.max_bad_fraction}: {message}")
+    notice(f"{message}; left out")
+    return replace(episodes, tasks=[one for index, one in enumerate(episodes.tasks) if index not in errors])

@@ -28,10 +28,14 @@ from fmmeta.tasks.sources.base import Draw
 
 
 def rouge_l(answer: str, truth: str) -> float:
-    """Between 0 and 1."""
-    said, right = words(answer), words(truth)
-    common = longest_common(said, right)
-    return 2 * common / (len(said) + len(right)) if common else float(said == right)
+    """ROUGE-L of an answer, between 0 and 1.
+
+    >>> rouge_l("police killed the gunman", "police kill the gunman")  # Lin 2004, section 3
+    0.75
+    """
+    given, reference = words(answer), words(truth)
+    common = longest_common(given, reference)
+    return 2 * common / (len(given) + len(reference)) if common else float(given == reference)
 
 
 def words(text: str) -> list[str]:
@@ -49,24 +53,22 @@ def longest_common(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 class LanguageMetrics:
-    """The metrics in `names` of an episode, from the weights that the worker holds."""
+    """The metrics in `names` of an episode, with the weights of the worker, which holds a whole model."""
 
     def __init__(
         self,
         names: Sequence[str],
-        worker: FullModelWorker,
+        worker: Any,
         tokenizer: Any,
         config: Config,
         batcher: Batcher,
         max_new_tokens: int,
     ) -> None:
         self.names, self.worker, self.tokenizer, self.config = names, worker, tokenizer, config
-        self.batcher, self.max_new_tokens = (
-            replace(batcher, pack=None),
-            max_new_tokens,
-        )  # every row is looked at by itself
+        self.batcher, self.max_new_tokens = replace(batcher, pack=None), max_new_tokens  # a row per sequence
 
     def of(self, draw: Draw) -> dict[str, float]:
+        """The value of each metric, between 0 and 1."""
         return {name: getattr(self, f"_{name}")(draw) for name in self.names}
 
     def _rouge_l(self, draw: Draw) -> float:
@@ -74,46 +76,42 @@ class LanguageMetrics:
         answers = generate(
             self.worker, self.tokenizer, prompts, self.max_new_tokens, self.batcher.micro_batch_size
         )
-        right = [draw.store.text("target", row) for row, _ in draw.query]
-        return sum(map(rouge_l, answers, right)) / len(right)
+        truth = [draw.store.text("target", row) for row, _ in draw.query]
+        return sum(map(rouge_l, answers, truth)) / len(truth)
 
     def _options(self, draw: Draw) -> float:
         """Share of the queries whose right answer is the likeliest of the episode's distinct answers."""
         options = list(
             dict.fromkeys(draw.store.text("target", row) for row, _ in (*draw.support, *draw.query))
         )
-        asked = [draw.store.text("input", row) for row, _ in draw.query]
-        left, right = [text for text in asked for _ in options], options * len(asked)
+        inputs = [draw.store.text("input", row) for row, _ in draw.query for _ in options]
         examples = encode_pairs(
-            self.tokenizer, left, right, self.config.max_length, self.config.prompt_template
+            self.tokenizer,
+            inputs,
+            options * len(draw.query),
+            self.config.max_length,
+            self.config.prompt_template,
         )
-        scores = torch.tensor(self.log_likelihoods(examples)).view(len(asked), len(options))
+        scores = torch.tensor(self.log_likelihoods(examples)).view(len(draw.query), len(options))
         truth = [options.index(draw.store.text("target", row)) for row, _ in draw.query]
         return float((scores.argmax(1) == torch.tensor(truth)).double().mean())
 
     def log_likelihoods(self, examples: Sequence[Example]) -> list[float]:
         """Total log-likelihood of each example's answer, in nats."""
-        found: list[float] = []
+        likelihoods: list[float] = []
         for begin in range(0, len(examples), self.batcher.micro_batch_size):
             rows = examples[begin : begin + self.batcher.micro_batch_size]
-            order = sorted(
-                range(len(rows)), key=lambda i: -len(rows[i].input_ids)
-            )  # as the batcher will have them
-            scores = [0.0] * len(rows)
-            done = 0
-            dealt = self.batcher.split(rows)
-            for batch, logits in zip(dealt, self.worker.logits(dealt), strict=True):
-                losses = F.cross_entropy(
-                    logits[:, :-1].transpose(1, 2),
-                    batch.labels[:, 1:].to(logits.device),
-                    ignore_index=IGNORE,
-                    reduction="none",
-                ).sum(1)
-                for loss in losses.tolist():
-                    scores[order[done]] = -loss
-                    done += 1
-            found += scores
-        return found
+            micro_batches, losses = self.batcher.split(rows), []
+            for batch, logits in zip(micro_batches, self.worker.logits(micro_batches), strict=True):
+                targets = batch.labels[:, 1:].to(logits.device)
+                per_token = F.cross_entropy(
+                    logits[:, :-1].transpose(1, 2), targets, ignore_index=IGNORE, reduction="none"
+                )
+                losses += per_token.sum(1).tolist()
+            # `Batcher.deal` puts the longest rows first
+            by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i].input_ids))
+            likelihoods += [-loss for _, loss in sorted(zip(by_length, losses, strict=True))]
+        return likelihoods
 
 
 def prompt_of(store: TokenStore, row: int) -> list[int]:
@@ -129,9 +127,9 @@ def generate(
     max_new_tokens: int,
     batch_size: int,
 ) -> list[str]:
-    """Greedy answers to prompts of tokens; they end where the model's positions do.
+    """Greedy answers to prompts of tokens, in their order; an answer ends where the model's positions end.
 
-    Raises `UsageError` for a prompt of all.
+    Raises `UsageError` for a prompt that leaves no position.
     """
     hf: Any = worker.model.hf
     pad, most = hf.config.pad_token_id, max_positions(hf.config)
@@ -142,33 +140,30 @@ def generate(
             f" model's {most} positions for an answer; lower --max_length"
         )
     answers = [""] * len(prompts)
-    for places in alike(room, batch_size):
-        part = [prompts[place] for place in places]
-        longest = max(map(len, part))
-        ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in part], device=worker.device)
-        mask = torch.tensor(
-            [[0] * (longest - len(row)) + [1] * len(row) for row in part], device=worker.device
-        )
+    for batch in batches_of_equal_room(room, batch_size):
+        longest = max(len(prompts[index]) for index in batch)
+        padding = [longest - len(prompts[index]) for index in batch]
+        ids = [[pad] * empty + list(prompts[index]) for index, empty in zip(batch, padding, strict=True)]
+        mask = [[0] * empty + [1] * (longest - empty) for empty in padding]
         out = hf.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=room[places[0]],
+            input_ids=torch.tensor(ids, device=worker.device),
+            attention_mask=torch.tensor(mask, device=worker.device),
+            max_new_tokens=room[batch[0]],
             do_sample=False,
             num_beams=1,
             pad_token_id=pad,
             eos_token_id=tokenizer.eos_token_id,
         )
-        for place, text in zip(
-            places, tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True), strict=True
-        ):
-            answers[place] = text.strip()
+        texts = tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
+        for index, text in zip(batch, texts, strict=True):
+            answers[index] = text.strip()
     return answers
 
 
-def alike(room: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Places in batches of equal room, so that no answer is cut for another one's sake."""
-    found = []
-    for most in dict.fromkeys(room):
-        places = [place for place, own in enumerate(room) if own == most]
-        found += [places[begin : begin + batch_size] for begin in range(0, len(places), batch_size)]
-    return found
+def batches_of_equal_room(room: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Indices in batches of equal room, so that no answer is shortened by another one of its batch."""
+    batches = []
+    for tokens in dict.fromkeys(room):
+        indices = [index for index, one in enumerate(room) if one == tokens]
+        batches += [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
+    return batches

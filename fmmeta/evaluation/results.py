@@ -1,26 +1,23 @@
-"""Results of an evaluation: as a file, as a table, and as paired differences from other results."""
+"""Results of an evaluation: content of results.json, tables, and paired differences from other results."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
-from fmmeta.common.security import make_folders, publish, remove_empty
-from fmmeta.common.text import to_json
 from fmmeta.evaluation.settings import EvaluateConfig
-from fmmeta.metrics.scores import EpisodeScore, paired, shown, summary
+from fmmeta.metrics.scores import EpisodeScore, format_interval, paired, summary
 
 
 @dataclass
 class EvalCell:
-    """The scores of one model by one method at one k_shot, and what says which episodes they are of."""
+    """The scores of one model by one method at one k_shot. `episodes`: fingerprint of the episodes."""
 
     method: str
     k_shot: int
@@ -52,30 +49,31 @@ class EvaluationResults(dict[str, Any]):
 
 
 def results_of(settings: EvaluateConfig, cells: Sequence[EvalCell], task_type: str) -> EvaluationResults:
-    """The first cell's numbers on top, all cells below.
+    """The content of results.json: settings and the numbers of the first cell, then all cells.
 
-    `task_type`: of the run, from flags or stored.
+    `task_type`: of the run, whether from a flag or from the model.
     """
     listed = [cell.as_dict() for cell in cells]
-    ways = None if task_type == "causal_lm" else settings.n_way
-    top = {name: value for name, value in listed[0].items() if name not in ("scores", "episodes_fingerprint")}
+    first = {
+        name: value for name, value in listed[0].items() if name not in ("scores", "episodes_fingerprint")
+    }
     return EvaluationResults(
         {
             "model": settings.model_name_or_path,
             "dataset": settings.dataset,
             "eval_split": settings.eval_split,
-            "n_way": ways,
+            "n_way": None if task_type == "causal_lm" else settings.n_way,
             "n_way_max": settings.n_way_max,
             "k_shot_max": settings.k_shot_max,
             "seed": settings.seed,
-            **top,
+            **first,
             "cells": listed,
         }
     )
 
 
 def read_cells(path: str) -> list[EvalCell]:
-    """The cells of an earlier results.json."""
+    """The cells of an earlier results.json. Raises `UsageError`."""
     try:
         cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
         return [
@@ -99,8 +97,9 @@ def read_cells(path: str) -> list[EvalCell]:
 def check_comparable(
     settings: EvaluateConfig, prints: dict[int, str], others: Sequence[EvalCell] | None
 ) -> None:
-    """Raise `UsageError` where the other cells have nothing in common with the requested ones, or used other
-    episodes.
+    """Raise `UsageError` if `others` share no method and k_shot with `settings`, or used other episodes.
+
+    prints: fingerprint of the episodes by k_shot. others: None where nothing is compared.
     """
     if others is None:
         return
@@ -119,14 +118,12 @@ def check_comparable(
 
 
 def differences(cells: Sequence[EvalCell], others: Sequence[EvalCell]) -> list[dict[str, Any]]:
-    """Paired differences of the cells that both have, a verdict on the accuracy, and the other model's own
-    scores.
-    """
+    """Paired differences of the cells that both models have, with a verdict and the other model's scores."""
     by_name = {(other.method, other.k_shot): other for other in others}
     pairs = [
         (cell, by_name[cell.method, cell.k_shot]) for cell in cells if (cell.method, cell.k_shot) in by_name
     ]
-    found = [(cell, other, paired(cell.scores, other.scores)) for cell, other in pairs]
+    compared = [(cell, other, paired(cell.scores, other.scores)) for cell, other in pairs]
     return [
         {
             "method": cell.method,
@@ -135,65 +132,24 @@ def differences(cells: Sequence[EvalCell], others: Sequence[EvalCell]) -> list[d
             "verdict": verdict(gain["accuracy_gain"], gain["ci95"]),
             "other": other.as_dict(),
         }
-        for cell, other, gain in found
+        for cell, other, gain in compared
     ]
 
 
 def verdict(gain: float, half: float) -> str | None:
-    """Whether the 95 % interval of a gain is above zero, below it or holds it; None without an interval."""
+    """Whether the 95 % interval of a gain is above, below or around zero; None without an interval."""
     if not math.isfinite(gain) or not math.isfinite(half):
         return None
-    return "better" if gain > half else "worse" if gain < -half else "no significant difference"
-
-
-def check_output(path: Path) -> None:
-    """Raise `UsageError` for a file that cannot be written, before its content is computed."""
-    if path.is_dir():
-        raise UsageError(f"output={path} is a folder; give a file in it, such as {path / 'results.json'}")
-    new = not path.exists()
-    if not new and not path.is_file():
-        return  # a pipe or a device, which a look would disturb
-    try:
-        made = make_folders(path.parent)
-        path.open("a").close()
-        if new:
-            path.resolve().unlink()
-        remove_empty(made)  # what is refused later leaves nothing
-    except FileExistsError:
-        raise UsageError(
-            f"output={path} cannot be written ({path.parent} is no folder); give another file"
-        ) from None
-    except OSError as error:
-        raise UsageError(f"output={path} cannot be written ({error.strerror}); give another file") from None
-
-
-def write(path: Path, results: Mapping[str, Any]) -> None:
-    """Write results or settings as JSON.
-
-    A file appears under its name when it is whole. Raises `UsageError`.
-    """
-    text = to_json(results, indent=1) + "\n"
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists() and not target.is_file():  # a pipe or a device
-            target.write_text(text, encoding="utf-8")
-            return
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            publish(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"output={path} cannot be written ({error.strerror}); give another file") from None
+    if gain > half:
+        return "better"
+    return "worse" if gain < -half else "no significant difference"
 
 
 def show(results: dict[str, Any], progress: Progress) -> None:
-    """The table that a person reads."""
+    """Print the scores of all cells, then accuracy by stratum, then the comparison with another model."""
     extra = [name for name in ("rouge_l", "options") if name in results]
     header = ["method", "shots", "accuracy %", "loss", "ECE", *extra]
-    most = f" to {results['k_shot_max']}" if results["k_shot_max"] else ""  # goes with one k_shot
+    most = f" to {results['k_shot_max']}" if results["k_shot_max"] else ""  # only with one k_shot
     rows = [
         [
             cell["method"],
@@ -228,7 +184,7 @@ def show(results: dict[str, Any], progress: Progress) -> None:
                 percent(cell["accuracy_gain"], cell["ci95"], "+"),
                 f"{own[name, k]['loss']:.4f}",
                 f"{cell['other']['loss']:.4f}",
-                shown((cell["loss_gain"], cell["loss_ci95"]), "+.4f"),
+                format_interval((cell["loss_gain"], cell["loss_ci95"]), "+.4f"),
                 cell["verdict"] or "-",
             ]
             for cell in results["compare"]["cells"]
@@ -253,4 +209,4 @@ def show(results: dict[str, Any], progress: Progress) -> None:
 
 
 def percent(mean: float, half: float, sign: str = "") -> str:
-    return shown((mean, half), f"{sign}.2f", 100)
+    return format_interval((mean, half), f"{sign}.2f", 100)

@@ -10,44 +10,41 @@ costs nothing. A model with learned rates (by layer, or of the head alone) keeps
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import REMEMBERED, Config
-from fmmeta.evaluation.episodes import episodes_of, run_config
-from fmmeta.evaluation.results import check_output, write
-from fmmeta.evaluation.settings import EvaluateConfig, TuneConfig
-from fmmeta.evaluation.stored_lrs import stored_rates
+from fmmeta.evaluation.episodes import plan_evaluation
+from fmmeta.evaluation.methods import scores_by_step
+from fmmeta.evaluation.output import check_output, write_json
+from fmmeta.evaluation.settings import TuneConfig
+from fmmeta.evaluation.stored_lrs import with_stored_rates
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.models.load import Description, empty_learner
 from fmmeta.models.stored_settings import remembered
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
+from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.reliability.signals import Signals
-from fmmeta.tasks.batching import Episode
-from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.training import build
 from fmmeta.training.episodes import EpisodeReader
 
-DECIMALS = 4  # of a loss that is shown; losses that agree in them tie
-# nats: a mean query loss above this counts as infinite, since no step size that is of use comes near it
-DIVERGED = 1e3
+DECIMALS = 4  # of a loss in the table; losses that are equal in them tie
+DIVERGED = 1e3  # nats; a mean query loss above this counts as infinite
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A head, a rate, and after how many steps the mean query loss was lowest (nats, inf if it diverged);
-    accuracy there.
+    """A head, a rate, and the number of steps with the lowest mean query loss.
+
+    loss: nats, inf if it diverged. accuracy: after the same number of steps.
     """
 
     head_init: str
@@ -58,50 +55,47 @@ class Choice:
 
 
 def run(settings: TuneConfig, signals: Signals | None = None) -> None:
-    """`fmmeta tune`: choose, tell, store. Raises `Stopped` after a signal. Collective: world."""
-    progress = Progress(speaks=Launch.from_env(os.environ).global_rank == 0)
-    best = tune(settings, progress, signals)[0]
-    progress.notice(
-        f"best: head_init {best.head_init}, inner_lr {best.inner_lr:.4g}, {best.inner_steps} inner steps"
-    )
+    """`fmmeta tune`. Raises `Stopped` after a signal. Collective: world."""
+    tune(settings, Progress(speaks=Launch.from_env(os.environ).global_rank == 0), signals)
 
 
 def tune(settings: TuneConfig, progress: Progress, signals: Signals | None = None) -> list[Choice]:
-    """Every choice that was tried, the best first; it is stored in the model's fmmeta.json, or in `output`.
+    """Score all choices, store the best in the model's fmmeta.json or in `output`; return all, best first.
 
-    Where a signal or a failure ends it early, the best so far is stored and shown first. Raises `UsageError`,
-    and `Stopped` on all ranks after a signal. Collective: world.
+    After a signal or a failure, the best choice so far is shown and stored. Raises `UsageError`, and
+    `Stopped` on all ranks after a signal. Collective: world.
     """
-    target = place_of(settings)
+    target = output_file(settings)
     launch = Launch.from_env(os.environ)
-    world = World(launch, pick_device(launch))
-    try:
+    with closing(World(launch, pick_device(launch))) as world:
         with world.comm.raise_on_all("reading settings"):
             if launch.global_rank == 0 and settings.output:
                 check_output(target)
-        bench = TuneRun(settings, world, progress, signals)
+        tuning = TuneRun(settings, world, progress, signals)
         try:
-            for choice in bench.choices():
-                bench.tried.append(choice)
-        except BaseException as error:  # perhaps of this rank alone: no collectives from here on
-            kept = bench.keep(target) if launch.global_rank == 0 else ""
+            for choice in tuning.choices():
+                tuning.tried.append(choice)
+        except BaseException as error:  # perhaps on this rank alone: no collectives from here on
+            stored = tuning.store_unfinished(target) if launch.global_rank == 0 else ""
             if isinstance(error, Stopped):
-                raise Stopped(f"stopped by {error} after {kept}") from None
-            progress.notice(f"failed after {kept}")
+                raise Stopped(f"stopped by {error} after {stored}") from None
+            progress.notice(f"failed after {stored}")
             raise
-        tried = bench.ranked()
+        tried = tuning.ranked()
         if not math.isfinite(tried[0].loss):
             raise UsageError(
                 f"inner_lrs={' '.join(f'{rate:g}' for rate in settings.inner_lrs)}: the loss diverges with"
                 " every one of them, and nothing is stored; try lower ones"
             )
-        bench.show(tried)
+        tuning.show(tried)
         with world.comm.raise_on_all("storing the choice"):
             if launch.global_rank == 0:
-                store(settings, target, tried, bench)
+                tuning.store(target, tried)
+        best = tried[0]
+        progress.notice(
+            f"best: head_init {best.head_init}, inner_lr {best.inner_lr:.4g}, {best.inner_steps} inner steps"
+        )
         return tried
-    finally:
-        world.close()
 
 
 class TuneRun:
@@ -112,174 +106,179 @@ class TuneRun:
     ) -> None:
         self.settings, self.progress, self.signals = settings, progress, signals
         self.tried: list[Choice] = []
-        asked = EvaluateConfig(
-            **{
-                name: value
-                for name, value in vars(settings).items()
-                if name in EvaluateConfig.__dataclass_fields__
-            }
+        config, inputs, chosen = plan_evaluation(
+            settings, world, progress.notice, inner_steps=settings.max_steps
         )
-        with world.comm.raise_on_all("reading settings"):
-            self.base = run_config(asked, settings.k_shot[0], inner_steps=settings.max_steps)
-        inputs = build.read_inputs(self.base, world, progress.notice)
-        with world.comm.raise_on_all("choosing episodes"):
-            episodes = episodes_of(asked, settings.k_shot[0], inputs.tokenizer)
-        if episodes.most_classes > self.base.most_classes:
-            self.base = run_config(
-                asked, settings.k_shot[0], inner_steps=settings.max_steps, n_way_max=episodes.most_classes
-            )
-        if lost := settings.lost_head(self.base):
-            progress.notice(lost)
         with world.comm.raise_on_all("choosing heads"):
-            self.heads = heads_of(settings, self.base, inputs.description)
-        if "learned" in self.heads:
-            self.base = replace(self.base, head_init="learned")
-        plan = build.plan_parallel(self.base, inputs, world, progress.notice)
-        self.ranks: ProcessGroups = world.split(plan.group_size, plan.engine == "deepspeed")
-        self.parts = build.build(self.base, inputs, plan, self.ranks)
-        load = LoadEpisode(episodes.source, self.parts.batcher, None, self.parts.setup.inner.head.classes)
-        found = EpisodeReader.of(load, self.ranks, self.base, progress.notice).read_share(episodes.tasks)
-        self.episodes: list[Episode] = [batches for _, batches in found]
-        inner = self.parts.setup.inner
-        self.rates = stored_rates(self.base, inner.rates, self.parts.worker)
-        self.total = (
-            settings.trials if settings.tuner == "optuna" else len(self.heads) * len(settings.inner_lrs)
-        )
+            self.heads = heads_of(settings, config, inputs.description)
+        self.config = replace(config, head_init="learned") if "learned" in self.heads else config
+        plan = build.plan_parallel(self.config, inputs, world, progress.notice)
+        self.ranks = world.split(plan.group_size, plan.engine == "deepspeed")
+        self.parts = build.build(self.config, inputs, plan, self.ranks)
+        (episodes,) = chosen.values()
+        reader = EpisodeReader.of(self.parts.load(episodes.source), self.ranks, self.config, progress.notice)
+        self.episodes = [episode for _, episode in reader.read_share(episodes.tasks)]
+        self.inner = with_stored_rates(settings, self.config, self.parts.setup.inner, self.parts.worker)
+        grid = len(self.heads) * len(settings.inner_lrs)
+        self.total = settings.trials if settings.tuner == "optuna" else grid
 
     def ranked(self) -> list[Choice]:
         """The choices, lowest loss first.
 
-        Of losses that agree in the four decimals of the table the model's own rate comes first, then the
-        smallest, then the head that was tried first.
+        Of losses that tie in the table, the model's current rate comes first, then the smallest rate, then
+        the head that was tried first.
         """
-        own = self.base.inner_lr
+        current = self.config.inner_lr
         return sorted(
-            self.tried, key=lambda one: (round(one.loss, DECIMALS), one.inner_lr != own, one.inner_lr)
+            self.tried, key=lambda one: (round(one.loss, DECIMALS), one.inner_lr != current, one.inner_lr)
         )
 
     def show(self, tried: Sequence[Choice]) -> None:
-        rows = [
-            [
-                one.head_init,
-                f"{one.inner_lr:.4g}",
-                *(
-                    [str(one.inner_steps), f"{one.loss:.{DECIMALS}f}", f"{100 * one.accuracy:.1f}"]
-                    if math.isfinite(one.loss)
-                    else ["-", "diverged", "-"]
-                ),
-            ]
-            for one in tried
-        ]
-        settings = self.settings
+        """Print the table of choices."""
+        rows = []
+        for one in tried:
+            scores = ["-", "diverged", "-"]
+            if math.isfinite(one.loss):
+                scores = [str(one.inner_steps), f"{one.loss:.{DECIMALS}f}", f"{100 * one.accuracy:.1f}"]
+            rows.append([one.head_init, f"{one.inner_lr:.4g}", *scores])
         self.progress.table(
-            f"{settings.episodes} episodes of the {settings.eval_split} split: the best number of steps for"
-            " each rate",
+            f"{self.settings.episodes} episodes of the {self.settings.eval_split} split: the best number of"
+            " steps for each rate",
             ["head", "inner_lr", "steps", "loss", "accuracy %"],
             rows,
         )
 
-    def keep(self, target: Path) -> str:
-        """Show and store what was found before an early end; says what was kept. Collective: none."""
+    def store_unfinished(self, target: Path) -> str:
+        """Show the choices and store the best before an early end; returns what was done. Local."""
         done, tried = f"{len(self.tried)} of {self.total} trials", self.ranked()
         if tried:
             self.show(tried)
         if not tried or not math.isfinite(tried[0].loss):
             return f"{done}; nothing is stored"
         try:
-            store(self.settings, target, tried, self)
+            self.store(target, tried)
         except UsageError as error:
             return f"{done}; nothing is stored: {error}"
         return f"{done}; the best so far is stored in {target}"
 
+    def store(self, target: Path, tried: Sequence[Choice]) -> None:
+        """Write the model's fmmeta.json with the best choice, its settings, and what it was measured on.
+
+        Other stored values stay as they are. Raises `UsageError`.
+        """
+        settings, best = self.settings, tried[0]
+        stored, scale = remembered(settings.model_name_or_path), best.inner_lr / self.config.inner_lr
+        values = stored | {name: getattr(self.config, name) for name in REMEMBERED}
+        values |= {"head_init": best.head_init, "inner_lr": best.inner_lr, "inner_steps": best.inner_steps}
+        values["tuned"] = {
+            "dataset": settings.dataset,
+            "eval_split": settings.eval_split,
+            "n_way": settings.n_way,
+            "k_shot": settings.k_shot[0],
+            "num_query": settings.num_query,
+            "episodes": settings.episodes,
+            "seed": settings.seed,
+            "loss": best.loss,
+            "accuracy": best.accuracy,
+            "trials": len(tried),
+            "of": self.total,
+        }
+        rates = stored.get("inner_rates")
+        if isinstance(rates, dict):
+            values["inner_rates"] = {
+                name: [rate * scale for rate in column] for name, column in rates.items()
+            }
+        elif rates is not None:
+            values["inner_rates_scale"] = scale * stored.get("inner_rates_scale", 1.0)
+        write_json(target, values)
+
     def choices(self) -> Iterator[Choice]:
-        """The best number of steps for every head and rate that is tried. Collective: world."""
+        """The best number of steps for each head and rate of the grid, or of Optuna. Collective: world."""
         if self.signals:
-            self.signals.run()  # a signal stops between two episodes from here on
+            self.signals.run()  # from here on a signal takes effect between two episodes
         if self.settings.tuner == "optuna":
-            yield from self._by_optuna(self.heads)
+            yield from self.choices_of_optuna()
             return
         for head in self.heads:
             for rate in self.settings.inner_lrs:
                 yield self.score(head, rate)
 
-    def _by_optuna(self, heads: list[str]) -> Iterator[Choice]:
-        optuna = import_optuna()
+    def choices_of_optuna(self) -> Iterator[Choice]:
+        """As many choices as `trials`; the suggestions are the same on every rank."""
+        try:
+            import optuna
+        except ImportError as error:
+            raise UsageError(
+                f"tuner=optuna needs optuna ({error}); pip install 'fmmeta[tune]', or use grid"
+            ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study = optuna.create_study(
-            sampler=optuna.samplers.TPESampler(seed=self.settings.seed)
-        )  # alike on every rank
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.settings.seed))
         low, high = min(self.settings.inner_lrs), max(self.settings.inner_lrs)
         for _ in range(self.settings.trials):
             trial = study.ask()
-            head, rate = (
-                trial.suggest_categorical("head_init", heads),
-                trial.suggest_float("inner_lr", low, high, log=True),
-            )
-            choice = self.score(head, rate)
+            head = trial.suggest_categorical("head_init", self.heads)
+            choice = self.score(head, trial.suggest_float("inner_lr", low, high, log=True))
             study.tell(trial, min(choice.loss, 1e9))
             yield choice
 
     def score(self, head: str, rate: float) -> Choice:
-        """Mean loss after each number of steps.
+        """Mean loss over the episodes after each number of steps, and the best number.
 
-        Raises `Stopped` on all ranks if one got a stop signal. Collective: world.
+        Raises `Stopped` on all ranks if one received a signal. Collective: world.
         """
-        worker, theta = self.parts.worker, self.parts.theta
-        inner, count = self._inner(head, rate), len(self.episodes)
-        best = f"lowest loss so far {min(one.loss for one in self.tried):.{DECIMALS}f}" if self.tried else ""
-        sums = torch.zeros(
-            4, self.settings.max_steps + 1, dtype=torch.float64
-        )  # loss, accuracy, episodes, groups that stopped
+        inner, count, tried = self.inner_loop(head, rate), len(self.episodes), self.tried
+        best = f"lowest loss so far {min(one.loss for one in tried):.{DECIMALS}f}" if tried else ""
+        # by number of steps: loss, accuracy, episodes, groups that stopped
+        sums = torch.zeros(4, self.settings.max_steps + 1, dtype=torch.float64)
         for done, episode in enumerate(self.episodes):
-            self.progress.line("episodes", len(self.tried) * count + done, self.total * count, best)
-            asked = torch.tensor([float(bool(self.signals and self.signals.asked))])
-            if float(self.ranks.group.sum_(asked)):
+            self.progress.line("episodes", len(tried) * count + done, self.total * count, best)
+            if float(self.ranks.group.sum_(torch.tensor([float(bool(self.signal))]))):
                 sums[3] = 1
                 break
-            for step, one in enumerate(inner.path(worker, theta, episode.support, episode.query)):
-                sums[:3, step] += torch.tensor([one.loss if one.finite else float("inf"), one.accuracy, 1.0])
-            worker.write(theta)
+            sums[:2] += scores_by_step(inner, self.parts.worker, self.parts.theta, episode)
+            sums[2] += 1
         if self.ranks.layout.group_rank:
-            sums.zero_()  # one voice per group
+            sums.zero_()  # all ranks of a group have the same sums
         loss, accuracy, scored, stopped = self.ranks.world.sum_(sums)
         if stopped[0]:
-            told = self.ranks.world.gather_bytes((self.signals.asked if self.signals else "").encode())
-            raise Stopped(next(name.decode() for name in told if name))
+            signals = self.ranks.world.gather_bytes(self.signal.encode())
+            raise Stopped(next(name.decode() for name in signals if name))
         loss = torch.where(loss / scored <= DIVERGED, loss / scored, float("inf"))  # NaN too
         steps = 1 + int(loss[1:].round(decimals=DECIMALS).argmin())  # the fewest of those that tie
         return Choice(head, rate, steps, float(loss[steps]), float(accuracy[steps] / scored[steps]))
 
-    def _inner(self, head: str, rate: float) -> InnerLoop:
-        inner = self.parts.setup.inner
-        table: Tensor = self.rates.table * (rate / self.base.inner_lr)
-        return replace(
-            inner,
-            rates=replace(self.rates, table=table),
-            head=replace(inner.head, kind=head, anew=head == "zero"),
-        )
+    @property
+    def signal(self) -> str:
+        """Name of the signal that this rank received, if any."""
+        return self.signals.asked if self.signals else ""
+
+    def inner_loop(self, head: str, rate: float) -> InnerLoop:
+        """The model's inner loop with another head, its rates scaled so that `inner_lr` becomes `rate`."""
+        table = self.inner.rates.table * (rate / self.config.inner_lr)
+        head_init = replace(self.inner.head, kind=head, anew=head == "zero")
+        return replace(self.inner, rates=replace(self.inner.rates, table=table), head=head_init)
 
 
-def heads_of(settings: TuneConfig, base: Config, description: Description) -> list[str]:
-    """The heads that are tried: those given, or the model's learned one, and those of zero and prototype that
-    it can use.
+def heads_of(settings: TuneConfig, config: Config, description: Description) -> list[str]:
+    """The heads to try: those of the settings, or the model's current one, zero, and prototype if usable.
 
-    Raises `UsageError` as `evaluate` does for a given one that it cannot use, or for zeros.
+    Raises `UsageError` for a head that the model cannot use.
     """
-    if base.task_type != "classification":
-        return [base.head_init]
-    found = []
-    for head in dict.fromkeys(settings.head_inits or [base.head_init, "zero", "prototype"]):
+    if config.task_type != "classification":
+        return [config.head_init]
+    heads = []
+    for head in dict.fromkeys(settings.head_inits or [config.head_init, "zero", "prototype"]):
         try:
-            empty_learner(replace(base, head_init=head), description)
-            found.append(head)
+            empty_learner(replace(config, head_init=head), description)
+            heads.append(head)
         except UsageError:
             if settings.head_inits or head != "prototype":
                 raise
-    return found
+    return heads
 
 
-def place_of(settings: TuneConfig) -> Path:
-    """Where the choice goes: --output, or the memory of a model that is a folder."""
+def output_file(settings: TuneConfig) -> Path:
+    """--output, or the fmmeta.json of a model folder. Raises `UsageError` if there is none to write."""
     if settings.output:
         return Path(settings.output)
     folder = Path(settings.model_name_or_path)
@@ -291,41 +290,3 @@ def place_of(settings: TuneConfig) -> Path:
     if not os.access(folder, os.W_OK):
         raise UsageError(f"model_name_or_path={folder} cannot be written to; give --output FILE")
     return folder / "fmmeta.json"
-
-
-def store(settings: TuneConfig, target: Path, tried: Sequence[Choice], bench: TuneRun) -> None:
-    """The model's memory with the best choice in it, the settings that it was made with, and what it was
-    measured on; everything else in it stays. Raises `UsageError`.
-    """
-    best, base = tried[0], bench.base
-    memory, scale = remembered(settings.model_name_or_path), best.inner_lr / base.inner_lr
-    facts = {**memory, **{name: getattr(base, name) for name in REMEMBERED}}
-    facts |= {"head_init": best.head_init, "inner_lr": best.inner_lr, "inner_steps": best.inner_steps}
-    facts["tuned"] = {
-        "dataset": settings.dataset,
-        "eval_split": settings.eval_split,
-        "n_way": settings.n_way,
-        "k_shot": settings.k_shot[0],
-        "num_query": settings.num_query,
-        "episodes": settings.episodes,
-        "seed": settings.seed,
-        "loss": best.loss,
-        "accuracy": best.accuracy,
-        "trials": len(tried),
-        "of": bench.total,
-    }
-    rates = memory.get("inner_rates")
-    if isinstance(rates, dict):
-        facts["inner_rates"] = {layer: [rate * scale for rate in column] for layer, column in rates.items()}
-    elif rates is not None:
-        facts["inner_rates_scale"] = scale * memory.get("inner_rates_scale", 1.0)
-    write(target, facts)
-
-
-def import_optuna() -> Any:
-    try:
-        return importlib.import_module("optuna")
-    except ImportError as error:
-        raise UsageError(
-            f"tuner=optuna needs optuna ({error}); pip install 'fmmeta[tune]', or use grid"
-        ) from None

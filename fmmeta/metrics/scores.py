@@ -1,11 +1,11 @@
-"""The numbers of few-shot evaluation: of one episode, and over episodes with their intervals.
+"""Scores of episodes, and their means with intervals over episodes.
 
-    one episode     loss (mean negative log-likelihood), accuracy, counts of rows by bin of confidence
-    over episodes   mean and its 95 % interval (Student's t), also by stratum; expected calibration error;
+    one episode     loss (mean negative log-likelihood), accuracy, number of rows by bin of confidence
+    over episodes   mean and 95 % interval (Student's t), also by stratum; expected calibration error;
                     paired differences
 
-Expected calibration error: sum over bins of (rows in it / all rows) |accuracy - mean confidence| (Guo et al.
-2017, arXiv 1706.04599, equation 3), BINS bins of equal width, rows of all episodes together.
+Expected calibration error: sum over bins of (rows in the bin / all rows) |accuracy - mean confidence| (Guo et
+al. 2017, arXiv 1706.04599, equation 3), BINS bins of equal width, rows of all episodes together.
 
 Q query rows, C classes.
 """
@@ -17,7 +17,8 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from operator import itemgetter
+from typing import Any, TypeVar, cast
 
 import torch
 from scipy.special import stdtrit
@@ -26,24 +27,17 @@ from torch import Tensor
 from fmmeta.parallel.process_groups import ProcessGroups
 
 BINS = 10
+STATS = 2 + 3 * BINS  # summed loss, rows, then the bins: sum of confidences, correct rows, rows
+S = TypeVar("S")
 Interval = tuple[float, float]
 """Mean of n values and half its 95 % interval; NaN for n = 1, which has no interval."""
 
 
-class Slotted(Protocol):
-    """A score that knows which episode it is of."""
-
-    @property
-    def slot(self) -> int: ...
-
-
-S = TypeVar("S", bound=Slotted)
-
-
 @dataclass(frozen=True)
 class EpisodeScore:
-    """One episode. bins [3][BINS]: sum of confidences, right rows, rows; empty where no probabilities were
-    had.
+    """The score of one episode: loss (nats), accuracy, metrics by name.
+
+    bins [3][BINS]: sum of confidences, correct rows, rows; empty without probabilities of classes.
     """
 
     slot: int
@@ -55,30 +49,30 @@ class EpisodeScore:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def counted(log_probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Of [Q, C] and [Q]: float64 [2 + 3 BINS], the summed loss, the rows, then the bins; adds up over parts
-    of a query set.
+def prediction_stats(log_probabilities: Tensor, labels: Tensor) -> Tensor:
+    """Sums over query rows, from log-probabilities [Q, C] and labels [Q]: float64 [STATS].
 
-    A row that is not a number counts as wrong, with confidence 0 and an infinite loss.
+    The sums of parts of a query set add up. A row with a NaN counts as wrong, with confidence 0 and an
+    infinite loss.
     """
-    sound = ~log_probabilities.isnan().any(1)
+    valid = ~log_probabilities.isnan().any(1)
     confidence, guess = log_probabilities.double().exp().max(1)
-    confidence, guess = confidence.where(sound, 0.0), guess.where(sound, -1)
+    confidence, guess = confidence.where(valid, 0.0), guess.where(valid, -1)
     place = (confidence * BINS).long().clamp(max=BINS - 1)
     bins = torch.zeros(3, BINS, dtype=torch.float64)
     bins.index_add_(
         1, place, torch.stack([confidence, (guess == labels).double(), torch.ones_like(confidence)])
     )
     losses = -log_probabilities.double().gather(1, labels[:, None])[:, 0]
-    loss = losses.where(sound, math.inf).sum()
+    loss = losses.where(valid, math.inf).sum()
     return torch.cat(
         [torch.stack([loss, torch.tensor(float(len(labels)), dtype=torch.float64)]), bins.flatten()]
     )
 
 
-def score_of(slot: int, task: str, stratum: str, numbers: Tensor) -> EpisodeScore:
-    """An episode out of what `counted` gave for its whole query set."""
-    loss, rows, bins = float(numbers[0]), float(numbers[1]), numbers[2:].view(3, BINS)
+def episode_score(slot: int, task: str, stratum: str, stats: Tensor) -> EpisodeScore:
+    """The score of an episode from the `prediction_stats` of its whole query set."""
+    loss, rows, bins = float(stats[0]), float(stats[1]), stats[2:].view(3, BINS)
     return EpisodeScore(slot, task, stratum, loss / rows, float(bins[1].sum()) / rows, bins.tolist())
 
 
@@ -99,9 +93,11 @@ def mean_ci95(values: Sequence[float]) -> Interval:
     return mean, float(stdtrit(n - 1, 0.975)) * math.sqrt(variance / n)
 
 
-def shown(interval: tuple[float, float | None], form: str = ".4f", scale: float = 1.0) -> str:
-    """`mean ± half`; - for numbers that are None or not finite: the interval of one value, a mean that
-    diverged.
+def format_interval(interval: tuple[float, float | None], form: str = ".4f", scale: float = 1.0) -> str:
+    """Format as `mean ± half`; - for a number that is None or not finite.
+
+    >>> format_interval((0.5, 0.025), ".1f", 100)
+    '50.0 ± 2.5'
     """
     forms = form, form.lstrip("+")
     return " ± ".join(
@@ -110,16 +106,19 @@ def shown(interval: tuple[float, float | None], form: str = ".4f", scale: float 
     )
 
 
-def gather(ranks: ProcessGroups, scores: Sequence[S], kind: type[S]) -> list[S]:
-    """The scores of all groups, by slot; `kind` is their dataclass. Collective: world."""
-    spoken = scores if ranks.layout.group_rank == 0 else ()
-    parts = ranks.world.gather_bytes(json.dumps([asdict(cast(Any, score)) for score in spoken]).encode())
-    return sorted(
-        (kind(**score) for part in parts for score in json.loads(part)), key=lambda score: score.slot
-    )
+def gather_scores(ranks: ProcessGroups, scores: Sequence[S], kind: type[S]) -> list[S]:
+    """The scores of all groups, sorted by slot. `kind`: their dataclass, with a field `slot`.
+
+    Collective: world.
+    """
+    local = scores if ranks.layout.group_rank == 0 else ()  # all ranks of a group have the same scores
+    parts = ranks.world.gather_bytes(json.dumps([asdict(cast(Any, score)) for score in local]).encode())
+    gathered = [score for part in parts for score in json.loads(part)]
+    return [kind(**score) for score in sorted(gathered, key=itemgetter("slot"))]
 
 
 def calibration_error(scores: Sequence[EpisodeScore]) -> float | None:
+    """Expected calibration error over the rows of all episodes; None without probabilities."""
     if not scores or not all(score.bins for score in scores):
         return None
     confidence, right, rows = torch.tensor([score.bins for score in scores], dtype=torch.float64).sum(0)
@@ -127,7 +126,7 @@ def calibration_error(scores: Sequence[EpisodeScore]) -> float | None:
 
 
 def summary(scores: Sequence[EpisodeScore]) -> dict[str, Any]:
-    """Over episodes, as results.json has it: shares between 0 and 1, losses in nats."""
+    """Means over episodes, as in results.json: shares between 0 and 1, losses in nats."""
     accuracy, loss = mean_ci95([s.accuracy for s in scores]), mean_ci95([s.loss for s in scores])
     strata: dict[str, list[float]] = defaultdict(list)
     for score in scores:
@@ -146,13 +145,12 @@ def summary(scores: Sequence[EpisodeScore]) -> dict[str, Any]:
 
 
 def paired(scores: Sequence[EpisodeScore], others: Sequence[EpisodeScore]) -> dict[str, Any]:
-    """`scores` less `others`, over the episodes that both have."""
+    """Mean differences, `scores` minus `others`, over the episodes that both have."""
     by_slot = {other.slot: other for other in others}
     pairs = [(score, by_slot[score.slot]) for score in scores if score.slot in by_slot]
     gain = mean_ci95([a.accuracy - b.accuracy for a, b in pairs])
-    fall = mean_ci95(
-        [b.loss - a.loss if a.loss != b.loss else 0.0 for a, b in pairs]
-    )  # infinite ones may be equal too
+    # equal losses, which may both be infinite, differ by 0
+    fall = mean_ci95([b.loss - a.loss if a.loss != b.loss else 0.0 for a, b in pairs])
     return {
         "accuracy_gain": gain[0],
         "ci95": gain[1],

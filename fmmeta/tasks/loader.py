@@ -120,7 +120,7 @@ class Tasks(torch.utils.data.Dataset[tuple[str, int]]):
 
 
 class EpisodeLoader:
-    """Gives the episodes of this rank in the order of `task_stream`: from a task to it and all that follow it.
+    """Returns the episodes of this rank in the order of `task_stream`: from a task to it and all later ones.
 
     num_workers: a number, or "auto". budget: most loader processes of this rank that `auto` may start.
     """

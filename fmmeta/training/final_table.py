@@ -14,7 +14,7 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.parameters import MetaParameters
-from fmmeta.metrics.scores import Interval, mean_ci95, shown
+from fmmeta.metrics.scores import Interval, format_interval, mean_ci95
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.tasks.sources.load import Sources
 from fmmeta.training.confusion import confusion
@@ -183,7 +183,7 @@ def show(compared: Compared, config: Config, table: Table) -> None:
     if compared.loop is not None and compared.loop.steps:
         rows[1][0] += f" ({compared.loop.text(config)})"
     gain, fall = compared.gain
-    rows.append(["gain of meta-training (paired)", percent(gain), shown(fall)])
+    rows.append(["gain of meta-training (paired)", percent(gain), format_interval(fall)])
     way = f"{config.n_way}-way " if config.task_type == "classification" else ""
     title = (
         f"{compared.episodes} held-out {way}{config.k_shot}-shot episodes, {config.inner_steps} inner steps"
@@ -199,4 +199,4 @@ def show(compared: Compared, config: Config, table: Table) -> None:
 
 
 def percent(interval: Interval) -> str:
-    return shown(interval, ".1f", 100)
+    return format_interval(interval, ".1f", 100)

@@ -64,7 +64,6 @@ class TrainingState:
     def load(self, found: Path) -> None:
         """Take everything from a whole checkpoint, of this layout or another. Local."""
         state = checkpoint.read_state(found)
-        checkpoint.same_size(found, self.params)
         vectors = checkpoint.load(found, state["vectors"], self.params, self.theta)
         self.load_state_dict(vectors, checkpoint.load_tables(found), state)
         if found.parent.resolve() == self.folder.resolve():

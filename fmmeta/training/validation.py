@@ -20,7 +20,7 @@ from torch import Tensor
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import HIDDEN_ON_RESUME, Config
 from fmmeta.meta.inner_loop import InnerLoop, Learning
-from fmmeta.metrics.scores import gather, mean_ci95
+from fmmeta.metrics.scores import gather_scores, mean_ci95
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.replicas import hash_vector
@@ -162,7 +162,7 @@ class HeldOut:
             self.progress.line(what, done, len(mine))
             scores.append(kind.of(learning, self.worker, theta, slots[task.seed], task, episode))
             self.worker.write(theta)
-        known |= {score.slot: score for score in gather(self.ranks, scores, kind)}
+        known |= {score.slot: score for score in gather_scores(self.ranks, scores, kind)}
         if key is not None and todo:
             self._write(key, list(known.values()))
         return [known[slot] for slot in sorted(known)]

@@ -83,7 +83,7 @@ def test_a_pooled_encoder_keeps_its_head_beside_it(bert, tmp_path):
         early_stopping=False,
     )
     single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
-    assert predict.answer(single, ASKED, 8) == adapted.predict(ASKED)
+    assert single.answer(ASKED, 8) == adapted.predict(ASKED)
     assert (tmp_path / "out" / "head.safetensors").is_file()
     card = (tmp_path / "out" / "README.md").read_text()
     assert 'library_name: "fmmeta"\n' in card
@@ -149,7 +149,7 @@ def test_adapters_come_out_as_adapters(bert, tmp_path):
     )
     assert (tmp_path / "out" / "adapter_config.json").is_file()
     single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
-    ours, theirs = predict.answer(single, ASKED, 8), adapted.predict(ASKED)
+    ours, theirs = single.answer(ASKED, 8), adapted.predict(ASKED)
     assert [one.output for one in ours] == [one.output for one in theirs]
     assert [one.score for one in ours] == pytest.approx([one.score for one in theirs], abs=1e-5)
     from transformers import AutoModelForSequenceClassification
@@ -193,9 +193,7 @@ def test_adapters_of_the_builtin_model_can_be_moved(tmp_path):
     )
     (tmp_path / "out").rename(tmp_path / "moved")
     single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "moved")))
-    assert [one.output for one in predict.answer(single, ASKED, 8)] == [
-        one.output for one in adapted.predict(ASKED)
-    ]
+    assert [one.output for one in single.answer(ASKED, 8)] == [one.output for one in adapted.predict(ASKED)]
 
 
 def test_adapting_again_takes_the_steps_that_the_first_model_remembers(bert, tmp_path):
@@ -296,7 +294,7 @@ def test_a_language_model_learns_pairs_and_answers(llama, tmp_path):
     assert sum(one.output == right for one, (_, right) in zip(answers, pairs, strict=True)) == 3
     single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
     assert single.config.task_type == "causal_lm"
-    assert predict.answer(single, [word for word, _ in pairs], 4) == answers
+    assert single.answer([word for word, _ in pairs], 4) == answers
 
 
 def test_half_a_surrogate_pair_is_named_with_its_line(bert, tmp_path):

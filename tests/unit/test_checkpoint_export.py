@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fmmeta import checkpoint
 from fmmeta.checkpoint import hf_export as export_module
+from fmmeta.checkpoint import write
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner, load_tokenizer
@@ -83,10 +84,19 @@ def list_again(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps({"files": files}))
 
 
+def save(
+    folder: Path, vectors: dict[str, Tensor], params: ParamMap, state: dict[str, Any], keep: int, tables=None
+) -> None:
+    """Write a checkpoint on one rank."""
+    ranks = one_rank()
+    pieces, shapes = write.pieces(vectors, params, ranks), write.shapes(params)
+    write.write(folder, pieces, shapes, state, tables or {}, keep, ranks.world)
+
+
 def saved(tmp_path: Path, params: ParamMap, step: int = 3, keep: int = 2) -> Path:
     vectors = {"theta": laid_out(params, parameters(100)), "exp_avg": laid_out(params, parameters(500))}
     folder = tmp_path / f"checkpoint-{step}"
-    checkpoint.save(folder, vectors, params, state_of(step, vectors), one_rank(), keep)
+    save(folder, vectors, params, state_of(step, vectors), keep)
     return folder
 
 
@@ -424,12 +434,12 @@ def test_a_full_disk_is_told_after_the_others_have_gone_on(tmp_path, bert, monke
     """On one process it is one line; with several, no rank waits for one that has raised."""
     import safetensors.torch
 
-    def write(tensors, path, metadata=None, write=safetensors.torch.save_file):
+    def full_disk(tensors, path, metadata=None, write=safetensors.torch.save_file):
         if Path(path).name == full:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(tensors, path, metadata)
 
-    monkeypatch.setattr(safetensors.torch, "save_file", write)
+    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
     monkeypatch.setattr(export_module, "FILE_BYTES", (2**12, 2**16))
     if full.endswith(".json"):
         (tmp_path / full).symlink_to("/dev/full")

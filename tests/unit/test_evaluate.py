@@ -17,12 +17,13 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.evaluation import command
-from fmmeta.evaluation.episodes import episodes_of, run_config
+from fmmeta.evaluation.episodes import episodes_of
 from fmmeta.evaluation.feature_classifiers import knn, linear
 from fmmeta.evaluation.generation import LanguageMetrics, longest_common, rouge_l
-from fmmeta.evaluation.results import EvalCell, differences, read_cells, results_of, show, write
+from fmmeta.evaluation.output import write_json
+from fmmeta.evaluation.results import EvalCell, differences, read_cells, results_of, show
 from fmmeta.evaluation.settings import EvaluateConfig
-from fmmeta.metrics.scores import EpisodeScore, calibration_error, counted, paired, score_of
+from fmmeta.metrics.scores import EpisodeScore, calibration_error, episode_score, paired, prediction_stats
 from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
@@ -36,7 +37,7 @@ def pairs(tmp_path_factory):
 
 
 def draws_of(settings: EvaluateConfig, k_shot: int):
-    config = run_config(settings, k_shot)
+    config = settings.run_config(k_shot=k_shot)
     return episodes_of(settings, k_shot, load_tokenizer(config, describe(config), print)).draws()
 
 
@@ -184,7 +185,7 @@ def test_all_ways_are_all_classes_of_the_part(bert, classes):
     settings = EvaluateConfig(
         model_name_or_path=str(bert), dataset=[str(classes)], n_way="all", num_query=3, episodes=3
     )
-    config = run_config(settings, 2)
+    config = settings.run_config(k_shot=2)
     episodes = episodes_of(settings, 2, load_tokenizer(config, describe(config), print))
     assert episodes.most_classes == 3  # a fifth of 15
     assert all(len(draw.classes) == 3 for draw in episodes.draws())
@@ -375,7 +376,7 @@ def test_a_broken_task_file_is_left_out_of_both_models(llama, tmp_path, capsys):
 def test_greedy_answers_are_those_of_transformers(llama):
     from transformers import AutoModelForCausalLM
 
-    from fmmeta.adaptation.single_process import load_single_process
+    from fmmeta.adaptation.adapted_model import load_single_process
     from fmmeta.evaluation.generation import generate
 
     single = load_single_process(
@@ -397,7 +398,7 @@ def test_answers_end_where_the_positions_do(tmp_path):
     """Each with the tokens that it would have alone, whatever shares its batch."""
     from transformers import AutoModelForCausalLM
 
-    from fmmeta.adaptation.single_process import load_single_process
+    from fmmeta.adaptation.adapted_model import load_single_process
     from fmmeta.evaluation.generation import generate
 
     folder = save_family(tmp_path / "gpt2", "gpt2")  # 128 learned positions
@@ -434,8 +435,8 @@ def test_rouge_l():
 
 def test_calibration_error_by_hand():
     shares = torch.tensor([[0.95, 0.05], [0.93, 0.07], [0.35, 0.65], [0.42, 0.58]])
-    numbers = counted(shares.log(), torch.tensor([0, 1, 1, 0]))
-    score = score_of(0, "t", "s", numbers)
+    numbers = prediction_stats(shares.log(), torch.tensor([0, 1, 1, 0]))
+    score = episode_score(0, "t", "s", numbers)
     assert score.accuracy == 0.5
     assert score.loss == pytest.approx(-np.log([0.95, 0.07, 0.65, 0.42]).mean(), rel=1e-6)
     # bins: (0.9, 1.0] has 0.95 and 0.93, one right; 0.65 right alone; 0.58 wrong alone
@@ -461,12 +462,12 @@ def test_paired_differences_are_over_common_episodes():
     [
         (
             {"method": ["dreaming"]},
-            "method=dreaming is unknown; use finetune, prototype, linear, knn, in_context",
+            "method=dreaming is unknown; use finetune, prototype, linear, knn or in_context",
         ),
         ({"method": []}, "method names nothing; give one or more"),
         ({"n_way": "many"}, "n_way=many is neither a number nor all; use 5, say"),
         ({"n_way": "1"}, "n_way=1 is below 2; use 2 or more"),
-        ({"eval_split": "dev"}, "eval_split=dev is unknown; use train, valid, test"),
+        ({"eval_split": "dev"}, "eval_split=dev is unknown; use train, valid or test"),
         ({"episodes": 0}, "episodes=0 is below 1; use 1 or more"),
         ({"k_shot": [1, 5], "k_shot_max": 7}, "k_shot_max=7 goes with one k_shot, and here are 2; give one"),
         ({"n_way": "all", "n_way_max": 7}, "n_way_max=7 means nothing for n_way=all; leave it out"),
@@ -479,9 +480,9 @@ def test_paired_differences_are_over_common_episodes():
         ),
         (
             {"metrics": ["rouge_l"]},
-            "metrics=rouge_l look at answers, and task_type=classification has none; leave them out",
+            "metrics=rouge_l score generated answers, and task_type=classification has none; leave them out",
         ),
-        ({"metrics": ["bleu"]}, "metrics=bleu is unknown; use rouge_l, options"),
+        ({"metrics": ["bleu"]}, "metrics=bleu is unknown; use rouge_l or options"),
         (
             {"method": ["knn"], "task_type": "causal_lm"},
             (
@@ -580,10 +581,10 @@ def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even
         raise UsageError("output=there.json cannot be written (No space left on device); give another file")
 
     with monkeypatch.context() as full:
-        full.setattr(command, "write", break_disk)
+        full.setattr(command, "write_json", break_disk)
         assert refusal(command.run, settings).startswith("output=there.json cannot be written")
     assert "prototype" in capsys.readouterr().out.split("accuracy %")[1]
-    monkeypatch.setattr(command.EvaluationRun, "cells", lambda *_: pytest.fail("computed before the check"))
+    monkeypatch.setattr(command, "EvaluatedModel", lambda *_: pytest.fail("computed before the check"))
     for output, told in (
         (tmp_path, f"is a folder; give a file in it, such as {tmp_path / 'results.json'}"),
         (
@@ -601,7 +602,7 @@ def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even
 def test_a_model_to_compare_with_is_checked_first(bert, llama, classes, tmp_path, monkeypatch):
     other = shutil.copytree(llama, tmp_path / "other")
     (other / "fmmeta.json").write_text('{"task_type": "causal_lm"}')
-    monkeypatch.setattr(command.EvaluationRun, "cells", lambda *_: pytest.fail("computed before the check"))
+    monkeypatch.setattr(command, "EvaluatedModel", lambda *_: pytest.fail("computed before the check"))
     assert (
         refusal(fmmeta.evaluate, str(bert), str(classes), compare=str(other))
         == f"compare={other} is a model for task_type=causal_lm, and model_name_or_path={bert} one for"
@@ -691,7 +692,7 @@ def test_a_comparison_shows_both_models_and_whether_one_is_better(accuracies, ro
 def test_a_loss_that_diverged_is_read_back(tmp_path):
     cell = {"method": "knn", "k_shot": 1, "episodes_fingerprint": "x"}
     score = {"slot": 0, "task": "t", "stratum": "s", "loss": float("inf"), "accuracy": 0.5}
-    write(tmp_path / "results.json", {"cells": [{**cell, "scores": [score]}]})
+    write_json(tmp_path / "results.json", {"cells": [{**cell, "scores": [score]}]})
     (found,) = read_cells(str(tmp_path / "results.json"))
     assert np.isnan(found.scores[0].loss)
 
@@ -737,7 +738,7 @@ def test_one_example_of_each_of_many_classes_is_no_regression(method, recwarn):
 def test_scores_that_are_not_numbers_are_wrong():
     """By hand: two rows, one of them not a number, of confidence 0 and infinite loss."""
     rows = torch.tensor([[0.75, 0.25], [float("nan"), 0.5]]).log()
-    score = score_of(0, "t", "s", counted(rows, torch.tensor([0, 0])))
+    score = episode_score(0, "t", "s", prediction_stats(rows, torch.tensor([0, 0])))
     assert (score.accuracy, score.loss) == (0.5, float("inf"))
     assert (score.bins[0][0], score.bins[1][0], score.bins[2][0]) == (0, 0, 1)
     assert calibration_error([score]) == pytest.approx(0.25 / 2)
@@ -765,7 +766,7 @@ def test_an_inner_loop_that_runs_away_is_wrong_everywhere(model, request, classe
     [
         ({"k_shot": 1.5}, "k_shot=1.5 is not a whole number; give one"),
         ({"k_shot": [1, "2"]}, "k_shot='2' is not a whole number; give one"),
-        ({"metrics": "rouge"}, "metrics=rouge is unknown; use rouge_l, options"),
+        ({"metrics": "rouge"}, "metrics=rouge is unknown; use rouge_l or options"),
         ({"episode": 3}, "episode=3 is no setting; did you mean episodes?"),
         ({"dataset": 1.5}, "dataset=1.5 is not a text; give one"),
     ],
@@ -776,4 +777,7 @@ def test_settings_from_python_that_do_not_fit(settings, said):
 
 def test_one_value_from_python_is_a_list_of_one(classes):
     message = refusal(fmmeta.evaluate, "tiny", classes, metrics="rouge_l", n_way=3)  # classes: a Path
-    assert message == "metrics=rouge_l look at answers, and task_type=classification has none; leave them out"
+    assert (
+        message
+        == "metrics=rouge_l score generated answers, and task_type=classification has none; leave them out"
+    )

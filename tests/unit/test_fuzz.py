@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from fmmeta import checkpoint
 from fmmeta.adaptation.command import leave_out, read_task
-from fmmeta.adaptation.inputs import opened, read_texts
+from fmmeta.adaptation.predict import open_lines, read_texts
 from fmmeta.cli import COMMANDS, find, parse
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
@@ -192,7 +192,7 @@ def test_support_files(rows, raw, name, task_type, apart):
 def test_lines_to_predict(content, column, apart):
     file = apart / "lines"
     file.write_bytes(content)
-    with one_line_at_most(), opened(file, "r", "input") as source:
+    with one_line_at_most(), open_lines(file) as source:
         settings = PredictConfig(model_name_or_path="x", text_column=column)
         assert all(isinstance(text, str) for text in read_texts(source, settings))
     assert files_in(apart) == {file}
@@ -394,7 +394,6 @@ def test_checkpoints(file, seed, how, strange, listed, apart):
         start.lock.close()
         if start.checkpoint is not None:
             checkpoint.read_state(start.checkpoint)
-            checkpoint.same_size(start.checkpoint, WHOLE)
             found = checkpoint.load(start.checkpoint, ["theta"], WHOLE, torch.zeros(WHOLE.numel))["theta"]
             if not listed:
                 assert float(found.sum()) == float(sum(value.sum() for value in parameters(100).values()))

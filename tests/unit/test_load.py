@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from fmmeta.adaptation.single_process import class_logits, load_single_process
+from fmmeta.adaptation.adapted_model import load_single_process
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.models.lazy_weights import open_lazy_model
@@ -287,7 +287,7 @@ def test_padding_is_the_tokenizers_for_the_model_too(kind, tmp_path):
     single = load_single_process(config, Progress(speaks=False))
     assert single.description.hf_config.pad_token_id == single.tokenizer.pad_token_id == 0
     rows = [Example([5, 6, 7, 8, 9, 10][:length], 0) for length in (2, 6, 4)]
-    together, alone = class_logits(single, rows), torch.cat([class_logits(single, [row]) for row in rows])
+    together, alone = single.class_logits(rows), torch.cat([single.class_logits([row]) for row in rows])
     assert together.std(0).min() > 1e-3
     torch.testing.assert_close(together, alone)
 

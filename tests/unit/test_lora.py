@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer, adapt, evaluate
-from fmmeta.adaptation.predict import answer
 from fmmeta.adaptation.predict import load as predict_from
 from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
@@ -421,7 +420,7 @@ def test_an_adapted_adapter_stands_beside_the_base(tmp_path, sources):
     ]
     assert 0 < max(moved) < 0.5  # it began where the other ended
     texts = ["alpha beta", "gamma"]
-    again = answer(predict_from(PredictConfig(model_name_or_path=str(tmp_path / "own"))), texts, 8)
+    again = predict_from(PredictConfig(model_name_or_path=str(tmp_path / "own"))).answer(texts, 8)
     for one, wanted in zip(again, adapted.predict(texts), strict=True):
         assert one.output == wanted.output
         assert one.score == pytest.approx(wanted.score, abs=1e-5)

@@ -135,7 +135,7 @@ def test_answers_that_cannot_be_written(adapted, tmp_path):
         (tmp_path / "none" / "b", "No such file or directory"),
     ):
         message = refusal(predict.run, PredictConfig(str(adapted[0]), input=str(source), output=str(target)))
-        assert message == f"output={target} cannot be opened: {reason}; give another file"
+        assert message == f"output={target} cannot be written ({reason}); give another file"
 
 
 def test_a_head_that_has_learned_nothing_does_not_answer(bert, tmp_path):
@@ -183,15 +183,12 @@ def test_a_classifier_of_other_origin_answers(bert):
 
     model = AutoModelForSequenceClassification.from_pretrained(bert).eval()
     logits = model(**byte_tokenizer()(TEXTS, padding=True, return_tensors="pt")).logits
-    found = predict.answer(predict.load(PredictConfig(str(bert))), TEXTS, 1)
+    found = predict.load(PredictConfig(str(bert))).answer(TEXTS, 1)
     assert [one.output for one in found] == [f"LABEL_{place}" for place in logits.argmax(1).tolist()]
 
 
 def test_what_predict_does_not_read_is_refused(bert):
-    assert (
-        refusal(predict.load, PredictConfig(str(bert), max_length=0))
-        == "max_length=0 is below 4; use 4 or more"
-    )
+    assert refusal(PredictConfig, str(bert), max_length=0) == "max_length=0 is below 4; use 4 or more"
     for flag, value in (("--lora_r", "4"), ("--head_init", "zero"), ("--gradient_checkpointing", "true")):
         message = refusal(parse, ["--model_name_or_path", "x", flag, value], "predict")
         assert message.startswith(f"{flag} is not a flag")
@@ -206,7 +203,7 @@ def test_scores_that_are_not_finite_are_not_answers(bert, tmp_path):
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     single = predict.load(PredictConfig(str(broken)))
     assert (
-        refusal(predict.answer, single, ["a"], 1)
+        refusal(single.answer, ["a"], 1)
         == f"model_name_or_path={broken} gives no finite scores for 'a'; adapt it with a lower --inner_lr"
     )
 
@@ -220,9 +217,9 @@ def test_a_text_without_tokens_is_no_input(bert, tmp_path, monkeypatch):
     tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
     tokenizer.save_pretrained(folder)
     single = predict.load(PredictConfig(str(folder)))
-    assert len(predict.answer(single, ["a"], 1)) == 1
+    assert len(single.answer(["a"], 1)) == 1
     assert (
-        refusal(predict.answer, single, ["a", " "], 1)
+        refusal(single.answer, ["a", " "], 1)
         == f"text=' ' has no tokens for model_name_or_path={folder}; fix or remove it"
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"text": "a"}\n{"text": ""}\n'))

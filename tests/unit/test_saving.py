@@ -35,6 +35,7 @@ from tests.unit.test_checkpoint_export import (
     laid_out,
     list_again,
     parameters,
+    save,
     saved,
     state_of,
 )
@@ -45,7 +46,7 @@ TABLE = {"rates": torch.tensor([[0.5, 0.25]])}
 def with_table(folder: Path, step: int = 3) -> Path:
     vectors = {"theta": laid_out(WHOLE, parameters(100)), "exp_avg": laid_out(WHOLE, parameters(500))}
     path = folder / f"checkpoint-{step}"
-    checkpoint.save(path, vectors, WHOLE, state_of(step, vectors), one_rank(), 9, TABLE)
+    save(path, vectors, WHOLE, state_of(step, vectors), 9, TABLE)
     return path
 
 
@@ -76,7 +77,7 @@ def test_any_flipped_byte_is_found(tmp_path):
             file.write_bytes(bad)
             said = checkpoint.find_corruption(folder, one_rank().world)
             if file.name != "manifest.json":
-                assert said == f"{file.name} has another sha256 than manifest.json says", at
+                assert said == f"{file.name} has another sha256 than manifest.json", at
             elif not said:  # a byte between words says nothing
                 assert json.loads(bad) == json.loads(good), at
         file.write_bytes(good)
@@ -140,14 +141,14 @@ def test_a_checkpoint_that_another_group_removes_is_not_the_last_word(tmp_path, 
     run.mkdir()
     write_run(run, config, "f", "", finished=False)
     saved(run, WHOLE, 4)
-    original, steps = verify.file_fault, [5, 6]
+    original, steps = verify.find_file_corruption, [5, 6]
 
     def while_others_save(file, entry):
         if steps:
             saved(run, WHOLE, steps.pop(0), keep=1)
         return original(file, entry)
 
-    monkeypatch.setattr(verify, "file_fault", while_others_save)
+    monkeypatch.setattr(verify, "find_file_corruption", while_others_save)
     start = open_run(config, "f", one_rank().world)
     assert (start.checkpoint, start.said) == (run / "checkpoint-6", ())
     assert sorted(path.name for path in run.glob("*checkpoint*")) == ["checkpoint-6"]
@@ -174,10 +175,10 @@ def test_another_models_checkpoint_is_one_line(tmp_path):
     )
     smaller = replace(WHOLE, fragments=WHOLE.fragments[:2], numel=17)
     assert (
-        refusal(checkpoint.same_size, folder, smaller)
+        refusal(checkpoint.load, folder, ["theta"], smaller, torch.zeros(smaller.numel))
         == f"{folder} is of another model: it has c, which is not here; give a checkpoint of this one"
     )
-    checkpoint.same_size(folder, WHOLE)
+    assert_holds(folder, WHOLE)
 
 
 def test_a_strange_tensor_is_refused(tmp_path):
@@ -274,8 +275,9 @@ print(whole, checkpoint.find_corruption(good, one_rank().world), os.statvfs(run)
     lines = ended.stdout.splitlines()
     full = "could not be written: No space left on device; free space or fix it"
     assert lines == [
-        f"{tmp_path}/checkpoint-4 {full}; training continues, the last whole one is {tmp_path}/checkpoint-3",
-        f"ends: {tmp_path}/checkpoint-5 {full}; 2 in a row, the last whole one is {tmp_path}/checkpoint-3",
+        f"{tmp_path}/checkpoint-4 {full}; training continues,"
+        f" the last complete one is {tmp_path}/checkpoint-3",
+        f"ends: {tmp_path}/checkpoint-5 {full}; 2 in a row, the last complete one is {tmp_path}/checkpoint-3",
         "['checkpoint-3']  True",
     ], ended.stderr
 
@@ -335,7 +337,7 @@ def test_an_unexpected_error_of_the_thread_is_told(tmp_path, monkeypatch):
     saver.wait()
     assert said == [
         f"{tmp_path / 'checkpoint-1'}: ZeroDivisionError: division by zero; training continues, there is no"
-        " whole one"
+        " complete one"
     ]
 
 

@@ -1,4 +1,4 @@
-"""The simulator against closed forms, and its dealer against the one of a run."""
+"""The simulator against closed forms, and its batcher against the one of a run."""
 
 from __future__ import annotations
 

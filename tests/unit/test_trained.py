@@ -121,7 +121,7 @@ def test_more_classes_than_were_held_out_are_refused_and_not_taken_from_the_trai
 def test_tune_chooses_on_the_models_own_validation_classes(model, classes, tmp_path, monkeypatch):
     seen, folder = [], shutil.copytree(model, tmp_path / "model")
     monkeypatch.setattr(
-        "fmmeta.evaluation.tune.episodes_of", lambda *args: seen.append(episodes_of(*args)) or seen[-1]
+        "fmmeta.evaluation.episodes.episodes_of", lambda *args: seen.append(episodes_of(*args)) or seen[-1]
     )
     settings = TuneConfig(
         model_name_or_path=str(folder),
@@ -275,7 +275,7 @@ def test_adapt_names_the_classes_that_were_trained_on(model, classes, tmp_path, 
         " with dataset=rows"
     )
     assert (
-        f"fmmeta: {said}.jsonl; its accuracy on them says nothing of new classes\n" in capsys.readouterr().out
+        f"fmmeta: {said}.jsonl; its accuracy on them is not that on new classes\n" in capsys.readouterr().out
     )
     assert memory(tmp_path / "out")["datasets"] == memory(model)["datasets"]
     adapt(replace(settings, output_dir=""), Progress(True), [(text, f"new {label}") for text, label in pairs])

@@ -180,8 +180,9 @@ def test_a_head_that_never_moves_needs_its_own_classes(tmp_path):
     assert fmmeta.evaluate(model, "letters", **SAME)["accuracy"] > 0
     assert (
         refusal(fmmeta.evaluate, model, "letters", **{**SAME, "n_way": "4"})
-        == f"model_name_or_path={model} keeps its head as it learned it, for 3 classes, and nothing moves"
-        " under a head of zeros; give tasks of as many classes, --head_init prototype, or --inner_lr"
+        == f"model_name_or_path={model} does not train its head, which was learned for 3 classes, and a"
+        " head of zeros would stay zero; give tasks of as many classes, --head_init prototype, or"
+        " --inner_lr"
     )
 
 
@@ -251,7 +252,7 @@ def test_optuna_finds_a_rate(bert, classes, tmp_path):
         ({"method": ["knn"]}, "method=['knn'] means nothing for tune; leave it out"),
         ({"k_shot": [1, 5]}, "k_shot=1 5: tune chooses for one number of shots; give one"),
         ({"inner_lrs": [0.0]}, "inner_lrs=0.0 is no positive number; use some such as 0.01 0.1 1"),
-        ({"head_inits": ["best"]}, "head_inits=best is unknown; use zero, prototype or learned"),
+        ({"head_inits": ["best"]}, "head_inits=best is unknown; use zero, learned or prototype"),
         ({"max_steps": 0}, "max_steps=0 is below 1; use 1 or more"),
         ({"inner_lrs": []}, "inner_lrs names nothing to try; give one or more"),
         ({"tuner": "luck"}, "tuner=luck is unknown; use grid or optuna"),

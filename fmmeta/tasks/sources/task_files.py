@@ -111,7 +111,7 @@ class FolderSource(TaskSource):
 
 
 def glance(path: Path, max_length: int) -> tuple[int, float]:
-    """Size in bytes, and tokens of a row: by its first line, or `max_length` if it is compressed or binary."""
+    """Size in bytes and tokens of a row (of its first line; `max_length` if it is compressed or binary)."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
