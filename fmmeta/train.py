@@ -18,7 +18,7 @@ from fmmeta.models.load import describe
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.reliability.signals import Signals
-from fmmeta.reliability.stop import Guard
+from fmmeta.reliability.watchdog import watching
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.finish import Result, finish
@@ -83,12 +83,11 @@ class MetaTrainer:
         ranks = with_crew(ranks, crew, config, settings, parts.worker, plan.precision)
         notice(f"output_dir {start.folder}")
         with nullcontext(self.signals) if self.signals else Signals() as signals:
-            guard = Guard(config, ranks, parts.worker, signals, world.board())
             elastic = crew and ElasticController(config, crew, ranks, notice)
-            run = Run(config, plan, ranks, parts, start, self.progress, guard, elastic, self.callbacks)
+            run = Run(config, plan, ranks, parts, start, self.progress, signals, elastic, self.callbacks)
             run.resume()
             signals.run()
-            with guard.watching():
+            with watching(run.stage, world.board(), ranks, signals):
                 try:
                     run.loop()
                     return finish(run)

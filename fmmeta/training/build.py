@@ -38,7 +38,7 @@ from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 from fmmeta.planning.auto_group_size import SizesAt, check_group_size, choose_group_size
 from fmmeta.planning.memory import rank_sizes
 from fmmeta.planning.sizes import count_params, largest_part, stage_rows
-from fmmeta.reliability.replicas import equal_replicas
+from fmmeta.reliability.replicas import check_replicas
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Batcher
 from fmmeta.tasks.data.prompts import make_prompt
@@ -281,7 +281,7 @@ def build(config: Config, plan: Plan, ranks: ProcessGroups) -> Parts:
     worker, place = started.worker, started.place
     theta = ranks.cross.broadcast_(worker.read())
     worker.write(theta)
-    equal_replicas(ranks, theta)
+    check_replicas(ranks, theta, "although it was broadcast")
     theta = OuterMemory(ranks.device, config.offload_outer).keep(theta)
     setup = rules.setup(
         config, worker, started.head_names, plan.description.outputs(config), plan.precision.bf16

@@ -47,7 +47,7 @@ def _finish(run: Run, result: Result) -> None:
             f"init_interpolation={alpha:g}: the exported weights are {1 - alpha:g} * initial + {alpha:g} *"
             " trained"
         )
-    run.guard.begin_stage("exporting the model")
+    run.stage.begin("exporting the model")
     export(
         run.folder / "model",
         final.theta,

@@ -90,7 +90,7 @@ def _open(
             f"resume_from_checkpoint={chosen} is not whole: {wrong}; give another one, or latest"
         )
     if chosen is not None and not explicit and not finished:
-        chosen, refused = newest_whole(Path(folder), comm)
+        chosen, refused = newest_complete(Path(folder), comm)
     with comm.raise_on_all("setting checkpoints aside"):
         if comm.rank == 0 and chosen is not None and not finished and not config.elastic:
             for path in newer(chosen, checkpoint.list_complete(Path(folder))):
@@ -101,7 +101,7 @@ def _open(
     return RunStart(Path(folder), chosen, finished, (*refused, *said), explicit, lock)
 
 
-def newest_whole(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
+def newest_complete(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
     """The newest checkpoint of a run that is whole, and what is wrong with those that are newer.
 
     In an elastic run another group writes and removes checkpoints meanwhile, so the folder is listed again

@@ -46,8 +46,6 @@ class RunLogger(Callback):
             **membership,
         }
         run.ranks.cross.bytes_sent = 0
-        if run.guard.exploded:
-            values["exploded_tasks"] = run.guard.exploded
         if spike := run.state.spikes.mark(values["query_loss"]):
             values["loss_spike"] = spike
         due = step in (1, config.outer_steps) or step % config.logging_steps == 0
