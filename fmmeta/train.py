@@ -72,7 +72,7 @@ class MetaTrainer:
         plan = build.plan(config, world, notice)
         start = open_run(config, plan.sources.fingerprint, world.comm, plan.resolved)
         self.lock = start.lock
-        for text in start.said:
+        for text in start.warnings:
             notice(text)
         if start.finished:
             notice(f"{start.folder} holds this run, finished; its model is in {start.folder / 'model'}")

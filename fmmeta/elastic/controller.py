@@ -27,9 +27,9 @@ from fmmeta.elastic.membership import Membership
 from fmmeta.elastic.state_transfer import transfer_state
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.replicas import check_replicas
+from fmmeta.report.data import read_run
 from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import lock_folder
-from fmmeta.training.run_record import read_run
 from fmmeta.training.static_controller import StaticController
 
 LIGHTHOUSE_S = 120.0  # that a group waits for a silent lighthouse

@@ -113,7 +113,8 @@ class ReportPage(Callback):
         self.close(run)
 
     def close(self, run: Run) -> None:
-        page.keep(run.folder, run.ranks.first and run.controller.writes, run.progress.notice)
+        if run.ranks.first and run.controller.writes:
+            page.write_or_log(run.folder, run.progress.notice)
 
 
 class ReplicaCheck(Callback):
