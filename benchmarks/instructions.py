@@ -97,7 +97,7 @@ def cell(row: str, rate: float, asked: argparse.Namespace) -> dict[str, Any]:
             **INNER,
             **shared,
         ),
-        Progress(speaks=False),
+        Progress(is_rank0=False),
     )[0]
     found = evaluate(
         model,

@@ -24,11 +24,10 @@ from typing import Any, Protocol
 
 import torch
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import EXIT_FAULT, EXIT_STOPPED, UsageError
 from fmmeta.config.settings import Config, setting
 from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
 from fmmeta.elastic.lighthouse_client import coordination
-from fmmeta.reliability.signals import EXIT_FAULT, EXIT_STOPPED
 from fmmeta.report.data import read_run
 from fmmeta.training.run_folder import lock_folder
 

@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fmmeta.common.errors import EXIT_STOPPED
+
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_S = 5.0  # a repeat within this time counts as the same signal
-EXIT_STOPPED = 75  # exit code: stopped by a signal after a save
-EXIT_FAULT = 70  # exit code: a rank or a machine misbehaves
 SHELLS = {"ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh"}
 SHELLS |= {"init", "screen", "systemd", "tmux: server"}
 

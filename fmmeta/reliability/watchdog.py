@@ -24,10 +24,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from fmmeta.common.errors import EXIT_FAULT
 from fmmeta.parallel.nodes import link_of
 from fmmeta.parallel.process_groups import ProcessGroups, SharedStore
 from fmmeta.reliability.heartbeats import TICK_S, Heartbeats, stack_of
-from fmmeta.reliability.signals import EXIT_FAULT, Launcher, Signals, process_stat
+from fmmeta.reliability.signals import Launcher, Signals, process_stat
 from fmmeta.reliability.stage import MARGIN_S, Stage
 
 SHOWN = 8  # ranks with equal heartbeats that are named one by one

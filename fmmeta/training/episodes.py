@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import PeerError, UsageError
 from fmmeta.config.settings import Config
-from fmmeta.parallel.process_groups import PeerError, ProcessGroups
+from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode, LoadResult
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task, assign_to_groups

@@ -131,8 +131,8 @@ def newest_complete(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
             break
     why = "; ".join(refused.values()) or f"listed {MOST_LISTED} times"
     raise UsageError(
-        f"output_dir={folder} holds no complete checkpoint to resume from ({why}); to start over choose another"
-        " output_dir"
+        f"output_dir={folder} holds no complete checkpoint to resume from ({why}); to start"
+        " over choose another output_dir"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from fmmeta.cli import parse
-from fmmeta.common.errors import MachineFault, UsageError
+from fmmeta.common.errors import MachineFault, PeerError, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import imaml
@@ -22,7 +22,7 @@ from fmmeta.meta.second_order.hessian import Hessian
 from fmmeta.models.load import load_learner
 from fmmeta.parallel import process_groups
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.process_groups import PeerError, World, pick_device
+from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.parallel.workers import create
 from fmmeta.parallel.workers.create import check_equal, fingerprint
 from fmmeta.reliability.replicas import check_replicas, hash_vector
@@ -227,7 +227,7 @@ def gathers(world: World, model: str, data: str, kind: str) -> None:
             ranks,
             parts,
             RunStart(Path(tempfile.mkdtemp()), None, False),
-            Progress(speaks=False),
+            Progress(is_rank0=False),
         )
         run.resume()
         ends[at_once] = run.theta, began, counted_steps(run)
