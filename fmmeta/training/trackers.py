@@ -97,8 +97,8 @@ class Trackers(Callback):
             except Exception as error:
                 del self.running[name]
                 self.notice(
-                    f"{name} failed ({describe_error(error)}); the run continues without it, metrics.jsonl has"
-                    " all numbers"
+                    f"{name} failed ({describe_error(error)}); the run continues without it, metrics.jsonl"
+                    " has all numbers"
                 )
 
 
@@ -161,9 +161,7 @@ def flat(values: dict[str, Any]) -> dict[str, float]:
         elif isinstance(value, dict):
             numbers |= {f"{name}/{key}": one for key, one in flat(value).items()}
         elif isinstance(value, list):
-            each = flat(
-                {f"{name}/{place}": one for place, one in enumerate(value) if not isinstance(one, dict)}
-            )
+            each = flat({f"{name}/{place}": one for place, one in enumerate(value)})
             numbers |= each or {name: len(value)}
     return numbers
 

@@ -382,7 +382,8 @@ def test_the_command(run, capsys, tmp_path):
     (run / "run.json").write_text("{")
     assert ended("--output_dir", str(run)) == (
         2,
-        f"fmmeta: error: {run / 'run.json'} cannot be read; correct or remove it, or choose another output_dir",
+        f"fmmeta: error: {run / 'run.json'} cannot be read; correct or remove it, or choose another"
+        " output_dir",
     )
 
 

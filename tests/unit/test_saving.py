@@ -122,7 +122,8 @@ def test_harm_is_named_and_an_older_one_is_taken(tmp_path, harm, said):
     harm(run / "checkpoint-4")
     message = refusal(open_run, config, "f", one_rank().world)
     assert message.startswith(
-        f"output_dir={run} holds no complete checkpoint to resume from ({run / 'checkpoint-4'} is refused: {said}"
+        f"output_dir={run} holds no complete checkpoint to resume from ({run / 'checkpoint-4'} is refused:"
+        f" {said}"
     )
     explicit = Config(
         output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(run / "aside-checkpoint-8")
