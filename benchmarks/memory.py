@@ -115,7 +115,7 @@ def run(folder: str, flags: list[str]) -> None:
     parts = build.build(config, plan, ranks)
     loaded = resident("VmHWM") - before
     Path("/proc/self/clear_refs").write_text("5")
-    trainer = Run(config, plan, ranks, parts, RunStart(work, None, False), Progress(is_rank0=False))
+    trainer = Run(config, plan, ranks, parts, RunStart(work, None, False), Progress(enabled=False))
     trainer.resume()
     trainer.loop()
     peak = resident("VmHWM") - before

@@ -216,7 +216,7 @@ def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) 
     plan = build.plan(config, world, lambda text: None)
     ranks = build.form_groups(config, plan, world, lambda text: None)
     parts = build.build(config, plan, ranks)
-    run = Run(config, plan, ranks, parts, RunStart(work, None, False), Progress(is_rank0=False))
+    run = Run(config, plan, ranks, parts, RunStart(work, None, False), Progress(enabled=False))
     run.resume()
     found = {clock: {"profiles": [], "steps": []} for clock in CLOCKS}
     for _ in range(rounds):

@@ -112,7 +112,7 @@ def prepare(config: Config, world: World, ranks: Any = None) -> tuple[Prepared, 
         ranks = build.form_groups(config, plan, world, lambda text: None)
     parts = build.build(config, plan, ranks)
     folder = Path(tempfile.mkdtemp(prefix="fmmeta-bench-"))
-    run = Run(config, plan, ranks, parts, RunStart(folder, None, False), Progress(is_rank0=False))
+    run = Run(config, plan, ranks, parts, RunStart(folder, None, False), Progress(enabled=False))
     run.resume()
     return Prepared(run, config, plan), ranks
 

@@ -50,7 +50,7 @@ class MetaTrainer:
         Collective: world.
         """
         launch = Launch.from_env(os.environ)
-        self.progress = Progress(is_rank0=launch.global_rank == 0)
+        self.progress = Progress(enabled=launch.global_rank == 0)
         world, self.lock = World(launch, pick_device(launch)), None
         try:
             return self._train(world)

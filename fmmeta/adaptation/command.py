@@ -49,7 +49,7 @@ def run(settings: AdaptConfig) -> None:
     for name in ("support", "output_dir"):
         if not getattr(settings, name):
             raise UsageError(f"{name} is missing; give --{name}")
-    progress = Progress(is_rank0=True)
+    progress = Progress(enabled=True)
     adapted = adapt(settings, progress)
     if adapted.accuracy is not None:
         progress.notice(

@@ -90,7 +90,7 @@ def load(settings: PredictConfig) -> LoadedModel:
                 " first (fmmeta adapt)"
             )
         config = replace(config, n_way=len(labels), head_init="learned")
-    return load_single_process(fitted(config, description.hf_config), Progress(is_rank0=False), labels)
+    return load_single_process(fitted(config, description.hf_config), Progress(enabled=False), labels)
 
 
 def refuse_fresh_head(config: Config, description: Description, memory: dict[str, Any]) -> None:

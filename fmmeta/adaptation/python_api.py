@@ -38,7 +38,7 @@ def evaluate(
     given = settings_of(
         EvaluateConfig, {"model_name_or_path": model_name_or_path, "dataset": dataset, **settings}
     )
-    return evaluate_command.evaluate(given, Progress(is_rank0=not quiet))
+    return evaluate_command.evaluate(given, Progress(enabled=not quiet))
 
 
 def adapt(
@@ -68,7 +68,7 @@ def adapt(
         AdaptConfig,
         {"model_name_or_path": model_name_or_path, "output_dir": output_dir or "", **files, **settings},
     )
-    return adapt_command.adapt(given, Progress(is_rank0=not quiet), examples["support"], examples["query"])
+    return adapt_command.adapt(given, Progress(enabled=not quiet), examples["support"], examples["query"])
 
 
 def listed(name: str, examples: Any) -> Examples:

@@ -10,13 +10,13 @@ from fmmeta.common.security import printable
 
 
 class Progress:
-    """Prints on the first rank only.
+    """Prints if `enabled`: on rank 0, unless the caller wants no output.
 
     On a terminal the progress line is redrawn; elsewhere a line is printed every few seconds.
     """
 
-    def __init__(self, is_rank0: bool, every_s: float = 5.0) -> None:
-        self.is_rank0, self.is_terminal = is_rank0, sys.stdout.isatty()
+    def __init__(self, enabled: bool, every_s: float = 5.0) -> None:
+        self.enabled, self.is_terminal = enabled, sys.stdout.isatty()
         self.every_s = 0.2 if self.is_terminal else every_s
         self.printed_at = float("-inf")
         self.began: dict[str, float] = {}
@@ -24,12 +24,12 @@ class Progress:
 
     def notice(self, *lines: str) -> None:
         """Log lines; control characters, which names from data may contain, are escaped."""
-        if self.is_rank0:
+        if self.enabled:
             self._print("fmmeta: " + "\n".join(map(printable, lines)))
 
     def line(self, what: str, done: int, total: int, text: str = "", first: int = 0) -> None:
         """Show `done` of `total`. first: done before this process began, for the time left."""
-        if not self.is_rank0 or (done == 0 and not self.is_terminal):
+        if not self.enabled or (done == 0 and not self.is_terminal):
             return
         now = time.monotonic()
         began = self.began.setdefault(what, now)
@@ -48,7 +48,7 @@ class Progress:
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table; the first column is aligned to the left, the others to the right."""
-        if not self.is_rank0:
+        if not self.enabled:
             return
         cells = [[printable(cell) for cell in row] for row in (header, *rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

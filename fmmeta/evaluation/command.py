@@ -52,7 +52,7 @@ from fmmeta.training.episodes import EpisodeReader
 
 def run(settings: EvaluateConfig, signals: Signals | None = None) -> None:
     """`fmmeta evaluate`: the results as a table. Collective: world."""
-    progress = Progress(is_rank0=Launch.from_env(os.environ).global_rank == 0)
+    progress = Progress(enabled=Launch.from_env(os.environ).global_rank == 0)
 
     def tell(results: dict[str, Any]) -> None:
         if signals:
@@ -78,7 +78,7 @@ def evaluate(
     )
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
-    progress = progress or Progress(is_rank0=launch.global_rank == 0)
+    progress = progress or Progress(enabled=launch.global_rank == 0)
     try:
         file = settings.compare is not None and settings.compare.endswith(".json")
         models = [settings.model_name_or_path, *([settings.compare] if settings.compare and not file else [])]

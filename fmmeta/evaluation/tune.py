@@ -59,7 +59,7 @@ class Choice:
 
 def run(settings: TuneConfig, signals: Signals | None = None) -> None:
     """`fmmeta tune`: choose, tell, store. Raises `Stopped` after a signal. Collective: world."""
-    progress = Progress(is_rank0=Launch.from_env(os.environ).global_rank == 0)
+    progress = Progress(enabled=Launch.from_env(os.environ).global_rank == 0)
     best = tune(settings, progress, signals)[0]
     progress.notice(
         f"best: head_init {best.head_init}, inner_lr {best.inner_lr:.4g}, {best.inner_steps} inner steps"

@@ -71,7 +71,7 @@ def main(model: str, data: str, out: str, kind: str) -> None:
     ranks = build.form_groups(config, plan, world, lambda text: None)
     import_deepspeed()
     parts = build.build(config, plan, ranks)
-    run = Run(config, plan, ranks, parts, RunStart(Path(out), None, False), Progress(is_rank0=False))
+    run = Run(config, plan, ranks, parts, RunStart(Path(out), None, False), Progress(enabled=False))
     run.resume()
     run.loop()
     moved = parts.worker.dot(run.theta, run.theta)

@@ -71,7 +71,7 @@ def main(cases_file: str, out: str) -> None:
         ]
         folder = Path(out) / case["id"]
         folder.mkdir(exist_ok=True)
-        run = Run(config, plan, ranks, parts, RunStart(folder, None, False), Progress(is_rank0=False))
+        run = Run(config, plan, ranks, parts, RunStart(folder, None, False), Progress(enabled=False))
         poison(
             parts, {(step, slot): which for step, slot, which in case.get("poison", [])}, **case.get("by", {})
         )

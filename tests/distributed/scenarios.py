@@ -227,7 +227,7 @@ def gathers(world: World, model: str, data: str, kind: str) -> None:
             ranks,
             parts,
             RunStart(Path(tempfile.mkdtemp()), None, False),
-            Progress(is_rank0=False),
+            Progress(enabled=False),
         )
         run.resume()
         ends[at_once] = run.theta, began, counted_steps(run)

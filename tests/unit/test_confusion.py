@@ -25,7 +25,7 @@ def held_out_of(config: Config) -> tuple[HeldOut, build.Plan, build.Parts]:
     plan = build.plan(config, world, said.append)
     ranks = build.form_groups(config, plan, world, said.append)
     parts = build.build(config, plan, ranks)
-    return HeldOut(config, parts.worker, parts.load, ranks, Progress(is_rank0=False)), plan, parts
+    return HeldOut(config, parts.worker, parts.load, ranks, Progress(enabled=False)), plan, parts
 
 
 def test_counts_are_those_of_a_plain_loop(tmp_path):

@@ -221,7 +221,7 @@ def test_confusion_is_that_of_run_json(run, tmp_path):
     assert "10 of 15 query examples right" in page.all("p", "confusion")[0][2]
     told = json.loads((run / "run.json").read_text())
     told["held_out"]["confusion"] = {
-        "left_out": "pipeline_stages=2: only the last stage sees what the model answers"
+        "left_out": "pipeline_stages=2: only the last stage has the model's answers"
     }
     (run / "run.json").write_text(json.dumps(told))
     assert (

@@ -122,7 +122,7 @@ EVIL = "\x1b[2J\x9b31m\u202e a\rb\nfmmeta: forged"
 
 
 def test_names_from_data_do_not_steer_a_terminal(monkeypatch, tmp_path, capsys):
-    progress = Progress(is_rank0=True)
+    progress = Progress(enabled=True)
     progress.notice(f"left out: {EVIL}")
     progress.notice("several", "lines")
     progress.table(EVIL, ["", EVIL], [[EVIL, "1"]])
