@@ -1,7 +1,4 @@
-"""The trainer: from a `Config` and a launch to a finished run.
-
-It connects the parts and owns none of them.
-"""
+"""The trainer: connects the parts of a run, from a `Config` and a launch to a finished model."""
 
 from __future__ import annotations
 
@@ -29,10 +26,18 @@ from fmmeta.training.trackers import check_installed
 
 
 class MetaTrainer:
-    """Meta-train as `config` says: `MetaTrainer(Config(...)).train()`, in a notebook or on every rank of a
-    launch.
+    """Meta-trains a model by the settings of `config`, in a notebook or on every rank of a launch.
 
-    callbacks: hooks around the outer loop, the same on every rank (`fmmeta.Callback`).
+    signals: stop signals of the caller (default: those of this process while `train` runs). callbacks: hooks
+    around the outer loop, the same on every rank (`fmmeta.Callback`).
+
+    >>> import contextlib, io, tempfile
+    >>> from fmmeta import Config, MetaTrainer
+    >>> short = dict(outer_steps=1, inner_steps=1, meta_batch_size=1, eval_episodes=0, num_workers="0")
+    >>> with contextlib.redirect_stdout(io.StringIO()):
+    ...     result = MetaTrainer(Config(**short, output_dir=tempfile.mkdtemp())).train()
+    >>> result.outer_steps
+    1
     """
 
     def __init__(
@@ -44,9 +49,10 @@ class MetaTrainer:
         return f"MetaTrainer({self.config!r})"
 
     def train(self) -> Result:
-        """Run to the end, or resume where an earlier process stopped.
+        """Run to the end, or resume where an earlier process stopped; return the folder and the accuracies.
 
-        Raises `UsageError`, `MachineFault` where a machine misbehaves, and `Stopped` after a signal.
+        Raises `UsageError` for settings and inputs that cannot work, `MachineFault` where a machine
+        misbehaves, `PeerError` where another rank failed, and `Stopped` after a signal, with the state saved.
         Collective: world.
         """
         launch = Launch.from_env(os.environ)

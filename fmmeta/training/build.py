@@ -77,9 +77,9 @@ class Plan:
 
 
 def plan(config: Config, world: World, notice: Notice, models: Sequence[str] = ()) -> Plan:
-    """Read and check everything but the weights. `models`: those whose splits count (default: that of
-    `config`).
+    """Read and check everything but the weights.
 
+    models: those whose training splits are excluded from evaluation (default: the model of `config`).
     Collective: world.
     """
     with world.comm.raise_on_all("reading settings"):
@@ -94,9 +94,7 @@ def plan(config: Config, world: World, notice: Notice, models: Sequence[str] = (
             tensor_parallel_block(description.hf_config, config.tensor_parallel_size)
         tokenizer = load_tokenizer(config, description, notice)
         if config.task_type == "causal_lm":
-            make_prompt(
-                config.prompt_template, tokenizer
-            )  # what the tokenizer cannot do is said before any data are read
+            make_prompt(config.prompt_template, tokenizer)  # refuses before any data are read
         trained = trained_with(models or [config.model_name_or_path])
         # encoding sets the truncation of a tokenizer; export needs it as it was
         sources = load_sources(config, copy.deepcopy(tokenizer), notice, trained)
@@ -123,14 +121,14 @@ def plan(config: Config, world: World, notice: Notice, models: Sequence[str] = (
 def measure(
     config: Config, description: Description, precision: deepspeed_config.DeepSpeedSettings, world: World
 ) -> list[float]:
-    """Seconds of each layer in a micro-batch of the run's size, as the first rank tries them, so that all cut
-    alike. Collective: world.
+    """Seconds of each layer in a micro-batch of the run's size, measured on the first rank only, so that all
+    ranks split the model alike. Collective: world.
     """
     seconds: list[float] = []
     with world.comm.raise_on_all("measuring the layers"):
         if world.launch.global_rank == 0:
             learner = open_lazy_model(config, description).learner
-            plan_stages(learner, config.pipeline_stages)  # refuses what cannot be cut
+            plan_stages(learner, config.pipeline_stages)  # refuses models that cannot be split
             tokens = min(
                 config.max_length,
                 getattr(description.hf_config, "max_position_embeddings", config.max_length) - 2,
@@ -195,7 +193,7 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Pro
 def show_layout(
     config: Config, plan: Plan, params: int, world: World, group_size: int, engine: str
 ) -> list[str]:
-    """Who is where, and what travels on which link."""
+    """The ranks of each node, and what is communicated on which link."""
     stage, stages, tensor = plan.precision.zero_stage, config.pipeline_stages, config.tensor_parallel_size
     kinds = ["gradients" if stage < 3 else "weights and gradients"] if group_size > stages * tensor else []
     kinds += ["updated weights"] if 0 < stage < 3 and kinds else []
@@ -206,7 +204,7 @@ def show_layout(
 
 
 def balance_of(config: Config, plan: Plan) -> str:
-    """Which layers each stage gets, and how much that is."""
+    """The layers of each stage, with their parameters and time."""
     cut = plan_stages(empty_learner(config, plan.description), config.pipeline_stages, plan.costs)
     parts = []
     for (begin, end), size in zip(pairwise(cut.bounds), cut.sizes, strict=True):
@@ -218,7 +216,7 @@ def balance_of(config: Config, plan: Plan) -> str:
 def sizes_of(config: Config, plan: Plan, device: torch.device) -> SizesAt:
     """Sizes of the largest rank's part of the model and its micro-batches, by the number of data ranks.
 
-    Raises `UsageError` for what cannot be cut.
+    Raises `UsageError` for models that cannot be split.
     """
     hf_config = plan.description.hf_config
     counted = largest_part(config, empty_learner(config, plan.description), hf_config, plan.costs)
@@ -226,7 +224,7 @@ def sizes_of(config: Config, plan: Plan, device: torch.device) -> SizesAt:
 
 
 def engine_of(config: Config, plan: Plan, group_size: int, device: torch.device) -> str:
-    """A group of one has nothing to shard: unless it offloads a GPU, plain PyTorch does the same for less."""
+    """The engine. A group of one has nothing to shard: unless it offloads a GPU, it uses plain PyTorch."""
     if config.engine == "plain" and group_size > 1:
         raise UsageError(
             f"engine=plain holds a whole model on one rank, but group_size={group_size}; use engine=auto"
@@ -273,7 +271,7 @@ def training_schedule(config: Config, plan: Plan, layout: Layout) -> Schedule:
 
 
 def build(config: Config, plan: Plan, ranks: ProcessGroups) -> Parts:
-    """Read the weights and start the worker; the replicas are equal afterwards. Collective: world."""
+    """Read the weights and create the worker; all groups have the first one's. Collective: world."""
     engine = engine_of(config, plan, ranks.layout.group_size, ranks.device)
     started = create_worker(
         config, plan.description, plan.deepspeed, plan.precision, engine, ranks, plan.costs
@@ -294,8 +292,9 @@ def build(config: Config, plan: Plan, ranks: ProcessGroups) -> Parts:
 
 
 def dealer_of(config: Config, plan: Plan, place: GroupCoordinates) -> Batcher:
-    """Deals a task's rows over the data ranks of a group, in micro-batches small enough for every stage to
-    work on one.
+    """The batcher that divides a task's rows among the data ranks of a group.
+
+    With pipeline stages its micro-batches are small enough for every stage to work on one.
     """
     most = config.micro_batch_size
     if place.stages > 1:

@@ -32,6 +32,12 @@ class Callback:
     `folder`, `ranks`, `worker`, `theta` (this rank's fp32 shard [S]) and `state` (`state.outer_step`: outer
     steps done). If a hook of a user's callback raises on any rank, the run ends on all of them with one line,
     exit code 2.
+
+    >>> from fmmeta import Callback
+    >>> class PrintAccuracy(Callback):
+    ...     def on_evaluate(self, run, metrics):
+    ...         if run.ranks.first:
+    ...             print(run.state.outer_step, metrics["valid_accuracy"])
     """
 
     def on_train_begin(self, run: Run) -> None:

@@ -28,7 +28,7 @@ def finish(run: Run) -> Result:
     if run.controller.writes:
         _finish(run, result)
     else:
-        run.progress.notice("another group writes the model, or has written it")
+        run.progress.notice("another group writes the model")
     run.callbacks.on_train_end(run)
     return result
 

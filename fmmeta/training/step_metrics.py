@@ -16,7 +16,7 @@ from fmmeta.parallel.process_groups import Communicator, ProcessGroups
 
 
 class Outcome(enum.Enum):
-    """What an outer step did to theta. With --outer_delay 1: what the update did that was applied in it."""
+    """What an outer step did to theta; with --outer_delay 1, what the update applied in this step did."""
 
     APPLIED = "theta moved"
     SKIPPED_NONFINITE = "no task was finite, or the meta-gradient was not"
@@ -35,9 +35,9 @@ class Outcome(enum.Enum):
 
 
 class StepMetrics:
-    """Numbers of this group's tasks in one outer step; `all_reduce` puts those of all groups into `values`.
+    """Numbers of this group's tasks in one outer step; `all_reduce` sets `values` from those of all groups.
 
-    names: further numbers of each task gradient, by algorithm.
+    names: further numbers of the algorithm's task gradients.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:

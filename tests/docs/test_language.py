@@ -45,10 +45,7 @@ LEFT = {
     "elastic": 7,
     "meta": 7,
     "planning": 21,
-    "reliability": 13,
-    "report": 10,
-    "top": 5,
-    "training": 45,
+    "training": 1,
 }
 
 
