@@ -13,7 +13,7 @@ from typing import Any
 
 from fmmeta.parallel.process_groups import SharedStore
 from fmmeta.reliability.signals import Signals
-from fmmeta.reliability.stage import Stage
+from fmmeta.reliability.stage import WatchdogStage
 
 BEAT_S, TICK_S, GRACE_S = 5.0, 0.5, 3.0
 
@@ -26,7 +26,9 @@ class Heartbeats:
     thread waiting, so no other thread uses it.
     """
 
-    def __init__(self, stage: Stage, store: SharedStore, rank: int, size: int, signals: Signals) -> None:
+    def __init__(
+        self, stage: WatchdogStage, store: SharedStore, rank: int, size: int, signals: Signals
+    ) -> None:
         self.stage, self.store, self.rank, self.size, self.signals = stage, store, rank, size, signals
         self.gathering, self.closed = threading.Event(), threading.Event()
         self.latest: list[dict[str, Any]] = []  # empty until the store has answered

@@ -11,7 +11,7 @@ FIRST_S, FLOOR_S, TIMES = 1800.0, 300.0, 10.0
 MARGIN_S = 60.0  # that communicators wait longer than the watchdog
 
 
-class Stage:
+class WatchdogStage:
     """A stage has one bound: an outer step, a save, an episode of an evaluation. Its phase is for messages.
 
     An outer step may take `step_timeout` seconds; without it TIMES the slowest so far, FLOOR_S at least, and

@@ -29,14 +29,14 @@ from fmmeta.parallel.nodes import link_of
 from fmmeta.parallel.process_groups import ProcessGroups, SharedStore
 from fmmeta.reliability.heartbeats import TICK_S, Heartbeats, stack_of
 from fmmeta.reliability.signals import Launcher, Signals, process_stat
-from fmmeta.reliability.stage import MARGIN_S, Stage
+from fmmeta.reliability.stage import MARGIN_S, WatchdogStage
 
 SHOWN = 8  # ranks with equal heartbeats that are named one by one
 
 
 @contextmanager
 def watching(
-    stage: Stage, store: SharedStore | None, ranks: ProcessGroups, signals: Signals
+    stage: WatchdogStage, store: SharedStore | None, ranks: ProcessGroups, signals: Signals
 ) -> Iterator[None]:
     """Watch the ranks while the block runs. store: None in a launch of one process. Collective: world."""
     processes = [json.loads(part) for part in ranks.world.gather_bytes(json.dumps(this_process()).encode())]
@@ -57,7 +57,7 @@ class Watchdog:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: WatchdogStage,
         store: SharedStore | None,
         processes: Sequence[dict[str, Any]],
         rank: int,

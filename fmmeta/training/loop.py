@@ -24,7 +24,7 @@ from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.outliers import OutlierBounds
 from fmmeta.reliability.replicas import check_replicas
 from fmmeta.reliability.signals import Signals
-from fmmeta.reliability.stage import Stage
+from fmmeta.reliability.stage import WatchdogStage
 from fmmeta.reliability.stop import StopAgreement
 from fmmeta.training import build, callbacks, run_record
 from fmmeta.training.episodes import EpisodeReader, TrainingEpisodes
@@ -70,7 +70,7 @@ class Run:
         self.schedule = build.training_schedule(config, plan, ranks.layout)
         self.controller = controller or StaticController()
         self.stop = StopAgreement(ranks, signals or Signals())
-        self.stage = Stage(config.step_timeout, (ranks.cross, ranks.world))
+        self.stage = WatchdogStage(config.step_timeout, (ranks.cross, ranks.world))
         self.outlier_bounds = OutlierBounds(config, parts.worker)
         self.metrics, self.update = StepMetrics(), cast("OuterStep | None", None)  # of the last outer step
         self.held_out = HeldOut(

@@ -25,7 +25,7 @@ from fmmeta.parallel.workers.base import PassStats
 from fmmeta.reliability.heartbeats import stack_of
 from fmmeta.reliability.outliers import OutlierBounds, Spikes
 from fmmeta.reliability.signals import Launcher, Signals, process_stat
-from fmmeta.reliability.stage import Stage
+from fmmeta.reliability.stage import WatchdogStage
 from fmmeta.reliability.watchdog import identity_of, this_process
 from tests.unit.helpers import refusal
 
@@ -113,15 +113,15 @@ def test_a_process_of_another_pid_namespace_is_another_one():
 
 
 def test_bounds_follow_the_slowest_step():
-    stage = Stage(None)
+    stage = WatchdogStage(None)
     for took, bound in ((0, 1800), (12, 300), (70, 700), (3, 700)):
         stage.began -= took
         if took:
             stage.record_step()
         stage.begin("outer step 1", is_step=True)
         assert stage.bound_s == pytest.approx(bound, abs=0.5)
-    assert Stage(5).bound_s == 1800  # no outer step has begun
-    stage = Stage(5)
+    assert WatchdogStage(5).bound_s == 1800  # no outer step has begun
+    stage = WatchdogStage(5)
     stage.begin("outer step 1", is_step=True)
     assert stage.bound_s == 5
     assert not stage.is_overdue
