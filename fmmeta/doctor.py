@@ -78,6 +78,7 @@ def judge(name: str, good: bool, text: str, fix: str, otherwise: str = "warning"
 
 
 def python() -> list[Finding]:
+    """Python's version."""
     fits = (3, 10) <= sys.version_info[:2] < (3, 13)
     return [judge("python", fits, platform.python_version(), "use 3.10 to 3.12", "problem")]
 
@@ -128,7 +129,7 @@ def compilers() -> list[Finding]:
     """fmmeta compiles nothing; DeepSpeed's offload to CPUs and fused optimizers are compiled."""
     missing = [name for name in ("c++", "ninja") if shutil.which(name) is None]
     text = f"{' and '.join(missing)} not found" if missing else "c++ and ninja"
-    return [judge("compilers", not missing, text, "only DeepSpeed's own ops need them")]
+    return [judge("compilers", not missing, text, "only the ops of DeepSpeed need them")]
 
 
 def build_locks() -> list[Finding]:
@@ -171,8 +172,14 @@ def shared_memory() -> list[Finding]:
     if not place.is_dir():
         return [Finding(name, "warning", f"{place} is missing", "episodes pass through the temporary folder")]
     free, left = shutil.disk_usage(place).free / GIB, list(stale())
-    fix = "start the container with --shm-size=8g"
-    found = [judge(name, free >= SHM_GIB, f"{free:.1f} GiB free in {place}", fix)]
+    found = [
+        judge(
+            name,
+            free >= SHM_GIB,
+            f"{free:.1f} GiB free in {place}",
+            "start the container with --shm-size=8g",
+        )
+    ]
     if left:
         text = f"{len(left)} folders of trainers that were killed"
         found.append(Finding("left in memory", "warning", text, f"rm -r {left[0]}"))
@@ -197,8 +204,8 @@ def memory() -> list[Finding]:
     from fmmeta.common.host_memory import host_bytes
 
     free = host_bytes(1) / GIB
-    text, fix = f"{free:.1f} GiB that a process may take", "end other processes, or raise the cgroup's limit"
-    return [judge("host memory", free > 4, text, fix)]
+    text = f"{free:.1f} GiB that a process may allocate"
+    return [judge("host memory", free > 4, text, "end other processes, or raise the cgroup's limit")]
 
 
 def launchers() -> list[Finding]:
