@@ -32,6 +32,7 @@ setup(
         "safetensors>=0.5",
         "jinja2>=3.1",
         "numpy",
+        "packaging",
         "psutil",
         "scikit-learn>=1.4",
         "pyarrow",

@@ -97,7 +97,7 @@ def cell(row: str, rate: float, asked: argparse.Namespace) -> dict[str, Any]:
             **INNER,
             **shared,
         ),
-        Progress(speaks=False),
+        Progress(enabled=False),
     )[0]
     found = evaluate(
         model,

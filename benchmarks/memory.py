@@ -116,7 +116,7 @@ def run(folder: str, flags: list[str]) -> None:
     parts = build.build(config, inputs, plan, ranks)
     loaded = resident("VmHWM") - before
     Path("/proc/self/clear_refs").write_text("5")
-    trainer = Run(config, inputs, ranks, parts, RunStart(work, None, False), Progress(speaks=False))
+    trainer = Run(config, inputs, ranks, parts, RunStart(work, None, False), Progress(enabled=False))
     trainer.resume()
     trainer.loop()
     peak = resident("VmHWM") - before

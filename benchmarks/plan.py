@@ -217,7 +217,7 @@ def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) 
     plan = build.plan_parallel(config, inputs, world, lambda text: None)
     ranks = world.split(plan.group_size, plan.engine == "deepspeed")
     parts = build.build(config, inputs, plan, ranks)
-    run = Run(config, inputs, ranks, parts, RunStart(work, None, False), Progress(speaks=False))
+    run = Run(config, inputs, ranks, parts, RunStart(work, None, False), Progress(enabled=False))
     run.resume()
     found = {clock: {"profiles": [], "steps": []} for clock in CLOCKS}
     for _ in range(rounds):

@@ -114,7 +114,7 @@ def prepare(config: Config, world: World, ranks: Any = None) -> tuple[Prepared, 
     plan = inputs.parallel_plan(config, ranks.layout.group_size, world.device.type)
     parts = build.build(config, inputs, plan, ranks)
     folder = Path(tempfile.mkdtemp(prefix="fmmeta-bench-"))
-    run = Run(config, inputs, ranks, parts, RunStart(folder, None, False), Progress(speaks=False))
+    run = Run(config, inputs, ranks, parts, RunStart(folder, None, False), Progress(enabled=False))
     run.resume()
     return Prepared(run, config, inputs), ranks
 

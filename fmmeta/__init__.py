@@ -1,6 +1,10 @@
 """fmmeta: meta-train foundation models that do not fit on one GPU.
 
-Imports are lazy: `import fmmeta` costs nothing.
+`import fmmeta` imports neither torch nor transformers: attributes are imported when they are first used.
+
+>>> import fmmeta
+>>> fmmeta.Config(algorithm="reptile", n_way=5, k_shot=1).inner_steps
+5
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ __all__ = ["Callback", "Config", "MetaTrainer", "UsageError", "adapt", "evaluate
 _MODULES = {
     "Callback": "fmmeta.training.callbacks",
     "Config": "fmmeta.config.settings",
-    "UsageError": "fmmeta.config.settings",
+    "UsageError": "fmmeta.common.errors",
     "MetaTrainer": "fmmeta.train",
     "adapt": "fmmeta.adaptation.python_api",
     "evaluate": "fmmeta.adaptation.python_api",

@@ -1,6 +1,4 @@
-"""`python -m fmmeta COMMAND`, which launchers can start too: `torchrun --nproc_per_node 2 -m fmmeta evaluate
-...`.
-"""
+"""`python -m fmmeta COMMAND`, also under launchers: `torchrun --nproc_per_node 2 -m fmmeta evaluate`."""
 
 from fmmeta.cli import main
 

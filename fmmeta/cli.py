@@ -1,7 +1,6 @@
-"""The command line: flags and `--config` files become a command's settings, errors become one line and exit
-code 2.
+"""The command line: flags and `--config` files become a command's settings, errors one line and an exit code.
 
-Nothing else lives here. `launch/train.py` and the console script `fmmeta` both call `main`.
+`launch/train.py` calls `train`, the console script `fmmeta` calls `main`.
 """
 
 from __future__ import annotations
@@ -17,21 +16,19 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from fmmeta.common.errors import MachineFault, Stopped, UsageError
-from fmmeta.common.security import printable, redact
+from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError
+from fmmeta.common.security import one_line, printable, redact
 from fmmeta.config.fields import rules
 from fmmeta.config.renamed import refuse
-from fmmeta.reliability.signals import EXIT_FAULT, EXIT_STOPPED, Signals, interrupting
+from fmmeta.reliability.signals import Signals, interrupting
 
-INTERRUPTED, CUT_OFF = (
-    130,
-    141,
-)  # as shells have them: 128 + SIGINT, 128 + SIGPIPE (nobody reads standard output any more)
+INTERRUPTED = 130  # exit code of shells: 128 + SIGINT
+CUT_OFF = 141  # exit code of shells: 128 + SIGPIPE, the reader of standard output has exited
 
 
 class Command(NamedTuple):
-    """What it does, its settings and what runs with them, both as `module:name`, so that nothing is imported
-    before its turn.
+    """settings, run: `module:name` of the settings and of the function that runs with them; a command imports
+    only what it needs.
     """
 
     text: str
@@ -56,7 +53,7 @@ COMMANDS = {
         "fmmeta.evaluation.tune:run",
     ),
     "adapt": Command(
-        "learn a task from a file of a few examples; an HF folder comes out",
+        "adapt a model to a file of a few examples and write an HF folder",
         "fmmeta.evaluation.settings:AdaptConfig",
         "fmmeta.adaptation.command:run",
     ),
@@ -66,12 +63,12 @@ COMMANDS = {
         "fmmeta.adaptation.predict:run",
     ),
     "elastic": Command(
-        "start the groups of a run on this node, and start those again that die (docs/elastic.md)",
+        "start the groups of a run on this node, and restart groups that die (docs/elastic.md)",
         "fmmeta.elastic.supervisor:ElasticConfig",
         "fmmeta.elastic.supervisor:run",
     ),
     "lighthouse": Command(
-        "tell the groups of an elastic run who is there",
+        "serve the list of groups to an elastic run",
         "fmmeta.elastic.lighthouse:LighthouseConfig",
         "fmmeta.elastic.lighthouse:lighthouse",
     ),
@@ -87,7 +84,7 @@ COMMANDS = {
         "fmmeta.doctor:run",
     ),
     "report": Command(
-        "write report.html of a run anew, also while it goes on",
+        "write report.html of a run again, also during the run",
         "fmmeta.report.page:ReportConfig",
         "fmmeta.report.page:run",
     ),
@@ -115,41 +112,34 @@ def train(argv: list[str] | None = None) -> NoReturn:
 
 
 def run(command: str, argv: list[str]) -> NoReturn:
-    """One command, on every rank alike; only rank 0 speaks."""
+    """Run a command, on every rank alike, and exit; only rank 0 prints how it ended."""
+    line, code = "", 0
     with listening(command) as signals:
         try:
             config = parse(argv, command)
-            find(COMMANDS[command].run)(config, *([signals] if signals else []))
+            import_attribute(COMMANDS[command].run)(config, *([signals] if signals else []))
             sys.stdout.flush()
-        except UsageError as error:
-            end(signals)
-            fail(str(error))
-        except Stopped as stopped:
-            leave(f"fmmeta: {stopped}", EXIT_STOPPED)
-        except MachineFault as fault:
-            end(signals)
-            leave(f"fmmeta: error: {fault}", EXIT_FAULT)
-        except KeyboardInterrupt as stop:
-            if stop.args:
-                leave(
-                    f"fmmeta: stopped by {stop.args[0]}; outputs that were not finished are removed",
-                    EXIT_STOPPED,
-                )
-            leave("fmmeta: interrupted", INTERRUPTED)
+        except (UsageError, PeerError, MachineFault, Stopped) as error:
+            line, code = f"{'' if isinstance(error, Stopped) else 'error: '}{error}", error.exit_code
+        except KeyboardInterrupt as interrupt:
+            line, code = "interrupted", INTERRUPTED
+            if interrupt.args:
+                line = f"stopped by {interrupt.args[0]}; outputs that were not finished are removed"
+                code = EXIT_STOPPED
         except BrokenPipeError:
             if command == "train":
                 raise
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # what is still to be flushed goes nowhere
-            sys.exit(CUT_OFF)
-        end(signals)
-        sys.exit(0)
+            # Python flushes standard output once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = CUT_OFF
+        if signals:
+            signals.end()
+        leave(line, code)
 
 
 def listening(command: str) -> AbstractContextManager[Signals | None]:
-    """How a command answers signals: train and tune stop at a safe point, evaluate ends at once until its
-    results are there, adapt and predict are interrupted.
+    """How a command handles signals: train and tune stop at a safe point, evaluate exits at once until it has
+    results, adapt and predict are interrupted.
     """
     if command in ("adapt", "predict"):
         return interrupting()
@@ -159,40 +149,36 @@ def listening(command: str) -> AbstractContextManager[Signals | None]:
 
 
 def leave_at_once(code: int) -> None:
-    """End the process from a thread; with STOPPED nothing has been written yet."""
+    """Exit from a thread; with EXIT_STOPPED nothing has been written yet."""
     if code == EXIT_STOPPED and global_rank() == 0:
         print("fmmeta: stopped by a signal; nothing was written", file=sys.stderr, flush=True)
     os._exit(code)
 
 
-def end(signals: Signals | None) -> None:
-    if signals:
-        signals.end()
-
-
-def find(name: str) -> Any:
+def import_attribute(name: str) -> Any:
+    """The object `module:name`."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line on rank 0 and end with exit code 2 on every rank."""
-    leave(f"fmmeta: error: {message}", 2)
+    """Print one line on rank 0 and exit with code 2 on every rank."""
+    leave(f"error: {message}", UsageError.exit_code)
 
 
 def leave(line: str, code: int) -> NoReturn:
-    """Print one line on rank 0 and end with this code on every rank."""
-    if global_rank() == 0:
-        print(printable(redact(line)), file=sys.stderr, flush=True)
-    else:
-        time.sleep(3)  # launchers kill the others at the first exit; let rank 0 be that one
+    """Print a line on rank 0, unless it is empty, and exit with this code on every rank."""
+    if line and global_rank() == 0:
+        print(printable(redact(f"fmmeta: {line}")), file=sys.stderr, flush=True)
+    elif line:
+        time.sleep(3)  # launchers kill the other ranks at the first exit, which should be rank 0's
     sys.exit(code)
 
 
 def global_rank() -> int:
-    return int(
-        os.environ.get("FMMETA_GLOBAL_RANK", os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-    )
+    """Rank of this process in the launch; `World` keeps it when RANK becomes the group's."""
+    names = ("FMMETA_GLOBAL_RANK", "RANK", "SLURM_PROCID")
+    return int(next((os.environ[name] for name in names if name in os.environ), "0"))
 
 
 class Parser(argparse.ArgumentParser):
@@ -207,7 +193,7 @@ def parse(argv: list[str], command: str = "train") -> Any:
     """
     from transformers import HfArgumentParser
 
-    settings = find(COMMANDS[command].settings)
+    settings = import_attribute(COMMANDS[command].settings)
     parser = HfArgumentParser(settings, description=COMMANDS[command].text, allow_abbrev=False)
     parser.__class__ = type("HfParser", (Parser, HfArgumentParser), {})
     parser.add_argument("--config", help="YAML or JSON file with the same names as the flags; flags win")
@@ -227,9 +213,7 @@ def parse(argv: list[str], command: str = "train") -> Any:
 
 
 def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
-    """Settings of the `--config` file as text, which argparse then checks as it checks flags; null is the
-    default.
-    """
+    """Settings of the `--config` file as text, which argparse checks like flags; null means the default."""
     only = Parser(add_help=False, allow_abbrev=False)
     only.add_argument("--config")
     path = only.parse_known_args(argv)[0].config
@@ -242,9 +226,7 @@ def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"config={path} cannot be read: {' '.join(str(error).split())}; fix the file"
-        ) from None
+        raise UsageError(f"config={path} cannot be read: {one_line(error)}; fix the file") from None
     if not isinstance(values, dict):
         raise UsageError(f"config={path} holds no settings; write `name: value` lines")
     known = [item.name for item in fields(settings)]
@@ -266,10 +248,11 @@ def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
 
 
 def own_name(name: str, settings: Any) -> str:
-    """The setting that transformers calls so, or the name itself."""
+    """The setting with this name in transformers, or the name itself."""
     return next((own for own, rule in rules(settings).items() if name in rule.synonyms), name)
 
 
 def nearest(name: str, known: list[str]) -> str:
+    """A suggestion for a misspelt name, to be appended to a message."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""

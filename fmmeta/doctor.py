@@ -1,7 +1,6 @@
-"""`fmmeta doctor`: is this machine fit to train on? A line per question, with what to do where the answer is
-no.
+"""`fmmeta doctor`: checks whether this machine can train; a line per check, with what to do.
 
-Looks and changes nothing. ok, warning (a run works, but slower or up to a limit), problem (a run will fail);
+It changes nothing. Levels: ok, warning (a run works, but slower or up to a limit), problem (a run will fail);
 exit code 0 without problems, else 2.
 """
 
@@ -12,14 +11,16 @@ import os
 import platform
 import resource
 import shutil
-import subprocess
+import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fmmeta.common.security import GIB
+from packaging.version import Version
+
+from fmmeta.common.security import GIB, one_line
 
 TESTED = {
     "torch": ("2.6", "2.14"),
@@ -29,15 +30,17 @@ TESTED = {
     "accelerate": ("1.10", "2"),
     "safetensors": ("0.5", ""),
 }
-"""First version that is tested, and the first one that is not; as in setup.py."""
+"""The first tested version, and the first untested one after it; as in setup.py."""
 SHM_GIB, DISK_GIB, FILES = 1.0, 5.0, 4096
 OLD_LOCK_S = 600.0
 
 
 @dataclass(frozen=True)
 class Finding:
+    """The answer to a question. level: ok, warning or problem; fix: what to do, empty where it is ok."""
+
     name: str
-    level: str  # ok, warning, problem
+    level: str
     text: str
     fix: str = ""
 
@@ -52,134 +55,93 @@ class DoctorConfig:
 
 def run(config: DoctorConfig) -> None:
     """Print the findings; end with exit code 2 where there is a problem."""
-    findings = [finding for look in LOOKS for finding in seen(look)]
-    for finding in findings:
-        print(finding)
-    problems = sum(finding.level == "problem" for finding in findings)
-    print(f"{problems} problems, {sum(finding.level == 'warning' for finding in findings)} warnings")
-    if problems:
+    findings = [finding for check in CHECKS for finding in findings_of(check)]
+    levels = [finding.level for finding in findings]
+    print("\n".join(map(str, findings)))
+    print(f"{levels.count('problem')} problems, {levels.count('warning')} warnings")
+    if "problem" in levels:
         sys.exit(2)
 
 
-def seen(look: Callable[[], list[Finding]]) -> list[Finding]:
+def findings_of(check: Callable[[], list[Finding]]) -> list[Finding]:
+    """The findings of a check; its error is a problem, so that a broken driver does not hide the others."""
     try:
-        return look()
-    except Exception as error:  # a broken driver must not hide the other answers
-        return [
-            Finding(
-                look.__name__,
-                "problem",
-                f"{type(error).__name__}: {' '.join(str(error).split())}",
-                "fix that first",
-            )
-        ]
+        return check()
+    except Exception as error:
+        text = f"{type(error).__name__}: {one_line(error)}"
+        return [Finding(check.__name__, "problem", text, "fix that first")]
+
+
+def judge(name: str, good: bool, text: str, fix: str, otherwise: str = "warning") -> Finding:
+    """A finding that is ok or of the level `otherwise`."""
+    return Finding(name, "ok", text) if good else Finding(name, otherwise, text, fix)
 
 
 def python() -> list[Finding]:
+    """Python's version."""
     fits = (3, 10) <= sys.version_info[:2] < (3, 13)
-    return [
-        Finding(
-            "python",
-            "ok" if fits else "problem",
-            platform.python_version(),
-            "" if fits else "use 3.10 to 3.12",
-        )
-    ]
+    return [judge("python", fits, platform.python_version(), "use 3.10 to 3.12", "problem")]
 
 
 def versions() -> list[Finding]:
+    """Versions of packages against those that are tested."""
     found = []
     for package, (least, beyond) in TESTED.items():
         try:
-            here = importlib.metadata.version(package)
+            here = Version(importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             found.append(Finding(package, "problem", "is not installed", f"pip install '{package}>={least}'"))
             continue
-        tested = numbers(here) >= numbers(least) and not (beyond and numbers(here) >= numbers(beyond))
-        fix = "" if tested else f"tested are {least} to below {beyond or 'any'}; pip install -e ."
-        found.append(Finding(package, "ok" if tested else "warning", here, fix))
+        tested = here.release >= Version(least).release
+        tested &= not beyond or here.release < Version(beyond).release
+        fix = f"tested are {least} to below {beyond or 'any'}; pip install -e ."
+        found.append(judge(package, tested, str(here), fix))
     return found
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` -> (2, 13, 0)."""
-    parts = version.split("+")[0].split(".")
-    return tuple(int(part) for part in parts if part.isdecimal())
-
-
 def accelerator() -> list[Finding]:
+    """GPUs with their memory, and the communication backends of torch."""
     import torch
     import torch.cuda.nccl
 
     from fmmeta.parallel.process_groups import backends
 
     gloo, nccl = backends()
-    backend = (
-        [Finding("gloo", "ok", "is there")]
-        if gloo
-        else [Finding("gloo", "problem", "is missing from this torch", "install an official build")]
-    )
+    official = "install an official build of torch"
+    found = [judge("gloo", gloo, "is there" if gloo else "is missing from this torch", official, "problem")]
     if not torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        why = f"CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "no GPU that torch can use"
+        why = "no GPU that torch can use" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
         has = shutil.which("nvidia-smi") is not None
         fix = "nvidia-smi is here: install a torch with CUDA" if has else "runs use the CPU, over gloo"
-        return [Finding("accelerator", "warning", why, fix), *backend]
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    free = [torch.cuda.mem_get_info(number)[0] / GIB for number in range(len(names))]
-    busy = [number for number, room in enumerate(free) if room < 1]
-    found = [Finding("accelerator", "ok", f"{len(names)} x {names[0]}, {min(free):.0f} GiB free at least")]
-    if busy:
-        found.append(
-            Finding(
-                "gpu memory",
-                "warning",
-                f"GPU {busy[0]} has less than 1 GiB free",
-                "end what uses it (nvidia-smi)",
-            )
-        )
+        return [Finding("accelerator", "warning", why, fix), *found]
+    count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
+    free = [torch.cuda.mem_get_info(number)[0] / GIB for number in range(count)]
+    found.append(Finding("accelerator", "ok", f"{count} x {name}, {min(free):.0f} GiB free at least"))
+    if min(free) < 1:
+        text = f"GPU {free.index(min(free))} has less than 1 GiB free"
+        found.append(Finding("gpu memory", "warning", text, "end what uses it (nvidia-smi)"))
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "is missing"
-    found.append(
-        Finding(
-            "nccl", "ok" if nccl else "problem", version, "" if nccl else "install an official build of torch"
-        )
-    )
-    return found + backend
+    return [*found, judge("nccl", nccl, version, official, "problem")]
 
 
 def compilers() -> list[Finding]:
-    """Nothing of ours is compiled; DeepSpeed's offload to CPUs and fused optimizers are."""
+    """fmmeta compiles nothing; DeepSpeed's offload to CPUs and fused optimizers are compiled."""
     missing = [name for name in ("c++", "ninja") if shutil.which(name) is None]
-    if missing:
-        return [
-            Finding(
-                "compilers",
-                "warning",
-                f"{' and '.join(missing)} not found",
-                "only DeepSpeed's own ops need them",
-            )
-        ]
-    return [Finding("compilers", "ok", "c++ and ninja")]
+    text = f"{' and '.join(missing)} not found" if missing else "c++ and ninja"
+    return [judge("compilers", not missing, text, "only the ops of DeepSpeed need them")]
 
 
 def build_locks() -> list[Finding]:
-    """A process killed while it compiled leaves a lock that every later one waits for."""
+    """A process that is killed while it compiles leaves a lock that every later one waits for."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     stale = [lock for lock in root.glob("**/lock") if age_s(lock) > OLD_LOCK_S]
-    if stale:
-        return [
-            Finding(
-                "build locks",
-                "problem",
-                f"{len(stale)} stale, such as {stale[0]}",
-                f"rm {' '.join(map(str, stale[:3]))}",
-            )
-        ]
-    return [Finding("build locks", "ok", "none")]
+    text = f"{len(stale)} stale, such as {stale[0]}" if stale else "none"
+    return [judge("build locks", not stale, text, f"rm {' '.join(map(str, stale[:3]))}", "problem")]
 
 
 def age_s(file: Path) -> float:
-    """Seconds since the last change; 0 if another process has removed it."""
+    """Seconds since the last change; 0 if another process has removed the file."""
     try:
         return time.time() - file.stat().st_mtime
     except OSError:
@@ -187,144 +149,86 @@ def age_s(file: Path) -> float:
 
 
 def disk() -> list[Finding]:
+    """Free space here and in the cache."""
     from fmmeta.tasks.data.token_store import cache_folder
 
     found = []
     for what, folder in (("disk here", Path.cwd()), ("disk of the cache", cache_folder())):
         there = next(path for path in (folder, *folder.parents) if path.exists())
-        free = shutil.disk_usage(there).free / GIB
-        level = "ok" if free > DISK_GIB else "warning"
-        fix = "" if free > DISK_GIB else "a checkpoint takes 12 bytes per parameter; free some room"
-        if not os.access(there, os.W_OK):
-            level, fix = (
-                "problem",
-                "it cannot be written to; choose another --output_dir or HF_DATASETS_CACHE",
-            )
-        found.append(Finding(what, level, f"{free:.1f} GiB free in {there}", fix))
+        free, writable = shutil.disk_usage(there).free / GIB, os.access(there, os.W_OK)
+        fix = "it cannot be written to; choose another --output_dir or HF_DATASETS_CACHE"
+        if writable:
+            fix = "a checkpoint takes 12 bytes per parameter; free some room"
+        text, level = f"{free:.1f} GiB free in {there}", "warning" if writable else "problem"
+        found.append(judge(what, writable and free > DISK_GIB, text, fix, level))
     return found
 
 
 def shared_memory() -> list[Finding]:
-    """Loader processes and NCCL pass data through it."""
+    """Loader processes and NCCL pass data through /dev/shm."""
     from fmmeta.tasks.episode_folder import stale
 
-    place = Path("/dev/shm")
+    place, name = Path("/dev/shm"), "shared memory"
     if not place.is_dir():
-        return [
-            Finding(
-                "shared memory",
-                "warning",
-                "/dev/shm is missing",
-                "episodes pass through the temporary folder",
-            )
-        ]
-    free = shutil.disk_usage(place).free / GIB
-    left = list(stale())
+        return [Finding(name, "warning", f"{place} is missing", "episodes pass through the temporary folder")]
+    free, left = shutil.disk_usage(place).free / GIB, list(stale())
     found = [
-        Finding(
-            "shared memory",
-            "ok" if free >= SHM_GIB else "warning",
-            f"{free:.1f} GiB free in /dev/shm",
-            "" if free >= SHM_GIB else "start the container with --shm-size=8g",
+        judge(
+            name,
+            free >= SHM_GIB,
+            f"{free:.1f} GiB free in {place}",
+            "start the container with --shm-size=8g",
         )
     ]
     if left:
-        found.append(
-            Finding(
-                "left in memory",
-                "warning",
-                f"{len(left)} folders of trainers that were killed",
-                f"rm -r {left[0]}",
-            )
-        )
+        text = f"{len(left)} folders of trainers that were killed"
+        found.append(Finding("left in memory", "warning", text, f"rm -r {left[0]}"))
     return found
 
 
 def limits() -> list[Finding]:
-    found = []
+    """Resource limits of this shell."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= FILES
-    found.append(
-        Finding(
-            "open files",
-            "ok" if enough else "warning",
-            f"{soft} allowed",
-            "" if enough else f"ulimit -n {min(FILES, hard) if hard > 0 else FILES}",
-        )
-    )
+    fix = f"ulimit -n {min(FILES, hard) if hard > 0 else FILES}"
+    found = [judge("open files", enough, f"{soft} allowed", fix)]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != resource.RLIM_INFINITY:
-        found.append(
-            Finding(
-                "locked memory",
-                "warning",
-                f"{locked // 1024} KiB allowed",
-                "InfiniBand needs `ulimit -l unlimited`",
-            )
-        )
+        text = f"{locked // 1024} KiB allowed"
+        found.append(Finding("locked memory", "warning", text, "InfiniBand needs `ulimit -l unlimited`"))
     return found
 
 
 def memory() -> list[Finding]:
+    """Memory that a process may allocate."""
     from fmmeta.common.host_memory import host_bytes
 
     free = host_bytes(1) / GIB
-    return [
-        Finding(
-            "host memory",
-            "ok" if free > 4 else "warning",
-            f"{free:.1f} GiB that a process may take",
-            "" if free > 4 else "end other processes, or raise the cgroup's limit",
-        )
-    ]
+    text = f"{free:.1f} GiB that a process may allocate"
+    return [judge("host memory", free > 4, text, "end other processes, or raise the cgroup's limit")]
 
 
 def launchers() -> list[Finding]:
-    """Whether the command `deepspeed` is the one of this Python."""
-    here = shutil.which("deepspeed")
+    """Whether the command `deepspeed` belongs to this Python."""
+    here, folder = shutil.which("deepspeed"), Path(sys.executable).parent
     if here is None:
-        return [
-            Finding(
-                "launcher",
-                "warning",
-                "`deepspeed` is not on the PATH",
-                f"PATH={Path(sys.executable).parent}:$PATH",
-            )
-        ]
-    own = (
-        Path(here).resolve().parent == Path(sys.executable).parent.resolve()
-        or Path(here).parent == Path(sys.executable).parent
-    )
-    return [
-        Finding(
-            "launcher",
-            "ok" if own else "warning",
-            here,
-            "" if own else f"it belongs to another Python than {sys.executable}",
-        )
-    ]
+        return [Finding("launcher", "warning", "`deepspeed` is not on the PATH", f"PATH={folder}:$PATH")]
+    own = folder.resolve() in (Path(here).resolve().parent, Path(here).parent.resolve())
+    return [judge("launcher", own, here, f"it belongs to another Python than {sys.executable}")]
 
 
 def loopback() -> list[Finding]:
-    """Loopback answers: ranks of one node meet there."""
-    ran = subprocess.run(
-        [sys.executable, "-c", LOOPBACK], capture_output=True, text=True, timeout=30, check=False
-    )
-    good = ran.returncode == 0
-    return [
-        Finding(
-            "loopback",
-            "ok" if good else "problem",
-            "ranks can meet" if good else ran.stderr.strip().split("\n")[-1],
-            "" if good else "allow connections to 127.0.0.1",
-        )
-    ]
+    """Ranks of one node connect over the loopback address."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), 5).close()
+    except OSError as error:
+        return [Finding("loopback", "problem", one_line(error), "allow connections to 127.0.0.1")]
+    return [Finding("loopback", "ok", "ranks can connect")]
 
 
 def network() -> list[Finding]:
-    """Interfaces, timeouts and the flight recorder as the environment sets them; the address that other nodes
-    would be told.
-    """
+    """Interfaces, timeouts and the flight recorder as the environment sets them; this host's address."""
     import torch
 
     from fmmeta.parallel.network import findings, interfaces, is_loopback, own_addresses
@@ -337,21 +241,12 @@ def network() -> list[Finding]:
         found.append(Finding("network", "ok", f"{', '.join(up) or 'no interface but loopback'} up"))
     if not os.environ.get("GLOO_SOCKET_IFNAME") and all(map(is_loopback, own_addresses())):
         text = f"{platform.node()} stands for a loopback address, which other nodes cannot reach"
-        found.append(
-            Finding(
-                "host name",
-                "warning",
-                text,
-                "runs on several nodes choose GLOO_SOCKET_IFNAME by MASTER_ADDR, or set it",
-            )
-        )
+        fix = "runs on several nodes choose GLOO_SOCKET_IFNAME by MASTER_ADDR, or set it"
+        found.append(Finding("host name", "warning", text, fix))
     return found
 
 
-LOOPBACK = (
-    "import socket as s; a = s.create_server(('127.0.0.1', 0)); s.create_connection(a.getsockname(), 5)"
-)
-LOOKS = (
+CHECKS = (
     python,
     versions,
     accelerator,

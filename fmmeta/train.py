@@ -1,7 +1,4 @@
-"""The trainer: from a `Config` and a launch to a finished run.
-
-It connects the parts and owns none of them.
-"""
+"""The trainer: connects the parts of a run, from a `Config` and a launch to a finished model."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from fmmeta.models.load import describe
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.reliability.signals import Signals
-from fmmeta.reliability.stop import Guard
+from fmmeta.reliability.watchdog import watching
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.finish import Result, finish
@@ -29,10 +26,18 @@ from fmmeta.training.trackers import check_installed
 
 
 class MetaTrainer:
-    """Meta-train as `config` says: `MetaTrainer(Config(...)).train()`, in a notebook or on every rank of a
-    launch.
+    """Meta-trains a model by the settings of `config`, in a notebook or on every rank of a launch.
 
-    callbacks: hooks around the outer loop, the same on every rank (`fmmeta.Callback`).
+    signals: stop signals of the caller (default: those of this process while `train` runs). callbacks: hooks
+    around the outer loop, the same on every rank (`fmmeta.Callback`).
+
+    >>> import contextlib, io, tempfile
+    >>> from fmmeta import Config, MetaTrainer
+    >>> short = dict(outer_steps=1, inner_steps=1, meta_batch_size=1, eval_episodes=0, num_workers="0")
+    >>> with contextlib.redirect_stdout(io.StringIO()):
+    ...     result = MetaTrainer(Config(**short, output_dir=tempfile.mkdtemp())).train()
+    >>> result.outer_steps
+    1
     """
 
     def __init__(
@@ -44,13 +49,14 @@ class MetaTrainer:
         return f"MetaTrainer({self.config!r})"
 
     def train(self) -> Result:
-        """Run to the end, or resume where an earlier process stopped.
+        """Run to the end, or resume where an earlier process stopped; return the folder and the accuracies.
 
-        Raises `UsageError`, `MachineFault` where a machine misbehaves, and `Stopped` after a signal.
+        Raises `UsageError` for settings and inputs that cannot work, `MachineFault` where a machine
+        misbehaves, `PeerError` where another rank failed, and `Stopped` after a signal, with the state saved.
         Collective: world.
         """
         launch = Launch.from_env(os.environ)
-        self.progress = Progress(speaks=launch.global_rank == 0)
+        self.progress = Progress(enabled=launch.global_rank == 0)
         world, self.lock = World(launch, pick_device(launch)), None
         try:
             return self._train(world)
@@ -72,7 +78,7 @@ class MetaTrainer:
         inputs = build.read_inputs(config, world, notice)
         start = open_run(config, inputs.sources.fingerprint, world.comm, inputs.resolved)
         self.lock = start.lock
-        for text in start.said:
+        for text in start.warnings:
             notice(text)
         if start.finished:
             notice(f"{start.folder} holds this run, finished; its model is in {start.folder / 'model'}")
@@ -84,12 +90,11 @@ class MetaTrainer:
         ranks = with_crew(ranks, crew, config, settings, parts.worker, plan.deepspeed)
         notice(f"output_dir {start.folder}")
         with nullcontext(self.signals) if self.signals else Signals() as signals:
-            guard = Guard(config, ranks, parts.worker, signals, world.board())
             elastic = crew and ElasticController(config, crew, ranks, notice)
-            run = Run(config, inputs, ranks, parts, start, self.progress, guard, elastic, self.callbacks)
+            run = Run(config, inputs, ranks, parts, start, self.progress, signals, elastic, self.callbacks)
             run.resume()
             signals.run()
-            with guard.watching():
+            with watching(run.stage, world.board(), ranks, signals):
                 try:
                     run.loop()
                     return finish(run)

@@ -52,7 +52,7 @@ def run(settings: AdaptConfig) -> None:
         (not getattr(settings, name), f"{name} is missing; give --{name}")
         for name in ("support", "output_dir")
     )
-    progress = Progress(speaks=True)
+    progress = Progress(enabled=True)
     adapted = adapt(settings, progress)
     if adapted.accuracy is not None:
         progress.notice(

@@ -63,7 +63,7 @@ def load(settings: PredictConfig) -> LoadedModel:
                 " first (fmmeta adapt)"
             )
         config = replace(config, n_way=len(labels), head_init="learned")
-    return load_single_process(fitted(config, description.hf_config), Progress(speaks=False), labels)
+    return load_single_process(fitted(config, description.hf_config), Progress(enabled=False), labels)
 
 
 def refuse_untrained_head(config: Config, description: Description, stored: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def evaluate(
     [('finetune', 1, 3), ('prototype', 1, 3)]
     """
     values = {"model_name_or_path": model_name_or_path, "dataset": dataset, **settings}
-    return evaluate_command.evaluate(settings_of(EvaluateConfig, values), Progress(speaks=not quiet))
+    return evaluate_command.evaluate(settings_of(EvaluateConfig, values), Progress(enabled=not quiet))
 
 
 def adapt(
@@ -83,7 +83,7 @@ def adapt(
         raise UsageError(f"support={shortened(support)} names no file; give one, or pairs of text and class")
     values = {"model_name_or_path": model_name_or_path, "output_dir": output_dir or "", **files, **settings}
     config = settings_of(AdaptConfig, values)
-    return adapt_command.adapt(config, Progress(speaks=not quiet), examples["support"], examples["query"])
+    return adapt_command.adapt(config, Progress(enabled=not quiet), examples["support"], examples["query"])
 
 
 def listed(name: str, examples: Any) -> Examples:

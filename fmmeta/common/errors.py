@@ -1,25 +1,43 @@
-"""Exceptions that end a command with one line; the command line maps each to an exit code."""
+"""Exceptions that end a command with one line on rank 0, and its exit code on every rank."""
 
 from __future__ import annotations
+
+EXIT_FAULT, EXIT_STOPPED = 70, 75
 
 
 class UsageError(ValueError):
     """A setting or an input cannot work (exit code 2).
 
-    The text is one line: the value, what is wrong, what to do.
+    The text is one line: the setting and its value, what is wrong with it, what to do.
+
+    >>> from fmmeta import Config, UsageError
+    >>> try:
+    ...     Config(n_way=1)
+    ... except UsageError as error:
+    ...     print(error)
+    n_way=1 is below 2; use 2 or more
     """
+
+    exit_code = 2
+
+
+class PeerError(RuntimeError):
+    """A rank failed with an error that is not the user's (exit code 1); its own log holds the traceback."""
+
+    exit_code = 1
 
 
 class MachineFault(RuntimeError):
-    """A machine or the network misbehaves (exit code 70).
+    """A machine or the network misbehaves (exit code 70); the last checkpoint is complete."""
 
-    The text is one line; the last checkpoint is intact.
-    """
-
-
-class PeerLost(RuntimeError):
-    """A group has died or cannot be reached (--elastic): the sum that it took part in is void."""
+    exit_code = EXIT_FAULT
 
 
 class Stopped(Exception):
-    """The command was stopped by a signal (exit code 75); what was learned is saved."""
+    """A signal has stopped the command (exit code 75); what was learned is saved."""
+
+    exit_code = EXIT_STOPPED
+
+
+class PeerLost(RuntimeError):
+    """A group has died or cannot be reached (--elastic): a sum in which it took part is void."""

@@ -1,4 +1,4 @@
-"""Memory that this process may still allocate: limits of the host, of resources and of the cgroup."""
+"""Memory that this process may still allocate, by the host, its resource limits and its cgroup."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ STATUS = Path("/proc/self/status")
 
 
 def host_bytes(local_world_size: int) -> int:
-    """Bytes that one of `local_world_size` equal processes may take: shared are the host and the cgroup, own
-    are the limits.
+    """Bytes that one of `local_world_size` equal processes of a host may allocate.
+
+    The processes share the memory of the host and of the cgroup; resource limits hold for each.
     """
     import psutil
 
@@ -27,7 +28,7 @@ def host_bytes(local_world_size: int) -> int:
 
 
 def status_bytes(key: str) -> int:
-    """A line of /proc/self/status in bytes; 0 where there is no such file."""
+    """A line of /proc/self/status in bytes; 0 without this file."""
     try:
         lines = STATUS.read_text().splitlines()
     except OSError:
@@ -36,7 +37,7 @@ def status_bytes(key: str) -> int:
 
 
 def cgroup_room() -> int | None:
-    """Bytes left in the memory cgroup (version 2 or 1) as this container sees it; None without a limit."""
+    """Bytes left in the memory cgroup (version 2 or 1); None without a limit."""
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),

@@ -11,12 +11,13 @@ import sys
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.security import one_line
 
 
 def import_named(setting: str, name: str, what: str) -> Any:
-    """The object `module:name`; modules in the current folder count. `what` it should be, for the message.
+    """The object `module:name`; modules in the current folder are found.
 
-    Raises `UsageError` in one line.
+    setting, what: name of the setting and kind of object, for the message. Raises `UsageError` in one line.
     """
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -24,7 +25,6 @@ def import_named(setting: str, name: str, what: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # importing runs the user's code, which may raise anything
-        said = " ".join(str(error).split())
         raise UsageError(
-            f"{setting}={name} cannot be imported ({said}); write module:name of {what}"
+            f"{setting}={name} cannot be imported ({one_line(error)}); write module:name of {what}"
         ) from None

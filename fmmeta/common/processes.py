@@ -1,4 +1,4 @@
-"""Child processes that must not outlive the process that started them."""
+"""Ends child processes with the process that started them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from contextlib import suppress
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends, however it ends (Linux;
-    elsewhere nothing).
-    """
+    """Let the kernel kill this process when the thread that started it ends; no effect outside Linux."""
     with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(
-            1, signal.SIGKILL
-        )  # PR_SET_PDEATHSIG; a process that it forks does not inherit it
+        # PR_SET_PDEATHSIG; forked processes do not inherit it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -10,73 +10,66 @@ from fmmeta.common.security import printable
 
 
 class Progress:
-    """Prints on the first rank only.
+    """Prints if `enabled`: on rank 0, unless the caller wants no output.
 
-    On a terminal the live line is redrawn; elsewhere a line comes every few seconds.
+    On a terminal the progress line is redrawn; elsewhere a line is printed every few seconds.
     """
 
-    def __init__(self, speaks: bool, every_s: float = 5.0) -> None:
-        self.speaks, self.every_s = speaks, every_s
-        self.live = sys.stdout.isatty()
-        self.spoke = float("-inf")
+    def __init__(self, enabled: bool, every_s: float = 5.0) -> None:
+        self.enabled, self.is_terminal = enabled, sys.stdout.isatty()
+        self.every_s = 0.2 if self.is_terminal else every_s
+        self.printed_at = float("-inf")
         self.began: dict[str, float] = {}
-        self.open_line = False
+        self.open_line = False  # whether the progress line is still to be ended
 
     def notice(self, *lines: str) -> None:
-        """Names from data may be in them, but steer no terminal and begin no line."""
-        if self.speaks:
-            self._end_line()
-            print("fmmeta: " + "\n".join(map(printable, lines)), flush=True)
+        """Log lines; control characters, which names from data may contain, are escaped."""
+        if self.enabled:
+            self._print("fmmeta: " + "\n".join(map(printable, lines)))
 
     def line(self, what: str, done: int, total: int, text: str = "", first: int = 0) -> None:
-        """Show `done` of `total`; `first` is where this process began, for the estimate of the time left."""
-        if not self.speaks or (done == 0 and not self.live):
+        """Show `done` of `total`. first: done before this process began, for the time left."""
+        if not self.enabled or (done == 0 and not self.is_terminal):
             return
         now = time.monotonic()
         began = self.began.setdefault(what, now)
-        last = done >= total
-        if not last and now - self.spoke < (0.2 if self.live else self.every_s) and done > first + 1:
+        if first + 1 < done < total and now - self.printed_at < self.every_s:
             return
-        self.spoke = now
+        self.printed_at = now
         left = (now - began) / max(1, done - first) * (total - done) if done > first else 0.0
         shown = f"{what} {done}/{total}{'  ' + text if text else ''}  {clock(left)} left"
-        print(
-            f"\r\x1b[K{shown}" if self.live else shown, end="" if self.live and not last else "\n", flush=True
-        )
-        self.open_line = self.live and not last
+        self.open_line = self.is_terminal and done < total
+        begin = "\r\x1b[K" if self.is_terminal else ""
+        print(f"{begin}{shown}", end="" if self.open_line else "\n", flush=True)
 
     def start(self, what: str) -> None:
+        """Start the clock of the time left."""
         self.began[what] = time.monotonic()
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        if not self.speaks:
+        """Print a table; the first column is aligned to the left, the others to the right."""
+        if not self.enabled:
             return
-        self._end_line()
-        header, rows = (
-            [printable(name) for name in header],
-            [[printable(value) for value in row] for row in rows],
-        )
-        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+        cells = [[printable(cell) for cell in row] for row in (header, *rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+        rule = "-" * len(lines[0])
+        self._print("\n".join(["", printable(title), rule, lines[0], rule, *lines[1:], rule]))
 
-        def show(row: Sequence[str]) -> str:
-            return "  ".join(
-                [
-                    row[0].ljust(widths[0]),
-                    *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
-                ]
-            )
-
-        rule = "-" * len(show(header))
-        print("\n".join(["", printable(title), rule, show(header), rule, *map(show, rows), rule]), flush=True)
-
-    def _end_line(self) -> None:
+    def _print(self, text: str) -> None:
+        """Print lines, after the end of an open progress line."""
         if self.open_line:
             print(flush=True)
             self.open_line = False
+        print(text, flush=True)
 
 
 def clock(seconds: float) -> str:
-    """12 -> 0:12, 3700 -> 1:01:40."""
+    """Seconds as minutes or hours.
+
+    >>> clock(12), clock(3700)
+    ('0:12', '1:01:40')
+    """
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,6 +1,4 @@
-"""Redacts secrets in texts, refuses links that leave a folder and files that unpack to too many bytes, and
-reports disk errors in one line.
-"""
+"""Redacts secrets, refuses links that leave a folder and oversized compressed files, names disk errors."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from pathlib import Path
 from fmmeta.common.errors import UsageError
 
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY")
-TOKENS = (  # none reaches beyond a quote, so that redacted JSON stays JSON
+TOKENS = (  # no match contains a quote, so that redacted JSON stays JSON
     (re.compile(r"(?<=://)[^/@\s\"']+@"), "***@"),  # https://user:password@host
     (re.compile(r"\b(hf_|gh[pousr]_|github_pat_|sk-|AKIA)[A-Za-z0-9_-]{12,}"), r"\1***"),
     (re.compile(r"(?i)([?&][\w-]*(?:token|secret|passw\w*|key|sig|signature)=)[^&\s\"']+"), r"\1***"),
@@ -28,8 +26,10 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 
 
 def redact(text: str, env: Mapping[str, str] | None = None) -> str:
-    """The text without what looks like a password or an access token, and without the values of environment
-    variables whose names say that they are secret.
+    """The text without passwords, access tokens, and values of environment variables with secret names.
+
+    >>> redact("https://me:pa55word@host.test/data?token=abc123", env={})
+    'https://***@host.test/data?token=***'
     """
     for name, value in (os.environ if env is None else env).items():
         if SECRET.search(name.upper()) and len(value) >= LEAST:
@@ -40,8 +40,9 @@ def redact(text: str, env: Mapping[str, str] | None = None) -> str:
 
 
 def disk_trouble(error: BaseException) -> str | None:
-    """What the disk said, if that is what went wrong; libraries that write by themselves tell it in their
-    text only.
+    """One line about an error of the disk; None for other errors.
+
+    Libraries that write by themselves have the number of the error in their text only.
     """
     if isinstance(error, OSError) and error.errno in DISK:
         return f"{error.filename or 'the disk'}: {error.strerror}"
@@ -59,20 +60,23 @@ def make_folders(folder: Path) -> list[Path]:
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove folders, innermost first, up to one with something in it."""
+    """Remove folders, innermost first, up to one that is not empty."""
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()
 
 
 def printable(text: str) -> str:
-    """The text on one line: control characters (of terminals, line ends, direction marks) as `\\uXXXX`, which
-    JSON reads too.
+    """The text with control characters (of terminals, line ends, direction marks) escaped as in JSON.
+
+    >>> print(printable("red\\x1b[31m"))
+    red\\u001b[31m
     """
     return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def one_line(error: BaseException) -> str:
+    """The text of an error on one line."""
     return " ".join(str(error).split())
 
 
@@ -100,7 +104,7 @@ def sync(path: Path) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a written file its name after its bytes are on the disk: it is whole, or not there.
+    """Rename a written file after its bytes are on the disk, so that `path` is complete or absent.
 
     Raises `OSError`.
     """
@@ -110,7 +114,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 class Bounded(io.RawIOBase):
-    """A compressed file that may not unpack to more than a bound; reading past it raises `UsageError`."""
+    """A compressed file with a bound on its unpacked size; reading past it raises `UsageError`."""
 
     def __init__(self, file: io.BufferedIOBase, path: Path, most_gib: float) -> None:
         self.file, self.path, self.most_gib, self.left = file, path, most_gib, round(most_gib * GIB)

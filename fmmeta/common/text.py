@@ -9,14 +9,16 @@ from typing import Any
 
 
 def shortened(value: Any) -> str:
-    """A value as a message shows it: on one line, not too long."""
+    """A value for a message: its repr on one line, of 60 characters at most."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def strict(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have: the interval of one episode, a loss that
-    diverged.
+    """The value with None for numbers that JSON does not have, in dictionaries and lists too.
+
+    >>> strict({"loss": float("nan"), "interval": (0.5, float("inf"))})
+    {'loss': None, 'interval': [0.5, None]}
     """
     if isinstance(value, dict):
         return {name: strict(one) for name, one in value.items()}
@@ -26,19 +28,21 @@ def strict(value: Any) -> Any:
 
 
 def to_json(value: Any, **how: Any) -> str:
-    """Strict JSON of what files and programs get. `how`: as json.dumps."""
+    """Strict JSON for files and other programs. how: options of json.dumps."""
     return json.dumps(strict(value), allow_nan=False, **how)
 
 
 def as_stored(settings: Any) -> Any:
-    """Settings as they are stored and compared: what JSON has, with numbers that are not finite as text
-    (mix_temperature=inf).
+    """Settings as they are stored and compared: values of JSON, with non-finite numbers as text.
+
+    >>> as_stored({"mix_temperature": float("inf"), "dataset": ("a", "b")})
+    {'mix_temperature': 'inf', 'dataset': ['a', 'b']}
     """
     return json.loads(json.dumps(settings), parse_constant=lambda name: str(float(name)))
 
 
 def render(template: Path, **values: Any) -> str:
-    """Text of a Jinja2 template; values are escaped for HTML and XML."""
+    """The text of a Jinja2 template; values are escaped for HTML and XML."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

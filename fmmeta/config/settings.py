@@ -678,6 +678,7 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         return self.model_name_or_path == "tiny"
 
     def as_dict(self) -> dict[str, Any]:
+        """Every setting by its name."""
         return asdict(self)
 
 

@@ -26,10 +26,10 @@ from fmmeta.elastic.join import SECRET
 from fmmeta.elastic.membership import Membership
 from fmmeta.elastic.state_transfer import transfer_state
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.reliability.stop import Guard
+from fmmeta.reliability.replicas import check_replicas
+from fmmeta.report.data import read_run
 from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import lock_folder
-from fmmeta.training.run_record import read_run
 from fmmeta.training.static_controller import StaticController
 
 LIGHTHOUSE_S = 120.0  # that a group waits for a silent lighthouse
@@ -54,7 +54,7 @@ class ElasticController(StaticController):
 
         Raises `PeerLost`. Collective: all groups.
         """
-        run.guard.begin_stage("waiting for the other groups")
+        run.stage.begin("waiting for the other groups")
         self.began = self.began or time.monotonic()
         self.crew.writes, self.crew.bytes_sent = self.writes, 0  # bytes of a lost attempt do not count
         roll = self.crew.form(run.state.outer_step, LIGHTHOUSE_S)
@@ -82,7 +82,7 @@ class ElasticController(StaticController):
             self.lost_s = time.monotonic() - self.began
         every = self.config.check_replicas_steps
         if roll.anew or (every and run.state.outer_step % every == 0):
-            run.guard.check_replicas(run.state.outer_step, run.state.theta)
+            check_replicas(run.ranks, run.state.theta, f"after outer step {run.state.outer_step}")
         if roll.writer == roll.here and not self.writes:
             self._write_from_here(run, LOCK_S)
         self.roll = roll
@@ -104,11 +104,6 @@ class ElasticController(StaticController):
             ) from None
         self.notice(f"outer step {step} is attempted again: a group is lost ({lost})")
         run.state.updates.meta.clear()
-
-    def should_leave(self, guard: Guard) -> bool:
-        """Whether this group, asked to stop, leaves its tasks of this step to the others."""
-        guard.stop_requested = guard.stop_requested or guard.abandoned
-        return guard.abandoned
 
     def check_task_count(self, tasks: int, expected: int) -> None:
         """The tasks of all groups must be the meta-batch, whichever took part. Raises `MachineFault`."""
@@ -144,7 +139,7 @@ class ElasticController(StaticController):
             self.roll is not None
             and self.roll.writer == self.roll.here
             and not self.writes
-            and not run.guard.stop_requested
+            and not run.stop.requested
         ):
             self._write_from_here(run, 120.0)
 

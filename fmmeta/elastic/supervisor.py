@@ -24,13 +24,12 @@ from typing import Any, Protocol
 
 import torch
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import EXIT_FAULT, EXIT_STOPPED, UsageError
 from fmmeta.config.settings import Config, setting
 from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
 from fmmeta.elastic.lighthouse_client import coordination
-from fmmeta.reliability.signals import EXIT_FAULT, EXIT_STOPPED
+from fmmeta.report.data import read_run
 from fmmeta.training.run_folder import lock_folder
-from fmmeta.training.run_record import read_run
 
 KILL_S = 30.0  # that the other ranks of a group in which one has died get to end by themselves
 PAUSE_S = 0.2

@@ -35,7 +35,7 @@ from fmmeta.reliability.signals import Signals
 
 def run(settings: EvaluateConfig, signals: Signals | None = None) -> None:
     """`fmmeta evaluate`. Collective: world."""
-    evaluate(settings, Progress(speaks=Launch.from_env(os.environ).global_rank == 0), signals)
+    evaluate(settings, Progress(enabled=Launch.from_env(os.environ).global_rank == 0), signals)
 
 
 def evaluate(

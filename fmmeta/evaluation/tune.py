@@ -56,7 +56,7 @@ class Choice:
 
 def run(settings: TuneConfig, signals: Signals | None = None) -> None:
     """`fmmeta tune`. Raises `Stopped` after a signal. Collective: world."""
-    tune(settings, Progress(speaks=Launch.from_env(os.environ).global_rank == 0), signals)
+    tune(settings, Progress(enabled=Launch.from_env(os.environ).global_rank == 0), signals)
 
 
 def tune(settings: TuneConfig, progress: Progress, signals: Signals | None = None) -> list[Choice]:

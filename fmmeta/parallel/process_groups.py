@@ -31,7 +31,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import PeerError, UsageError
 from fmmeta.common.security import disk_trouble
 from fmmeta.parallel import network
 from fmmeta.parallel.layout import Launch, Layout
@@ -43,10 +43,6 @@ BUCKET = 2**23  # elements of a reduction that travel together: 32 MiB in fp32
 PROOF = 64  # characters of a code (`proof`)
 SAY_S = 10.0  # between two words of a rank that waits for another one
 T = TypeVar("T")
-
-
-class PeerError(RuntimeError):
-    """Another rank failed with something that is no user error; its own log holds the traceback."""
 
 
 def finish_reduce(part: torch.Tensor, staged: torch.Tensor, work: Any) -> None:

@@ -1,15 +1,39 @@
-"""Losses far above the recent ones, marked in metrics.jsonl."""
+"""Outliers of training: tasks beyond --max_task_loss or --max_task_norm, and spikes of the loss."""
 
 from __future__ import annotations
 
 import math
 
+from fmmeta.config.settings import Config
+from fmmeta.meta.task_gradient import TaskGradient
+from fmmeta.parallel.workers.base import Worker
+
+
+class OutlierBounds:
+    """The bounds --max_task_loss and --max_task_norm; without them every finite task gradient counts."""
+
+    def __init__(self, config: Config, worker: Worker) -> None:
+        self.max_loss, self.max_norm, self.worker = config.max_task_loss, config.max_task_norm, worker
+
+    def __bool__(self) -> bool:
+        """Whether there is a bound."""
+        return self.max_loss is not None or self.max_norm is not None
+
+    def exceeded_by(self, gradient: TaskGradient) -> bool:
+        """Whether the loss or the norm of a finite task gradient exceeds its bound. Collective: group."""
+        if not gradient.finite:
+            return False
+        exceeded = (
+            self.max_loss is not None and max(gradient.support.loss, gradient.query.loss) > self.max_loss
+        )
+        if self.max_norm is not None:  # every rank of the group takes part
+            norm = math.sqrt(self.worker.dot(gradient.shards, gradient.shards))
+            exceeded = exceeded or not norm <= self.max_norm
+        return exceeded
+
 
 class Spikes:
-    """Marks losses far above the recent ones: more than `far` deviations over a running mean.
-
-    A function of the losses alone.
-    """
+    """Marks losses more than `far` deviations above a running mean. A function of the losses alone."""
 
     def __init__(
         self, state: list[float] | None = None, far: float = 6.0, decay: float = 0.95, least: int = 20
@@ -19,10 +43,15 @@ class Spikes:
 
     @property
     def state(self) -> list[float]:
+        """What a checkpoint stores."""
         return [self.mean, self.square, self.count]
 
     def mark(self, loss: float) -> float | None:
-        """Deviations above the mean, if the loss is a spike, which then counts as an ordinary high loss."""
+        """Deviations above the mean if the loss is a spike, else None.
+
+        A spike enters the running mean as a loss `far` deviations above it. No loss is a spike before
+        `least` losses were seen.
+        """
         if not math.isfinite(loss):
             return None
         deviation = math.sqrt(max(self.square, 1e-12))

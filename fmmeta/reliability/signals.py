@@ -1,12 +1,12 @@
-"""Signals, and a launcher that is gone: one question for the run, `asked`, and one rule for what comes again.
+"""Stop signals, and launchers that have exited: `Signals.asked` names the signal that asks the run to stop.
 
-    starting   everything learned is on the disk: a signal ends the process at once, exit code 75
-    running    a signal is stored; the run stops at its next safe point, saves, and ends with 75 on every rank
-    ending     the last checkpoint is whole: signals are ignored
+    starting   nothing is lost by a stop: a signal ends the process at once, exit code 75
+    running    a signal is stored; the run stops at its next safe point, saves, and all ranks exit with 75
+    ending     the last checkpoint is complete: signals are ignored
 
-Launchers repeat signals (Ctrl-C reaches rank 0 twice within milliseconds), so what comes within 5 s is the
-same signal; a later one leaves at once. The C level writes a byte for every signal and a thread reads it: a
-Python handler would not be called while the process waits for other ranks.
+Launchers repeat signals (Ctrl-C reaches rank 0 twice within milliseconds), so a repeat within 5 s counts as
+the same signal; a later one ends the process at once. The C level writes a byte for every signal and a thread
+reads it, because Python calls no handler while the main thread waits for other ranks in C code.
 """
 
 from __future__ import annotations
@@ -22,81 +22,65 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fmmeta.common.errors import EXIT_STOPPED
+
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-SAME_S = 5.0
-EXIT_STOPPED, EXIT_FAULT = (
-    75,
-    70,
-)  # exit codes: stopped by a signal after a save; ended because a rank or a machine misbehaves
-SHELLS = {
-    "bash",
-    "sh",
-    "zsh",
-    "fish",
-    "dash",
-    "ash",
-    "ksh",
-    "csh",
-    "tcsh",
-    "screen",
-    "tmux: server",
-    "systemd",
-    "init",
-}
+SAME_S = 5.0  # a repeat within this time counts as the same signal
+SHELLS = {"ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh"}
+SHELLS |= {"init", "screen", "systemd", "tmux: server"}
 
 
 class Signals:
-    """Listens from `__enter__` to `__exit__`, in the main thread of a process; elsewhere it hears nothing.
+    """Receives stop signals from `__enter__` to `__exit__`, if entered in the main thread of a process.
 
-    leave: ends the process at once with an exit code.
+    asked: name of the signal that asked the run to stop, empty without one; at: when it came.
     """
 
     def __init__(self, starting: bool = False, leave: Callable[[int], Any] = os._exit) -> None:
-        """starting: the process does nothing but this run, and ends with it."""
-        self.state, self.leave, self.whole_life = "starting" if starting else "running", leave, starting
-        self.asked, self.at = "", 0.0  # which signal, and when
-        self.before: dict[int, Any] = {}
+        """starting: the process ends with this run, and a signal before `run` ends it at once.
+
+        leave: ends the process at once with an exit code.
+        """
+        self.state, self.leave, self.owns_process = "starting" if starting else "running", leave, starting
+        self.asked, self.at = "", 0.0
+        self.handlers: dict[int, Any] = {}  # to be restored
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             self.reader, self.writer = socket.socketpair()
             self.writer.setblocking(False)
             self.wakeup = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
-            self.before = {number: signal.signal(number, lambda *of: None) for number in STOPPING}
+            self.handlers = {number: signal.signal(number, lambda *_: None) for number in STOPPING}
             threading.Thread(target=self._listen, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if (
-            self.before and not self.whole_life
-        ):  # in the last moments of a process a late signal must not become its exit code
-            for number, handler in self.before.items():
+        # a late signal must not become the exit code of a process that ends with the run
+        if self.handlers and not self.owns_process:
+            for number, handler in self.handlers.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self.wakeup)
-            self.before = {}
+            self.handlers = {}
             self.writer.close()
 
     def run(self) -> None:
-        """From here on there is something to lose."""
+        """From here on the process has results that a stop must save."""
         self.state = "running"
 
     def end(self) -> None:
-        """Everything is saved; what comes now is late."""
+        """From here on everything is saved, and signals are ignored."""
         self.state = "ending"
 
     def receive(self, name: str, code: int) -> None:
-        """A signal, or what counts as one; `code`: to leave with if it is a second one."""
+        """Handle a stop request. code: exit code if it is a second one."""
         now = time.monotonic()
         if self.state == "starting":
             self.leave(EXIT_STOPPED)
         elif self.state == "running" and not self.asked:
-            self.asked, self.at = name, now
+            self.at, self.asked = now, name  # in this order: another thread reads `at` if `asked` is set
         elif self.state == "running" and now - self.at > SAME_S:
-            print(
-                f"fmmeta: {name} again: leaving at once, the last checkpoint is whole",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"{name} again: the process ends at once, the last checkpoint is complete"
+            print(f"fmmeta: {text}", file=sys.stderr, flush=True)
             self.leave(code)
 
     def _listen(self) -> None:
@@ -109,63 +93,56 @@ class Signals:
 
 @contextmanager
 def interrupting() -> Iterator[None]:
-    """While the block runs, SIGTERM and SIGUSR1 raise `KeyboardInterrupt` with their name, as SIGINT does
+    """While the block runs, SIGTERM and SIGUSR1 raise `KeyboardInterrupt` with their name; SIGINT raises it
     without one.
 
-    For commands of one process, which remove their unfinished outputs on the way out. What comes after the
-    first is ignored.
+    For commands of one process, which remove their unfinished outputs. Signals after the first are ignored.
     """
 
     def stop(number: int, _: object) -> None:
-        for other in before:
+        for other in handlers:
             signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 class Launcher:
-    """Whether the process that started this one is still there.
+    """Detects that the process that started this one has exited.
 
-    The `deepspeed` command starts a launcher, which starts the ranks; ended by SIGTERM it leaves both behind.
-    A process that was started from a shell has no launcher: shells may go.
+    The `deepspeed` command starts a launcher, which starts the ranks; if SIGTERM ends the command, launcher
+    and ranks keep running. A process started from a shell has no launcher: the shell may exit.
     """
 
     def __init__(self, launched: bool) -> None:
         self.parent = os.getppid()
-        name, words, self.above = about(self.parent)
+        name, fields = process_stat(self.parent)
         self.watched = launched and self.parent > 1 and name not in SHELLS
-        self.deep = "deepspeed.launcher.launch" in words
+        self.grandparent = fields[1:2]
+        command = Path(f"/proc/{self.parent}/cmdline")
+        self.is_deepspeed = command.is_file() and b"deepspeed.launcher.launch" in command.read_bytes()
 
     @property
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         if not self.watched:
             return False
-        return os.getppid() != self.parent or (self.deep and about(self.parent)[2] != self.above)
+        orphaned = self.is_deepspeed and process_stat(self.parent)[1][1:2] != self.grandparent
+        return orphaned or os.getppid() != self.parent
 
 
-def about(pid: int) -> tuple[str, str, int]:
-    """Name, command line and parent of a process; empty and 0 where it cannot be looked at."""
-    try:
-        name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-        return name, words, int(rest.split()[1])
-    except (OSError, ValueError, IndexError):
-        return "", "", 0
+def process_stat(pid: int) -> tuple[str, list[str]]:
+    """Name of a process, and the fields of /proc/PID/stat after it: [0] state, [1] parent, [19] start time.
 
-
-def born(pid: int) -> str:
-    """State and start time of a process, `T 12345`; empty if there is none.
-
-    A number that comes again has another time.
+    Empty if there is no such process.
     """
     try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return f"{words[0]} {words[19]}"
-    except (OSError, IndexError):
-        return ""
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return "", []
+    name, _, fields = stat.partition("(")[2].rpartition(")")
+    return name, fields.split()

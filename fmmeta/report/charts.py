@@ -1,14 +1,14 @@
-"""How a run went: curves over the outer steps, with what went wrong on them."""
+"""Curves over the outer steps, with spikes and skipped tasks marked on them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fmmeta.report.data import Facts, Line, number, points, spikes
 from fmmeta.report.svg import Chart, Points, Series, smooth, thin
 
-Marks = list[tuple[int, float]]
-SMOOTHED = 60  # values from which on a line gets a mean over a twentieth of them
+SMOOTHED = 60  # values of a line that also gets a running mean, over a twentieth of them
 MOST_ROWS = 200
 COLUMNS = {
     "support_loss": "support loss",
@@ -27,12 +27,12 @@ def training(facts: Facts) -> dict[str, Any]:
     """Charts, the numbers of the text above them, and the table of their values."""
     skipped = [line for line in facts.steps if line.get("skipped_tasks")]
     bad = [line for line in facts.steps if line.get("bad_tasks")]
-    jumps = spikes(facts.steps)
+    ticks = (("d", [line["step"] for line in skipped]), ("a", [line["step"] for line in bad]))
     keys = ("query_loss", "grad_norm")
     return {
-        "charts": charts_of(facts, jumps, [line["step"] for line in skipped], [line["step"] for line in bad]),
+        "charts": charts_of(facts, ticks),
         "smoothed": any(len(points(facts.steps, key)) >= SMOOTHED for key in keys),
-        "spikes": len(jumps),
+        "spikes": len(spikes(facts.steps)),
         "skipped": len(skipped),
         "skipped_tasks": sum(line["skipped_tasks"] for line in skipped),
         "failed_loads": sum(len(line["bad_tasks"]) for line in bad),
@@ -40,23 +40,23 @@ def training(facts: Facts) -> dict[str, Any]:
     }
 
 
-def charts_of(facts: Facts, jumps: Marks, skipped: list[int], bad: list[int]) -> list[Chart]:
+def charts_of(facts: Facts, ticks: Sequence[tuple[str, Sequence[int]]]) -> list[Chart]:
+    """ticks: steps to mark below the lines, by their look."""
     steps, valid, last = facts.steps, facts.valid, max(facts.outer_step, 1)
-    ticks = (("d", skipped), ("a", bad))
     loss = [
         *series("support", SUPPORT, points(steps, "support_loss")),
         *series("query", QUERY, points(steps, "query_loss")),
         *series("validation", VALIDATION, points(valid, "valid_loss")),
     ]
     right = [
-        *series("query", QUERY, hundred(points(steps, "accuracy"))),
-        *series("validation", VALIDATION, hundred(points(valid, "valid_accuracy"))),
+        *series("query", QUERY, percent(points(steps, "accuracy"))),
+        *series("validation", VALIDATION, percent(points(valid, "valid_accuracy"))),
     ]
     norms = points(steps, "grad_norm")
     known = [value for _, value in norms if value]
     wide = bool(known) and max(known) > 30 * min(known)
     return [
-        Chart("loss", "Loss", loss, last, short, spikes=jumps, ticks=ticks),
+        Chart("loss", "Loss", loss, last, short, spikes=spikes(steps), ticks=ticks),
         Chart("accuracy", "Accuracy %", right, last, short, ticks=ticks),
         Chart(
             "norm",
@@ -72,7 +72,7 @@ def charts_of(facts: Facts, jumps: Marks, skipped: list[int], bad: list[int]) ->
 
 
 def series(name: str, look: str, values: Points) -> list[Series]:
-    """The line, and a smoother one over it where it is long; nothing where there are no values."""
+    """The line, and a running mean over it if it is long; empty without values."""
     if not values:
         return []
     if len(values) < SMOOTHED:
@@ -80,7 +80,7 @@ def series(name: str, look: str, values: Points) -> list[Series]:
     return [Series(name, f"{look} faint", values), Series("", look, smooth(values, len(values) // 20))]
 
 
-def hundred(values: Points) -> Points:
+def percent(values: Points) -> Points:
     return [(step, None if value is None else 100 * value) for step, value in values]
 
 
@@ -93,7 +93,7 @@ def short(value: float) -> str:
 
 
 def numbers(facts: Facts) -> dict[str, Any]:
-    """The curves as a table, for readers who cannot see them or want the digits."""
+    """The curves as a table, for readers who cannot see them or want the numbers."""
     valid = {line["step"]: line for line in facts.valid}
     lines = {line["step"]: line for line in facts.steps}
     steps = sorted(lines.keys() | valid.keys())
@@ -109,7 +109,7 @@ def numbers(facts: Facts) -> dict[str, Any]:
 
 
 def value_of(key: str, line: Line) -> tuple[float | None, str]:
-    """The value of a line and how it is shown; None where there is no number."""
+    """The value of a line and its text; None where there is no number."""
     value = number(line.get(key))
     if value is None:
         return None, "not finite" if key in line else ""

@@ -1,4 +1,4 @@
-"""What a report shows, read from run.json and metrics.jsonl alone, also during the run."""
+"""What a report shows: run.json and metrics.jsonl of a run, which may still be running."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.renamed import translated
 from fmmeta.config.settings import Config
 
-BEFORE, FROM_START, AFTER = (
+BEFORE, FROM_START, AFTER = (  # rows of the table on held-out tasks
     "before adaptation, meta-trained",
     "after adaptation, weights at the start",
     "after adaptation, meta-trained",
@@ -24,7 +24,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Facts:
-    """A run as its folder tells it. `steps`: logged outer steps; `valid`: evaluations on validation tasks."""
+    """A run as its files describe it. steps: logged outer steps; valid: scores on validation tasks."""
 
     folder: Path
     run: dict[str, Any]
@@ -37,7 +37,7 @@ class Facts:
 
     @property
     def held_out(self) -> dict[str, Any]:
-        """What the table at the end says, empty before the end."""
+        """The table on held-out tasks, empty before the end of the run."""
         return self.run.get("held_out") or {}
 
     @property
@@ -54,38 +54,50 @@ class Facts:
         return max((line["step"] for line in (*self.steps, *self.valid)), default=0)
 
 
-def read(folder: Path) -> Facts:
-    """Read a run's folder. Raises `UsageError` where there is none."""
+def read_run(folder: Path) -> dict[str, Any] | None:
+    """run.json of a folder, with today's names of settings; None where there is none.
+
+    Raises `UsageError` where it cannot be read.
+    """
     file = folder / "run.json"
     if not file.is_file():
-        raise UsageError(f"output_dir={folder} holds no run.json; give the folder of a run")
+        return None
     try:
         run = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(run["settings"], dict):
-            raise TypeError
-        run["settings"] = translated(run["settings"], Config.__dataclass_fields__)
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(f"{file} cannot be read; fix it, or give another output_dir") from None
+            return None
+        return {**run, "settings": translated(run["settings"], Config.__dataclass_fields__)}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise UsageError(
+            f"{file} cannot be read; correct or remove it, or choose another output_dir"
+        ) from None
+
+
+def parse_line(text: str) -> Line | None:
+    """A line of metrics.jsonl, or None if it is incomplete: a process died while it wrote it."""
+    try:
+        line = json.loads(text)
+        return line if isinstance(line["step"], int) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def read(folder: Path) -> Facts:
+    """Read a run's folder. Raises `UsageError` where it holds no run."""
+    run = read_run(folder)
+    if run is None:
+        raise UsageError(f"output_dir={folder} holds no run.json; give the folder of a run")
     lines = read_lines(folder / "metrics.jsonl")
-    return Facts(
-        folder,
-        run,
-        [line for line in lines if "query_loss" in line],
-        [line for line in lines if "valid_loss" in line],
-    )
+    steps, valid = ([line for line in lines if key in line] for key in ("query_loss", "valid_loss"))
+    return Facts(folder, run, steps, valid)
 
 
 def read_lines(file: Path) -> list[Line]:
-    """The complete lines of metrics.jsonl, by step; the last may be half written, and one may be repeated."""
+    """The complete lines of metrics.jsonl, by step; of two lines of one kind for a step the last."""
     found: dict[tuple[int, bool], Line] = {}
     for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
-        try:
-            line = json.loads(text)
-            step = line["step"]
-        except (ValueError, KeyError, TypeError):
-            continue
-        if isinstance(step, int):
-            found[step, "valid_loss" in line] = line
+        if line := parse_line(text):
+            found[line["step"], "valid_loss" in line] = line
     return [found[key] for key in sorted(found)]
 
 
@@ -100,49 +112,8 @@ def points(lines: Sequence[Line], key: str) -> list[tuple[int, float | None]]:
 
 
 def spikes(lines: Sequence[Line]) -> list[tuple[int, float]]:
-    """(step, query loss) where the run marked it as one: `loss_spike`, the rule of guard.py, which saw the
-    unlogged steps too.
+    """(step, query loss) of lines with `loss_spike`: the run marks them (reliability/outliers.py), since it
+    also has the steps that are not logged.
     """
-    return [
-        (line["step"], value)
-        for line in lines
-        if "loss_spike" in line and (value := number(line["query_loss"])) is not None
-    ]
-
-
-@dataclass(frozen=True)
-class Times:
-    """Mean seconds of an outer step over `steps` logged ones: the whole, waiting for data, and for other
-    groups by group.
-    """
-
-    steps: int
-    first_left_out: bool
-    whole: float
-    data: float
-    waiting: list[float]
-
-    def computing(self, group: int) -> float:
-        """What is left of the step: passes, reduction, the outer step."""
-        return max(0.0, self.whole - self.data - self.waiting[group])
-
-
-def times(steps: Sequence[Line]) -> Times | None:
-    """Of the logged steps on the last layout, without the first one, which warms up, where there are four or
-    more.
-    """
-    usable = [line for line in steps if number(line.get("seconds")) is not None]
-    if not usable:
-        return None
-    groups = len(waits(usable[-1]))
-    usable = [line for line in usable if len(waits(line)) == groups]
-    kept = usable[1:] if len(usable) > 3 else usable
-    mean = [sum(column) / len(kept) for column in zip(*(waits(line) for line in kept), strict=True)]
-    whole, data = (
-        sum(number(line.get(key)) or 0.0 for line in kept) / len(kept) for key in ("seconds", "data_seconds")
-    )
-    return Times(len(kept), len(kept) < len(usable), whole, data, mean)
-
-
-def waits(line: Line) -> list[float]:
-    return [float(one) for one in line.get("wait_seconds_by_group") or [line.get("wait_seconds") or 0.0]]
+    marked = points([line for line in lines if "loss_spike" in line], "query_loss")
+    return [(step, value) for step, value in marked if value is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.security import redact
 from fmmeta.common.text import render
 from fmmeta.config.settings import setting
-from fmmeta.report import charts, results, timing
+from fmmeta.report import charts, timing
 from fmmeta.report.data import AFTER, BEFORE, FROM_START, Facts, number, read
 
 NAME = "report.html"
-NONE = "\u2013"  # where there is no value
 
 
 @dataclass
@@ -39,26 +37,26 @@ def run(config: ReportConfig) -> None:
 def write(folder: Path) -> Path:
     """Write report.html of a run, from run.json and metrics.jsonl.
 
-    Raises `UsageError` where there is no run.
+    Raises `UsageError` where the folder holds no run.
     """
     text = page(read(folder), time.strftime("%Y-%m-%d %H:%M %Z"))
     file, temporary = folder / NAME, folder / f"{NAME}.tmp"
     temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)
+    temporary.replace(file)
     return file
 
 
-def keep(folder: Path, writes: bool, notice: Callable[[str], None]) -> None:
-    """Write the report where `writes`; that never ends a run."""
-    if writes:
-        try:
-            write(folder)
-        except Exception as error:
-            notice(f"{folder / NAME} could not be written ({type(error).__name__}: {error}); the run goes on")
+def write_or_log(folder: Path, notice: Callable[[str], None]) -> None:
+    """Write the report; an error is logged and does not end the run."""
+    try:
+        write(folder)
+    except Exception as error:
+        what = f"{folder / NAME} could not be written ({type(error).__name__}: {error})"
+        notice(f"{what}; the run is not affected")
 
 
 def page(facts: Facts, written: str) -> str:
-    """The report as text. `written`: when."""
+    """The report as text. written: the time to show."""
     versions = {
         **(facts.run.get("versions") or {}),
         "git commit": facts.run.get("git_commit"),
@@ -70,11 +68,11 @@ def page(facts: Facts, written: str) -> str:
         title=title(facts),
         state=state(facts),
         what=summary(facts),
-        shape=results.shape_of(facts),
-        strata=results.strata(facts),
+        shape=shape_of(facts.settings),
+        strata=strata(facts),
         training=charts.training(facts),
         time=timing.timing(facts),
-        confusion=results.confusion(facts),
+        confusion=confusion(facts),
         about=[("Settings", texts(facts.settings)), ("Versions", texts(versions))],
         command=redact(f"fmmeta report --output_dir {facts.folder}"),
         written=written,
@@ -86,10 +84,9 @@ def page(facts: Facts, written: str) -> str:
 
 
 def title(facts: Facts) -> str:
-    settings = facts.settings
-    data = settings.get("dataset") or ["?"]
+    data = facts.settings.get("dataset") or ["?"]
     names = " + ".join(Path(str(name)).name for name in (data if isinstance(data, list) else [data]))
-    return f"{settings.get('algorithm')} on {redact(names)}"
+    return f"{facts.settings.get('algorithm')} on {redact(names)}"
 
 
 def state(facts: Facts) -> str:
@@ -103,17 +100,49 @@ def summary(facts: Facts) -> str:
     model = Path(redact(str(settings.get("model_name_or_path")))).name
     tasks = settings.get("meta_batch_size", 1) * settings.get("meta_accumulation_steps", 1)
     return (
-        f"{model}, {results.shape_of(facts)} tasks, {settings.get('inner_steps')} inner steps at"
+        f"{model}, {shape_of(settings)} tasks, {settings.get('inner_steps')} inner steps at"
         f" {settings.get('inner_lr')}, {settings.get('outer_steps'):,} outer steps of {tasks} tasks;"
         f" {facts.run.get('layout')}"
     )
 
 
+def shape_of(settings: dict[str, Any]) -> str:
+    """5-way 1-shot; without ways for language models; ranges where the size of episodes varies."""
+    ranges = []
+    for name in ("n_way", "k_shot"):
+        low, high = settings.get(name), settings.get(f"{name}_max")
+        ranges.append(str(low) if high in (None, low) else f"{low} to {high}")
+    ways, shots = ranges
+    return f"{ways}-way {shots}-shot" if settings.get("task_type") == "classification" else f"{shots}-shot"
+
+
+def strata(facts: Facts) -> list[tuple[str, float | None, float]]:
+    """Accuracy after adaptation by stratum, from the start and meta-trained; the largest gain first."""
+    trained = facts.held_out.get("per_stratum") or {}
+    started = facts.held_out.get("per_stratum_at_start") or {}
+    order = sorted(trained, key=lambda name: started.get(name, 0.0) - trained[name])
+    return [(name, started.get(name), trained[name]) for name in order]
+
+
+def confusion(facts: Facts) -> dict[str, Any] | None:
+    """Right classes against answers on the query set of one held-out episode: counts, and how they look."""
+    found = facts.held_out.get("confusion")
+    if not found or "counts" not in found:
+        return found and {"left_out": found.get("left_out")}
+    rows = []
+    for i, (name, counts) in enumerate(zip(found["classes"], found["counts"], strict=True)):
+        most = max(1, sum(counts))
+        looks = [f"m{round(5 * count / most)}{' right' if i == j else ''}" for j, count in enumerate(counts)]
+        rows.append((name, list(zip(counts, looks, strict=True))))
+    return {
+        "task": f"{found.get('task')}" + (f" ({found['stratum']})" if found.get("stratum") else ""),
+        "right": sum(counts[i] for i, counts in enumerate(found["counts"])),
+        "queries": sum(map(sum, found["counts"])),
+        "rows": rows,
+    }
+
+
 def texts(values: dict[str, Any]) -> dict[str, str]:
     """Settings as text, secrets removed."""
-    return {
-        key: redact(
-            " ".join(map(str, value)) if isinstance(value, list) else NONE if value is None else str(value)
-        )
-        for key, value in values.items()
-    }
+    shown = {key: " ".join(map(str, one)) if isinstance(one, list) else one for key, one in values.items()}
+    return {key: "\u2013" if one is None else redact(str(one)) for key, one in shown.items()}

@@ -1,5 +1,5 @@
-"""Line charts: coordinates for the inline SVG of report.html.j2. No script: the values of a step show when
-the pointer is over it.
+"""Line charts: coordinates for the inline SVG of report.html.j2. No script: a style sheet shows the values of
+the step under the pointer.
 
     +--------------------------- 360 ---------------------------+
     | values of the step under the pointer                      |
@@ -10,7 +10,7 @@ the pointer is over it.
     |      0            50            100            150        |
     +-----------------------------------------------------------+
 
-Coordinates are those of the picture; its width is the column's. Sizes of text are the style sheet's.
+Coordinates are those of the view box; the style sheet sets the width and the sizes of text.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ Place = Callable[[int, "float | None"], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name, its look (classes of the style sheet), and (step, value); a value that is None leaves
-    a gap.
+    """A line: its name, its look (classes of the style sheet), and (step, value); None leaves a gap.
 
-    One without a name only helps the eye: no value of it is shown.
+    The values of a line without a name are not shown under the pointer.
     """
 
     name: str
@@ -62,7 +61,7 @@ class Chart:
 
     @property
     def area(self) -> dict[str, float]:
-        """Edges of the picture and of the part that the lines are in."""
+        """Edges of the picture and of the plot."""
         return {
             "width": WIDTH,
             "height": HEIGHT,
@@ -151,7 +150,7 @@ class Chart:
         return [place(step, value) for step, value in one.points if self._drawn(value)]
 
     def _strips(self, place: Place) -> list[dict[str, Any]]:
-        """What shows while the pointer is over a step, and where the pointer has to be for it."""
+        """The values shown while the pointer is over a step, and the rectangle of that step."""
         known = [(one, dict(one.points)) for one in self.named]
         steps = sorted({step for _, values in known for step in values})
         width = max(3.0, (WIDTH - LEFT - RIGHT) / min(MOST_STRIPS, max(1, len(steps))))
@@ -172,16 +171,16 @@ class Chart:
 
 
 def span(values: Sequence[float], log: bool) -> tuple[float, float]:
-    """Lowest and highest, with some air, as heights (logarithms where `log`); no air below zero."""
+    """Limits of the axis around the values (logarithms where `log`), with a margin; not below zero."""
     if not values:
         return (0.0, 1.0)
     low, high = min(values), max(values)
-    air = 0.06 * (high - low) or (0.3 if log else 0.05 * abs(high) or 1.0)
-    return (max(0.0, low - air) if low >= 0 and not log else low - air), high + air
+    margin = 0.06 * (high - low) or (0.3 if log else 0.05 * abs(high) or 1.0)
+    return (max(0.0, low - margin) if low >= 0 and not log else low - margin), high + margin
 
 
 def marks_between(low: float, high: float, about: int) -> list[float]:
-    """Round numbers from low to high, `about` as many as wanted."""
+    """About `about` round numbers from low to high."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     size = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
@@ -190,7 +189,7 @@ def marks_between(low: float, high: float, about: int) -> list[float]:
 
 
 def log_marks(low: float, high: float) -> list[float]:
-    """Powers of ten between two logarithms, with 2 and 5 between them where they are few."""
+    """Powers of ten between two logarithms, also times 2 and 5 where they are few."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     factors = (1, 2, 5) if high - low < 2 else (1,)
     every = max(1, len(powers) // 5)
@@ -199,15 +198,15 @@ def log_marks(low: float, high: float) -> list[float]:
 
 
 def thin(items: list[int], most: int) -> list[int]:
-    """At most `most` of them, evenly, the first and the last among them."""
+    """At most `most` items, evenly spaced, with the first and the last."""
     if len(items) <= most:
         return items
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def extremes(points: Points, most: int) -> Points:
-    """A long line by the least and the greatest value of each stretch, so that no peak is lost; gaps stay
-    gaps.
+    """At most about `most` points: the least and the greatest value of each stretch of the line, and its
+    first gap.
     """
     if len(points) <= most:
         return points
@@ -226,7 +225,7 @@ def extremes(points: Points, most: int) -> Points:
 
 
 def smooth(points: Points, window: int) -> Points:
-    """Mean of up to `window` known values, each and those before it."""
+    """Running mean of each known value and up to `window` - 1 before it."""
     sums, found = [0.0], []
     for step, value in points:
         if value is not None:

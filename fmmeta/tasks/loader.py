@@ -18,6 +18,7 @@ import shutil
 import signal
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -79,9 +80,10 @@ class LoadEpisode:
         except UsageError as error:
             loaded = LoadResult(task, None, str(error))
         except Exception as error:  # it must reach the ranks that wait, not end this one
-            loaded = LoadResult(
-                task, None, f"{type(error).__name__}: {error}", crash=not isinstance(error, OSError)
-            )
+            crash = not isinstance(error, OSError)
+            if crash:
+                traceback.print_exc()  # the ranks end with one line
+            loaded = LoadResult(task, None, f"{type(error).__name__}: {error}", crash=crash)
         return replace(loaded, seconds=time.perf_counter() - began)
 
     def batches(self, task: Task) -> Episode:

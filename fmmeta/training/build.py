@@ -42,7 +42,7 @@ from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 from fmmeta.planning.auto_group_size import SizesAt, check_group_size, choose_group_size
 from fmmeta.planning.memory import rank_sizes
 from fmmeta.planning.sizes import count_params, largest_part, micro_batch_rows
-from fmmeta.reliability.replicas import equal_replicas
+from fmmeta.reliability.replicas import check_replicas
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Batcher
 from fmmeta.tasks.data.prompts import make_prompt
@@ -269,7 +269,7 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
     worker = created.worker
     theta = ranks.cross.broadcast_(worker.read())
     worker.write(theta)
-    equal_replicas(ranks, theta)
+    check_replicas(ranks, theta, "although it was broadcast")
     theta = OuterMemory(ranks.device, config.offload_outer).keep(theta)
     outputs = inputs.description.outputs(config)
     setup = rules.setup(config, worker, created.head_names, outputs, inputs.deepspeed.bf16)

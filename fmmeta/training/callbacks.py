@@ -3,10 +3,11 @@
     on_train_begin -> (on_step_begin -> on_step_end) per outer step -> on_train_end -> close
                                         on_log, then on_evaluate and on_log, then on_save
 
-Every hook runs through the callbacks in one order: profiler (its clock stops first), run logger, trackers,
-report page, limit of non-finite steps, validation, saving, then `MetaTrainer(config, callbacks=[...])` as
-given. So a line is logged before its step can end the run, and a checkpoint holds the best validated weights.
-`close` runs in reverse order, since trackers may wait for a server.
+Every hook runs through the callbacks in one order: profiler (its clock stops first), replica check, run
+logger, trackers, report page, limit of non-finite steps, validation, saving, then
+`MetaTrainer(config, callbacks=[...])` as given. So a line is logged before its step can end the run, and a
+checkpoint holds the best validated weights. `close` runs in reverse order, since trackers may wait for a
+server.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from fmmeta.report import page
 
 if TYPE_CHECKING:
     from fmmeta.training.loop import Outcome, Run
-    from fmmeta.training.validation import HeldOut
 
 
 class Callback:
@@ -32,6 +32,12 @@ class Callback:
     `folder`, `ranks`, `worker`, `theta` (this rank's fp32 shard [S]) and `state` (`state.outer_step`: outer
     steps done). If a hook of a user's callback raises on any rank, the run ends on all of them with one line,
     exit code 2.
+
+    >>> from fmmeta import Callback
+    >>> class PrintAccuracy(Callback):
+    ...     def on_evaluate(self, run, metrics):
+    ...         if run.ranks.first:
+    ...             print(run.state.outer_step, metrics["valid_accuracy"])
     """
 
     def on_train_begin(self, run: Run) -> None:
@@ -73,7 +79,7 @@ class CallbackList:
         self.built_in, self.users = built_in, users
 
     def __getattr__(self, hook: str) -> Callable[..., None]:
-        """The hook of that name, called on all."""
+        """A function that calls the hook of that name on every callback."""
         if hook not in vars(Callback):
             raise AttributeError(f"{hook} is not a hook of Callback")
         return partial(self._call, hook)
@@ -113,11 +119,24 @@ class ReportPage(Callback):
         self.close(run)
 
     def close(self, run: Run) -> None:
-        page.keep(run.folder, run.ranks.first and run.controller.writes, run.progress.notice)
+        if run.ranks.first and run.controller.writes:
+            page.write_or_log(run.folder, run.progress.notice)
+
+
+class ReplicaCheck(Callback):
+    """Compares theta between groups (--check_replicas_steps); with --elastic the quorum does."""
+
+    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+        """Raises `MachineFault`, on all ranks alike."""
+        from fmmeta.reliability.replicas import check_replicas  # imports torch
+
+        every, step = run.config.check_replicas_steps, run.state.outer_step
+        if every and step % every == 0 and not run.config.elastic:
+            check_replicas(run.ranks, run.theta, f"after outer step {step}")
 
 
 class NonfiniteLimit(Callback):
-    """Ends a run that learns nothing any more (--max_bad_steps)."""
+    """Ends a run after --max_bad_steps outer steps in a row without a finite task."""
 
     def on_step_end(self, run: Run, outcome: Outcome) -> None:
         """Raises `UsageError`, on all ranks alike."""
@@ -132,28 +151,19 @@ class NonfiniteLimit(Callback):
 class Validation(Callback):
     """Scores on validation tasks (--eval_steps); a resumed run repeats a validation that a stop cut short."""
 
-    def __init__(self, held_out: HeldOut) -> None:
-        self.held_out = held_out
-
     def on_train_begin(self, run: Run) -> None:
-        self._validate_if_due(run)
-
-    def on_step_end(self, run: Run, outcome: Outcome) -> None:
-        self._validate_if_due(run)
-
-    def _validate_if_due(self, run: Run) -> None:
-        """Collective: world."""
+        """Validate if due. Collective: world."""
         from fmmeta.training.validation import VALID  # imports torch, which `fmmeta.Callback` does not need
 
-        state, source = run.state, run.plan.sources.valid
+        state, source = run.state, run.inputs.sources.valid
         if source is None or not run.trains or not state.validation_due:
             return
         meta = state.interpolate_with_initial(state.meta_params)
         learning = run.parts.setup.learning(meta.rates)
-        scores = self.held_out.scores(source, VALID, "validation", meta.theta, learning)
+        scores = run.held_out.scores(source, VALID, "validation", meta.theta, learning)
         if meta is not state.meta_params:
             run.worker.write(run.theta)
-        if run.guard.agree_on_stop():
+        if run.stop.agree():
             return  # the scores are incomplete
         state.validated = state.outer_step
         accuracy = sum(score.accuracy_after for score in scores) / len(scores)
@@ -161,6 +171,9 @@ class Validation(Callback):
         run.callbacks.on_evaluate(run, {"valid_accuracy": accuracy, "valid_loss": loss})
         if state.best is not None:
             state.best.update(state.outer_step, accuracy, loss)
+
+    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+        self.on_train_begin(run)
 
 
 class Saving(Callback):

@@ -1,6 +1,4 @@
-"""Which classes of one held-out episode an adapted model takes for which: the first episode of the table, for
-the report.
-"""
+"""The confusion matrix of the first held-out episode, for the report."""
 
 from __future__ import annotations
 
@@ -16,25 +14,21 @@ from fmmeta.training.validation import TEST, HeldOut
 
 
 def confusion(held_out: HeldOut, source: TaskSource, theta: Tensor, learning: Learning) -> dict[str, Any]:
-    """Facts for run.json: names of the classes, and rows of counts, one row per right class, one column per
-    answer.
+    """Facts for run.json: names of the classes and counts [classes, classes], a row per right class, a column
+    per answer; or `left_out`, the reason why there are none.
 
-    `left_out` says why, where there are none. Every group adapts to the same episode, so the layout does not
-    matter. Collective: world.
+    Every group adapts to the same episode, so that the layout does not matter. Collective: world.
     """
     worker, config = held_out.worker, held_out.config
     if config.task_type != "classification":
         return {"left_out": f"task_type={config.task_type} has answers, not classes"}
     if not isinstance(worker, FullModelWorker):
-        return {
-            "left_out": (
-                f"pipeline_stages={config.pipeline_stages}: only the last stage sees what the model answers"
-            )
-        }
+        reason = f"pipeline_stages={config.pipeline_stages}: only the last stage has the model's answers"
+        return {"left_out": reason}
     task = held_out.tasks(source, TEST)[0]
     found = held_out.reader(source).read_same_task(task)
     if not found:
-        return {"left_out": f"task {task.name} could not be had"}
+        return {"left_out": f"task {task.name} failed to load"}
     ((_, episode),) = found
     with held_out.ranks.world.raise_on_all("naming the classes of an episode"):
         classes = source.draw(task).classes

@@ -1,7 +1,7 @@
 """Provides this group's training episodes and lets all ranks agree how to handle tasks that failed to load.
 
-share of the schedule -> loader.fetch -> read                    a task that failed on one rank of a group
-                                                                  is left out by all its ranks
+share of the schedule -> loader.fetch -> read                    all ranks of a group skip a task that failed
+                                                                  on one of them
                                       -> apply_bad_task_policy   gather the errors of all ranks; skip those
                                                                   tasks, or stop on all ranks
 """
@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import PeerError, UsageError
 from fmmeta.config.settings import Config
-from fmmeta.parallel.process_groups import PeerError, ProcessGroups
+from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode, LoadResult
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task, assign_to_groups
 from fmmeta.tasks.schedule.samplers import TaskSampler
 from fmmeta.training.step_metrics import StepMetrics
 
-# tasks that max_bad_fraction counts as seen from the start, so that the first bad one does not stop a run
+# max_bad_fraction is of this many tasks at least, so that the first bad one does not stop a run
 LEAST_SEEN = 100
 
 Episodes = list[tuple[Task, Episode]]
@@ -66,8 +66,8 @@ class EpisodeReader:
         )
         return [
             (one.task, one.batches)
-            for one, gone in zip(loaded, missing, strict=True)
-            if not gone and one.batches is not None
+            for one, failed in zip(loaded, missing, strict=True)
+            if not failed and one.batches is not None
         ]
 
     @classmethod
@@ -78,9 +78,9 @@ class EpisodeReader:
         return cls(lambda tasks: [load(task) for task in tasks], ranks, config, notice)
 
     def read_share(self, tasks: Sequence[Task]) -> Episodes:
-        """This group's share of `tasks`, which are dealt over all groups.
+        """The episodes of this group's share of `tasks`, which are divided among all groups.
 
-        Raises as `apply_bad_task_policy` does, and where none is loaded.
+        Raises as `apply_bad_task_policy` does, and `UsageError` if none of the tasks is loaded.
 
         Collective: world.
         """
@@ -95,7 +95,7 @@ class EpisodeReader:
         return found
 
     def read_same_task(self, task: Task) -> Episodes:
-        """One task that every group looks at; empty if it failed to load.
+        """The episode of one task on every group; empty if it failed to load.
 
         Raises as `apply_bad_task_policy` does. Collective: world.
         """
@@ -113,7 +113,7 @@ class EpisodeReader:
         and error.
 
         failures: sum over all ranks of the tasks that failed there. Raises the same on all ranks:
-        `UsageError` where on_bad_task says so or too many tasks are bad, `PeerError` for an error that is not
+        `UsageError` with on_bad_task=raise or if too many tasks failed, `PeerError` for an error that is not
         the data's. Collective: all groups in training, world in evaluation; none without a failure.
         """
         self.seen += tasks
@@ -127,7 +127,10 @@ class EpisodeReader:
         found = [by_slot[slot] for slot in sorted(by_slot)]
         crash = next((error for error in found if error["crash"]), None)
         if crash:
-            raise PeerError(f"loading task {crash['task']} failed: {crash['error']}")
+            raise PeerError(
+                f"loading task {crash['task']} failed: {crash['error']}; the log of the rank that loaded it"
+                " has the traceback"
+            )
         first = f"task {found[0]['task']}: {found[0]['error']}"
         if self.config.on_bad_task == "raise":
             raise UsageError(f"{first}; correct it, or skip such tasks by --on_bad_task skip")
@@ -143,9 +146,9 @@ class EpisodeReader:
 
 
 class TrainingEpisodes(EpisodeReader):
-    """The training tasks of this group, from the outer step `first` on, loaded ahead.
+    """The training tasks of this group from the outer step `first` to the last, prefetched.
 
-    `counts`: tasks seen and bad before.
+    counts: tasks seen and bad so far, as in a checkpoint.
     """
 
     def __init__(
@@ -187,7 +190,7 @@ class TrainingEpisodes(EpisodeReader):
         return itertools.dropwhile(lambda one: one != task, running)
 
     def episodes(self, outer_step: int, metrics: StepMetrics) -> list[Episode]:
-        """What this group learns from in an outer step; the missing ones are counted in `metrics`.
+        """This group's episodes of an outer step; tasks without one are counted in `metrics`.
 
         Collective: group.
         """
@@ -202,7 +205,7 @@ class TrainingEpisodes(EpisodeReader):
     def restart(self, counts: dict[str, int]) -> None:
         """Restart with other shares, or at another step: prefetched episodes are dropped.
 
-        `counts`: as they then are.
+        counts: tasks seen and bad before that step.
         """
         self.loader.close()
         self.seen, self.bad, self.errors = counts["seen"], counts["bad"], []
@@ -214,7 +217,5 @@ class TrainingEpisodes(EpisodeReader):
             share = 100 * (self.loader.load_s - self.loader.warm[0]) / (step_seconds - self.loader.warm[1])
             self.notice(f"num_workers=auto: {chosen} (loading takes {share:.2g} % of an outer step)")
         for text in self.loader.warnings:
-            print(
-                f"fmmeta: rank {self.layout.launch.global_rank}: {text}", file=sys.stderr, flush=True
-            )  # each logs its own
+            print(f"fmmeta: rank {self.layout.launch.global_rank}: {text}", file=sys.stderr, flush=True)
         self.loader.warnings.clear()

@@ -1,12 +1,12 @@
-"""The table at the end of a run: the same held-out episodes before and after, from theta and from the weights
-at the start.
+"""The table at the end of a run: scores of the same held-out episodes, from theta and from the initial
+weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from fmmeta.common.text import strict
@@ -15,13 +15,14 @@ from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.metrics.scores import Interval, format_interval, mean_ci95
+from fmmeta.report.data import AFTER, BEFORE, FROM_START
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.tasks.sources.load import Sources
 from fmmeta.training.confusion import confusion
 from fmmeta.training.validation import TEST, HeldOut, HeldOutScore, per_stratum
 
-SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the training's inner rates, tried for the baseline
-CHOICE_EPISODES = 20  # validation episodes for each of them, at most
+SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # factors of the training's inner rates, tried for the baseline
+CHOICE_EPISODES = 20  # validation episodes for each factor, at most
 
 Table = Callable[[str, Sequence[str], Sequence[Sequence[str]]], None]
 """Shows a title, a header and rows (progress.Progress.table)."""
@@ -36,48 +37,44 @@ class Accuracies(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Accuracy and loss by row of the table; gains are paired, loss gains positive when the loss fell."""
-
-    rows: dict[str, tuple[Interval, Interval]]
-    gain: tuple[Interval, Interval]
-    strata: dict[str, tuple[float, float]]  # accuracy after adaptation: from the start, meta-trained
-    episodes: int
-    loop: BaselineLoop | None = None  # of the row of the weights at the start
-
-    @property
-    def accuracies(self) -> Accuracies:
-        before, from_start, after = (accuracy[0] for accuracy, _ in self.rows.values())
-        return Accuracies(before, after, from_start)
-
-    def facts(self) -> dict[str, Any]:
-        """For run.json."""
-        rows = {name: {"accuracy": accuracy, "loss": loss} for name, (accuracy, loss) in self.rows.items()}
-        gain = {"accuracy": self.gain[0], "loss": self.gain[1]}
-        started, trained = ({name: pair[i] for name, pair in self.strata.items()} for i in (0, 1))
-        facts = {
-            **rows,
-            "gain": gain,
-            "per_stratum": trained,
-            "per_stratum_at_start": started,
-            "episodes": self.episodes,
-        }
-        return strict(facts | ({} if self.loop is None else {"baseline_inner_loop": asdict(self.loop)}))
-
-
-@dataclass(frozen=True)
 class BaselineLoop:
     """The inner loop of the baseline row: `scale` times the training's inner rates, `steps` inner steps.
 
-    episodes: validation episodes it was chosen on; 0: it is the training's own.
+    episodes: validation episodes it was chosen on; 0: it is the training's.
     """
 
     scale: float
     steps: int
     episodes: int = 0
 
-    def text(self, config: Config) -> str:
-        return f"inner_lr {config.inner_lr * self.scale:.3g}, {self.steps} steps"
+
+@dataclass(frozen=True)
+class Compared:
+    """Intervals of accuracy and loss by row; gains are paired, and positive where the loss falls."""
+
+    rows: dict[str, tuple[Interval, Interval]]
+    gain: tuple[Interval, Interval]
+    strata: dict[str, tuple[float, float]]  # accuracy after adaptation: from the start, meta-trained
+    episodes: int
+    loop: BaselineLoop | None = None  # of the baseline
+
+    @property
+    def accuracies(self) -> Accuracies:
+        return Accuracies(*(self.rows[name][0][0] for name in (BEFORE, AFTER, FROM_START)))
+
+    def facts(self) -> dict[str, Any]:
+        """The entries of run.json."""
+        pairs = {**self.rows, "gain": self.gain}
+        loop = {} if self.loop is None else {"baseline_inner_loop": asdict(self.loop)}
+        return strict(
+            {
+                **{name: {"accuracy": accuracy, "loss": loss} for name, (accuracy, loss) in pairs.items()},
+                "per_stratum": {name: trained for name, (_, trained) in self.strata.items()},
+                "per_stratum_at_start": {name: started for name, (started, _) in self.strata.items()},
+                "episodes": self.episodes,
+                **loop,
+            }
+        )
 
 
 def against_start(
@@ -91,9 +88,9 @@ def against_start(
     """Score the held-out episodes from the `trained` weights, then from the `initial` ones (None: nothing was
     trained).
 
-    The baseline gets the inner loop that serves the initial weights best on validation episodes: with the
-    training's own, the sign of the gain would depend on the inner rate that was trained with. `between` is
-    called after each pass; it may raise. Returns the table, and the facts for run.json. Collective: world.
+    The baseline gets the inner loop that scores best on validation episodes: with the training's, the sign of
+    the gain would depend on the inner rate of the training. between: called after each pass; it may raise.
+    Returns the table, and the facts for run.json. Collective: world.
     """
     assert sources.test is not None
     learning = setup.learning(trained.rates)
@@ -107,20 +104,20 @@ def against_start(
         learning = setup.learning(initial.rates)
         if isinstance(learning, InnerLoop):
             learning = learning.variant(scale=loop.scale, steps=loop.steps)
-        started = held_out.scores(
-            sources.test, TEST, "held-out tasks, weights at the start", initial.theta, learning
-        )
+        what = "held-out tasks, weights at the start"
+        started = held_out.scores(sources.test, TEST, what, initial.theta, learning)
         between()
-    compared = replace(compare(scores, started), loop=loop)
+    compared = compare(scores, started, loop)
     return compared, {**compared.facts(), "confusion": confused}
 
 
 def choose_loop(
     held_out: HeldOut, source: TaskSource, initial: MetaParameters, setup: Setup, between: Callable[[], None]
 ) -> BaselineLoop:
-    """The inner rate and number of steps (up to twice the training's) with the highest mean accuracy on
-    validation episodes, for language models the lowest mean loss; of equals the lowest loss, then the lowest
-    rate and the fewest steps. Collective: world.
+    """Choose the inner rate and the number of steps (up to twice the training's) on validation episodes.
+
+    By the highest mean accuracy, for language models by the lowest mean loss; of equals the lowest loss, then
+    the lowest rate and the fewest steps. Collective: world.
     """
     config, most = setup.config, 2 * setup.inner.steps
     count = min(CHOICE_EPISODES, config.test_episodes)
@@ -133,7 +130,7 @@ def choose_loop(
         for step in range(1, most + 1):
             loss = sum(score.losses[step] for score in scores) / len(scores)
             accuracy = sum(score.accuracies[step] for score in scores) / len(scores)
-            if math.isfinite(loss):  # rounded: the layout must not decide between equals
+            if math.isfinite(loss):  # rounded, so that the layout does not decide between equals
                 first = -round(accuracy, 6) if config.task_type == "classification" else 0.0
                 found.append((first, round(loss, 6), scale, step))
     if not found:
@@ -142,59 +139,51 @@ def choose_loop(
     return BaselineLoop(scale, step, len(scores))
 
 
-def compare(trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore]) -> Compared:
-    """Summarise scores of the same episodes from theta (`trained`) and from the weights at the start
-    (`started`).
+def compare(
+    trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore], loop: BaselineLoop | None = None
+) -> Compared:
+    """Summarise scores from theta (`trained`) and from the initial weights (`started`).
+
+    Episodes that have failed to load in one of the passes do not count.
     """
-    by_slot = {
-        score.slot: score for score in started
-    }  # a task that could not be had in one of the passes is in no pair
+    by_slot = {score.slot: score for score in started}
     pairs = [(score, by_slot[score.slot]) for score in trained if score.slot in by_slot]
-    trained, started = [score for score, _ in pairs], [score for _, score in pairs]
-    rows = {
-        "before adaptation, meta-trained": (
-            [s.accuracy_before for s in trained],
-            [s.loss_before for s in trained],
-        ),
-        "after adaptation, weights at the start": (
-            [s.accuracy_after for s in started],
-            [s.loss_after for s in started],
-        ),
-        "after adaptation, meta-trained": (
-            [s.accuracy_after for s in trained],
-            [s.loss_after for s in trained],
-        ),
+    values = {
+        BEFORE: [(new.accuracy_before, new.loss_before) for new, _ in pairs],
+        FROM_START: [(old.accuracy_after, old.loss_after) for _, old in pairs],
+        AFTER: [(new.accuracy_after, new.loss_after) for new, _ in pairs],
+        "gain": [
+            (new.accuracy_after - old.accuracy_after, old.loss_after - new.loss_after) for new, old in pairs
+        ],
     }
-    gain = mean_ci95([t.accuracy_after - s.accuracy_after for t, s in pairs])
-    fall = mean_ci95([s.loss_after - t.loss_after for t, s in pairs])
-    at_start = per_stratum(started)
-    strata = {name: (at_start[name], accuracy) for name, accuracy in per_stratum(trained).items()}
-    return Compared(
-        {name: (mean_ci95(a), mean_ci95(b)) for name, (a, b) in rows.items()},
-        (gain, fall),
-        strata,
-        len(trained),
-    )
+    intervals = {
+        name: (mean_ci95([accuracy for accuracy, _ in row]), mean_ci95([loss for _, loss in row]))
+        for name, row in values.items()
+    }
+    gain = intervals.pop("gain")
+    at_start, after = per_stratum([old for _, old in pairs]), per_stratum([new for new, _ in pairs])
+    strata = {name: (at_start[name], accuracy) for name, accuracy in after.items()}
+    return Compared(intervals, gain, strata, len(pairs), loop)
 
 
 def show(compared: Compared, config: Config, table: Table) -> None:
     """Show the table, and one by stratum where there are several."""
     rows = [[name, percent(accuracy), f"{loss[0]:.4f}"] for name, (accuracy, loss) in compared.rows.items()]
     if compared.loop is not None and compared.loop.steps:
-        rows[1][0] += f" ({compared.loop.text(config)})"
+        loop = compared.loop
+        rows[1][0] += f" (inner_lr {config.inner_lr * loop.scale:.3g}, {loop.steps} steps)"
     gain, fall = compared.gain
     rows.append(["gain of meta-training (paired)", percent(gain), format_interval(fall)])
-    way = f"{config.n_way}-way " if config.task_type == "classification" else ""
-    title = (
-        f"{compared.episodes} held-out {way}{config.k_shot}-shot episodes, {config.inner_steps} inner steps"
-    )
+    ways, head = "", ""
     if config.task_type == "classification":
-        title += f" (head at the start of a task: {config.head_init})"
-    table(title, ["", "accuracy %", "loss"], rows)
+        ways = f"{config.n_way}-way "
+        head = f" (head at the start of a task: {config.head_init})"
+    title = (
+        f"{compared.episodes} held-out {ways}{config.k_shot}-shot episodes, {config.inner_steps} inner steps"
+    )
+    table(f"{title}{head}", ["", "accuracy %", "loss"], rows)
     if len(compared.strata) > 1:
-        by_stratum = [
-            [name, *(f"{100 * value:.1f}" for value in values)] for name, values in compared.strata.items()
-        ]
+        by_stratum = [[name, *(f"{100 * one:.1f}" for one in pair)] for name, pair in compared.strata.items()]
         table("after adaptation, by stratum", ["", "start", "meta-trained"], by_stratum)
 
 

@@ -28,14 +28,14 @@ def finish(run: Run) -> Result:
     if run.controller.writes:
         _finish(run, result)
     else:
-        run.progress.notice("another group writes the model, or has written it")
+        run.progress.notice("another group writes the model")
     run.callbacks.on_train_end(run)
     return result
 
 
 def _finish(run: Run, result: Result) -> None:
     """Fill the accuracies of `result`. Collective: world."""
-    config, state, test = run.config, run.state, run.plan.sources.test
+    config, state, test = run.config, run.state, run.inputs.sources.test
     if config.save_steps and run.trains:
         run.save(last=True)
     if state.best is not None:
@@ -47,18 +47,18 @@ def _finish(run: Run, result: Result) -> None:
             f"init_interpolation={alpha:g}: the exported weights are {1 - alpha:g} * initial + {alpha:g} *"
             " trained"
         )
-    run.guard.begin_stage("exporting the model")
+    run.stage.begin("exporting the model")
     export(
         run.folder / "model",
         final.theta,
         run.worker,
         run.parts.frozen,
         config,
-        run.plan.description,
-        run.plan.tokenizer,
+        run.inputs.description,
+        run.inputs.tokenizer,
         run.ranks,
         run.parts.setup.inner.rates.variant(final.rates),
-        trained=[*run.plan.trained, *(run.plan.sources.used if run.trains else ())],
+        trained=[*run.inputs.trained, *(run.inputs.sources.used if run.trains else ())],
     )
     facts = dict[str, Any]()
     if test is None:
@@ -66,7 +66,7 @@ def _finish(run: Run, result: Result) -> None:
     elif config.test_episodes:
         initial = state.initial if run.trains else None
         gains, facts = against_start(
-            run.held_out, run.plan.sources, final, initial, run.parts.setup, run.raise_if_stopped
+            run.held_out, run.inputs.sources, final, initial, run.parts.setup, run.raise_if_stopped
         )
         show(gains, config, run.progress.table)
         result.before, result.after, result.after_from_start = gains.accuracies

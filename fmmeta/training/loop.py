@@ -1,12 +1,13 @@
 """The outer loop of a run: resume, outer steps, stop and save; finish.py exports and evaluates the result.
 
-It knows nothing of files or sharding (state.py, run_log.py, parallel/); callbacks.py has what follows a step.
+Files belong to state.py and run_log.py, sharding to parallel/, actions after a step to callbacks.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,15 +19,17 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.multi_task import adapter_multi_task_rule, tasks_per_pass
 from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.second_order.gradient_check import Checked, check
-from fmmeta.meta.task_gradient import MultiTaskRule, Rule, TaskGradient
+from fmmeta.meta.task_gradient import MultiTaskRule, TaskGradient
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.reliability.stop import Guard
-from fmmeta.tasks.batching import Episode
-from fmmeta.tasks.loader import LoadEpisode
+from fmmeta.reliability.outliers import OutlierBounds
+from fmmeta.reliability.replicas import check_replicas
+from fmmeta.reliability.signals import Signals
+from fmmeta.reliability.stage import WatchdogStage
+from fmmeta.reliability.stop import StopAgreement
 from fmmeta.training import build, callbacks, run_record
 from fmmeta.training.episodes import EpisodeReader, TrainingEpisodes
 from fmmeta.training.profiler import Profiler
-from fmmeta.training.run_folder import RunStart, newest_whole
+from fmmeta.training.run_folder import RunStart, newest_complete
 from fmmeta.training.run_log import RunLogger
 from fmmeta.training.state import TrainingState
 from fmmeta.training.static_controller import StaticController
@@ -41,50 +44,51 @@ class Run:
     def __init__(
         self,
         config: Config,
-        plan: build.RunInputs,
+        inputs: build.RunInputs,
         ranks: ProcessGroups,
         parts: build.Runtime,
         start: RunStart,
         progress: Progress,
-        guard: Guard | None = None,
+        signals: Signals | None = None,
         controller: StaticController | None = None,
         user_callbacks: Sequence[callbacks.Callback] = (),
     ) -> None:
-        self.config, self.plan, self.ranks, self.parts = config, plan, ranks, parts
+        self.config, self.inputs, self.ranks, self.parts = config, inputs, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
         self.worker, self.theta = parts.worker, parts.theta
-        self.state = TrainingState(config, plan, ranks, parts, start.folder, progress.notice)
+        self.state = TrainingState(config, inputs, ranks, parts, start.folder, progress.notice)
         self.spec = find(config.algorithm)
         self.trains = not self.spec.trains_nothing
         self.rule_at = partial(self.spec.rule, parts.setup) if self.spec.rule else None
         with ranks.world.raise_on_all("making room for several tasks"):
-            self.together = adapter_multi_task_rule(config, self.worker, parts.setup.inner)
+            self.adapter_rule = adapter_multi_task_rule(config, self.worker, parts.setup.inner)
         if config.tasks_per_pass == "auto":
             progress.notice(
                 f"tasks_per_pass auto: {tasks_per_pass(config)} task(s) in a pass, as many as fit into"
                 f" micro_batch_size={config.micro_batch_size} rows"
             )
-        self.schedule = build.training_schedule(config, plan, ranks.layout)
-        self.guard = guard or Guard(config, ranks, parts.worker)
+        self.schedule = build.training_schedule(config, inputs, ranks.layout)
         self.controller = controller or StaticController()
+        self.stop = StopAgreement(ranks, signals or Signals())
+        self.stage = WatchdogStage(config.step_timeout, (ranks.cross, ranks.world))
+        self.outlier_bounds = OutlierBounds(config, parts.worker)
         self.metrics, self.update = StepMetrics(), cast("OuterStep | None", None)  # of the last outer step
         self.held_out = HeldOut(
-            config, self.worker, parts.load, ranks, progress, self.guard.should_stop_evaluation, self.folder
+            config, self.worker, parts.load, ranks, progress, self.should_leave_evaluation, self.folder
         )
         self.profiler = Profiler(config.profile and self.trains)
         self.logger, self.trackers = RunLogger(), Trackers(progress.notice)
-        self.callbacks = callbacks.CallbackList(
-            [
-                self.profiler,
-                self.logger,
-                self.trackers,
-                callbacks.ReportPage(),
-                callbacks.NonfiniteLimit(),
-                callbacks.Validation(self.held_out),
-                callbacks.Saving(),
-            ],
-            user_callbacks,
+        built_in = (
+            self.profiler,
+            callbacks.ReplicaCheck(),
+            self.logger,
+            self.trackers,
+            callbacks.ReportPage(),
+            callbacks.NonfiniteLimit(),
+            callbacks.Validation(),
+            callbacks.Saving(),
         )
+        self.callbacks = callbacks.CallbackList(built_in, user_callbacks)
 
     def resume(self) -> None:
         """Load the newest checkpoint, if there is one, and open the files of the run. Collective: world."""
@@ -111,7 +115,7 @@ class Run:
                 tried.append(found)
                 if not self.config.elastic:
                     raise
-                found = newest_whole(self.folder, self.ranks.world)[0]
+                found = newest_complete(self.folder, self.ranks.world)[0]
                 if found in tried:
                     raise
         return found
@@ -124,117 +128,102 @@ class Run:
             self.trackers.start(self.config, self.folder, self.state.outer_step)
 
     def loop(self) -> None:
-        """Outer steps until the last one. Raises `Stopped` after a signal. Collective: world."""
-        config, state = self.config, self.state
+        """Run the outer steps. Raises `Stopped` after a signal, with the state saved. Collective: world."""
         if not self.trains:
             self.progress.notice(
-                f"algorithm={config.algorithm} trains nothing: the weights are evaluated as they are"
+                f"algorithm={self.config.algorithm} trains nothing: the weights are evaluated as they are"
             )
-            state.outer_step = config.outer_steps
+            self.state.outer_step = self.config.outer_steps
             self.callbacks.on_train_begin(self)
             return
         self._open_episodes()
-        began = time.monotonic()
         try:
             self.callbacks.on_train_begin(self)
-            while state.outer_step < config.outer_steps and not self.guard.stop_requested:
-                try:
-                    outcome = self.run_step()
-                except PeerLost as lost:
-                    self.controller.form_again(self, lost)
-                    continue  # the same meta-batch once more
-                if outcome is Outcome.STOP:
-                    break
-                state.outer_step += 1  # last: theta is written, so that a lost group repeats its meta-batch
-                state.count(outcome, self.feed.counts)
-                self.callbacks.on_step_end(self, outcome)
-                self.feed.tune_workers(time.monotonic() - began)
+            self._run_steps()
             self.controller.finish(self)
         finally:
             self.feed.loader.close()
-            state.saver.close()
+            self.state.saver.close()
             self.controller.leave()
         self.raise_if_stopped()
+
+    def _run_steps(self) -> None:
+        """Collective: all groups."""
+        state, began = self.state, time.monotonic()
+        while state.outer_step < self.config.outer_steps and not self.stop.requested:
+            try:
+                outcome = self.run_step()
+            except PeerLost as lost:
+                self.controller.form_again(self, lost)
+                continue  # the same meta-batch once more
+            if outcome is Outcome.STOP:
+                break
+            state.outer_step += 1  # last: theta is written, so that a lost group repeats its meta-batch
+            state.count(outcome, self.feed.counts)
+            self.callbacks.on_step_end(self, outcome)
+            self.feed.tune_workers(time.monotonic() - began)
 
     def run_step(self) -> Outcome:
         """One outer step: this group's tasks, the reduction over all groups, the update of theta.
 
         Raises `PeerLost` with --elastic; theta is then as before. Collective: all groups.
         """
-        state, guard = self.state, self.guard
+        state, stage = self.state, self.stage
         self.controller.begin_step(self)
         step = state.outer_step
         if step == self.config.outer_steps:
             return Outcome.STOP  # the other groups have finished the run meanwhile
-        assert self.rule_at is not None
-        metrics, rule = StepMetrics(self.spec.numbers), self.rule_at(step)
-        guard.begin_step(step)
+        stage.begin(f"outer step {step + 1}", is_step=True)
+        stage.phase = "waiting for its tasks"
         self.callbacks.on_step_begin(self)
-        for gradient, tokens in self._task_gradients(rule, self.feed.episodes(step, metrics)):
-            gradient = guard.reject_outlier(gradient)
-            state.updates.meta.add(gradient)
-            metrics.add(gradient, tokens if self.worker.counts_rows else 0)
-            del gradient  # frees its shard before the next one is computed
-        if self.controller.should_leave(guard):
-            return Outcome.STOP
-        guard.watch.set_phase("waiting for the other groups")
+        metrics = StepMetrics(self.spec.numbers)
+        left_tasks = self._add_task_gradients(step, metrics)
+        if left_tasks and self.config.elastic:
+            self.stop.requested = True
+            return Outcome.STOP  # the other groups of an elastic run repeat the step without this one
+        stage.phase = "waiting for the other groups"
         weight = metrics.all_reduce(self.ranks)
         self.controller.check_task_count(metrics.tasks, self.schedule.tasks_per_step)
-        if guard.agree_to_abandon(state.saver):
+        stage.phase = "agreeing with the other groups"
+        if self.stop.agree_after_tasks(left_tasks, state.saver):
             return Outcome.STOP
         no_data = self._apply_bad_task_policy(metrics)
         update = state.updates.move(weight, step, no_data, step + 1 == self.config.outer_steps)
         if update is not None and update.applied:
             self.worker.write(self.theta)
-        guard.end_step(step + 1, self.theta)
+        stage.record_step()
         self.metrics, self.update = metrics, update
         return Outcome.of(update)
 
-    def _open_episodes(self) -> None:
-        """Start loading training episodes; check the meta-gradient where asked. Collective: world."""
-        config, state = self.config, self.state
-        load = self.parts.load(self.plan.sources.train, self.plan.transforms)
-        self.feed = TrainingEpisodes(
-            self.schedule, load, state.outer_step, state.tasks, self.ranks, config, self.progress.notice
-        )
-        if config.check_meta_gradient:
-            self._check(load)
-        self.progress.start("outer step")
-
-    def _task_gradients(self, rule: Rule, episodes: list[Episode]) -> Iterator[tuple[TaskGradient, int]]:
-        """The gradient and the tokens of each of this group's tasks, until the group has to abandon the step.
+    def _add_task_gradients(self, step: int, metrics: StepMetrics) -> bool:
+        """Add the gradients of this group's tasks to the meta-gradient; whether a stop has left out tasks.
 
         Collective: group.
         """
-        most = tasks_per_pass(self.config)
-        total = self.state.updates.meta.sum if self.guard.no_outlier_bounds else None
-        several = self.together or rule
+        assert self.rule_at is not None
+        rule, total = self.rule_at(step), None if self.outlier_bounds else self.state.updates.meta.sum
+        multi_task_rule = cast(MultiTaskRule, self.adapter_rule or rule)
+        episodes, most = self.feed.episodes(step, metrics), tasks_per_pass(self.config)
         for begin in range(0, len(episodes), most):
-            if self.guard.should_abandon_step():
-                return
+            if self.stop.should_leave_tasks():
+                return True
+            self.stage.phase = f"task {begin + 1} of group {self.ranks.cross.rank}"
             some = episodes[begin : begin + most]
-            found = (
-                cast(MultiTaskRule, several).directions(self.worker, self.theta, some, total)
-                if most > 1
-                else [rule.direction(self.worker, self.theta, some[0], total)]
-            )
-            for episode in some:
-                yield found.pop(0), episode.tokens  # no reference stays here
+            if most > 1:
+                gradients = multi_task_rule.directions(self.worker, self.theta, some, total)
+            else:
+                gradients = [rule.direction(self.worker, self.theta, some[0], total)]
+            for episode in some:  # a gradient that was added is freed before the next task
+                self._add(gradients.pop(0), episode.tokens, metrics)
+        return False
 
-    def raise_if_stopped(self) -> None:
-        """Save and end the run if a signal asked for it. Raises `Stopped` on all ranks. Collective: world."""
-        if not self.guard.agree_on_stop():
-            return
-        if self.trains:
-            self.save(last=True)
-        self.guard.signals.end()
-        state = self.state
-        kept = f"saved in {state.saver.last}" if state.saver.last else "nothing was learned yet"
-        why = self.guard.signals.asked
-        raise Stopped(
-            f"stopped by {why} after outer step {state.outer_step}, {kept}; the same command goes on from"
-            " there"
-        )
+    def _add(self, gradient: TaskGradient, tokens: int, metrics: StepMetrics) -> None:
+        """Add a task's gradient, unless it exceeds the outlier bounds. Collective: group."""
+        exploded = self.outlier_bounds.exceeded_by(gradient)
+        if exploded:
+            gradient = replace(gradient, finite=False)
+        self.state.updates.meta.add(gradient)
+        metrics.add(gradient, tokens if self.worker.counts_rows else 0, exploded)
 
     def _apply_bad_task_policy(self, metrics: StepMetrics) -> bool:
         """Skip tasks that failed to load, or save a checkpoint and stop if there are too many.
@@ -242,7 +231,7 @@ class Run:
         Returns whether no task of the outer step was loaded. Collective: world.
         """
         try:
-            left_out = self.feed.apply_bad_task_policy(self.schedule.tasks_per_step, int(metrics.failures))
+            left_out = self.feed.apply_bad_task_policy(self.schedule.tasks_per_step, metrics.failures)
         except UsageError:
             if self.config.save_steps:
                 self.save(last=True)
@@ -251,15 +240,44 @@ class Run:
             metrics.values["bad_tasks"] = left_out
         return len(left_out) == self.schedule.tasks_per_step
 
-    def _check(self, load: LoadEpisode) -> None:
-        """Log how exact the meta-gradient is; every group looks at the same task. Collective: world."""
-        task = self.schedule.meta_batch(self.state.outer_step)[0]
-        reader = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice)
-        precision = self.plan.deepspeed.precision
+    def _open_episodes(self) -> None:
+        """Start loading training episodes; check the meta-gradient where asked. Collective: world."""
+        config, state, notice = self.config, self.state, self.progress.notice
+        load = self.parts.load(self.inputs.sources.train, self.inputs.transforms)
+        self.feed = TrainingEpisodes(
+            self.schedule, load, state.outer_step, state.tasks, self.ranks, config, notice
+        )
+        if config.check_meta_gradient:
+            self._check_meta_gradient(EpisodeReader.of(load, self.ranks, config, notice))
+        self.progress.start("outer step")
+
+    def _check_meta_gradient(self, reader: EpisodeReader) -> None:
+        """Log how exact the meta-gradient is; every group uses the same task. Collective: world."""
         assert self.rule_at is not None
-        rule = self.rule_at(self.config.outer_steps)  # after any steps of first order
+        task = self.schedule.meta_batch(self.state.outer_step)[0]
+        rule = cast(Checked, self.rule_at(self.config.outer_steps))  # after any first-order steps
+        precision = self.inputs.deepspeed.precision
         for _, episode in reader.read_same_task(task):
-            self.progress.notice(check(cast(Checked, rule), self.worker, self.theta, episode, precision).text)
+            self.progress.notice(check(rule, self.worker, self.theta, episode, precision).text)
+
+    def should_leave_evaluation(self) -> bool:
+        """Whether this group leaves out the remaining episodes of an evaluation. Collective: group."""
+        self.stage.begin("an episode of an evaluation")
+        return self.stop.should_leave_tasks()
+
+    def raise_if_stopped(self) -> None:
+        """Save and end the run if a signal asked for it. Raises `Stopped` on all ranks. Collective: world."""
+        if not self.stop.agree():
+            return
+        if self.trains:
+            self.save(last=True)
+        self.stop.signals.end()
+        saved = self.state.saver.last
+        raise Stopped(
+            f"stopped by {self.stop.signals.asked} after outer step {self.state.outer_step},"
+            f" {f'saved in {saved}' if saved else 'nothing was learned yet'}; the same command resumes from"
+            " there"
+        )
 
     def save(self, last: bool = False) -> None:
         """Begin to write checkpoint-N, unless it is there; with `last` wait until it is complete.
@@ -269,13 +287,11 @@ class Run:
         state, step = self.state, self.state.outer_step
         if not self.controller.writes:
             return
-        if self.ranks.crew is None and not state.is_saved():
-            # other groups do not save; with --elastic they are compared at the roll call
-            self.guard.begin_stage(
-                f"outer step {step}, comparing theta"
-            )  # has a step's bound: it waits for others
-            self.guard.check_replicas(step, self.theta)
-        self.guard.begin_stage(f"saving after outer step {step}")
+        if not self.config.elastic and not state.is_saved():
+            # with --elastic only this group saves; the quorum compares the groups
+            self.stage.begin(f"outer step {step}, comparing theta", is_step=True)
+            check_replicas(self.ranks, self.theta, f"after outer step {step}")
+        self.stage.begin(f"saving after outer step {step}")
         if last:
             state.saver.wait()
         if not state.is_saved():
@@ -287,8 +303,8 @@ class Run:
         run_record.write_run(
             self.folder,
             self.config,
-            self.plan.sources.fingerprint,
+            self.inputs.sources.fingerprint,
             str(self.ranks.layout),
-            self.plan.resolved,
+            self.inputs.resolved,
             **facts,
         )

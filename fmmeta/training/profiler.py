@@ -1,9 +1,8 @@
 """Where the time of one outer step goes: a trace for Perfetto or chrome://tracing, and a table of shares.
 
-For that one step the profiler wraps the worker's verbs from outside and unwraps them after it; other steps
-are not affected. The time of a nested region counts for the inner one only, so that the shares add up to the
-step. On a GPU the end of each region waits for the device; otherwise a region would measure how long queueing
-takes.
+For that one step the profiler wraps methods of the worker, and unwraps them after it; other steps are not
+affected. The time of a nested region counts for the inner one only, so that the shares add up to the step. On
+a GPU the end of each region waits for the device; otherwise a region would measure how long queueing takes.
 """
 
 from __future__ import annotations
@@ -35,42 +34,40 @@ KINDS = (
     "outer step",
     "other",
 )
-STEP = 2  # outer steps before the one that is looked at: they warm up
+STEP = 2  # outer steps of this process before the profiled one: they warm up
 
 
 class Clock:
-    """Seconds by kind, of the thread that made it.
-
-    Regions lie in each other; the innermost one's time it is.
-    """
+    """Seconds by kind, of the thread that created it; time counts for the innermost open region."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now, self.thread = now, threading.get_ident()
-        self.seconds: dict[str, float] = {kind: 0.0 for kind in KINDS}
+        self.seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self.open, self.since = ["other"], now()
 
     @contextlib.contextmanager
     def region(self, kind: str) -> Iterator[None]:
+        """Count the time of the block for `kind`. A wait inside cross-group communication belongs to that."""
         if threading.get_ident() != self.thread:  # a save in the background
             yield
             return
-        self._settle()
+        if kind == "group communication" and self.open[-1] == "cross-group":
+            kind = "cross-group"
+        self.stop()
         self.open.append(kind)
         try:
             with torch.profiler.record_function(kind):
                 yield
         finally:
-            self._settle()
+            self.stop()
             self.open.pop()
 
     def stop(self) -> dict[str, float]:
-        self._settle()
-        return self.seconds
-
-    def _settle(self) -> None:
+        """Count the time until now; return all seconds."""
         now = self.now()
         self.seconds[self.open[-1]] += now - self.since
         self.since = now
+        return self.seconds
 
 
 class Profiler(Callback):
@@ -87,25 +84,23 @@ class Profiler(Callback):
             self.chosen = min(run.state.outer_step + STEP, run.config.outer_steps - 1)
 
     def on_step_begin(self, run: Run) -> None:
-        """Wrap the verbs of `run` if this step is the chosen one."""
+        """Wrap methods of `run` if this step is the chosen one."""
         if run.state.outer_step != self.chosen or self.clock is not None:
             return
-        device = run.ranks.device
-        on_gpu = device.type == "cuda"
+        on_gpu, activity = run.ranks.device.type == "cuda", torch.profiler.ProfilerActivity
 
         def now() -> float:
             if on_gpu:
-                torch.cuda.synchronize(device)
+                torch.cuda.synchronize(run.ranks.device)
             return time.perf_counter()
 
-        kinds = [
-            torch.profiler.ProfilerActivity.CPU,
-            *([torch.profiler.ProfilerActivity.CUDA] if on_gpu else []),
-        ]
-        self.trace = torch.profiler.profile(activities=kinds)
+        self.trace = torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * on_gpu])
         self.trace.start()
         self.clock = Clock(now)
-        self._wrap(run, self.clock)
+        for kind, owner, names in regions(run):
+            for name in names:
+                if hasattr(owner, name):  # a pipeline's worker has neither _loss nor backward
+                    self.wrapped.enter_context(wrapped(owner, name, self.clock, kind))
 
     def on_step_end(self, run: Run, outcome: Outcome) -> None:
         """Unwrap, write the trace, gather the shares. Collective: world, after the chosen step."""
@@ -118,85 +113,61 @@ class Profiler(Callback):
         with world.raise_on_all("writing the trace"):
             self.trace.export_chrome_trace(str(file))
         by_rank = [json.loads(part) for part in world.gather_bytes(json.dumps(seconds).encode())]
-        mean = {kind: sum(each[kind] for each in by_rank) / len(by_rank) for kind in KINDS}
         self.facts = {
             "outer_step": run.state.outer_step,
-            "seconds": mean,
+            "seconds": {kind: sum(each[kind] for each in by_rank) / len(by_rank) for kind in KINDS},
             "seconds_by_rank": by_rank,
             "trace": file.name,
         }
 
     def close(self, run: Run) -> None:
-        """Leave nothing wrapped, however the step ended."""
+        """Unwrap, however the step ended."""
         self.wrapped.close()
 
     def show(self, table: Callable[[str, list[str], list[list[str]]], None]) -> dict[str, Any]:
         """Show the table (seconds are means over the ranks); return the entry of run.json, if any."""
         if self.facts is None:
             return {}
-        whole = sum(self.facts["seconds"].values())
-        rows = [
-            [kind, f"{seconds:.3f}", f"{100 * seconds / whole:.1f}"]
-            for kind, seconds in self.facts["seconds"].items()
-        ]
-        table(
-            f"where the time of outer step {self.facts['outer_step']} went", ["", "seconds", "share %"], rows
-        )
+        seconds = self.facts["seconds"]
+        whole = sum(seconds.values())
+        rows = [[kind, f"{one:.3f}", f"{100 * one / whole:.1f}"] for kind, one in seconds.items()]
+        title = f"where the time of outer step {self.facts['outer_step']} went"
+        table(title, ["", "seconds", "share %"], rows)
         return {"profile": self.facts}
 
-    def _wrap(self, run: Run, clock: Clock) -> None:
-        worker: Any = run.worker
-        model = getattr(worker, "model", None) or worker.stage
-        model = getattr(model, "module", model)
-        parts = {
-            "data": [(run.feed, "episodes")],
-            "forward": [(model, "forward"), (worker, "_loss")],
-            "backward": [(torch.autograd, "backward"), (worker, "backward")],
-            "role switch": [
-                (worker, name)
-                for name in (
-                    "apply",
-                    "read",
-                    "write",
-                    "gradient",
-                    "add_gradient",
-                    "displacement",
-                    "add_displacement",
-                )
-            ],
-            "outer step": [(run.state.outer, "step"), (MetaGradient, "add")],
-        }
-        if worker.group.size > 1:  # verbs of a communicator of one rank return at once
-            parts["group communication"] = [(worker.group, "sum_"), (pending_type(), "wait")]
-        if run.ranks.world.size > 1:
-            parts["cross-group"] = [
-                (run.state.updates, "move"),
-                (run.ranks.world, "sum_"),
-                (run.ranks.world, "gather_bytes"),
-            ]
-        for kind, places in parts.items():
-            for owner, name in places:
-                if hasattr(
-                    owner, name
-                ):  # a pipeline's worker has neither _loss nor backward: its engine runs both
-                    self.wrapped.enter_context(wrapped(owner, name, clock, kind))
+
+def regions(run: Run) -> list[tuple[str, Any, list[str]]]:
+    """Kind of time, and the methods of an object whose time it is."""
+    worker: Any = run.worker
+    model = getattr(worker, "model", None) or worker.stage
+    vectors = ["read", "write", "gradient", "add_gradient", "displacement", "add_displacement"]
+    found = [
+        ("data", run.feed, ["episodes"]),
+        ("forward", getattr(model, "module", model), ["forward"]),
+        ("forward", worker, ["_loss"]),
+        ("backward", torch.autograd, ["backward"]),
+        ("backward", worker, ["backward"]),
+        ("role switch", worker, ["apply", *vectors]),
+        ("outer step", run.state.outer, ["step"]),
+        ("outer step", MetaGradient, ["add"]),
+    ]
+    if worker.group.size > 1:  # methods of a communicator of one rank return at once
+        found.append(("group communication", worker.group, ["sum_"]))
+        found.append(("group communication", pending_type(), ["wait"]))
+    if run.ranks.world.size > 1:
+        found.append(("cross-group", run.state.updates, ["move"]))
+        found.append(("cross-group", run.ranks.world, ["sum_", "gather_bytes"]))
+    return found
 
 
 @contextlib.contextmanager
 def wrapped(owner: Any, name: str, clock: Clock, kind: str) -> Iterator[None]:
-    """`owner.name` in a region of its own.
-
-    What waits inside a region of the cross-group communication belongs to that.
-    """
-    own = vars(owner).get(
-        name
-    )  # as it is stored: what getattr gives of a compiled class is bound to nothing when it is put back
-    original = getattr(owner, name)
+    """Count the time of `owner.name` for `kind` while the block runs."""
+    # as it is stored: getattr of a compiled class binds the method to no object
+    own, original = vars(owner).get(name), getattr(owner, name)
 
     def timed(*arguments: Any, **named: Any) -> Any:
-        with clock.region(
-            "cross-group" if clock.open[-1] == "cross-group" and kind == "group communication" else kind
-        ):
+        with clock.region(kind):
             return original(*arguments, **named)
 
     setattr(owner, name, timed)

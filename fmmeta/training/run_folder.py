@@ -1,9 +1,10 @@
-"""Where a run begins: its folder and lock, the settings it may continue with, the newest whole checkpoint.
+"""The folder of a run: its lock, the settings it may continue with, the newest complete checkpoint.
 
-    find the folder -> lock it -> undo half a save -> compare settings
-    -> check digests, newest first -> set aside what is newer
+    find the folder -> lock it -> undo a partial save -> compare settings
+    -> verify checkpoints, newest first -> rename those that are newer
 
-Nothing in a folder is overwritten or removed here; what must not be continued from is renamed and named.
+No file of a folder is overwritten or removed here; checkpoints that must not be resumed from are renamed and
+named in the log.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import platform
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,84 +26,86 @@ from fmmeta.common.security import make_folders, remove_empty
 from fmmeta.common.text import as_stored
 from fmmeta.config.settings import Config, changed_settings
 from fmmeta.parallel.process_groups import Communicator
-from fmmeta.training.run_record import NOTHING, read_run, settings_of
+from fmmeta.report.data import read_run
+from fmmeta.training.run_record import NOTHING, settings_of
 
 LOCK = ".lock"
-
-MOST = 100  # times that the checkpoints of a run are listed while others write them
+MOST_LISTED = 100  # times that the checkpoints of a run are listed while others write them
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where a run begins: its folder, the checkpoint to continue from (if any), whether nothing is left to
-    do.
+    """Where a run begins. finished: nothing is left to do.
+
+    warnings: for the user; explicit: the user named the checkpoint; lock: held by rank 0 while the run lasts.
     """
 
     folder: Path
     checkpoint: Path | None
     finished: bool
-    said: tuple[str, ...] = ()  # what the user should know of it
-    explicit: bool = False  # the checkpoint was named by the user
-    lock: FolderLock | None = None  # held by rank 0 while the run lasts
+    warnings: tuple[str, ...] = ()
+    explicit: bool = False
+    lock: FolderLock | None = None
 
 
 def open_run(
     config: Config, fingerprint: str, comm: Communicator, resolved: Mapping[str, Any] = NOTHING
 ) -> RunStart:
-    """Make or find the run's folder; refuse one that holds a run with other settings, or is in use. The
-    checkpoint is whole.
+    """Make or find the run's folder; its checkpoint is verified. resolved: see build.Plan.
 
-    Refused, it leaves no lock, nor a folder that it made. Collective: comm (world).
+    Raises `UsageError` where the folder holds a run with other settings, or is in use; then it leaves neither
+    a lock nor folders that it made. Collective: comm (world).
     """
-    with ExitStack() as refused:
-        start = _open(config, fingerprint, comm, resolved, refused)
-        refused.pop_all()
+    with ExitStack() as on_refusal:
+        start = RunStart(Path(), None, False)
+        with comm.raise_on_all("opening output_dir"):
+            if comm.rank == 0:
+                folder = choose_run_folder(config, fingerprint, resolved)
+                # with --elastic the writing group takes the lock (elastic/controller.py)
+                lock = FolderLock(folder, None, make(folder)) if config.elastic else lock_folder(folder)
+                on_refusal.callback(lock.close)
+                if not config.elastic:
+                    checkpoint.undo_partial_save(folder)
+                start = replace(find_start(config, fingerprint, folder, resolved), lock=lock)
+        start = replace(_of_rank0(start, comm), lock=start.lock)
+        if start.checkpoint is not None and not start.finished:
+            start = _verify(start, start.checkpoint, config, comm)
+        on_refusal.pop_all()
         return start
 
 
-def _open(
-    config: Config, fingerprint: str, comm: Communicator, resolved: Mapping[str, Any], held: ExitStack
-) -> RunStart:
-    """See open_run. `held` gets the lock."""
-    answer, lock = b"", None
-    with comm.raise_on_all("opening output_dir"):
-        if comm.rank == 0:
-            folder = choose_run_folder(config, fingerprint, resolved)
-            # with --elastic the writing group takes the lock (elastic/controller.py)
-            lock = FolderLock(folder, None, make(folder)) if config.elastic else lock_folder(folder)
-            held.callback(lock.close)
-            if not config.elastic:
-                checkpoint.undo_partial_save(folder)
-            start = find_start(config, fingerprint, folder, resolved)
-            answer = json.dumps(
-                [
-                    str(start.folder),
-                    start.checkpoint and str(start.checkpoint),
-                    start.finished,
-                    start.said,
-                    start.explicit,
-                ]
-            ).encode()
-    folder, newest, finished, said, explicit = json.loads(comm.gather_bytes(answer)[0])
-    chosen, refused = Path(newest) if newest else None, list[str]()
-    if chosen is not None and explicit and (wrong := checkpoint.find_corruption(chosen, comm)):
+def _of_rank0(start: RunStart, comm: Communicator) -> RunStart:
+    """Rank 0's start without its lock, on every rank. Collective: comm."""
+    values = [str(start.folder), str(start.checkpoint or ""), start.finished, start.warnings, start.explicit]
+    folder, newest, finished, warnings, explicit = json.loads(
+        comm.gather_bytes(json.dumps(values).encode())[0]
+    )
+    return RunStart(Path(folder), Path(newest) if newest else None, finished, tuple(warnings), explicit)
+
+
+def _verify(start: RunStart, chosen: Path, config: Config, comm: Communicator) -> RunStart:
+    """The start from a checkpoint that is complete; newer ones are renamed.
+
+    Raises `UsageError`. Collective: comm.
+    """
+    warnings = list[str]()
+    if not start.explicit:
+        chosen, warnings = newest_complete(start.folder, comm)
+    elif wrong := checkpoint.find_corruption(chosen, comm):
         raise UsageError(
-            f"resume_from_checkpoint={chosen} is not whole: {wrong}; give another one, or latest"
+            f"resume_from_checkpoint={chosen} is not complete: {wrong}; give another one, or latest"
         )
-    if chosen is not None and not explicit and not finished:
-        chosen, refused = newest_whole(Path(folder), comm)
+    warnings += start.warnings
     with comm.raise_on_all("setting checkpoints aside"):
-        if comm.rank == 0 and chosen is not None and not finished and not config.elastic:
-            for path in newer(chosen, checkpoint.list_complete(Path(folder))):
-                said.append(
-                    f"{path} was renamed to {checkpoint.rename_aside(path).name}: the run goes on from an"
-                    " older one"
-                )
-    return RunStart(Path(folder), chosen, finished, (*refused, *said), explicit, lock)
+        if comm.rank == 0 and not config.elastic:
+            for path in newer(chosen, checkpoint.list_complete(start.folder)):
+                aside = checkpoint.rename_aside(path).name
+                warnings.append(f"{path} was renamed to {aside}: the run resumes from an older one")
+    return replace(start, checkpoint=chosen, warnings=tuple(warnings))
 
 
-def newest_whole(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
-    """The newest checkpoint of a run that is whole, and what is wrong with those that are newer.
+def newest_complete(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
+    """The newest complete checkpoint of a run, and what is wrong with those that are newer.
 
     In an elastic run another group writes and removes checkpoints meanwhile, so the folder is listed again
     after each one that is refused. Raises `UsageError`.
@@ -110,32 +113,32 @@ def newest_whole(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
     Collective: comm.
     """
     refused: dict[str, str] = {}
-    for _ in range(MOST):
-        listed = b""
+    for _ in range(MOST_LISTED):
+        listed: dict[str, str] = {}
         with comm.raise_on_all("listing checkpoints"):
             if comm.rank == 0:
-                listed = json.dumps(manifests(folder)).encode()
-        found: dict[str, str] = json.loads(comm.gather_bytes(listed)[0])
-        refused = {key: text for key, text in refused.items() if key in found}
-        left = [key for key in found if key not in refused]
-        if found and not left:
-            break
+                listed = manifests(folder)
+        listed = json.loads(comm.gather_bytes(json.dumps(listed).encode())[0])
+        refused = {key: text for key, text in refused.items() if key in listed}
+        left = [key for key in listed if key not in refused]
         if left:
-            chosen = Path(found[left[-1]])
+            chosen = Path(listed[left[-1]])
             wrong = checkpoint.find_corruption(chosen, comm)
             if not wrong:
                 return chosen, list(refused.values())
             refused[left[-1]] = f"{chosen} is refused: {wrong}"
-    why = "; ".join(refused.values()) or f"listed {MOST} times"
+        elif listed:
+            break
+    why = "; ".join(refused.values()) or f"listed {MOST_LISTED} times"
     raise UsageError(
-        f"output_dir={folder} holds no whole checkpoint to go on from ({why}); to begin anew choose another"
-        " output_dir"
+        f"output_dir={folder} holds no complete checkpoint to resume from ({why}); to start"
+        " over choose another output_dir"
     )
 
 
 def manifests(folder: Path) -> dict[str, str]:
-    """Finished checkpoints, oldest first, each by the file number of its manifest: another one may take its
-    place.
+    """Checkpoints with a manifest, oldest first, by the manifest's inode: a checkpoint may be replaced by
+    another one of the same name.
     """
     found = dict[str, str]()
     for path in checkpoint.list_complete(folder):
@@ -145,51 +148,38 @@ def manifests(folder: Path) -> dict[str, str]:
 
 
 def newer(chosen: Path, found: list[Path]) -> list[Path]:
-    """Checkpoints of the run's folder that a run which goes on from `chosen` has not come to."""
-    at = checkpoint.read_state(chosen)["outer_step"]
+    """Other checkpoints of the run's folder at the outer step of `chosen` or later."""
+    step = checkpoint.read_state(chosen)["outer_step"]
     return [
         path
         for path in found
-        if path.resolve() != chosen.resolve() and int(path.name.removeprefix("checkpoint-")) >= at
+        if path.resolve() != chosen.resolve() and int(path.name.removeprefix("checkpoint-")) >= step
     ]
 
 
 def choose_run_folder(config: Config, fingerprint: str, resolved: Mapping[str, Any] = NOTHING) -> Path:
-    """The folder of the run: the one that is named, or the newest unfinished one of the same run, or a new
-    one.
-    """
+    """--output_dir; without it the newest unfinished run with these settings in runs/, or a new folder."""
     if config.output_dir is not None:
-        folder = Path(config.output_dir)
-    else:
-        name = f"{config.algorithm.replace(':', '-')}-{Path(config.dataset[0]).name}"
-        folder = (
-            unfinished(config, settings_of(config, fingerprint, resolved), name)
-            or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-        )
-    return folder
+        return Path(config.output_dir)
+    name = f"{config.algorithm.replace(':', '-')}-{Path(config.dataset[0]).name}"
+    if config.resume_from_checkpoint == "latest":
+        settings = settings_of(config, fingerprint, resolved)
+        for folder in sorted(Path("runs").glob(f"*-{name}"), reverse=True):
+            if is_unfinished(folder, settings):
+                return folder
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
 
 
-def unfinished(config: Config, now: dict[str, Any], name: str) -> Path | None:
-    """The newest run in runs/ with these settings that was stopped, has a checkpoint, and is not in use."""
-    if config.resume_from_checkpoint != "latest":
-        return None
-    for folder in sorted(Path("runs").glob(f"*-{name}"), reverse=True):
-        try:
-            run = read_run(folder)
-        except UsageError:
-            continue
-        same = (
-            run is not None
-            and not run.get("finished")
-            and not changed_settings(as_stored(run["settings"]), now)
-        )
-        if same and checkpoint.list_complete(folder):
-            try:
-                lock_folder(folder, 0).close()
-            except (UsageError, OSError):  # in use, or another user's
-                continue
-            return folder
-    return None
+def is_unfinished(folder: Path, settings: dict[str, Any]) -> bool:
+    """Whether a folder holds a stopped run with these settings and a checkpoint, and is not in use."""
+    with suppress(UsageError, OSError):  # not readable, in use, or another user's
+        run = read_run(folder)
+        if run is None or run.get("finished") or changed_settings(as_stored(run["settings"]), settings):
+            return False
+        if checkpoint.list_complete(folder):
+            lock_folder(folder, 0).close()
+            return True
+    return False
 
 
 class FolderLock:
@@ -199,7 +189,7 @@ class FolderLock:
         self.folder, self.file, self.made = folder, file, made
 
     def close(self) -> None:
-        """Give the lock back; folders that were made and in which nothing was written go with it."""
+        """Release the lock; remove the folders that were made if they are empty."""
         if self.file is not None:
             (self.folder / LOCK).unlink(missing_ok=True)
         remove_empty(self.made)
@@ -218,11 +208,12 @@ def make(folder: Path) -> list[Path]:
     return made
 
 
-def lock_folder(folder: Path, patience_s: float = 120.0, quiet: bool = False) -> FolderLock:
-    """Make a run's folder and take its lock; the kernel takes it back when this process ends, however it
-    ends. Raises `UsageError`.
+def lock_folder(folder: Path, timeout_s: float = 120.0, quiet: bool = False) -> FolderLock:
+    """Make a run's folder and take its lock; the kernel releases it when this process ends.
+
+    quiet: log nothing while waiting. Raises `UsageError` after `timeout_s`.
     """
-    made, began, told = make(folder), time.monotonic(), False
+    made, began = make(folder), time.monotonic()
     while True:
         try:
             file = (folder / LOCK).open("a+")
@@ -231,26 +222,23 @@ def lock_folder(folder: Path, patience_s: float = 120.0, quiet: bool = False) ->
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_file(file, folder / LOCK):
-                break
         except BlockingIOError:
             file.seek(0)
-            owner = file.read().strip() or "another process"
-            if time.monotonic() - began >= patience_s:
-                file.close()
-                raise UsageError(
-                    f"output_dir={folder} is in use by {owner}; wait for it, or choose another"
-                ) from None
-            if not told and not quiet:
-                told = True
-                print(
-                    f"fmmeta: output_dir={folder} is in use by {owner}; waiting for {patience_s:g} s at most",
-                    flush=True,
-                )
-            time.sleep(0.2)
+            in_use = f"output_dir={folder} is in use by {file.read().strip() or 'another process'}"
+            file.close()
         except OSError:  # a file system without locks
             return FolderLock(folder, file, made)
-        file.close()
+        else:
+            if is_file(file, folder / LOCK):
+                break
+            file.close()
+            continue
+        if time.monotonic() - began >= timeout_s:
+            raise UsageError(f"{in_use}; wait for it, or choose another")
+        if not quiet:
+            quiet = True
+            print(f"fmmeta: {in_use}; waiting for {timeout_s:g} s at most", flush=True)
+        time.sleep(0.2)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}")
     file.flush()
@@ -258,7 +246,7 @@ def lock_folder(folder: Path, patience_s: float = 120.0, quiet: bool = False) ->
 
 
 def is_file(file: Any, path: Path) -> bool:
-    """Whether an open file still has this name: its owner before may have removed it."""
+    """Whether an open file still has this name: the previous owner of the lock may have removed it."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -268,33 +256,27 @@ def is_file(file: Any, path: Path) -> bool:
 def find_start(
     config: Config, fingerprint: str, folder: Path | None = None, resolved: Mapping[str, Any] = NOTHING
 ) -> RunStart:
-    """What the settings and the names in the folder say; whether the checkpoint is whole is for all ranks to
-    find out.
-    """
+    """The start by the settings and the names in the folder; the checkpoint is not verified. Local."""
     folder = folder or choose_run_folder(config, fingerprint, resolved)
-    asked, said = config.resume_from_checkpoint, list[str]()
-    explicit = None if asked in ("latest", "never") else Path(asked)
+    wanted, warnings = config.resume_from_checkpoint, list[str]()
+    explicit = None if wanted in ("latest", "never") else Path(wanted)
     before = read_run(folder)
     if explicit is not None:
         settings = checkpoint.read_state(explicit)["settings"]
-        said += accept_changes(settings, config, fingerprint, f"resume_from_checkpoint={explicit}", resolved)
+        where = f"resume_from_checkpoint={explicit}"
+        warnings += accept_changes(settings, config, fingerprint, where, resolved)
     if before is None:
-        return RunStart(folder, explicit, False, tuple(said), explicit is not None)
-    if asked == "never":
+        return RunStart(folder, explicit, False, tuple(warnings), explicit is not None)
+    if wanted == "never":
         raise UsageError(
             f"output_dir={folder} holds a run, and resume_from_checkpoint=never; choose another output_dir"
         )
     changes = accept_changes(before["settings"], config, fingerprint, f"output_dir={folder}", resolved)
-    said += [text for text in changes if text not in said]
-    saved = checkpoint.list_complete(folder)
-    finished = (
-        before.get("finished", False)
-        and explicit is None
-        and not any(text.startswith("accepted") for text in said)
-    )
-    return RunStart(
-        folder, explicit or (saved[-1] if saved else None), finished, tuple(said), explicit is not None
-    )
+    warnings += [text for text in changes if text not in warnings]
+    accepted = any(text.startswith("accepted") for text in warnings)
+    finished = before.get("finished", False) and explicit is None and not accepted
+    newest = next(reversed(checkpoint.list_complete(folder)), None)
+    return RunStart(folder, explicit or newest, finished, tuple(warnings), explicit is not None)
 
 
 def accept_changes(
@@ -304,21 +286,21 @@ def accept_changes(
     where: str,
     resolved: Mapping[str, Any] = NOTHING,
 ) -> list[str]:
-    """What to say of settings that differ from those of the run before.
+    """Log lines about settings that differ from those of the run before.
 
-    Raises `UsageError` for those that change theta.
+    Raises `UsageError` for settings that change theta and are not in --accept_changed_settings.
     """
     before, now = as_stored(before), settings_of(config, fingerprint, resolved)
-    changed = changed_settings(before, now)
-    accepted = {name: text for name, text in changed.items() if name in config.accept_changed_settings}
-    refused = [text for name, text in changed.items() if name not in accepted]
+    changed, free = changed_settings(before, now), changed_settings(before, now, free=True)
+    accepted = [text for name, text in changed.items() if name in config.accept_changed_settings]
+    refused = [text for name, text in changed.items() if name not in config.accept_changed_settings]
     if refused:
         raise UsageError(
             f"{where} holds a run with other settings ({'; '.join(refused)}); use these, another output_dir,"
             " or --accept_changed_settings with their names"
         )
-    said = [f"accepted from here on: {'; '.join(accepted.values())}"] if accepted else []
-    free = changed_settings(before, now, free=True)
-    return said + (
-        [f"settings that differ, and do not change theta: {'; '.join(free.values())}"] if free else []
-    )
+    kinds = {
+        "accepted from here on": accepted,
+        "settings that differ, and do not change theta": free.values(),
+    }
+    return [f"{kind}: {'; '.join(texts)}" for kind, texts in kinds.items() if texts]

@@ -31,14 +31,13 @@ class RunLogger(Callback):
         self.first = run.state.outer_step
 
     def on_step_end(self, run: Run, outcome: Outcome) -> None:
-        """Show the outer step; write a line every logging_steps and whenever something unusual happened."""
+        """Show the outer step; write a line every logging_steps, and after spikes, skips and retries."""
         config, step, step_metrics, update = run.config, run.state.outer_step, run.metrics, run.update
         membership = run.controller.metrics()
         values = {
             "step": step,
             "epoch": run.schedule.position(step)[0],
-            "seconds": time.monotonic()
-            - step_metrics.began,  # the reduction and the outer step are part of it
+            "seconds": time.monotonic() - step_metrics.began,
             **step_metrics.values,
             "grad_norm": update.grad_norm if update else float("nan"),
             "lr": update.lr if update else float("nan"),
@@ -46,8 +45,6 @@ class RunLogger(Callback):
             **membership,
         }
         run.ranks.cross.bytes_sent = 0
-        if run.guard.exploded:
-            values["exploded_tasks"] = run.guard.exploded
         if spike := run.state.spikes.mark(values["query_loss"]):
             values["loss_spike"] = spike
         due = step in (1, config.outer_steps) or step % config.logging_steps == 0

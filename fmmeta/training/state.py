@@ -40,13 +40,13 @@ class TrainingState:
     def __init__(
         self,
         config: Config,
-        plan: build.RunInputs,
+        inputs: build.RunInputs,
         ranks: ProcessGroups,
         parts: build.Runtime,
         folder: Path,
         notice: Callable[[str], None],
     ) -> None:
-        self.config, self.plan, self.ranks, self.folder = config, plan, ranks, folder
+        self.config, self.inputs, self.ranks, self.folder = config, inputs, ranks, folder
         self.worker, self.params = parts.worker, parts.worker.params
         self.theta, rates = parts.theta, parts.setup.inner.rates.meta_parameter
         self.meta_params = MetaParameters(self.theta, rates)
@@ -147,7 +147,7 @@ class TrainingState:
     def save(self, last: bool) -> None:
         """Begin to write checkpoint-N; with `last` wait until it is whole. Collective: world."""
         vectors, tables, facts = self.state_dict()
-        settings = run_record.settings_of(self.config, self.plan.sources.fingerprint, self.plan.resolved)
+        settings = run_record.settings_of(self.config, self.inputs.sources.fingerprint, self.inputs.resolved)
         self.saver.save(
             self.checkpoint_path,
             vectors,

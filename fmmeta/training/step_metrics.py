@@ -16,7 +16,7 @@ from fmmeta.parallel.process_groups import Communicator, ProcessGroups
 
 
 class Outcome(enum.Enum):
-    """What an outer step did to theta. With --outer_delay 1: what the update did that was applied in it."""
+    """What an outer step did to theta; with --outer_delay 1, what the update applied in this step did."""
 
     APPLIED = "theta moved"
     SKIPPED_NONFINITE = "no task was finite, or the meta-gradient was not"
@@ -35,22 +35,24 @@ class Outcome(enum.Enum):
 
 
 class StepMetrics:
-    """Numbers of this group's tasks in one outer step; `all_reduce` puts those of all groups into `values`.
+    """Numbers of this group's tasks in one outer step; `all_reduce` sets `values` from those of all groups.
 
-    names: further numbers of each task gradient, by algorithm.
+    names: further numbers of the algorithm's task gradients.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.began = time.monotonic()
-        self.weight, self.skipped, self.tokens, self.tasks = 0.0, 0, 0, 0
+        self.weight, self.skipped, self.exploded, self.tokens, self.tasks = 0.0, 0, 0, 0, 0
         # sums over the finite tasks, each times its weight
         self.sums = dict.fromkeys(("support_loss", "query_loss", "accuracy", *names), 0.0)
         self.data_seconds, self.failures = 0.0, 0
         self.values: dict[str, Any] = {}
 
-    def add(self, gradient: TaskGradient, tokens: int) -> None:
+    def add(self, gradient: TaskGradient, tokens: int, exploded: bool) -> None:
+        """Count a task. exploded: whether it is not finite because it exceeds the outlier bounds."""
         self.tokens += tokens
         self.tasks += 1
+        self.exploded += exploded
         if not gradient.finite:
             self.skipped += 1
             return
@@ -77,7 +79,13 @@ class StepMetrics:
         """
         waiting = time.monotonic()
         counts_group = ranks.layout.group_rank == 0  # these are equal on the ranks of a group
-        of_group = {"weight": self.weight, "skipped": self.skipped, "tasks": self.tasks, **self.sums}
+        of_group = {
+            "weight": self.weight,
+            "skipped": self.skipped,
+            "exploded": self.exploded,
+            "tasks": self.tasks,
+            **self.sums,
+        }
         of_rank = {"tokens": self.tokens, "data_seconds": self.data_seconds, "failures": self.failures}
         mine = {**{name: value if counts_group else 0.0 for name, value in of_group.items()}, **of_rank}
         total = sum_by_name(ranks.all_groups, mine)
@@ -98,6 +106,8 @@ class StepMetrics:
             "wait_seconds_by_group": [round(float(wait), 6) for wait in waits],
             "imbalance": float(busy.max() / busy.mean()) - 1,
         }
+        if total["exploded"]:
+            self.values["exploded_tasks"] = int(total["exploded"])
         return weight
 
 

@@ -14,8 +14,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +26,7 @@ from fmmeta.training.callbacks import Callback
 if TYPE_CHECKING:
     from fmmeta.training.loop import Run
 
-FILE = (  # in the run's folder: what the services call this run, so that a continuation is the same run there
-    "trackers.json"
-)
+FILE = "trackers.json"  # in the run's folder: ids of the run in the services, so that it resumes there
 SECRET_NAME = re.compile(r"(^|_)(token|secret|password|api_?key|credentials?)$")
 
 
@@ -51,10 +48,10 @@ class Trackers(Callback):
         self.running: dict[str, Any] = {}
 
     def start(self, config: Config, folder: Path, outer_step: int) -> None:
-        """Start them, for a run that begins or goes on at `outer_step`.
+        """Start the trackers of a run that begins, or resumes, at `outer_step`.
 
-        A tracker that cannot start raises `UsageError` at the beginning of a run. In a resumed run it is a
-        notice, since the user may not be there to correct it.
+        A tracker that cannot start raises `UsageError` at the beginning of a run. In a resumed run it is
+        logged and left out, since the user may not be there to correct it.
         """
         names = [name for name in config.report_to if name != "none"]
         known = read_ids(folder) if outer_step else {}
@@ -65,16 +62,13 @@ class Trackers(Callback):
                 if name not in known:
                     tracker.store_init_configuration(settings(config))
                     known[name] = id_of(name, tracker)
+                self.running[name] = tracker
             except Exception as error:
+                text = f"cannot start ({describe_error(error)})"
                 if not outer_step:
                     self.finish()
-                    raise UsageError(
-                        f"report_to={name} cannot start ({describe_error(error)}); correct that, or leave it"
-                        " out"
-                    ) from error
-                self.notice(f"{name} cannot start ({describe_error(error)}); the run goes on without it")
-            else:
-                self.running[name] = tracker
+                    raise UsageError(f"report_to={name} {text}; correct that, or leave it out") from error
+                self.notice(f"{name} {text}; the run continues without it")
         if names:
             (folder / FILE).write_text(json.dumps(known) + "\n", encoding="utf-8")
 
@@ -88,35 +82,33 @@ class Trackers(Callback):
         """Log the numbers of a line of metrics.jsonl."""
         numbers = flat(values)
         step = numbers.pop("step", None)
-        for name in list(self.running):
-            with self._drop_if_it_fails(name):
-                self.running[name].log(numbers, step=None if step is None else int(step))
+        self._call("log", numbers, step=None if step is None else int(step))
 
     def finish(self) -> None:
-        for name in list(self.running):
-            with self._drop_if_it_fails(name):
-                self.running[name].finish()
+        """End the trackers."""
+        self._call("finish")
         self.running.clear()
 
-    @contextmanager
-    def _drop_if_it_fails(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self.running.pop(name, None)
-            self.notice(
-                f"{name} failed ({describe_error(error)}); the run goes on without it, metrics.jsonl has"
-                " all numbers"
-            )
+    def _call(self, method: str, *arguments: Any, **named: Any) -> None:
+        """Call a method of every tracker; one that fails is dropped, and the run continues."""
+        for name, tracker in list(self.running.items()):
+            try:
+                getattr(tracker, method)(*arguments, **named)
+            except Exception as error:
+                del self.running[name]
+                self.notice(
+                    f"{name} failed ({describe_error(error)}); the run continues without it, metrics.jsonl"
+                    " has all numbers"
+                )
 
 
 def make(name: str, folder: Path, outer_step: int, known: str | None) -> Any:
-    """Accelerate's tracker, not started yet. `known`: what the service calls the run that goes on."""
+    """Accelerate's tracker, not started yet. known: the id of the run to continue, in the service."""
     from accelerate import tracking
 
     tracking.logger = Quiet(logging.getLogger("accelerate.tracking"), {})  # type: ignore[assignment]
     run = folder.resolve().name
-    if name == "tensorboard":  # what a stopped run logged after its checkpoint is hidden
+    if name == "tensorboard":  # lines that a stopped run logged after its checkpoint are hidden
         tracker = tracking.TensorBoardTracker("tensorboard", str(folder), purge_step=outer_step + 1)
     elif name == "wandb":
         project = os.environ.get("WANDB_PROJECT", "fmmeta")
@@ -124,43 +116,43 @@ def make(name: str, folder: Path, outer_step: int, known: str | None) -> Any:
     elif name == "mlflow":
         tracker = tracking.MLflowTracker(experiment_name="fmmeta", run_name=run, run_id=known)
     else:
-        tracker = tracking.TrackioTracker(
-            os.environ.get("TRACKIO_PROJECT", "fmmeta"), name=run, resume="allow"
-        )
+        project = os.environ.get("TRACKIO_PROJECT", "fmmeta")
+        tracker = tracking.TrackioTracker(project, name=run, resume="allow")
     tracker.main_process_only = False  # only the first rank has it
     return tracker
 
 
 def id_of(name: str, tracker: Any) -> str | None:
+    """The id of a run in its service, if it is needed to continue the run."""
     if name == "wandb":
         return str(tracker.tracker.id)
     return str(tracker.tracker.info.run_id) if name == "mlflow" else None
 
 
 def read_ids(folder: Path) -> dict[str, str | None]:
+    """The ids of an earlier process of the run by tracker; empty if they cannot be read."""
     try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return dict(json.loads((folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Every setting as a number or redacted text; open ones and secrets are left out."""
-    kept = {
-        name: value
-        for name, value in config.as_dict().items()
-        if value is not None and not SECRET_NAME.search(name)
+    """Settings that are set, as numbers or redacted text; secrets are left out."""
+    given = {name: one for name, one in config.as_dict().items() if one is not None}
+    texts = {name: " ".join(map(str, one)) if isinstance(one, list) else one for name, one in given.items()}
+    return {
+        name: redact(one) if isinstance(one, str) else one
+        for name, one in texts.items()
+        if not SECRET_NAME.search(name)
     }
-    texts = {
-        name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in kept.items()
-    }
-    return {name: redact(value) if isinstance(value, str) else value for name, value in texts.items()}
 
 
 def flat(values: dict[str, Any]) -> dict[str, float]:
-    """Finite numbers alone: those of a list by their places, a list of tasks as their number, those of a
-    table by their names.
+    """The finite numbers of a line by name; a list without numbers counts its elements.
+
+    >>> flat({"loss": 0.5, "text": "x", "waits": [0.1, 0.2], "bad_tasks": [{}], "held_out": {"after": 1.0}})
+    {'loss': 0.5, 'waits/0': 0.1, 'waits/1': 0.2, 'bad_tasks': 1, 'held_out/after': 1.0}
     """
     numbers: dict[str, float] = {}
     for name, value in values.items():
@@ -169,11 +161,7 @@ def flat(values: dict[str, Any]) -> dict[str, float]:
         elif isinstance(value, dict):
             numbers |= {f"{name}/{key}": one for key, one in flat(value).items()}
         elif isinstance(value, list):
-            each = {
-                f"{name}/{place}": float(one)
-                for place, one in enumerate(value)
-                if isinstance(one, (int, float)) and math.isfinite(one)
-            }
+            each = flat({f"{name}/{place}": one for place, one in enumerate(value)})
             numbers |= each or {name: len(value)}
     return numbers
 
@@ -185,9 +173,7 @@ def describe_error(error: Exception) -> str:
 
 
 class Quiet(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """A logger with the one method that accelerate's has besides; theirs refuses to work without
-    `PartialState`.
-    """
+    """A logger with the further method of accelerate's, which works without `PartialState`."""
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         self.debug(*args, **kwargs)

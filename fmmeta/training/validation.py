@@ -1,15 +1,15 @@
-"""Few-shot evaluation: adapt to held-out tasks, look at their query sets before and after.
+"""Few-shot evaluation during a run: scores on the query sets of held-out tasks, before and after adaptation.
 
-Episodes are fixed by (seed, split) and spread over the groups; the scores do not depend on how. The weights
-are passed in; the worker holds them afterwards.
+Episodes are fixed by (seed, split) and divided among the groups; the scores do not depend on the layout. The
+weights are passed in; the worker holds them afterwards.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from fmmeta.common.progress import Progress
+from fmmeta.common.text import strict
 from fmmeta.config.settings import HIDDEN_ON_RESUME, Config
 from fmmeta.meta.inner_loop import InnerLoop, Learning
 from fmmeta.metrics.scores import gather_scores, mean_ci95
@@ -31,7 +32,7 @@ from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.training.episodes import EpisodeReader
 
 VALID, TEST = 1, 2  # streams of the schedule; training is 0
-FINISHED = "held_out.json"  # episodes of a final evaluation that was stopped
+FINISHED = "held_out.json"  # finished episodes of a final evaluation that was stopped
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,11 @@ S = TypeVar("S", HeldOutScore, StepScores)
 
 
 class HeldOut:
-    """Scores the held-out episodes of a source. `load`: from a source to its `LoadEpisode`.
+    """Scores the held-out episodes of a source.
 
-    leaves: whether this group leaves out the rest of a pass (asked between episodes); the scores are then
-    incomplete. folder: of the run; episodes of the TEST stream that are finished when a pass is left are kept
-    there.
+    load: from a source to its `LoadEpisode`. should_stop: called between episodes; if it returns True, this
+    group leaves out the rest of the pass, and the scores are incomplete. folder: of the run, where finished
+    episodes of the TEST stream are stored.
     """
 
     def __init__(
@@ -89,49 +90,40 @@ class HeldOut:
         load: Callable[[TaskSource], LoadEpisode],
         ranks: ProcessGroups,
         progress: Progress,
-        leaves: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool] = lambda: False,
         folder: Path | None = None,
     ) -> None:
         self.config, self.worker, self.load, self.ranks, self.progress = config, worker, load, ranks, progress
-        self.leaves, self.folder = leaves, folder
+        self.should_stop, self.folder = should_stop, folder
 
     def scores(
         self, source: TaskSource, stream: int, what: str, theta: Tensor, learning: Learning
     ) -> list[HeldOutScore]:
         """Scores of the episodes of a stream: the same ones every time. Collective: world."""
-        return self.score_tasks(
-            HeldOutScore,
-            self.tasks(source, stream),
-            self.reader(source),
-            what,
-            theta,
-            learning,
-            stream == TEST,
-        )
+        tasks, reader = self.tasks(source, stream), self.reader(source)
+        return self.score_tasks(HeldOutScore, tasks, reader, what, theta, learning, stream == TEST)
 
     def step_scores(
         self, source: TaskSource, count: int, what: str, theta: Tensor, inner: InnerLoop
     ) -> list[StepScores]:
         """Scores after each inner step, of the first `count` validation episodes. Collective: world."""
-        return self.score_tasks(
-            StepScores, self.tasks(source, VALID, count), self.reader(source), what, theta, inner, True
-        )
+        tasks, reader = self.tasks(source, VALID, count), self.reader(source)
+        return self.score_tasks(StepScores, tasks, reader, what, theta, inner, True)
 
     def tasks(self, source: TaskSource, stream: int, count: int | None = None) -> list[Task]:
-        """The tasks of a stream's episodes, `count` of them, else `eval_episodes` of validation or
-        `test_episodes`.
-        """
+        """The first `count` tasks of a stream (default: test_episodes or eval_episodes)."""
         config = self.config
         if count is None:
             count = config.test_episodes if stream == TEST else config.eval_episodes
-        schedule = Schedule(source.items, count, config.seed, stream, shuffle=False, sizes=source.size)
-        return schedule.meta_batch(0)
+        return Schedule(
+            source.items, count, config.seed, stream, shuffle=False, sizes=source.size
+        ).meta_batch(0)
 
     def reader(self, source: TaskSource) -> EpisodeReader:
         return EpisodeReader.of(self.load(source), self.ranks, self.config, self.progress.notice)
 
     def clear(self) -> None:
-        """Remove the kept episodes, on the first rank; the evaluation is complete. Local."""
+        """Remove the stored episodes, on the first rank; the evaluation is complete. Local."""
         if self.folder is not None:
             (self.folder / FINISHED).unlink(missing_ok=True)
 
@@ -145,37 +137,38 @@ class HeldOut:
         learning: Any,
         keep: bool = False,
     ) -> list[S]:
-        """Score every task, this group its share of those that are not finished.
+        """Score the tasks that are not finished, this group its share of them; return all scores by slot.
 
-        `keep`: in `folder`. Collective: world.
+        keep: store finished episodes in `folder`. Collective: world.
         """
         self.progress.start(what)
         slots = {task.seed: slot for slot, task in enumerate(tasks)}
         key = self._key(kind, theta, learning) if keep and self.folder is not None else None
-        known = {} if key is None else {score["slot"]: kind(**score) for score in self._read().get(key, [])}
+        stored = {} if key is None else self._read()
+        known = {score["slot"]: kind(**score) for score in stored.get(key or "", [])}
         todo = [task for task in tasks if slots[task.seed] not in known]
         self.worker.write(theta)
         mine, scores = reader.read_share(todo) if todo else [], list[S]()
         for done, (task, episode) in enumerate(mine):
-            if self.leaves():
+            if self.should_stop():
                 break
             self.progress.line(what, done, len(mine))
             scores.append(kind.of(learning, self.worker, theta, slots[task.seed], task, episode))
             self.worker.write(theta)
         known |= {score.slot: score for score in gather_scores(self.ranks, scores, kind)}
         if key is not None and todo:
-            self._write(key, list(known.values()))
+            self._write({**stored, key: [asdict(score) for score in known.values() if is_finite(score)]})
         return [known[slot] for slot in sorted(known)]
 
     def _key(self, kind: type, theta: Tensor, learning: Any) -> str:
-        """What the scores are a function of, bit for bit, on every rank of this layout. Collective: world."""
-        rates = learning.rates if isinstance(learning, InnerLoop) else None
+        """Hash of all that determines the scores bit for bit, on every rank. Collective: world."""
         here: list[Any] = [hash_vector(theta)]
-        if rates is not None:
+        if isinstance(learning, InnerLoop):
+            element = learning.rates.element
             here += [
                 learning.steps,
-                rates.table.tolist(),
-                None if rates.element is None else hash_vector(rates.element),
+                learning.rates.table.tolist(),
+                element is not None and hash_vector(element),
             ]
         settings = {
             name: value for name, value in self.config.as_dict().items() if name not in HIDDEN_ON_RESUME
@@ -184,27 +177,19 @@ class HeldOut:
         return sha256(json.dumps([kind.__name__, everyone, settings], sort_keys=True).encode()).hexdigest()
 
     def _read(self) -> dict[str, list[dict[str, Any]]]:
-        """The kept episodes by key; nothing where there is no file, or a broken one. Collective: world."""
-        text = b""
-        if self.ranks.first and self.folder is not None and (self.folder / FINISHED).is_file():
-            try:
-                text = (self.folder / FINISHED).read_bytes()
-                json.loads(text)
-            except (OSError, ValueError):
-                text = b""
-        text = self.ranks.world.gather_bytes(text)[0]
-        return json.loads(text) if text else {}
+        """The stored episodes by key; empty if the file is missing or broken. Collective: world."""
+        stored = {}
+        if self.ranks.first and self.folder is not None:
+            with suppress(OSError, ValueError):
+                stored = json.loads((self.folder / FINISHED).read_bytes())
+        return json.loads(self.ranks.world.gather_bytes(json.dumps(stored).encode())[0])
 
-    def _write(self, key: str, scores: Sequence[Any]) -> None:
-        """Keep the finite scores of a pass beside those of others; a full disk costs them, not the run.
-
-        Collective: world.
-        """
-        kept = self._read() | {key: [asdict(score) for score in scores if finite(asdict(score))]}
+    def _write(self, stored: dict[str, list[dict[str, Any]]]) -> None:
+        """Store finished episodes by key, on the first rank; an error of the disk is logged. Local."""
         if self.ranks.first and self.folder is not None:
             temporary = self.folder / f"{FINISHED}.tmp"
             try:
-                temporary.write_text(json.dumps(kept, allow_nan=False), encoding="utf-8")
+                temporary.write_text(json.dumps(stored, allow_nan=False), encoding="utf-8")
                 temporary.replace(self.folder / FINISHED)
             except OSError as error:
                 self.progress.notice(
@@ -212,10 +197,9 @@ class HeldOut:
                 )
 
 
-def finite(score: dict[str, Any]) -> bool:
+def is_finite(score: Any) -> bool:
     """Whether JSON can hold all numbers of a score."""
-    values = [value for part in score.values() for value in (part if isinstance(part, list) else [part])]
-    return all(math.isfinite(value) for value in values if isinstance(value, float))
+    return strict(asdict(score)) == asdict(score)
 
 
 def per_stratum(scores: Sequence[HeldOutScore]) -> dict[str, float]:

@@ -72,7 +72,7 @@ def main(model: str, data: str, out: str, kind: str) -> None:
     ranks = world.split(plan.group_size, plan.engine == "deepspeed")
     import_deepspeed()
     parts = build.build(config, inputs, plan, ranks)
-    run = Run(config, inputs, ranks, parts, RunStart(Path(out), None, False), Progress(speaks=False))
+    run = Run(config, inputs, ranks, parts, RunStart(Path(out), None, False), Progress(enabled=False))
     run.resume()
     run.loop()
     moved = parts.worker.dot(run.theta, run.theta)

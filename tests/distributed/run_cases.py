@@ -72,7 +72,7 @@ def main(cases_file: str, out: str) -> None:
         ]
         folder = Path(out) / case["id"]
         folder.mkdir(exist_ok=True)
-        run = Run(config, inputs, ranks, parts, RunStart(folder, None, False), Progress(speaks=False))
+        run = Run(config, inputs, ranks, parts, RunStart(folder, None, False), Progress(enabled=False))
         poison(
             parts, {(step, slot): which for step, slot, which in case.get("poison", [])}, **case.get("by", {})
         )

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from fmmeta.cli import parse
-from fmmeta.common.errors import MachineFault, UsageError
+from fmmeta.common.errors import MachineFault, PeerError, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import imaml
@@ -22,11 +22,10 @@ from fmmeta.meta.second_order.hessian import Hessian
 from fmmeta.models.load import load_learner
 from fmmeta.parallel import process_groups
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.process_groups import PeerError, World, pick_device
+from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.parallel.workers import create
 from fmmeta.parallel.workers.create import check_equal, fingerprint
-from fmmeta.reliability.replicas import equal_replicas, hash_vector
-from fmmeta.reliability.stop import Guard
+from fmmeta.reliability.replicas import check_replicas, hash_vector
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.episodes import EpisodeReader
@@ -95,8 +94,8 @@ def equal_start(world: World) -> None:
     print(f"hash {hash_vector(parts.theta)} moved {moved > 0}")
     parts.theta[rank] += rank
     try:
-        equal_replicas(ranks, parts.theta)
-    except RuntimeError as error:
+        check_replicas(ranks, parts.theta, "although it was broadcast")
+    except MachineFault as error:
         print(error)
     try:
         check_equal(ranks, fingerprint([("table", torch.full((3,), float(rank)))]), "frozen weights")
@@ -231,7 +230,7 @@ def gathers(world: World, model: str, data: str, kind: str) -> None:
             ranks,
             parts,
             RunStart(Path(tempfile.mkdtemp()), None, False),
-            Progress(speaks=False),
+            Progress(enabled=False),
         )
         run.resume()
         ends[at_once] = run.theta, began, counted_steps(run)
@@ -279,14 +278,13 @@ def counted_steps(run: Run) -> list[int]:
 def odd_replicas(world: World) -> None:
     """Three groups of one; the weights of one of them lose a bit."""
     ranks = world.split(1)
-    guard = Guard(Config(), ranks, cast(Any, None))
     theta = torch.arange(10.0)
-    guard.check_replicas(6, theta)
+    check_replicas(ranks, theta, "after outer step 6")
     print("equal before")
     if ranks.layout.group_index == 1:
         theta.view(torch.int32)[3] ^= 1
     try:
-        guard.check_replicas(7, theta)
+        check_replicas(ranks, theta, "after outer step 7")
     except MachineFault as fault:
         print(f"fault {fault}")
 

@@ -48,9 +48,7 @@ def test_report_and_trackers_of_other_layouts(tmp_path):
         )  # made from its folder alone
     assert told["one"]["counts"] == told["groups"]["counts"] == told["sharded"]["counts"]
     assert sum(map(sum, told["one"]["counts"])) == 12
-    assert told["stages"] == {
-        "left_out": "pipeline_stages=2: only the last stage sees what the model answers"
-    }
+    assert told["stages"] == {"left_out": "pipeline_stages=2: only the last stage has the model's answers"}
     for name in ("groups", "sharded"):
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert len(list((tmp_path / name / "tensorboard").glob("events*"))) == 1

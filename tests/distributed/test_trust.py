@@ -99,7 +99,7 @@ def test_a_later_second_signal_leaves_at_once(nursery, flags, tmp_path):
     os.kill(ranks[0].pid, signal.SIGTERM)
     until(lambda: nursery.poll() or ranks[0].code is not None, 5)
     assert ranks[0].code == 143
-    assert "SIGTERM again: leaving at once, the last checkpoint is whole" in ranks[0].text
+    assert "SIGTERM again: the process ends at once, the last checkpoint is complete" in ranks[0].text
     os.kill(ranks[1].pid, signal.SIGKILL)
     nursery.wait(ranks, 10)
 
@@ -123,7 +123,9 @@ def test_a_frozen_rank_is_named_and_the_job_ends(nursery, flags, straight, tmp_p
         rf"fmmeta: watchdog: rank {frozen} \(process {ranks[frozen].pid} on .*\) is silent", text
     )
     if frozen == 1:
-        assert re.search(r"is silent \(stopped, frozen or cut off\), last heard in outer step \d+, ", text)
+        assert re.search(
+            r"is silent \(stopped, frozen or cut off\), last heartbeat in outer step \d+, ", text
+        )
     own = (
         rf"fmmeta: watchdog: rank {1 - frozen} \(process {ranks[1 - frozen].pid} on .*\): in outer step \d+,"
         r" .*; stack: .*loop"

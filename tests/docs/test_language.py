@@ -43,10 +43,7 @@ FORBIDDEN = re.compile(rf"\b(?:{'|'.join(WORDS)})\b".replace(" ", r"\s+"), re.IG
 LEFT = {
     "elastic": 7,
     "meta": 7,
-    "reliability": 13,
-    "report": 10,
-    "top": 5,
-    "training": 45,
+    "training": 1,
 }
 
 

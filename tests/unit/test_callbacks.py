@@ -56,7 +56,7 @@ class Recorder(Callback):
     def on_step_begin(self, run):
         self.hooks.append(f"step_begin {run.state.outer_step}")
         if run.state.outer_step == self.stop_at:
-            run.guard.signals.asked = "SIGTERM"
+            run.stop.signals.asked = "SIGTERM"
 
     def on_step_end(self, run, outcome):
         self.hooks.append(f"step_end {run.state.outer_step}")

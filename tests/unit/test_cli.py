@@ -203,6 +203,23 @@ def test_other_ranks_end_in_silence(capfd, monkeypatch):
     assert (ended.value.code, capfd.readouterr().err, slept) == (2, "", [3])
 
 
+def test_an_error_of_the_code_names_its_task(capfd, monkeypatch, tmp_path):
+    """One line on rank 0 and exit code 1; the traceback is in the log of the rank that loaded the task."""
+
+    def batches(self, task):
+        raise TypeError("no text")
+
+    monkeypatch.setattr("fmmeta.tasks.loader.LoadEpisode.batches", batches)
+    short = ["--outer_steps=1", "--num_workers=0", "--meta_batch_size=1", "--eval_episodes=0"]
+    with pytest.raises(SystemExit) as ended:
+        cli.train([*short, f"--output_dir={tmp_path}"])
+    assert ended.value.code == 1
+    *traceback, line = capfd.readouterr().err.splitlines()
+    assert "TypeError: no text" in traceback
+    assert line.startswith("fmmeta: error: loading task ")
+    assert line.endswith(": TypeError: no text; the log of the rank that loaded it has the traceback")
+
+
 def test_help_and_usage(capsys):
     for argv, code in ((["--help"], 0), ([], 2), (["train", "--help"], 0)):
         with pytest.raises(SystemExit) as ended:

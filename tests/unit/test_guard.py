@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +22,12 @@ import torch
 from fmmeta.config.settings import Config
 from fmmeta.meta.task_gradient import TaskGradient
 from fmmeta.parallel.workers.base import PassStats
-from fmmeta.reliability.outliers import Spikes
-from fmmeta.reliability.signals import Launcher, Signals, about, born
-from fmmeta.reliability.stop import Guard
-from fmmeta.reliability.watchdog import WatchdogStage, identity_of, myself, stack_of
-from tests.unit.helpers import one_rank, refusal
+from fmmeta.reliability.heartbeats import stack_of
+from fmmeta.reliability.outliers import OutlierBounds, Spikes
+from fmmeta.reliability.signals import Launcher, Signals, process_stat
+from fmmeta.reliability.stage import WatchdogStage
+from fmmeta.reliability.watchdog import identity_of, this_process
+from tests.unit.helpers import refusal
 
 
 def until(condition):
@@ -70,7 +72,7 @@ def test_in_another_thread_nothing_is_heard():
 
     def inside():
         with Signals() as signals:
-            heard.append(signals.before)
+            heard.append(signals.handlers)
 
     thread = threading.Thread(target=inside)
     thread.start()
@@ -83,18 +85,18 @@ def test_a_shell_is_no_launcher():
     script = f"{sys.executable} -c '{code}'; true"  # the shell stays, because there is more to do
     ran = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"
-    assert Launcher(True).watched == (about(os.getppid())[0] not in ("bash", "sh"))
+    assert Launcher(True).watched == (process_stat(os.getppid())[0] not in ("bash", "sh"))
     assert not Launcher(False).watched
 
 
-def test_a_process_that_is_gone_has_no_birth():
+def test_a_process_that_has_exited_has_no_state():
     child = subprocess.Popen(["sleep", "100"])
-    assert born(child.pid).split()[0] in "SRD"
-    assert about(child.pid)[2] == os.getpid()
+    state, parent, *_ = process_stat(child.pid)[1]
+    assert state in "SRD"
+    assert int(parent) == os.getpid()
     child.kill()
     child.wait()
-    assert born(child.pid) == ""
-    assert about(child.pid) == ("", "", 0)
+    assert process_stat(child.pid) == ("", [])
 
 
 def test_a_process_of_another_pid_namespace_is_another_one():
@@ -104,34 +106,33 @@ def test_a_process_of_another_pid_namespace_is_another_one():
     if "unshare" in ran.stderr:
         pytest.skip(f"no PID namespaces here: {ran.stderr}")
     here = identity_of(os.getpid())
-    assert here == identity_of(os.getpid()) == myself()["born"]
+    assert here == identity_of(os.getpid()) == this_process()["identity"]
     assert len(here) == len(ran.stdout.split()) == 2, ran.stderr
     assert ran.stdout.split()[1] != here[1]
     assert identity_of(2**22 + 1) == []
 
 
 def test_bounds_follow_the_slowest_step():
-    watch = WatchdogStage(None)
-    watch.begin("outer step 1")
-    assert watch.bound_s == 1800
-    watch.record(12)
-    assert watch.bound_s == 300
-    watch.record(70)
-    watch.record(3)
-    assert watch.bound_s == 700
-    assert WatchdogStage(5).bound_s == 1800  # nothing has begun that is a step
-    watch = WatchdogStage(5)
-    watch.begin("outer step 1")
-    assert watch.bound_s == 5
-    assert not watch.overdue
-    watch.began -= 6
-    assert watch.overdue
-    watch.set_phase("task 1")
-    assert watch.text == "outer step 1, task 1"
+    stage = WatchdogStage(None)
+    for took, bound in ((0, 1800), (12, 300), (70, 700), (3, 700)):
+        stage.began -= took
+        if took:
+            stage.record_step()
+        stage.begin("outer step 1", is_step=True)
+        assert stage.bound_s == pytest.approx(bound, abs=0.5)
+    assert WatchdogStage(5).bound_s == 1800  # no outer step has begun
+    stage = WatchdogStage(5)
+    stage.begin("outer step 1", is_step=True)
+    assert stage.bound_s == 5
+    assert not stage.is_overdue
+    stage.began -= 6
+    assert stage.is_overdue
+    stage.phase = "task 1"
+    assert stage.text == "outer step 1, task 1"
 
 
 def test_a_stack_names_file_and_line():
-    assert stack_of(threading.get_ident()).startswith("watchdog.py:")
+    assert stack_of(threading.get_ident()).startswith("heartbeats.py:")
     assert "test_guard.py:" in stack_of(threading.get_ident())
     assert stack_of(12345) == ""
 
@@ -152,12 +153,12 @@ def direction(loss: float, norm: float) -> TaskGradient:
         ({"max_task_norm": 2.0}, 0, math.nan, False),
     ],
 )
-def test_explosions_are_dropped_like_what_is_not_finite(settings, loss, norm, fits):
+def test_outliers_are_found_among_finite_gradients(settings, loss, norm, fits):
     worker: Any = SimpleNamespace(dot=lambda a, b: float(torch.dot(a, b)))
-    guard = Guard(Config(**settings), one_rank(), worker)
-    guard.begin_step(0)
-    assert guard.reject_outlier(direction(loss, norm)).finite == fits
-    assert guard.exploded == (not fits)
+    bounds = OutlierBounds(Config(**settings), worker)
+    assert bool(bounds) == bool(settings)
+    assert bounds.exceeded_by(direction(loss, norm)) == (not fits)
+    assert not bounds.exceeded_by(replace(direction(loss, norm), finite=False))
 
 
 def test_bounds_must_be_positive():

@@ -621,7 +621,7 @@ def test_evaluation_scores_before_and_after_and_leaves_theta():
     reader = EpisodeReader(
         lambda tasks: [LoadResult(task, batches()) for task in tasks], one_rank(), Config(), print
     )
-    held_out = HeldOut(Config(), worker, lambda source: source, one_rank(), Progress(speaks=False))
+    held_out = HeldOut(Config(), worker, lambda source: source, one_rank(), Progress(enabled=False))
     scores = held_out.score_tasks(HeldOutScore, tasks, reader, "tasks", theta, inner_loop(worker, "zero"))
     assert torch.equal(worker.read(), theta)
     assert [(score.slot, score.stratum) for score in scores] == [(0, "s0"), (1, "s1")]

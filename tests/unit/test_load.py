@@ -284,7 +284,7 @@ def test_padding_is_the_tokenizers_for_the_model_too(kind, tmp_path):
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**facts, "pad_token_id": None}))
     config = Config(model_name_or_path=str(folder), pooling="model", n_way=3, head_init="learned")
-    single = load_single_process(config, Progress(speaks=False))
+    single = load_single_process(config, Progress(enabled=False))
     assert single.description.hf_config.pad_token_id == single.tokenizer.pad_token_id == 0
     rows = [Example([5, 6, 7, 8, 9, 10][:length], 0) for length in (2, 6, 4)]
     together, alone = single.class_logits(rows), torch.cat([single.class_logits([row]) for row in rows])

@@ -193,4 +193,4 @@ def test_doctor_looks_at_the_network(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
     (found,) = [one for one in doctor.network() if one.level == "problem"]
     assert str(found).startswith(f"problem  network: GLOO_SOCKET_IFNAME=eth9 is no interface of {HERE}; use ")
-    assert doctor.network in doctor.LOOKS
+    assert doctor.network in doctor.CHECKS

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from fmmeta.reliability.signals import born
+from fmmeta.reliability.signals import process_stat
 from tests.distributed.short import until
 from tests.launch import Ended, environment, imported, python, run_ranks
 from tests.mother import PRELOADED
@@ -74,7 +74,7 @@ def test_a_process_ends_with_its_mother(tmp_path):
     until((tmp_path / "there").exists)
     mother.kill()
     mother.wait()
-    until(lambda: born(pid)[:1] in ("", "Z"), 5)
+    until(lambda: process_stat(pid)[1][:1] in ([], ["Z"]), 5)
 
 
 def test_modules_and_files_are_main(tmp_path):

@@ -19,7 +19,7 @@ import pytest
 
 import fmmeta
 from fmmeta import Config, MetaTrainer
-from fmmeta.cli import COMMANDS, find, parse
+from fmmeta.cli import COMMANDS, import_attribute, parse
 from fmmeta.common.progress import Progress
 from fmmeta.config.renamed import RENAMED, translated
 from fmmeta.evaluation.settings import TuneConfig
@@ -183,9 +183,11 @@ def test_the_report_of_a_run_of_0_1_0_shows_the_new_names(tmp_path):
 def test_old_names_are_refused(tmp_path, old, new):
     """As a flag, in a file and as a keyword, by every command that has the setting."""
     note = " 0.6 for start_share 0.4: it is 1 - start_share" if old == "start_share" else ""
-    commands = [name for name in COMMANDS if new in find(COMMANDS[name].settings).__dataclass_fields__]
+    commands = [
+        name for name in COMMANDS if new in import_attribute(COMMANDS[name].settings).__dataclass_fields__
+    ]
     for command in commands:
-        settings = find(COMMANDS[command].settings)
+        settings = import_attribute(COMMANDS[command].settings)
         if old in settings.__dataclass_fields__:
             continue
         said = f"--{old} was renamed; use --{new}{note}"

@@ -122,7 +122,7 @@ EVIL = "\x1b[2J\x9b31m\u202e a\rb\nfmmeta: forged"
 
 
 def test_names_from_data_do_not_steer_a_terminal(monkeypatch, tmp_path, capsys):
-    progress = Progress(speaks=True)
+    progress = Progress(enabled=True)
     progress.notice(f"left out: {EVIL}")
     progress.notice("several", "lines")
     progress.table(EVIL, ["", EVIL], [[EVIL, "1"]])
@@ -211,7 +211,7 @@ def test_doctor_has_a_line_and_a_fix_for_each_question(tmp_path, monkeypatch, ca
     assert all(line.split()[0] in ("ok", "warning", "problem") for line in lines[:-1])
     assert all(";" in line for line in lines[:-1] if line.startswith(("warning", "problem")))
     lock.unlink()
-    monkeypatch.setattr(doctor, "LOOKS", (doctor.python, doctor.build_locks))
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.python, doctor.build_locks))
     with pytest.raises(SystemExit) as ended:
         main(["doctor"])
     assert ended.value.code == 0
@@ -222,7 +222,7 @@ def test_doctor_survives_what_it_looks_at(monkeypatch):
     def broken():
         raise RuntimeError("CUDA driver\nversion is insufficient")
 
-    (found,) = doctor.seen(broken)
+    (found,) = doctor.findings_of(broken)
     assert str(found) == "problem  broken: RuntimeError: CUDA driver version is insufficient; fix that first"
 
 

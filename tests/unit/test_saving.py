@@ -114,23 +114,24 @@ def test_harm_is_named_and_an_older_one_is_taken(tmp_path, harm, said):
     start = open_run(config, "f", one_rank().world)
     start.lock.close()
     assert start.checkpoint == run / "checkpoint-4"
-    assert start.said[0].startswith(f"{run / 'checkpoint-8'} is refused: {said}")
+    assert start.warnings[0].startswith(f"{run / 'checkpoint-8'} is refused: {said}")
     assert (
-        start.said[1]
-        == f"{run / 'checkpoint-8'} was renamed to aside-checkpoint-8: the run goes on from an older one"
+        start.warnings[1]
+        == f"{run / 'checkpoint-8'} was renamed to aside-checkpoint-8: the run resumes from an older one"
     )
     assert (run / "aside-checkpoint-8").is_dir()  # neither lost nor chosen again
     harm(run / "checkpoint-4")
     message = refusal(open_run, config, "f", one_rank().world)
     assert message.startswith(
-        f"output_dir={run} holds no whole checkpoint to go on from ({run / 'checkpoint-4'} is refused: {said}"
+        f"output_dir={run} holds no complete checkpoint to resume from ({run / 'checkpoint-4'} is refused:"
+        f" {said}"
     )
     explicit = Config(
         output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(run / "aside-checkpoint-8")
     )
     if "state" not in said:
         message = refusal(open_run, explicit, "f", one_rank().world)
-        assert "aside-checkpoint-8 is not whole: " in message or "other settings" in message
+        assert "aside-checkpoint-8 is not complete: " in message or "other settings" in message
 
 
 def test_a_checkpoint_that_another_group_removes_is_not_the_last_word(tmp_path, monkeypatch):
@@ -150,7 +151,7 @@ def test_a_checkpoint_that_another_group_removes_is_not_the_last_word(tmp_path, 
 
     monkeypatch.setattr(verify, "find_file_corruption", while_others_save)
     start = open_run(config, "f", one_rank().world)
-    assert (start.checkpoint, start.said) == (run / "checkpoint-6", ())
+    assert (start.checkpoint, start.warnings) == (run / "checkpoint-6", ())
     assert sorted(path.name for path in run.glob("*checkpoint*")) == ["checkpoint-6"]
 
 

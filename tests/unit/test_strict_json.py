@@ -50,7 +50,7 @@ def test_a_setting_that_is_infinite_is_no_change(tmp_path, written):
     if written != "now":
         run["settings"]["mix_temperature"] = math.inf
         (tmp_path / "run.json").write_text(json.dumps(run))
-    assert find_start(config, "f").said == ()
+    assert find_start(config, "f").warnings == ()
 
 
 def test_a_loss_that_is_not_finite_is_the_worst_of_equals_and_stays_so_after_a_resume():

@@ -16,7 +16,7 @@ import pytest
 from fmmeta.config.settings import Config
 from fmmeta.elastic import supervisor as module
 from fmmeta.elastic.supervisor import ElasticConfig, Group, Supervisor
-from fmmeta.reliability.signals import born
+from fmmeta.reliability.signals import process_stat
 from fmmeta.training.run_folder import lock_folder
 from fmmeta.training.run_record import write_run
 from tests.distributed.short import until
@@ -107,7 +107,7 @@ def test_a_rank_that_is_dead_leaves_no_process_behind():
     ]
     below = [int(rank.stdout.readline()) for rank in ranks if rank.stdout]
     assert ranks[0].wait() == 1
-    assert all(born(pid) for pid in below)
+    assert all(process_stat(pid)[0] for pid in below)
     Group("a", processes=list(ranks)).kill()
     assert ranks[1].wait() < 0
-    until(lambda: all(born(pid)[:1] in ("", "Z") for pid in below), 5)
+    until(lambda: all(process_stat(pid)[1][:1] in ([], ["Z"]) for pid in below), 5)

@@ -155,7 +155,7 @@ def test_a_tracker_that_fails_ends_no_run_and_is_told_of_once(monkeypatch, tmp_p
     MetaTrainer(Config(**SMALL, output_dir=str(tmp_path / "run"), report_to=["trackio"])).train()
     said = [line for line in capsys.readouterr().out.splitlines() if "trackio" in line]
     assert said == [
-        "fmmeta: trackio failed (ConnectionError: https://***@tracker.test answers not); the run goes on"
+        "fmmeta: trackio failed (ConnectionError: https://***@tracker.test answers not); the run continues"
         " without it, metrics.jsonl has all numbers"
     ]
     assert [step for step, _ in stub.told] == [1, 2]
@@ -174,7 +174,7 @@ def test_one_that_cannot_start_is_refused_at_the_start_and_noticed_later(monkeyp
     assert said == []
     running = Trackers(said.append)
     running.start(config, tmp_path, 7)
-    assert said == ["wandb cannot start (ConnectionError: no route to host); the run goes on without it"]
+    assert said == ["wandb cannot start (ConnectionError: no route to host); the run continues without it"]
     running.log({"step": 8, "loss": 1.0})
     running.finish()
     assert stub.told == []
