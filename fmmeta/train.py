@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import ElasticController
-from fmmeta.elastic.join import join, with_crew
+from fmmeta.elastic.join import join, with_other_groups
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe
 from fmmeta.parallel.layout import Launch
@@ -64,7 +64,7 @@ class MetaTrainer:
         with world.comm.raise_on_all("looking for trackers"):
             if world.comm.rank == 0:
                 check_installed(config)
-        crew = join(config, world.comm)
+        cross = join(config, world.comm)
         what = f"model_name_or_path={config.model_name_or_path} is being read"
         config = world.run_on_first_rank_of_node(
             what, lambda: fitted(config, describe(config).hf_config), config.prepare_timeout
@@ -80,11 +80,11 @@ class MetaTrainer:
         ranks = build.form_groups(config, plan, world, notice)
         parts = build.build(config, plan, ranks)
         settings = settings_of(config, plan.sources.fingerprint, plan.resolved)
-        ranks = with_crew(ranks, crew, config, settings, parts.worker, plan.precision)
+        ranks = with_other_groups(ranks, cross, config, settings, parts.worker, plan.precision)
         notice(f"output_dir {start.folder}")
         with nullcontext(self.signals) if self.signals else Signals() as signals:
-            guard = Guard(config, ranks, parts.worker, signals, world.board())
-            elastic = crew and ElasticController(config, crew, ranks, notice)
+            guard = Guard(config, ranks, parts.worker, signals, world.shared_store())
+            elastic = cross and ElasticController(config, cross, ranks, notice)
             run = Run(config, plan, ranks, parts, start, self.progress, guard, elastic, self.callbacks)
             run.resume()
             signals.run()

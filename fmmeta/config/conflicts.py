@@ -10,7 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from fmmeta.common.text import any_of
 from fmmeta.config.algorithms import find, supporting
+from fmmeta.config.outer_optimizers import OUTER_OPTIMIZERS
 from fmmeta.config.values import LARGEST
 
 OPTIONAL = {  # settings that only some algorithms go with (AlgorithmSpec.supports), and their unset values
@@ -33,7 +35,6 @@ NOT_ELEMENTWISE = {
     "lars": "it takes norms of whole parameters",
     "sparse_adam": "it takes sparse gradients",
 }
-OUTER_OPTIMIZERS = ("adamw", "sgd", "nesterov", "adagrad", "adamax", "nadam", "radam", "rmsprop")
 
 
 def defaults(c: Any) -> dict[str, Any]:
@@ -258,10 +259,7 @@ def _outer_optimizer_conflicts(c: Any) -> Iterator[str]:
             f" theta is held in shards; use {' or '.join(OUTER_OPTIMIZERS)}"
         )
     if name not in OUTER_OPTIMIZERS:
-        yield (
-            f"outer_optimizer={name} is unknown; use {', '.join(OUTER_OPTIMIZERS[:-1])} or"
-            f" {OUTER_OPTIMIZERS[-1]}"
-        )
+        yield f"outer_optimizer={name} is unknown; use {any_of(OUTER_OPTIMIZERS)}"
 
 
 def _delay_conflicts(c: Any) -> Iterator[str]:

@@ -191,7 +191,7 @@ class Model:
 
     def learned(self, method: str, k_shot: int, episodes: Episodes) -> list[EpisodeScore]:
         """By the inner loop or in context. Collective: world."""
-        worker, theta, ranks = self.parts.worker, self.parts.theta, self.ranks
+        worker, theta, ranks = self.parts.worker, self.parts.meta_params.theta, self.ranks
         slots = {task.seed: slot for slot, task in enumerate(episodes.tasks)}
         what = f"{k_shot}-shot {method}"
         self.progress.start(what)

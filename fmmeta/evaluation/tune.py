@@ -223,7 +223,7 @@ class TuneRun:
 
         Raises `Stopped` on all ranks if one got a stop signal. Collective: world.
         """
-        worker, theta = self.parts.worker, self.parts.theta
+        worker, theta = self.parts.worker, self.parts.meta_params.theta
         inner, count = self._inner(head, rate), len(self.episodes)
         best = f"lowest loss so far {min(one.loss for one in self.tried):.{DECIMALS}f}" if self.tried else ""
         sums = torch.zeros(

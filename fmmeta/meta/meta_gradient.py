@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fmmeta.meta.task_gradient import TaskGradient
-from fmmeta.parallel.process_groups import Communicator
+from fmmeta.parallel.collectives import Communicator, Reduction
 
 
 class MetaGradient:
@@ -34,44 +35,44 @@ class MetaGradient:
                 total.add_(direction.extra[name], alpha=direction.weight)
             self.weight += direction.weight
 
-    def reduce(self, cross: Communicator, weight: float, wire: torch.dtype | None = None) -> Tensor | None:
-        """Mean over the tasks of all groups, or None if none was finite; `extra` then holds means as well.
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """All sums by name; that of theta is the last one."""
+        return {**self.extra, "theta": self.sum}
 
-        `weight`: summed over all groups; `wire`: dtype of what travels.
+    def begin_reduce(
+        self, cross: Communicator, weight: float, comm_dtype: torch.dtype | None = None
+    ) -> PendingMean | None:
+        """Start the all-reduce of all sums across groups; None if `weight`, that of all groups, is 0.
 
-        One reduction of the rank's shard, whatever the number of tasks and inner steps. Collective: cross.
-        """
-        means = self.begin(cross, weight, wire)
-        return None if means is None else self.end(means)
-
-    def begin(
-        self, cross: Communicator, weight: float, wire: torch.dtype | None = None
-    ) -> Iterator[slice] | None:
-        """Begin `reduce`; return an iterator of slices of `sum`, or None where the weight is 0.
-
-        Exhaust it exactly once. Each slice holds the mean when it is yielded, and `extra` is complete before
-        the first. Add nothing in between. Collective: cross.
+        One reduction of the rank's shard, whatever the number of tasks and inner steps. Add nothing while it
+        is pending. comm_dtype: dtype in which elements are sent. Collective: cross.
         """
         if weight == 0:
             return None
-        begun = [cross.begin_sum_(total, wire) for total in (*self.extra.values(), self.sum)]
-        return self._means(begun, weight)
-
-    def _means(self, begun: Sequence[Iterator[slice]], weight: float) -> Iterator[slice]:
-        for total, places in zip(self.extra.values(), begun, strict=False):
-            for place in places:
-                total.view(-1)[place].div_(weight)
-        for place in begun[-1]:
-            self.sum[place].div_(weight)
-            yield place
-
-    def end(self, means: Iterator[slice]) -> Tensor:
-        """Wait for all of them."""
-        for _ in means:
-            pass
-        return self.sum
+        reductions = {name: cross.begin_sum_(total, comm_dtype) for name, total in self.sums.items()}
+        return PendingMean(self.sums, weight, reductions)
 
     def clear(self) -> None:
-        for total in (self.sum, *self.extra.values()):
+        for total in self.sums.values():
             total.zero_()
         self.weight = 0.0
+
+
+@dataclass
+class PendingMean:
+    """The mean meta-gradient over the tasks of all groups, whose reductions may be pending.
+
+    sums: tensors by name, `theta` [S] among them. A sum becomes a mean, in place, once it has been divided by
+    `weight`. reductions: the pending ones; a sum without an entry has arrived.
+    """
+
+    sums: dict[str, Tensor]
+    weight: float = 1.0
+    reductions: dict[str, Reduction] = field(default_factory=dict)
+
+    def finish(self, name: str) -> Tensor:
+        """Wait for one whole sum and divide it; call it once for each name."""
+        if name in self.reductions:
+            self.reductions[name].wait_all()
+        return self.sums[name].div_(self.weight)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.text import any_of
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,3 @@ class GroupCoordinates:
 
 def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def any_of(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

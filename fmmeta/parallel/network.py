@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Protocol
 
 from fmmeta.common.errors import UsageError
-from fmmeta.parallel.layout import Launch, any_of
+from fmmeta.common.text import any_of
+from fmmeta.parallel.layout import Launch
 
 INFINIBAND = Path("/sys/class/infiniband")
 NUMBERS = (

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from fmmeta.common.errors import UsageError
-from fmmeta.parallel.layout import Launch, any_of, divisors
+from fmmeta.common.text import any_of
+from fmmeta.parallel.layout import Launch, divisors
 
 SHOWN = 16  # groups that a map shows one by one
 
@@ -55,7 +56,7 @@ class Nodes:
         """The lowest rank of the same node."""
         return self.node.index(self.node[rank])
 
-    def second(self, rank: int) -> bool:
+    def is_second(self, rank: int) -> bool:
         """Whether exactly one rank of the same node is lower."""
         return self.node[:rank].count(self.node[rank]) == 1
 
@@ -64,7 +65,7 @@ class Nodes:
         groups = range(0, len(self.node), group_size)
         return [list(dict.fromkeys(self.node[start : start + group_size])) for start in groups]
 
-    def can_defer_backward(self, group_size: int) -> bool:
+    def are_groups_on_nodes(self, group_size: int) -> bool:
         """Whether every group is on one node."""
         return all(len(nodes) == 1 for nodes in self.spanned(group_size))
 
@@ -81,7 +82,7 @@ class Nodes:
         where = f"group {first} ({ranks_of(first, group_size)}) is on {self.names(spanned[first])}"
         if group_size <= min(self.sizes):
             sizes = divisors(len(self.node))
-            good = [str(size) for size in sizes if self.can_defer_backward(size) or size > min(self.sizes)]
+            good = [str(size) for size in sizes if self.are_groups_on_nodes(size) or size > min(self.sizes)]
             raise UsageError(
                 f"group_size={group_size} fits on a node, but {where}, and all that it sends in every pass"
                 f" would cross the network; use group_size {any_of(good)}, or start consecutive ranks on each"
@@ -113,7 +114,7 @@ class Nodes:
         if len(spanned) > SHOWN:
             lines.append(
                 f"and {len(spanned) - SHOWN} more groups,"
-                f" {'all on one node each' if self.can_defer_backward(group_size) else 'alike'}"
+                f" {'all on one node each' if self.are_groups_on_nodes(group_size) else 'alike'}"
             )
         if group_size > 1:
             far = sum(len(nodes) > 1 for nodes in spanned)

@@ -28,7 +28,8 @@ from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.common.errors import MachineFault
 from fmmeta.config.settings import Config
 from fmmeta.meta.task_gradient import TaskGradient
-from fmmeta.parallel.process_groups import ProcessGroups, SharedStore
+from fmmeta.parallel.process_groups import ProcessGroups
+from fmmeta.parallel.rendezvous import SharedStore
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.replicas import hash_vector
 from fmmeta.reliability.signals import Launcher, Signals
@@ -112,7 +113,7 @@ class Guard:
             torch.tensor(mine, dtype=torch.float64)
         ).tolist()
         self.stop_requested, self.exploded = asked > 0 or left > 0, int(exploded)
-        if self.ranks.crew is not None and (
+        if self.ranks.is_elastic and (
             self.config.max_task_loss is not None or self.config.max_task_norm is not None
         ):
             self.exploded = int(self.ranks.cross.sum_(torch.tensor([exploded], dtype=torch.float64)))
@@ -155,7 +156,7 @@ class Guard:
         self.watch.record(time.monotonic() - self.watch.began)
         every = self.config.check_replicas_steps
         if (
-            every and outer_step % every == 0 and self.ranks.crew is None
+            every and outer_step % every == 0 and not self.ranks.is_elastic
         ):  # with --elastic they are compared at the roll call
             self.check_replicas(outer_step, theta)
 

@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fmmeta.parallel.nodes import link_of
-from fmmeta.parallel.process_groups import ProcessGroups, SharedStore
+from fmmeta.parallel.process_groups import ProcessGroups
+from fmmeta.parallel.rendezvous import SharedStore
 from fmmeta.reliability.signals import EXIT_FAULT, Launcher, Signals, born
 
 FIRST_S, FLOOR_S, TIMES = (
@@ -122,7 +123,7 @@ class Watchdog:
                 if self.signals.asked and not told:
                     self.board.set("stop", self.signals.asked)
                     told = True
-                elif not told and (asked := self.board.look("stop")):
+                elif not told and (asked := self.board.get("stop")):
                     self.signals.asked = self.signals.asked or asked
                     self.signals.at = self.signals.at or time.monotonic()
                     told = True
@@ -140,7 +141,7 @@ class Watchdog:
                 words["stack"] = stack_of(self.main)
             self.board.set(f"beat/{self.rank}", json.dumps(words))
         if self.asked.is_set():
-            beats = self.board.read([f"beat/{rank}" for rank in range(self.ranks.world.size)])
+            beats = self.board.get_existing([f"beat/{rank}" for rank in range(self.ranks.world.size)])
             self.heard = self.heard or [now] * len(beats)
             before = self.beats or beats
             self.heard = [

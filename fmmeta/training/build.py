@@ -22,6 +22,7 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.in_context import prompted
+from fmmeta.meta.parameters import MetaParameters
 from fmmeta.models.forward_options import check_attention
 from fmmeta.models.layer_timing import layer_seconds
 from fmmeta.models.lazy_weights import open_lazy_model
@@ -179,7 +180,7 @@ def form_groups(config: Config, plan: Plan, world: World, notice: Notice) -> Pro
     stage += f", {config.pipeline_stages} pipeline stages" if config.pipeline_stages > 1 else ""
     stage += f", {config.tensor_parallel_size} tensor ranks" if config.tensor_parallel_size > 1 else ""
     notice(f"{ranks.layout} on {world.device.type}; {stage}; {'bf16' if plan.precision.bf16 else 'fp32'}")
-    for text in (*world.said, *([warned] if warned else [])):
+    for text in (*world.warnings, *([warned] if warned else [])):
         notice(text)
     if config.show_layout:
         shown = show_layout(config, plan, sizes_at(1).params, world, group_size, engine)
@@ -242,7 +243,7 @@ class Parts:
     """A worker that holds theta, and what a run needs besides."""
 
     worker: Worker
-    theta: Tensor
+    meta_params: MetaParameters
     frozen: dict[
         str, Tensor
     ]  # untrained tensors by name, on the rank that writes them, for export; none beside adapters
@@ -290,7 +291,15 @@ def build(config: Config, plan: Plan, ranks: ProcessGroups) -> Parts:
     if find(config.algorithm).in_prompt:
         positions = getattr(plan.description.hf_config, "max_position_embeddings", None)
         prompt = partial(prompted, bos_token_id=plan.tokenizer.bos_token_id, positions=positions)
-    return Parts(worker, theta, started.frozen, setup, dealer_of(config, plan, place), place, prompt)
+    return Parts(
+        worker,
+        MetaParameters.of(theta, setup.inner),
+        started.frozen,
+        setup,
+        dealer_of(config, plan, place),
+        place,
+        prompt,
+    )
 
 
 def dealer_of(config: Config, plan: Plan, place: GroupCoordinates) -> Batcher:

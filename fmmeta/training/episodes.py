@@ -20,7 +20,8 @@ import torch
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.parallel.process_groups import PeerError, ProcessGroups
+from fmmeta.parallel.collectives import PeerError
+from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode, LoadResult
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task, assign_to_groups

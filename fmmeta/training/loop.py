@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from torch import Tensor
+
 from fmmeta.common.errors import PeerLost, Stopped, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.algorithms import find
@@ -52,7 +54,7 @@ class Run:
     ) -> None:
         self.config, self.plan, self.ranks, self.parts = config, plan, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
-        self.worker, self.theta = parts.worker, parts.theta
+        self.worker = parts.worker
         self.state = TrainingState(config, plan, ranks, parts, start.folder, progress.notice)
         self.spec = find(config.algorithm)
         self.trains = not self.spec.trains_nothing
@@ -85,6 +87,11 @@ class Run:
             ],
             user_callbacks,
         )
+
+    @property
+    def theta(self) -> Tensor:
+        """The live meta-parameters of the model, fp32 [S]: this rank's part."""
+        return self.state.meta_params.theta
 
     def resume(self) -> None:
         """Load the newest checkpoint, if there is one, and open the files of the run. Collective: world."""
@@ -183,7 +190,7 @@ class Run:
         if guard.agree_to_abandon(state.saver):
             return Outcome.STOP
         no_data = self._apply_bad_task_policy(metrics)
-        update = state.updates.move(weight, step, no_data, step + 1 == self.config.outer_steps)
+        update = state.updates.step(weight, step, no_data, step + 1 == self.config.outer_steps)
         if update is not None and update.applied:
             self.worker.write(self.theta)
         guard.end_step(step + 1, self.theta)
@@ -269,7 +276,7 @@ class Run:
         state, step = self.state, self.state.outer_step
         if not self.controller.writes:
             return
-        if self.ranks.crew is None and not state.is_saved():
+        if not self.ranks.is_elastic and not state.is_saved():
             # other groups do not save; with --elastic they are compared at the roll call
             self.guard.begin_stage(
                 f"outer step {step}, comparing theta"

@@ -170,7 +170,7 @@ class Profiler(Callback):
             parts["group communication"] = [(worker.group, "sum_"), (pending_type(), "wait")]
         if run.ranks.world.size > 1:
             parts["cross-group"] = [
-                (run.state.updates, "move"),
+                (run.state.updates, "step"),
                 (run.ranks.world, "sum_"),
                 (run.ranks.world, "gather_bytes"),
             ]

@@ -24,7 +24,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.security import make_folders, remove_empty
 from fmmeta.common.text import as_stored
 from fmmeta.config.settings import Config, changed_settings
-from fmmeta.parallel.process_groups import Communicator
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.training.run_record import NOTHING, read_run, settings_of
 
 LOCK = ".lock"

@@ -101,9 +101,9 @@ def main(cases_file: str, out: str) -> None:
             effects = {
                 "gradient_checkpointing": bool(layers),
                 "packing": parts.dealer.pack is not None,
-                "offload_outer": run.state.outer.home.offload,
+                "offload_outer": run.state.outer.memory.offload,
                 "outer_delay": run.state.updates.delay,
-                "reduce_dtype": {torch.float32: "", torch.bfloat16: "bf16"}[run.state.updates.wire],
+                "reduce_dtype": {torch.float32: "", torch.bfloat16: "bf16"}[run.state.updates.comm_dtype],
                 "lora_r": max(adapters, default=0),
             }
             facts = {
