@@ -327,10 +327,10 @@ def network() -> list[Finding]:
     """
     import torch
 
-    from fmmeta.parallel.network import findings, interfaces, is_loopback, own_addresses
+    from fmmeta.parallel.network import interfaces, is_loopback, issues, own_addresses
 
     known = interfaces()
-    wrong = list(findings(os.environ, known, torch.cuda.is_available()))
+    wrong = list(issues(os.environ, known, torch.cuda.is_available()))
     found = [Finding("network", "problem" if one.fatal else "warning", one.text, one.fix) for one in wrong]
     up = [one.name for one in known if one.up and one.addresses and not any(map(is_loopback, one.addresses))]
     if not found:

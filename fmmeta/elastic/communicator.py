@@ -28,7 +28,7 @@ from fmmeta.common.errors import PeerLost
 from fmmeta.elastic.lighthouse_client import LighthouseClient, coordination, first_line, reachable_as
 from fmmeta.elastic.membership import GroupInfo, Membership
 from fmmeta.parallel.collectives import Communicator, Reduction
-from fmmeta.parallel.process_groups import RendezvousStore, connect_gloo, is_reachable
+from fmmeta.parallel.process_groups import connect_gloo, is_reachable, listening_store
 from fmmeta.parallel.rendezvous import is_proof, proof
 
 CONNECT_S = 10.0  # timeout of members that connect to each other; gloo tries up to four times for so long
@@ -49,13 +49,14 @@ class ElasticCommunicator(Communicator):
         self.name = own.gather_bytes(unique.encode())[0].decode()
         self.fresh, self.writes, self.connection = True, False, ""
         self.timeout_s = CONNECT_S
-        self.client: LighthouseClient | None = None  # on rank 0
-        self.store: Any = None
+        self.client: LighthouseClient | None = None
+        self.store_address, self.store = "", None  # where the other groups connect; on rank 0
         with own.raise_on_all("looking for the lighthouse"):
             self.host = reachable_as(lighthouse)
             if own.rank == 0:
                 self.client = LighthouseClient(lighthouse, self.name, coordination())
-                self.store = RendezvousStore(self.host)
+                self.store = listening_store(self.host, 0)
+                self.store_address = f"{self.host}:{self.store.port}"
 
     def form(self, step: int, timeout_s: float) -> Membership:
         """Wait for the other groups of this outer step and connect to them. Collective: all groups.
@@ -85,12 +86,12 @@ class ElasticCommunicator(Communicator):
     def _request_quorum(self, client: LighthouseClient, step: int, timeout_s: float) -> Any:
         """The quorum: a unique name, its members, and the number of other groups listed."""
         data = {name: getattr(self, name) for name in ("fresh", "writes", "connection", "config_hash")}
-        data["proof"] = proof(self.secret, self.name, self.store.address, step, data)
-        client.start_heartbeats(self.store.address, self.own.size)
+        data["proof"] = proof(self.secret, self.name, self.store_address, step, data)
+        client.start_heartbeats(self.store_address, self.own.size)
         quorum = client.request_quorum(
             timeout_s,
             address="",
-            store_address=self.store.address,
+            store_address=self.store_address,
             step=step,
             world_size=self.own.size,
             shrink_only=False,

@@ -110,7 +110,7 @@ class ElasticController(StaticController):
         run.state.updates.meta.clear()
 
     def should_leave(self, guard: Guard) -> bool:
-        """Whether this group, which was asked to stop, leaves its tasks of this step to the others."""
+        """Whether this group received a stop signal and leaves its tasks of this step to the others."""
         guard.stop_requested = guard.stop_requested or guard.abandoned
         return guard.abandoned
 

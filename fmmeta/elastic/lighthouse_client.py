@@ -16,7 +16,6 @@ from __future__ import annotations
 import importlib
 import os
 import queue
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -24,6 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fmmeta.common.errors import MachineFault, UsageError
+from fmmeta.parallel.network import source_address
 
 HEARTBEAT, CONNECT = timedelta(milliseconds=250), timedelta(seconds=10)
 STATUS_S = 1.0  # between two status requests while a quorum request is pending
@@ -138,18 +138,17 @@ def reachable_as(lighthouse: str) -> str:
     """The address of this machine as the lighthouse's machine sees it. Raises `UsageError`."""
     try:
         there = urlsplit(lighthouse)
-        host, port = there.hostname, there.port
-        if there.scheme != "http" or not host or not port:
+        if there.scheme != "http" or not there.hostname or not there.port:
             raise ValueError("no http://HOST:PORT")
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(found[4])  # sends nothing
-            return probe.getsockname()[0]
-    except (OSError, ValueError) as error:
+        found = source_address(there.hostname, there.port)
+        if found is None:
+            raise ValueError(f"no route to {there.hostname}")
+    except ValueError as error:
         raise UsageError(
             f"lighthouse={lighthouse} is no address ({error}); give http://HOST:PORT as `fmmeta lighthouse`"
             " prints it"
         ) from None
+    return found
 
 
 def first_line(error: BaseException) -> str:

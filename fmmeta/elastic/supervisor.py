@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,6 +27,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config, setting
 from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
 from fmmeta.elastic.lighthouse_client import coordination
+from fmmeta.parallel.network import listen
 from fmmeta.reliability.signals import EXIT_FAULT, EXIT_STOPPED
 from fmmeta.training.run_folder import lock_folder
 from fmmeta.training.run_record import read_run
@@ -55,23 +55,17 @@ class ElasticConfig(Config):
         super().__post_init__()
 
 
-class Process(Protocol):
-    """A rank as a subprocess, leader of a separate session."""
-
-    @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def wait(self) -> int: ...
-    def send_signal(self, sig: int) -> None: ...
-
-
 @dataclass
 class Group:
-    """A launch. starts: how often it was started; ended: its exit code when it is not restarted any more."""
+    """A launch. starts: how often it was started; ended: its exit code when it is not restarted any more.
+
+    processes: its ranks, each the leader of a separate session: `subprocess.Popen`, or objects with the same
+    `pid`, `poll`, `wait` and `send_signal`.
+    """
 
     name: str
     starts: int = 0
-    processes: list[Process] = field(default_factory=list)
+    processes: list[Any] = field(default_factory=list)
     ended: int | None = None
 
     def terminate(self) -> None:
@@ -186,7 +180,9 @@ class Supervisor:
 
     def start(self, group: Group) -> None:
         """Start the processes of a separate launch, with separate ranks and port."""
-        size, port = self.config.ranks_per_group, free_port()
+        size = self.config.ranks_per_group
+        with listen("127.0.0.1", 0) as probe:
+            port = probe.getsockname()[1]
         command = [sys.executable, "-m", "fmmeta", "train", "--config", self.file, "--group_name", group.name]
         env = {**os.environ, **self.devices(self.groups.index(group))}
         env |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
@@ -197,7 +193,7 @@ class Supervisor:
             for rank in range(size)
         ]
 
-    def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Process:
+    def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Any:
         """Start a rank and log its output."""
         process = subprocess.Popen(
             command,
@@ -246,9 +242,3 @@ def run(config: ElasticConfig) -> None:
     code = supervisor.run()
     sys.stdout.flush()
     os._exit(code if code >= 0 else 128 - code)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

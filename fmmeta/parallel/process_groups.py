@@ -249,7 +249,7 @@ def loopback_store(launch: Launch) -> dist.Store | None:
 
 
 def listening_store(host: str, port: int) -> dist.TCPStore:
-    """A store of this process that listens on the address `host` alone; port 0: any. Raises `OSError`."""
+    """A store that this process hosts on the address `host` alone; port 0: any. Raises `OSError`."""
     listener = network.listen(host, port)
     return dist.TCPStore(
         host,
@@ -262,16 +262,8 @@ def listening_store(host: str, port: int) -> dist.TCPStore:
     )
 
 
-class RendezvousStore:
-    """A store at `address` (host:port) where processes of different launches meet; this process hosts it."""
-
-    def __init__(self, host: str) -> None:
-        self.store = listening_store(host, 0)
-        self.address = f"{host}:{self.store.port}"
-
-
 def is_reachable(address: str, timeout_s: float) -> bool:
-    """Whether the host of a `RendezvousStore` is alive; the kernel refuses connections otherwise."""
+    """Whether the process that hosts a store (`listening_store`) is alive, by a connection to its port."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout_s).close()
@@ -281,7 +273,7 @@ def is_reachable(address: str, timeout_s: float) -> bool:
 
 
 def connect_gloo(address: str, name: str, rank: int, size: int, timeout: timedelta, own_address: str) -> Any:
-    """A gloo backend of `size` ranks that meet at a `RendezvousStore` under a name that is used once.
+    """A gloo backend of `size` ranks that meet at the store of `address`, under a name that is used once.
 
     own_address: the address that gloo listens on, unless the user names an interface. Raises `RuntimeError`
     if one of the ranks does not come. Collective: these ranks.
