@@ -4,9 +4,9 @@
     delayed    theta_1 = theta_0;   theta_{t+1} = U(theta_t, G_{t-1}(theta_{t-1}); lr_{t-1})
                after the last outer step, the last meta-gradient is applied as well
 
-G_t: the mean meta-gradient of meta-batch t; U: clipping, optimizer, weight decay. Delayed, the reduction of
-G_t across the groups has the inner loops of step t + 1 to hide behind; the price is a gradient that is one
-update old, as in pipelined and asynchronous SGD (Langford, Smola, Zinkevich 2009, arXiv 0911.0491). One
+G_t: the mean meta-gradient of meta-batch t; U: clipping, optimizer, weight decay. With a delay the reduction
+of G_t across the groups runs during the inner loops of step t + 1; the price is a gradient that is one update
+old, as in pipelined and asynchronous SGD (Langford, Smola, Zinkevich 2009, arXiv 0911.0491). One
 reduction is pending at any time, every rank starts it at the same place between two steps, and nothing else
 uses the cross communicator meanwhile.
 

@@ -104,9 +104,9 @@ class World:
         shared, key = SharedStore(self.store, self.secret), f"first_on_node/{self.prepared}/{first}"
         outcome, result = "failed", None
         if rank != first:
-            host = f"rank {first} on {platform.node()} ({doing})"
+            peer = f"rank {first} on {platform.node()} ({doing})"
             outcome = self._wait_for(
-                shared, key, host, timeout_s, log if self.nodes.is_second(rank) else None
+                shared, key, peer, timeout_s, log if self.nodes.is_second(rank) else None
             )
         with self.comm.raise_on_all(doing):
             try:
@@ -119,7 +119,7 @@ class World:
         return cast("T", result)
 
     def _wait_for(
-        self, shared: SharedStore, key: str, host: str, timeout_s: float, log: Callable[[str], None] | None
+        self, shared: SharedStore, key: str, peer: str, timeout_s: float, log: Callable[[str], None] | None
     ) -> str:
         """The value of `key`, once it has one. log: None on ranks that log nothing."""
         began, logged, rank = time.monotonic(), 0.0, self.launch.global_rank
@@ -127,7 +127,7 @@ class World:
             waited = time.monotonic() - began
             if waited > timeout_s:
                 text = (
-                    f"prepare_timeout={timeout_s:g}: rank {rank} has waited {waited:.0f} s for {host}; raise"
+                    f"prepare_timeout={timeout_s:g}: rank {rank} has waited {waited:.0f} s for {peer}; raise"
                     " it, or look there"
                 )
                 if log:
@@ -135,7 +135,7 @@ class World:
                 raise UsageError(text)
             if log and waited - logged >= LOG_S:
                 logged = waited
-                log(f"rank {rank} waits for {host}: {waited:.0f} s so far, {timeout_s:g} s at most")
+                log(f"rank {rank} waits for {peer}: {waited:.0f} s so far, {timeout_s:g} s at most")
             time.sleep(0.05)
         return outcome
 
