@@ -91,10 +91,7 @@ class ElasticController(StaticController):
             self._become_writer(run, LOCK_S)
         self.membership = members
         if members.restarted:
-            labels, noun = (
-                ", ".join(group.label for group in groups),
-                "group" if len(groups) == 1 else "groups",
-            )
+            noun, labels = "group" if len(groups) == 1 else "groups", ", ".join(one.label for one in groups)
             self.log(f"outer step {run.state.outer_step + 1}: {len(groups)} {noun} ({labels})")
 
     def form_again(self, run: Run, lost: PeerLost) -> None:

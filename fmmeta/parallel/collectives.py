@@ -79,17 +79,17 @@ class Communicator:
         if self.size == 1:
             return Reduction([slice(0, flat.numel())])
         comm_dtype, away = comm_dtype or tensor.dtype, tensor.device != self.device
-        parts = flat.split(BUCKET)
-        begins = [BUCKET * number for number in range(len(parts))]
-        reduction = Reduction([slice(b, b + part.numel()) for b, part in zip(begins, parts, strict=True)])
-        for number, part in enumerate(parts):
+        size = flat.numel()
+        reduction = Reduction([slice(b, min(b + BUCKET, size)) for b in range(0, size, BUCKET)])
+        for number, bucket in enumerate(reduction.buckets):
+            part = flat[bucket]
             staging = part.to(self.device, comm_dtype)
             reduction.pending[number] = part, staging, self.backend.allreduce([staging])
             if away and number:
                 reduction.wait(number - 1)
         if away:
             reduction.wait_all()
-        self.bytes_sent += tensor.numel() * comm_dtype.itemsize
+        self.bytes_sent += size * comm_dtype.itemsize
         return reduction
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:

@@ -87,9 +87,7 @@ class World:
         self.secret = self.comm.gather_bytes(os.urandom(32))[0]  # by gloo, so that it is never in the store
         self.nodes = Nodes.of(self.comm, launch)
 
-    def run_on_first_rank_of_node(
-        self, doing: str, work: Callable[[], T], timeout_s: float, log: Callable[[str], None] | None = None
-    ) -> T:
+    def run_on_first_rank_of_node(self, doing: str, work: Callable[[], T], timeout_s: float) -> T:
         """Run `work` on the first rank of every node and, when it has ended there, on the other ranks, which
         find its files prepared. Collective: world.
 
@@ -97,7 +95,6 @@ class World:
         `timeout_s` raises `UsageError` at once. The second rank of a node logs that it waits.
         """
         assert self.store is not None, "before close"
-        log = log or (lambda text: print(f"fmmeta: {text}", file=sys.stderr, flush=True))
         rank = self.launch.global_rank
         first = self.nodes.first(rank)
         self.prepared += 1
@@ -105,9 +102,7 @@ class World:
         outcome, result = "failed", None
         if rank != first:
             peer = f"rank {first} on {platform.node()} ({doing})"
-            outcome = self._wait_for(
-                shared, key, peer, timeout_s, log if self.nodes.is_second(rank) else None
-            )
+            outcome = self._wait_for(shared, key, peer, timeout_s)
         with self.comm.raise_on_all(doing):
             try:
                 if rank == first or outcome == "done":  # if it failed there, every rank raises that error
@@ -118,10 +113,8 @@ class World:
                     shared.set(key, outcome)
         return cast("T", result)
 
-    def _wait_for(
-        self, shared: SharedStore, key: str, peer: str, timeout_s: float, log: Callable[[str], None] | None
-    ) -> str:
-        """The value of `key`, once it has one. log: None on ranks that log nothing."""
+    def _wait_for(self, shared: SharedStore, key: str, peer: str, timeout_s: float) -> str:
+        """The value of `key`, once `peer` has set it."""
         began, logged, rank = time.monotonic(), 0.0, self.launch.global_rank
         while not (outcome := shared.get(key)):
             waited = time.monotonic() - began
@@ -130,14 +123,19 @@ class World:
                     f"prepare_timeout={timeout_s:g}: rank {rank} has waited {waited:.0f} s for {peer}; raise"
                     " it, or look there"
                 )
-                if log:
-                    log(f"error: {text}")
+                self._log_on_second_rank(f"error: {text}")
                 raise UsageError(text)
-            if log and waited - logged >= LOG_S:
+            if waited - logged >= LOG_S:
                 logged = waited
-                log(f"rank {rank} waits for {peer}: {waited:.0f} s so far, {timeout_s:g} s at most")
+                so_far = f"{waited:.0f} s so far, {timeout_s:g} s at most"
+                self._log_on_second_rank(f"rank {rank} waits for {peer}: {so_far}")
             time.sleep(0.05)
         return outcome
+
+    def _log_on_second_rank(self, text: str) -> None:
+        """Log a line on one waiting rank of each node."""
+        if self.nodes.is_second(self.launch.global_rank):
+            print(f"fmmeta: {text}", file=sys.stderr, flush=True)
 
     def split(self, group_size: int, default_group: bool = True) -> ProcessGroups:
         """Make groups of `group_size`; with `default_group` each becomes the default world of its processes.

@@ -65,7 +65,7 @@ def main(cases_file: str, out: str) -> None:
         parts = build.build(config, plan, ranks)
         began = load_learner(config, plan.description)
         off = [
-            float((parts.worker.whole(parts.theta, name, tuple(p.shape)).cpu() - p).abs().max())
+            float((parts.worker.whole(parts.meta_params.theta, name, tuple(p.shape)).cpu() - p).abs().max())
             for name, p in began.named_parameters()
             if p.requires_grad
         ]
