@@ -125,7 +125,7 @@ class Trial:
     def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Born:
         log = self.folder.with_name(f"{name}-{time.monotonic_ns()}.log")
         born = Born.of(command[1:], log, env, before=self.before)
-        threading.Thread(target=self.supervisor.pass_on, args=(name, born.lines()), daemon=True).start()
+        threading.Thread(target=self.supervisor.log_output, args=(name, born.lines()), daemon=True).start()
         return born
 
     def hear(self, line: str) -> None:
@@ -173,7 +173,7 @@ class Trial:
 
     def close(self) -> None:
         """End whatever is left."""
-        self.supervisor.config.max_restarts, self.supervisor.asked = 0, signal.SIGTERM
+        self.supervisor.config.max_restarts, self.supervisor.stop_signal = 0, signal.SIGTERM
         for group in self.supervisor.groups:
             group.kill()
         if self.thread.is_alive():
@@ -358,7 +358,7 @@ def measure(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any
         ),
         "killed": [{**kill, "at": round(kill["at"] - began, 2)} for kill in trial.kills],
         "restarts": {group.name: group.starts - 1 for group in trial.supervisor.groups},
-        "heals": sum("healed from" in line for line in trial.log),
+        "heals": sum("state received from" in line for line in trial.log),
         "seconds_of_a_step": step,
         "lost_seconds_of_a_kill": spread(lost) if lost else None,
         "seconds_of_a_join": spread(joined) if joined else None,

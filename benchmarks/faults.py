@@ -175,7 +175,7 @@ class Bench:
         import torch
 
         from fmmeta import checkpoint
-        from fmmeta.parallel.process_groups import Communicator
+        from fmmeta.parallel.collectives import Communicator
 
         alone = Communicator(None, 0, 1, torch.device("cpu"))
         self.counts["checkpoints"] += len(checkpoint.list_complete(run))

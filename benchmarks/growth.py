@@ -53,7 +53,7 @@ def outer_step(prepared: Prepared, sizes: dict[str, int], number: int) -> None:
     for _ in range(sizes["tasks"]):
         sets = [random_set(sizes["rows"], sizes["length"], vocabulary, draw) for _ in range(2)]
         updates.meta.add(rule.direction(run.worker, run.theta, Episode(*sets), updates.meta.sum))
-    moved = updates.move(updates.meta.weight, 0, False, True)
+    moved = updates.step(updates.meta.weight, 0, False, True)
     if moved is not None and moved.applied:
         run.worker.write(run.theta)
 

@@ -263,7 +263,7 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
     from types import SimpleNamespace
 
     from fmmeta.models import layer_timing
-    from fmmeta.parallel.process_groups import Communicator
+    from fmmeta.parallel.collectives import Communicator
     from fmmeta.planning import calibrate
     from fmmeta.planning.settings import PlanConfig
 

@@ -231,10 +231,10 @@ def network() -> list[Finding]:
     """Interfaces, timeouts and the flight recorder as the environment sets them; this host's address."""
     import torch
 
-    from fmmeta.parallel.network import findings, interfaces, is_loopback, own_addresses
+    from fmmeta.parallel.network import interfaces, is_loopback, issues, own_addresses
 
     known = interfaces()
-    wrong = list(findings(os.environ, known, torch.cuda.is_available()))
+    wrong = list(issues(os.environ, known, torch.cuda.is_available()))
     found = [Finding("network", "problem" if one.fatal else "warning", one.text, one.fix) for one in wrong]
     up = [one.name for one in known if one.up and one.addresses and not any(map(is_loopback, one.addresses))]
     if not found:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import ElasticController
-from fmmeta.elastic.join import join, with_crew
+from fmmeta.elastic.join import join, with_other_groups
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe
 from fmmeta.parallel.layout import Launch
@@ -70,7 +70,7 @@ class MetaTrainer:
         with world.comm.raise_on_all("looking for trackers"):
             if world.comm.rank == 0:
                 check_installed(config)
-        crew = join(config, world.comm)
+        cross = join(config, world.comm)
         what = f"model_name_or_path={config.model_name_or_path} is being read"
         config = world.run_on_first_rank_of_node(
             what, lambda: fitted(config, describe(config).hf_config), config.prepare_timeout
@@ -87,14 +87,14 @@ class MetaTrainer:
         ranks = world.split(plan.group_size, plan.engine == "deepspeed")
         parts = build.build(config, inputs, plan, ranks)
         settings = settings_of(config, inputs.sources.fingerprint, inputs.resolved)
-        ranks = with_crew(ranks, crew, config, settings, parts.worker, plan.deepspeed)
+        ranks = with_other_groups(ranks, cross, config, settings, parts.worker, plan.deepspeed)
         notice(f"output_dir {start.folder}")
         with nullcontext(self.signals) if self.signals else Signals() as signals:
-            elastic = crew and ElasticController(config, crew, ranks, notice)
+            elastic = cross and ElasticController(config, cross, ranks, notice)
             run = Run(config, inputs, ranks, parts, start, self.progress, signals, elastic, self.callbacks)
             run.resume()
             signals.run()
-            with watching(run.stage, world.board(), ranks, signals):
+            with watching(run.stage, world.shared_store(), ranks, signals):
                 try:
                     run.loop()
                     return finish(run)

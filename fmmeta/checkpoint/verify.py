@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 from fmmeta.common.errors import UsageError
 from fmmeta.config.renamed import translated
 from fmmeta.config.settings import Config
-from fmmeta.parallel.process_groups import Communicator
+from fmmeta.parallel.collectives import Communicator
 
 STATE, TABLES, MANIFEST = "state.json", "tables.safetensors", "manifest.json"
 FILES = re.compile(r"shard-[0-9]{5}\.safetensors|tables\.safetensors|state\.json")

@@ -32,8 +32,9 @@ from fmmeta.checkpoint.verify import MANIFEST, STATE, TABLES, Entry, list_comple
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import sync
 from fmmeta.common.text import to_json
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import Fragment, ParamMap
-from fmmeta.parallel.process_groups import Communicator, ProcessGroups
+from fmmeta.parallel.process_groups import ProcessGroups
 
 DTYPES = {torch.float32: "F32", torch.float64: "F64"}  # of vectors and tables
 CHUNK_BYTES = 2**24  # written and hashed at a time

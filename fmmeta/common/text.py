@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+
+def any_of(choices: Iterable[str]) -> str:
+    """`a, b or c`."""
+    *others, last = choices
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def shortened(value: Any) -> str:

@@ -10,7 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from fmmeta.common.text import any_of
 from fmmeta.config.algorithms import find
+from fmmeta.config.outer_optimizers import OUTER_OPTIMIZERS
 from fmmeta.config.values import LARGEST, shown
 
 Conflicts = list[tuple[Any, str]]
@@ -25,7 +27,6 @@ NOT_ELEMENTWISE = {
     "lars": "it takes norms of whole parameters",
     "sparse_adam": "it takes sparse gradients",
 }
-OUTER_OPTIMIZERS = ("adamw", "sgd", "nesterov", "adagrad", "adamax", "nadam", "radam", "rmsprop")
 
 
 def problems(c: Any) -> Iterator[str]:
@@ -241,8 +242,7 @@ def of_outer_step(c: Any) -> Conflicts:
         ),
         (
             name not in OUTER_OPTIMIZERS,
-            f"outer_optimizer={name} is unknown; use {', '.join(OUTER_OPTIMIZERS[:-1])} or"
-            f" {OUTER_OPTIMIZERS[-1]}",
+            f"outer_optimizer={name} is unknown; use {any_of(OUTER_OPTIMIZERS)}",
         ),
         (
             delay and c.offload_outer,

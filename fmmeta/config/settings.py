@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.config import algorithms, conflicts, validate
+from fmmeta.config import algorithms, validate
 from fmmeta.config.fields import names_where, setting
+from fmmeta.config.outer_optimizers import OUTER_OPTIMIZERS
 from fmmeta.config.renamed import RefusesOldNames
 from fmmeta.config.values import of_type
 
@@ -409,7 +410,7 @@ class MetaConfig:
         synonyms=("learning_rate",),
     )
     outer_optimizer: str = setting(
-        "adamw", f"Optimizer of theta: {', '.join(conflicts.OUTER_OPTIMIZERS)}", synonyms=("optim",)
+        "adamw", f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}", synonyms=("optim",)
     )
     outer_momentum: float = setting(
         0.9, "Momentum of outer_optimizer=nesterov", below=1, needs=("outer_optimizer", "nesterov")

@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.text import any_of
 from fmmeta.config import conflicts
 from fmmeta.config.algorithms import find, supporting
 from fmmeta.config.fields import SettingRule, default_of, rules
@@ -32,8 +33,7 @@ def check_values(c: Any) -> None:
         choices, given = item.metadata.get("choices"), getattr(c, item.name)
         for value in given if isinstance(given, list) else [given]:
             if choices and value is not None and value not in choices:
-                listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
-                raise UsageError(f"{item.name}={value} is unknown; use {listed}")
+                raise UsageError(f"{item.name}={value} is unknown; use {any_of(choices)}")
     for name, rule in rules(c).items():
         for problem in out_of_bounds(name, getattr(c, name), rule):
             raise UsageError(problem)

@@ -1,12 +1,12 @@
 """Communicator across groups that join and leave: collectives among the groups of the next outer step.
 
-    form            ask the lighthouse (lighthouse_client.py) for the live groups and connect to them
+    form            request the live groups from the lighthouse (lighthouse_client.py) and connect to them
     a collective    fails on all ranks of a group if it fails on one (`PeerLost`);
                     the group then abandons the step and forms again
     leave           tell the lighthouse that this group has finished
 
 Tensors are reduced by gloo in host memory on every device type: a NCCL communicator that has lost a rank
-cannot be closed without ending the process. Each quorum has its own communicator, connected through the
+cannot be closed without ending the process. Each connection has its own gloo communicator, made through the
 store of its first member.
 
 This module does not handle theta: membership.py decides which groups need the state of another one, and
@@ -17,189 +17,173 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fmmeta.common.errors import PeerLost
 from fmmeta.elastic.lighthouse_client import LighthouseClient, coordination, first_line, reachable_as
 from fmmeta.elastic.membership import GroupInfo, Membership
-from fmmeta.parallel.process_groups import (
-    Communicator,
-    RendezvousStore,
-    connect_gloo,
-    is_proof,
-    is_reachable,
-    proof,
-)
+from fmmeta.parallel.collectives import Communicator, Reduction
+from fmmeta.parallel.process_groups import connect_gloo, is_reachable, listening_store
+from fmmeta.parallel.rendezvous import is_proof, proof
 
-MEET_S = 10.0  # that members of a quorum wait for each other to meet; gloo tries up to four times for so long
-KNOCK_S = 5.0  # that a member's kernel has to answer for it before they meet
+CONNECT_S = 10.0  # timeout of members that connect to each other; gloo tries up to four times for so long
+REACH_S = 5.0  # timeout of the test whether a member's process is alive
 
 
 class ElasticCommunicator(Communicator):
-    """The `cross` communicator of groups that join and leave.
+    """The `cross` communicator of groups that join and leave. Raises `UsageError` without a lighthouse.
 
-    `own`: the ranks of this group, gloo. Raises `UsageError` without a lighthouse.
+    own: gloo communicator of the ranks of this group. `config_hash` and `secret` are set once the settings
+    are known (join.py).
     """
 
     def __init__(self, own: Communicator, lighthouse: str, name: str) -> None:
         super().__init__(None, 0, 1, torch.device("cpu"))
-        self.own, self.mark, self.secret = own, "", b""
-        mine = f"{name}:{uuid.uuid4().hex[:8]}"  # a restarted group gets a new name
-        self.name = own.gather_bytes(mine.encode())[0].decode()
-        self.fresh, self.writes = True, False
-        self.patience_s = MEET_S
-        self.met = ""  # the meeting that `backend` is from
-        self.line: LighthouseClient | None = None  # rank 0's
-        self.venue: Any = None
+        self.own, self.config_hash, self.secret = own, "", b""
+        unique = f"{name}:{uuid.uuid4().hex[:8]}"  # a restarted group gets a new name
+        self.name = own.gather_bytes(unique.encode())[0].decode()
+        self.fresh, self.writes, self.connection = True, False, ""
+        self.timeout_s = CONNECT_S
+        self.client: LighthouseClient | None = None
+        self.store_address, self.store = "", None  # where the other groups connect; on rank 0
         with own.raise_on_all("looking for the lighthouse"):
             self.host = reachable_as(lighthouse)
             if own.rank == 0:
-                self.line = LighthouseClient(lighthouse, self.name, coordination())
-                self.venue = RendezvousStore(self.line.host)
+                self.client = LighthouseClient(lighthouse, self.name, coordination())
+                self.store = listening_store(self.host, 0)
+                self.store_address = f"{self.host}:{self.store.port}"
 
-    def form(self, step: int, patience_s: float) -> Membership:
-        """Wait for the other groups of this outer step and connect to them.
+    def form(self, step: int, timeout_s: float) -> Membership:
+        """Wait for the other groups of this outer step and connect to them. Collective: all groups.
 
         Raises `PeerLost` if a group dies meanwhile, and `MachineFault` if the lighthouse does not answer for
-        `patience_s`. Collective: all groups.
+        `timeout_s`.
         """
-        told = b""
+        answer = b""
         with self.own.raise_on_all("asking the lighthouse"):
-            if self.line is not None:
-                self.line.begin_beating(self.venue.address, self.own.size)
-                told = json.dumps(self._ask(self.line, step, patience_s)).encode()
-        number, created, listed, strangers = json.loads(self.own.gather_bytes(told)[0])
+            if self.client is not None:
+                answer = json.dumps(self._request_quorum(self.client, step, timeout_s)).encode()
+        quorum, listed, unknown_groups = json.loads(self.own.gather_bytes(answer)[0])
         members = tuple(GroupInfo(**one) for one in listed)
-        here = next(n for n, member in enumerate(members) if member.name == self.name)
-        anew = not self.met or len(members) != self.size or any(member.met != self.met for member in members)
-        if anew:  # alike for all: those of one meeting know the same size
-            self.met, self.backend = "", None
+        here = [member.name for member in members].index(self.name)
+        connected = self.connection and len(members) == self.size  # members of one connection know its size
+        restarted = not connected or any(member.connection != self.connection for member in members)
+        if restarted:
+            self._disconnect()
             self.rank, self.size = here, len(members)
-            meeting = f"{number}/{created}"
             self._attempt(
-                lambda: self._meet(members, f"crew/{meeting}/{self.own.rank}"), "meeting the other groups"
+                lambda: self._connect(members, f"{quorum}/{self.own.rank}"), "meeting the other groups"
             )
-            self.met = meeting
-            self.set_timeout(self.patience_s)
-        return Membership(members, here, anew, strangers)
+            self.connection = quorum
+            super().set_timeout(self.timeout_s)
+        return Membership(members, here, restarted, unknown_groups)
 
-    def _ask(self, line: LighthouseClient, step: int, patience_s: float) -> Any:
-        """The quorum: its number, a unique name, its members, and the number of other groups listed."""
-        mine = {"fresh": self.fresh, "writes": self.writes, "met": self.met, "mark": self.mark}
-        mine["proof"] = proof(self.secret, self.name, self.venue.address, step, mine)
-        found = line.ask(
-            patience_s,
+    def _request_quorum(self, client: LighthouseClient, step: int, timeout_s: float) -> Any:
+        """The quorum: a unique name, its members, and the number of other groups listed."""
+        data = {name: getattr(self, name) for name in ("fresh", "writes", "connection", "config_hash")}
+        data["proof"] = proof(self.secret, self.name, self.store_address, step, data)
+        client.start_heartbeats(self.store_address, self.own.size)
+        quorum = client.request_quorum(
+            timeout_s,
             address="",
-            store_address=self.venue.address,
+            store_address=self.store_address,
             step=step,
             world_size=self.own.size,
             shrink_only=False,
-            data=mine,
+            data=data,
         )
-        listed = list(filter(None, map(self._introduced, found.participants)))
-        created = f"{found.created.seconds}.{found.created.nanos}"
-        strangers = len(found.participants) - len(listed)
-        return [found.quorum_id, created, sorted(listed, key=lambda one: one["name"]), strangers]
+        members = [member for one in quorum.participants if (member := self._verified(one))]
+        name = f"{quorum.quorum_id}/{quorum.created.seconds}.{quorum.created.nanos}"
+        unknown_groups = len(quorum.participants) - len(members)
+        return [name, sorted(members, key=lambda member: member["name"]), unknown_groups]
 
-    def _introduced(self, one: Any) -> dict[str, Any] | None:
-        """A member of the quorum; None if it does not know the secret of the run."""
+    def _verified(self, one: Any) -> dict[str, Any] | None:
+        """The fields of a member; None if it does not know the secret of the run."""
         data = dict(one.data or {})
-        known = is_proof(
-            data.pop("proof", None), self.secret, one.replica_id, one.store_address, one.step, data
-        )
-        return (
-            {"name": one.replica_id, "venue": one.store_address, "step": one.step, **data} if known else None
-        )
+        signature = data.pop("proof", None)
+        if not is_proof(signature, self.secret, one.replica_id, one.store_address, one.step, data):
+            return None
+        return {"name": one.replica_id, "store_address": one.store_address, "step": one.step, **data}
 
-    def _meet(self, members: tuple[GroupInfo, ...], name: str) -> None:
+    def _connect(self, members: tuple[GroupInfo, ...], name: str) -> None:
         """Connect to the members. Raises `RuntimeError` if one fails; at once if its process has ended."""
         if self.size == 1:
             return
         for member in members:
-            if member.name != self.name and not is_reachable(member.venue, KNOCK_S):
-                raise RuntimeError(f"group {member.name.rpartition(':')[0]} has ended")
-        self.backend = connect_gloo(
-            members[0].venue, name, self.rank, self.size, timedelta(seconds=MEET_S), self.host
-        )
+            if member.name != self.name and not is_reachable(member.store_address, REACH_S):
+                raise RuntimeError(f"group {member.label} has ended")
+        timeout = timedelta(seconds=CONNECT_S)
+        address = members[0].store_address
+        self.backend = connect_gloo(address, name, self.rank, self.size, timeout, self.host)
 
-    def _attempt(self, act: Callable[[], Any], doing: str) -> None:
+    def _disconnect(self) -> None:
+        """Close the sockets, so that the other groups need not wait for a timeout."""
+        self.connection, self.backend = "", None
+
+    def _attempt(self, communicate: Callable[[], Any], doing: str) -> None:
         """Communicate with other groups; a failure on one rank of this group raises `PeerLost` on all.
 
         Collective: own.
         """
         failure = ""
         try:
-            act()
-        except RuntimeError as error:  # all that gloo and its store raise
+            communicate()
+        except RuntimeError as error:  # the type of all errors of gloo and its store
             failure = first_line(error) or type(error).__name__
         if float(self.own.sum_(torch.tensor([float(bool(failure))]))) > 0:
-            self.met, self.backend = "", None  # sockets close: the others need not wait for a timeout
+            self._disconnect()
             raise PeerLost(f"{doing}: {failure or 'another rank of this group has failed'}")
 
-    def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Iterator[slice]:
-        """As the base; it has ended when this returns.
-
-        Raises `PeerLost`. Collective: this communicator, own.
-        """
+    def begin_sum_(self, tensor: Tensor, comm_dtype: torch.dtype | None = None) -> Reduction:
+        """As the base, but complete on return. Raises `PeerLost`. Collective: this communicator, own."""
         if self.size > 1:
-            self._attempt(lambda: list(Communicator.begin_sum_(self, tensor, wire)), "a sum")
-        return iter([slice(0, tensor.numel())])
+            begin = super().begin_sum_
+            self._attempt(lambda: begin(tensor, comm_dtype).wait_all(), "a sum")
+        return Reduction([slice(0, tensor.numel())])
 
-    def broadcast_(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+    def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
         """As the base. Raises `PeerLost`. Collective: this communicator, own."""
         if self.size > 1:
-            self._attempt(lambda: Communicator.broadcast_(self, tensor, root), "a broadcast")
+            broadcast = super().broadcast_
+            self._attempt(lambda: broadcast(tensor, root), "a broadcast")
         return tensor
 
     def set_timeout(self, seconds: float) -> None:
-        self.patience_s = seconds
+        self.timeout_s = seconds
         super().set_timeout(seconds)
 
     def leave(self) -> None:
         """Leave the elastic run; the other groups detect it at once."""
         self.backend = None
-        if self.line is not None:
-            self.line.stop_beating()
+        if self.client is not None:
+            self.client.stop_heartbeats()
 
 
 class AllGroups(Communicator):
-    """All ranks of all groups: reduces inside each group, then across groups."""
+    """All ranks of all groups, in the order of groups: sums inside each group, then across groups.
 
-    def __init__(self, own: Communicator, crew: ElasticCommunicator) -> None:
-        self.own, self.crew, self.backend, self.device, self.bytes_sent = own, crew, None, own.device, 0
+    It cannot broadcast. The sums are not counted in the `bytes_sent` of `cross`.
+    """
+
+    def __init__(self, own: Communicator, cross: ElasticCommunicator) -> None:
+        self.own, self.cross, self.backend, self.device, self.bytes_sent = own, cross, None, own.device, 0
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        return self.crew.rank * self.own.size + self.own.rank
+        return self.cross.rank * self.own.size + self.own.rank
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        return self.crew.size * self.own.size
+        return self.cross.size * self.own.size
 
-    def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Iterator[slice]:
-        """As the base; it has ended when this returns. Raises `PeerLost`. Collective: all groups."""
-        sent = self.crew.bytes_sent
-        self.crew.sum_(self.own.sum_(tensor, wire), wire)
-        self.crew.bytes_sent = sent  # those of meta-gradients are counted, as without a crew
-        return iter([slice(0, tensor.numel())])
-
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """As the base: groups in the order of their names, then ranks.
-
-        Raises `PeerLost`. Collective: all groups.
-        """
-        sent = self.crew.bytes_sent
-        mine = json.dumps([part.hex() for part in self.own.gather_bytes(payload)]).encode()
-        told = self.crew.gather_bytes(mine)
-        self.crew.bytes_sent = sent
-        return [bytes.fromhex(part) for group in told for part in json.loads(group)]
-
-    def broadcast_(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        raise NotImplementedError("not used across groups")
-
-    def set_timeout(self, seconds: float) -> None:
-        """Both communicators have separate timeouts."""
+    def begin_sum_(self, tensor: Tensor, comm_dtype: torch.dtype | None = None) -> Reduction:
+        """As the base, but complete on return. Raises `PeerLost`. Collective: all groups."""
+        sent = self.cross.bytes_sent
+        self.cross.sum_(self.own.sum_(tensor, comm_dtype), comm_dtype)
+        self.cross.bytes_sent = sent
+        return Reduction([slice(0, tensor.numel())])

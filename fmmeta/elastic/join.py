@@ -1,4 +1,4 @@
-"""Joins a launch to an elastic run: lighthouse client, communicators, and the mark of the run (--elastic)."""
+"""Joins a launch to an elastic run: lighthouse client, communicators, hash of the settings (--elastic)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config, changed_settings
 from fmmeta.elastic.communicator import AllGroups, ElasticCommunicator
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.process_groups import PROOF, Communicator, ProcessGroups
+from fmmeta.parallel.process_groups import ProcessGroups
+from fmmeta.parallel.rendezvous import PROOF
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.training.run_record import version
 
@@ -26,7 +28,7 @@ SECRET = ".elastic-secret"
 
 
 def join(config: Config, own: Communicator) -> ElasticCommunicator | None:
-    """An elastic communicator without members yet; None without --elastic.
+    """A communicator across groups, not connected yet; None without --elastic.
 
     Raises `UsageError`. Collective: world.
     """
@@ -41,25 +43,25 @@ def join(config: Config, own: Communicator) -> ElasticCommunicator | None:
     return ElasticCommunicator(own, lighthouse, config.group_name or f"{platform.node()}-{os.getpid()}")
 
 
-def with_crew(
+def with_other_groups(
     ranks: ProcessGroups,
-    crew: ElasticCommunicator | None,
+    cross: ElasticCommunicator | None,
     config: Config,
     settings: Mapping[str, Any],
     worker: Worker,
     precision: DeepSpeedSettings,
 ) -> ProcessGroups:
-    """Add the communicators across groups to those of this group.
+    """Add the communicators across groups to those of this group; without --elastic return `ranks`.
 
-    `settings`: those of the run (record.settings_of). Collective: world.
+    settings: those of the run (run_record.settings_of). Collective: world.
     """
-    if crew is None:
+    if cross is None:
         return ranks
     with ranks.world.raise_on_all("reading the secret of the run"):
         if ranks.world.rank == 0:
-            crew.secret = run_secret(Path(str(config.output_dir)))
-    crew.mark = mark_of(settings, str(ranks.layout), worker.params.numel, precision)
-    return replace(ranks, cross=crew, crew=AllGroups(ranks.world, crew))
+            cross.secret = run_secret(Path(str(config.output_dir)))
+    cross.config_hash = config_hash(settings, str(ranks.layout), worker.params.numel, precision)
+    return replace(ranks, cross=cross, all_groups=AllGroups(ranks.world, cross))
 
 
 def run_secret(folder: Path) -> bytes:
@@ -73,10 +75,8 @@ def run_secret(folder: Path) -> bytes:
             os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened,
         ):
             opened.write(token_hex(PROOF // 2).encode())
-        while (
-            len(found := file.read_bytes()) < PROOF and time.monotonic() < deadline
-        ):  # another group is writing it
-            time.sleep(0.05)
+        while len(found := file.read_bytes()) < PROOF and time.monotonic() < deadline:
+            time.sleep(0.05)  # another group is writing it
     except OSError as error:
         raise UsageError(
             f"output_dir={folder}: {SECRET} cannot be read ({error.strerror}); start all groups of a run as"
@@ -90,8 +90,8 @@ def run_secret(folder: Path) -> bytes:
     return found
 
 
-def mark_of(settings: Mapping[str, Any], layout: str, numel: int, precision: DeepSpeedSettings) -> str:
-    """What the groups of one run must share: settings that change theta, its layout, and versions."""
+def config_hash(settings: Mapping[str, Any], layout: str, numel: int, precision: DeepSpeedSettings) -> str:
+    """Hash of what the groups of one run must share: settings that change theta, layout and versions."""
     fixed = {name: settings[name] for name in changed_settings(dict.fromkeys(settings, ...), dict(settings))}
     shared = [fixed, layout, numel, precision.zero_stage, precision.bf16, version("fmmeta"), version("torch")]
     return sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()

@@ -1,8 +1,8 @@
 """Client of torchft's lighthouse: requests the quorum of the next outer step, and sends heartbeats.
 
-    ask      one request until it is answered; a status request once a second tells a lighthouse that
-             waits for other groups from one that has died
-    beat     heartbeats from the first request on, by the threads of torchft's ManagerServer, outside the GIL
+    request_quorum     one request until it is answered; a status request once a second tells a lighthouse
+                       that waits for other groups from one that has died
+    start_heartbeats   from the first request on, by the threads of torchft's ManagerServer, outside the GIL
 
 A pending quorum request is never cancelled while the lighthouse is alive: the server would still count this
 group, and its peers would block waiting for it (communicator.py).
@@ -16,26 +16,24 @@ from __future__ import annotations
 import importlib
 import os
 import queue
-import socket
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 from fmmeta.common.errors import MachineFault, UsageError
+from fmmeta.parallel.network import source_address
 
-BEAT, CONNECT = timedelta(milliseconds=250), timedelta(seconds=10)
-# of a question without an answer, before the lighthouse is asked for a sign of life; and between two of them
-LOOK_S = 1.0
-SIGN = timedelta(seconds=5)  # that it gets for the sign
-QUESTION = timedelta(days=1)
+HEARTBEAT, CONNECT = timedelta(milliseconds=250), timedelta(seconds=10)
+STATUS_S = 1.0  # between two status requests while a quorum request is pending
+STATUS_TIMEOUT, QUORUM_TIMEOUT = timedelta(seconds=5), timedelta(days=1)
 
 
 class LighthouseClient:
-    """One per group. `name`: of this group, used once; `ft`: torchft's low-level interface. Raises
-    `UsageError` without an answer.
+    """One per group. Raises `UsageError` if the lighthouse does not answer.
+
+    name: of this group, used once. ft: torchft's low-level interface (`coordination`).
     """
 
     def __init__(self, address: str, name: str, ft: Any) -> None:
@@ -48,91 +46,86 @@ class LighthouseClient:
                 f"lighthouse={address} does not answer ({first_line(error)}); start `fmmeta lighthouse` "
                 "there, or give the address that it prints"
             ) from None
-        self.beats: Any = None
+        self.heartbeats: Any = None
 
-    def begin_beating(self, venue: str, size: int) -> None:
-        """Start heartbeats; from now on the other groups wait for this one."""
-        if self.beats is None:
+    def start_heartbeats(self, store_address: str, size: int) -> None:
+        """Send heartbeats in threads; from now on the other groups wait for this one."""
+        if self.heartbeats is None:
             bind = f"[{self.host}]:0" if ":" in self.host else f"{self.host}:0"
-            self.beats = self.ft.ManagerServer(
+            self.heartbeats = self.ft.ManagerServer(
                 replica_id=self.name,
                 lighthouse_addr=self.address,
                 hostname=self.host,
                 bind=bind,
-                store_addr=venue,
+                store_addr=store_address,
                 world_size=size,
-                heartbeat_interval=BEAT,
+                heartbeat_interval=HEARTBEAT,
                 connect_timeout=CONNECT,
                 quorum_retries=0,
             )
 
-    def stop_beating(self) -> None:
-        if self.beats is not None:
-            self.beats.shutdown()
-        self.beats = None
+    def stop_heartbeats(self) -> None:
+        if self.heartbeats is not None:
+            self.heartbeats.shutdown()
+        self.heartbeats = None
 
-    def ask(self, patience_s: float, **mine: Any) -> Any:
-        """The quorum that this group is a member of. mine: arguments of torchft's `quorum`.
+    def request_quorum(self, timeout_s: float, **arguments: Any) -> Any:
+        """The quorum that this group is a member of. arguments: those of torchft's `quorum`.
 
-        Raises `MachineFault` if the lighthouse does not answer for `patience_s`.
+        Raises `MachineFault` if the lighthouse does not answer for `timeout_s`.
         """
-        heard, why = time.monotonic(), "no answer"
+        answered = time.monotonic()
         while True:
-            told = self._question(mine)
-            while True:
+            answers = self._send_request(arguments)
+            found = None
+            while found is None:
                 try:
-                    found = told.get(timeout=LOOK_S)
+                    found = answers.get(timeout=STATUS_S)
                 except queue.Empty:
-                    found = self._sign()
-                    if found is not None:
-                        break
-                    heard = time.monotonic()  # others are at work, and it waits for them
-                    continue
-                if not isinstance(found, Exception):
-                    return found
-                break
-            why = first_line(found)
-            if time.monotonic() - heard > patience_s:
+                    found = self._status_error()
+                    if found is None:  # the lighthouse waits for groups that are at work
+                        answered = time.monotonic()
+            if not isinstance(found, Exception):
+                return found
+            if time.monotonic() - answered > timeout_s:
                 raise MachineFault(
-                    f"lighthouse={self.address} has been silent for {patience_s:.0f} s ({why}); look whether"
-                    " it runs; the last checkpoint is whole"
+                    f"lighthouse={self.address} has been silent for {timeout_s:.0f} s ({first_line(found)});"
+                    " look whether it runs; the last checkpoint is whole"
                 ) from None
             time.sleep(0.1)
 
-    def _question(self, mine: dict[str, Any]) -> queue.SimpleQueue[Any]:
+    def _send_request(self, arguments: dict[str, Any]) -> queue.SimpleQueue[Any]:
         """Send the request in a thread; the answer or exception is put into the returned queue."""
-        told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(
-            target=put, args=(told, lambda: self.client.quorum(self.name, QUESTION, **mine)), daemon=True
-        ).start()
-        return told
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def _sign(self) -> Exception | None:
-        """Why the lighthouse does not answer a status request; None if it does.
+        def send() -> None:
+            try:
+                answers.put(self.client.quorum(self.name, QUORUM_TIMEOUT, **arguments))
+            except Exception as error:
+                answers.put(error)
 
-        Without an answer the next request uses a new connection.
+        threading.Thread(target=send, daemon=True).start()
+        return answers
+
+    def _status_error(self) -> Exception | None:
+        """The error of a status request; None if the lighthouse answers it.
+
+        After an error the next request uses a new connection.
         """
         try:
-            self.client.heartbeat(self.name, SIGN)
+            self.client.heartbeat(self.name, STATUS_TIMEOUT)
         except Exception as error:
             try:
-                self.client = self.ft.LighthouseClient(self.address, SIGN)
+                self.client = self.ft.LighthouseClient(self.address, STATUS_TIMEOUT)
             except Exception as second:
                 return second
             return error
         return None
 
 
-def put(told: queue.SimpleQueue[Any], asked: Callable[[], Any]) -> None:
-    try:
-        told.put(asked())
-    except Exception as error:
-        told.put(error)
-
-
 def coordination() -> Any:
     """torchft's low-level interface. Raises `UsageError` if it is not installed."""
-    os.environ.setdefault("RUST_LOG", "warn")  # it tells every question otherwise
+    os.environ.setdefault("RUST_LOG", "warn")  # it logs every request otherwise
     try:
         return importlib.import_module("torchft.coordination")
     except ImportError as error:
@@ -145,18 +138,17 @@ def reachable_as(lighthouse: str) -> str:
     """The address of this machine as the lighthouse's machine sees it. Raises `UsageError`."""
     try:
         there = urlsplit(lighthouse)
-        host, port = there.hostname, there.port
-        if there.scheme != "http" or not host or not port:
+        if there.scheme != "http" or not there.hostname or not there.port:
             raise ValueError("no http://HOST:PORT")
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(found[4])  # sends nothing
-            return probe.getsockname()[0]
-    except (OSError, ValueError) as error:
+        found = source_address(there.hostname, there.port)
+        if found is None:
+            raise ValueError(f"no route to {there.hostname}")
+    except ValueError as error:
         raise UsageError(
             f"lighthouse={lighthouse} is no address ({error}); give http://HOST:PORT as `fmmeta lighthouse`"
             " prints it"
         ) from None
+    return found
 
 
 def first_line(error: BaseException) -> str:

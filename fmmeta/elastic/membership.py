@@ -1,7 +1,7 @@
 """The members of an outer step of an elastic run, and the roles that follow. Arithmetic only.
 
-Every group computes the same from the same answer: which group sends its state (`root`), which groups need
-it (`heals`), and which one writes the files.
+Every group computes the same from the same answer of the lighthouse: which group sends its state (`donor`),
+which groups need it (`needs_state`), and which one writes the files (`writer`).
 """
 
 from __future__ import annotations
@@ -14,38 +14,45 @@ class GroupInfo:
     """A group as a member of an outer step."""
 
     name: str
-    venue: str
+    store_address: str
     step: int
     fresh: bool  # it has not taken part yet
     writes: bool
-    met: str  # the meeting that its communicator is from; empty: none, or it has failed
-    mark: str  # settings and layout, which all must share
+    connection: str  # the quorum that its communicator was connected for; empty: it has none
+    config_hash: str  # of settings and layout, which all must share
+
+    @property
+    def label(self) -> str:
+        """The name that the user gave."""
+        return self.name.rpartition(":")[0]
 
 
 @dataclass(frozen=True)
 class Membership:
-    """The members of a step, equal on all groups; `here` is the index of this group.
+    """The members of a step, the same on all groups, in the order of names. here: index of this group.
 
-    Members are in the order of their names.
+    restarted: all members have connected for this step. Every member sees the same value, unlike a comparison
+    with the last membership that it took part in. unknown_groups: groups listed by the lighthouse and left
+    out, because they do not know the secret of the run.
     """
 
     members: tuple[GroupInfo, ...]
     here: int
-    # they have met for this step: what follows a change is judged by this, since each remembers other rolls
-    anew: bool = False
-    strangers: int = 0  # listed by the lighthouse and left out: they do not know the secret of the run
+    restarted: bool = False
+    unknown_groups: int = 0
 
     @property
-    def root(self) -> int:
-        """The donor of state: the first group with the highest step; new groups come last."""
+    def donor(self) -> int:
+        """The group that sends its state: the first with the highest step; new groups come last."""
         return min(range(len(self.members)), key=lambda n: (self.members[n].fresh, -self.members[n].step, n))
 
-    def heals(self, number: int) -> bool:
-        """Whether a member needs the state of the root: it is new, or missed the end of a step."""
-        member, root = self.members[number], self.members[self.root]
-        return number != self.root and (member.fresh or member.step != root.step)
+    def needs_state(self, number: int) -> bool:
+        """Whether a member needs the state of the donor: it is new, or missed the end of a step."""
+        member, donor = self.members[number], self.members[self.donor]
+        return member is not donor and (member.fresh or member.step != donor.step)
 
     @property
     def writer(self) -> int:
         """The group that writes checkpoints and metrics: the previous writer, else the first with state."""
-        return min(range(len(self.members)), key=lambda n: (not self.members[n].writes, self.heals(n), n))
+        members = self.members
+        return min(range(len(members)), key=lambda n: (not members[n].writes, self.needs_state(n), n))

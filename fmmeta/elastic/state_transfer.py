@@ -17,36 +17,37 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError
 from fmmeta.elastic.communicator import ElasticCommunicator
 from fmmeta.elastic.membership import Membership
-from fmmeta.parallel.process_groups import Communicator
+from fmmeta.meta.parameters import StateDict
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.training.loop import Run
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}  # of vectors and tables
 
 
 def transfer_state(
-    run: Run, crew: ElasticCommunicator, roll: Membership, notice: Callable[[str], None]
+    run: Run, cross: ElasticCommunicator, membership: Membership, log: Callable[[str], None]
 ) -> None:
-    """Groups that are behind take over the donor's state. Raises `PeerLost`. Collective: all groups."""
-    here, root = roll.here == roll.root, roll.root
-    vectors, tables, state = run.state.state_dict() if here else ({}, {}, {})
-    head = {"state": state, "line": run.logger.line, "vectors": kinds(vectors), "tables": kinds(tables)}
-    head = json.loads(broadcast_bytes(crew, json.dumps(head).encode() if here else b"", root))
-    with crew.own.raise_on_all("looking at the state to take over"):
-        check_kinds(head["vectors"], run.state.theta)
-        check_kinds(head["tables"], run.state.meta_params.rates)
-    for kind, tensors in (("vectors", vectors), ("tables", tables)):
-        for name, (dtype, shape) in head[kind].items():
-            tensors[name] = crew.broadcast_(
-                tensors[name] if here else torch.empty(shape, dtype=DTYPES[dtype]), root
-            )
-    if not roll.heals(roll.here):
-        return
-    before = run.state.outer_step
-    run.state.load_state_dict(vectors, tables, head["state"])
-    run.worker.write(run.state.theta)
-    run.logger.line = head["line"]
-    whom = roll.members[root].name.rpartition(":")[0]
-    notice(f"healed from group {whom}: outer step {before} -> {run.state.outer_step}")
+    """Send the donor's state to the groups that need it. Raises `PeerLost`. Collective: all groups."""
+    donor, meta_params = membership.donor, run.state.meta_params
+    sends = membership.here == donor
+    state = run.state.state_dict() if sends else StateDict()
+    header = {"facts": state.facts, "line": run.logger.line}
+    header |= {"vectors": kinds(state.vectors), "tables": kinds(state.tables)}
+    header = json.loads(broadcast_bytes(cross, json.dumps(header).encode() if sends else b"", donor))
+    with cross.own.raise_on_all("looking at the state to take over"):
+        check_kinds(header["vectors"], meta_params.theta)
+        check_kinds(header["tables"], meta_params.rates)
+    for tensors, listed in ((state.vectors, header["vectors"]), (state.tables, header["tables"])):
+        for name, (dtype, shape) in listed.items():
+            tensor = tensors[name] if sends else torch.empty(shape, dtype=DTYPES[dtype])
+            tensors[name] = cross.broadcast_(tensor, donor)
+    if membership.needs_state(membership.here):
+        before = run.state.outer_step
+        run.state.load_state_dict(StateDict(state.vectors, state.tables, header["facts"]))
+        run.worker.write(meta_params.theta)
+        run.logger.line = header["line"]
+        label = membership.members[donor].label
+        log(f"state received from group {label}: outer step {before} -> {run.state.outer_step}")
 
 
 def kinds(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def kinds(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def check_kinds(sent: Mapping[str, Any], like: Tensor | None) -> None:
-    """Compare dtype and shape first: gloo ends the process on a message of another size.
+    """Compare dtype and shape before receiving: gloo ends the process on a message of another size.
 
     Raises `UsageError`.
     """
@@ -69,11 +70,7 @@ def check_kinds(sent: Mapping[str, Any], like: Tensor | None) -> None:
 
 
 def broadcast_bytes(comm: Communicator, payload: bytes, root: int) -> bytes:
-    """The root's bytes. Collective: comm."""
+    """The bytes of rank `root`. Collective: comm."""
     size = int(comm.broadcast_(torch.tensor([len(payload)]), root))
-    data = (
-        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        if payload
-        else torch.zeros(size, dtype=torch.uint8)
-    )
+    data = torch.frombuffer(bytearray(payload or bytes(size)), dtype=torch.uint8)
     return comm.broadcast_(data, root).numpy().tobytes()

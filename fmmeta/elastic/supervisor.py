@@ -1,6 +1,6 @@
 """`fmmeta elastic`: starts the groups of an elastic run on this node and restarts those that die.
 
-A group is the processes of one launch; if one of them ends badly, all of them are ended and the group is
+A group is the processes of one launch; if one of them fails, all of them are ended and the group is
 restarted. The supervisor stores no state. If it dies, groups of one rank continue (and need another
 lighthouse, if it ran here); larger ones stop after a save, as without any launcher.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,61 +27,47 @@ from fmmeta.common.errors import EXIT_FAULT, EXIT_STOPPED, UsageError
 from fmmeta.config.settings import Config, setting
 from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
 from fmmeta.elastic.lighthouse_client import coordination
+from fmmeta.parallel.network import listen
 from fmmeta.report.data import read_run
 from fmmeta.training.run_folder import lock_folder
 
-KILL_S = 30.0  # that the other ranks of a group in which one has died get to end by themselves
+KILL_S = 30.0  # that the other ranks of a group get to exit by themselves after a usage error or a stop
 PAUSE_S = 0.2
-WRITER_S = (
-    60.0  # without a group that holds the folder, after which no other node is expected to finish the run
-)
+WRITER_S = 60.0  # after which an unlocked folder means that no group of another node finishes the run
 
 
 @dataclass
 class ElasticConfig(Config):
     """The settings of the run, and of its groups on this node."""
 
-    groups: int = setting(2, "Groups of this node")
+    groups: int = setting(2, "Groups of this node", least=1)
     ranks_per_group: int = setting(
-        1, "Processes of each group; on GPU machines each has one of the node's GPUs"
+        1, "Processes of each group; on GPU machines each has one of the node's GPUs", least=1
     )
-    max_restarts: int = setting(100, "Times that each group is started again")
+    max_restarts: int = setting(100, "Maximum number of restarts of each group", least=0)
     heartbeat_timeout: float = setting(
-        5.0, "Of the lighthouse that is started where no --lighthouse is given"
+        5.0, "Of the lighthouse that is started if no --lighthouse is given", positive="such as 5"
     )
 
     def __post_init__(self) -> None:
         self.elastic, self.group_name = True, self.group_name or "group"
-        for name in ("groups", "ranks_per_group"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} is below 1; use 1 or more")
-        if self.max_restarts < 0 or self.heartbeat_timeout <= 0:
-            raise UsageError(
-                "max_restarts or heartbeat_timeout is below what can be; use 0 or more, and a positive number"
-            )
         super().__post_init__()
-
-
-class Process(Protocol):
-    """A rank as a subprocess, leader of a separate session."""
-
-    @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def wait(self) -> int: ...
-    def send_signal(self, sig: int) -> None: ...
 
 
 @dataclass
 class Group:
-    """A launch: how often it was started, its processes, and how it ended for good (None: it has not)."""
+    """A launch. starts: how often it was started; ended: its exit code when it is not restarted any more.
+
+    processes: its ranks, each the leader of a separate session: `subprocess.Popen`, or objects with the same
+    `pid`, `poll`, `wait` and `send_signal`.
+    """
 
     name: str
     starts: int = 0
-    processes: list[Process] = field(default_factory=list)
+    processes: list[Any] = field(default_factory=list)
     ended: int | None = None
 
-    def ask(self) -> None:
+    def terminate(self) -> None:
         """Send SIGTERM to every remaining rank; ranks end their loader processes."""
         for process in self.processes:
             if process.poll() is None:
@@ -96,29 +81,26 @@ class Group:
 
 
 class Supervisor:
-    """Starts groups and restarts those that die. say: prints a line."""
+    """Starts groups and restarts those that die. log: prints a line."""
 
-    def __init__(self, config: ElasticConfig, say: Callable[[str], None] | None = None) -> None:
-        self.config, self.say = config, say or (lambda text: print(text, flush=True))
+    def __init__(self, config: ElasticConfig, log: Callable[[str], None] | None = None) -> None:
+        self.config, self.log = config, log or (lambda text: print(text, flush=True))
         self.groups = [Group(f"{config.group_name}{number}") for number in range(config.groups)]
-        self.asked = 0
+        self.stop_signal, self.file = 0, ""
         self.server: Any = None
-        self.shared = bool(
-            config.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
-        )  # with groups of other nodes
-        self.file = ""
+        # with groups of other nodes
+        self.shared = bool(config.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE"))
 
     def run(self) -> int:
-        """Until all groups have ended for good.
+        """Supervise until no group is restarted any more; return the exit code.
 
-        The exit code: 0 if the run is finished by its own record, else that of the first group that failed,
-        or 70.
+        It is 0 if run.json says that the run is finished, else that of the first group that failed, or 70.
         """
         self.begin()
         try:
             while any(group.ended is None for group in self.groups):
                 for group in self.groups:
-                    self.look(group)
+                    self.check(group)
                 time.sleep(PAUSE_S)
         finally:
             os.unlink(self.file)
@@ -127,30 +109,23 @@ class Supervisor:
         if self.finished():
             return 0
         codes = [group.ended for group in self.groups]
-        if not self.asked:
-            self.say(
+        if not self.stop_signal:
+            self.log(
                 f"fmmeta: error: output_dir={self.config.output_dir} holds no finished run, and all groups"
                 f" have ended (exit codes {', '.join(map(str, codes))}); read their last lines, then run the"
                 " same command again"
             )
-        return next((code for code in codes if code), EXIT_STOPPED if self.asked else EXIT_FAULT)
+        return next((code for code in codes if code), EXIT_STOPPED if self.stop_signal else EXIT_FAULT)
 
     def finished(self) -> bool:
-        """Whether run.json says so and the model is there.
-
-        As long as a group of another node may be writing it, wait.
-        """
+        """Whether run.json says so and the model exists; wait while a group of another node may write it."""
         folder, free_since = Path(str(self.config.output_dir)), time.monotonic()
         while True:
-            with suppress(UsageError):  # it cannot be read
+            with suppress(UsageError):  # run.json cannot be read
                 if (read_run(folder) or {}).get("finished") and (folder / "model").is_dir():
                     return True
-            if (
-                not self.shared
-                or self.asked
-                or not folder.is_dir()
-                or time.monotonic() - free_since > WRITER_S
-            ):
+            others_may_write = self.shared and not self.stop_signal and folder.is_dir()
+            if not others_may_write or time.monotonic() - free_since > WRITER_S:
                 return False
             try:
                 lock_folder(folder, 0, quiet=True).close()
@@ -161,48 +136,40 @@ class Supervisor:
     def begin(self) -> None:
         """Start a lighthouse if none is given, and write the settings file of the groups."""
         if not self.shared:
-            light = LighthouseConfig(
-                host="127.0.0.1", port=0, heartbeat_timeout=self.config.heartbeat_timeout
-            )
-            self.server, self.config.lighthouse = open_lighthouse(light)
-        known = {item.name for item in fields(Config)}
-        settings = {
-            name: value
-            for name, value in asdict(self.config).items()
-            if name in known and value not in (None, [])
-        }
-        settings.pop("group_name")
+            timeout_s = self.config.heartbeat_timeout
+            lighthouse = LighthouseConfig(host="127.0.0.1", port=0, heartbeat_timeout=timeout_s)
+            self.server, self.config.lighthouse = open_lighthouse(lighthouse)
+        names = {item.name for item in fields(Config)} - {"group_name"}
+        given = {name: x for name, x in asdict(self.config).items() if name in names and x not in (None, [])}
         with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="fmmeta-elastic-", delete=False) as file:
-            json.dump(settings, file)
+            json.dump(given, file)
         self.file = file.name
 
-    def look(self, group: Group) -> None:
-        """Start a group, check whether it has ended, end its remaining processes, restart it."""
+    def check(self, group: Group) -> None:
+        """Start a group, or restart it if one of its ranks has failed."""
         if group.ended is not None:
             return
         if not group.processes:
             self.start(group)
             return
         codes = [process.poll() for process in group.processes]
-        if all(code == 0 for code in codes):
-            group.ended = 0
-        elif any(codes):
-            code = next(code for code in codes if code)
-            self.finish(group, code)
-            if code in (2, EXIT_STOPPED) or self.asked:
-                group.ended = code
-            elif group.starts > self.config.max_restarts:
-                self.say(
-                    f"fmmeta: {group.name} has ended {group.starts} times, the last with {code}; it is not"
-                    " started again"
-                )
-                group.ended = code
-            else:
-                self.say(f"fmmeta: {group.name} has ended with {code}; it is started again ({group.starts})")
-                self.start(group)
+        code = next(filter(None, codes), 0)
+        if not code:
+            group.ended = 0 if all(rank == 0 for rank in codes) else None
+            return
+        self.end(group, code)
+        if code in (2, EXIT_STOPPED) or self.stop_signal:
+            group.ended = code
+        elif group.starts > self.config.max_restarts:
+            times = f"{group.starts} times, the last with {code}"
+            self.log(f"fmmeta: {group.name} has ended {times}; it is not started again")
+            group.ended = code
+        else:
+            self.log(f"fmmeta: {group.name} has ended with {code}; it is started again ({group.starts})")
+            self.start(group)
 
-    def finish(self, group: Group, code: int) -> None:
-        """End the remaining ranks: after a usage error they end themselves, after a death they do not."""
+    def end(self, group: Group, code: int) -> None:
+        """End the remaining ranks: after a usage error they exit by themselves, after a crash they do not."""
         deadline = time.monotonic() + (KILL_S if code in (2, EXIT_STOPPED) else 0)
         while time.monotonic() < deadline and any(process.poll() is None for process in group.processes):
             time.sleep(PAUSE_S)
@@ -211,35 +178,22 @@ class Supervisor:
             process.wait()
 
     def start(self, group: Group) -> None:
-        """A separate launch: own ranks, own port."""
-        size, number, port = self.config.ranks_per_group, self.groups.index(group), free_port()
+        """Start the processes of a separate launch, with separate ranks and port."""
+        size = self.config.ranks_per_group
+        with listen("127.0.0.1", 0) as probe:
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "fmmeta", "train", "--config", self.file, "--group_name", group.name]
+        env = {**os.environ, **self.devices(self.groups.index(group))}
+        env |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         group.starts += 1
-        group.processes = []
-        for rank in range(size):
-            env = {
-                **os.environ,
-                **self.devices(number),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            command = [
-                sys.executable,
-                "-m",
-                "fmmeta",
-                "train",
-                "--config",
-                self.file,
-                "--group_name",
-                group.name,
-            ]
-            group.processes.append(self.spawn(group.name, command, env))
+        group.processes = [
+            self.spawn(group.name, command, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(size)
+        ]
 
-    def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Process:
-        """A rank whose output is passed on."""
+    def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Any:
+        """Start a rank and log its output."""
         process = subprocess.Popen(
             command,
             env=env,
@@ -249,7 +203,7 @@ class Supervisor:
             start_new_session=True,
         )
         assert process.stdout is not None
-        threading.Thread(target=self.pass_on, args=(name, process.stdout), daemon=True).start()
+        threading.Thread(target=self.log_output, args=(name, process.stdout), daemon=True).start()
         return process
 
     def devices(self, number: int) -> dict[str, str]:
@@ -260,16 +214,16 @@ class Supervisor:
         listed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(found)))).split(",")
         return {"CUDA_VISIBLE_DEVICES": ",".join(listed[number * size : (number + 1) * size])}
 
-    def pass_on(self, name: str, output: Iterable[str]) -> None:
+    def log_output(self, name: str, output: Iterable[str]) -> None:
         for line in output:
-            self.say(f"[{name}] {line.rstrip()}")
+            self.log(f"[{name}] {line.rstrip()}")
 
     def stop(self, number: int) -> None:
-        """Ask every group to stop, once."""
-        if not self.asked:
-            self.asked = number
+        """Send SIGTERM to every group, once."""
+        if not self.stop_signal:
+            self.stop_signal = number
             for group in self.groups:
-                group.ask()
+                group.terminate()
 
 
 def run(config: ElasticConfig) -> None:
@@ -287,12 +241,3 @@ def run(config: ElasticConfig) -> None:
     code = supervisor.run()
     sys.stdout.flush()
     os._exit(code if code >= 0 else 128 - code)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
-__all__ = ["ElasticConfig", "Group", "Supervisor", "run"]

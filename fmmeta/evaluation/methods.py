@@ -111,11 +111,11 @@ class EvaluatedModel:
             if method == "in_context":
                 score = query_score(worker, slots[task.seed], task, episode.prompted, has_classes=False)
             else:
-                inner.adapt(worker, self.parts.theta, episode.support)
+                inner.adapt(worker, self.parts.meta_params.theta, episode.support)
                 score = query_score(worker, slots[task.seed], task, episode.query, bool(inner.head.names))
                 if settings.metrics:
                     score.metrics.update(metrics.of(episodes.source.draw(task)))
-                worker.write(self.parts.theta)
+                worker.write(self.parts.meta_params.theta)
             scores.append(score)
         return scores
 

@@ -235,7 +235,7 @@ class TuneRun:
             if float(self.ranks.group.sum_(torch.tensor([float(bool(self.signal))]))):
                 sums[3] = 1
                 break
-            sums[:2] += scores_by_step(inner, self.parts.worker, self.parts.theta, episode)
+            sums[:2] += scores_by_step(inner, self.parts.worker, self.parts.meta_params.theta, episode)
             sums[2] += 1
         if self.ranks.layout.group_rank:
             sums.zero_()  # all ranks of a group have the same sums

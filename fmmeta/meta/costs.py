@@ -8,19 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fmmeta.config.algorithms import find
+from fmmeta.config.outer_optimizers import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
 
-MOMENTS = {
-    "adamw": 2,
-    "sgd": 0,
-    "nesterov": 1,
-    "adagrad": 1,
-    "adamax": 2,
-    "nadam": 2,
-    "radam": 2,
-    "rmsprop": 1,
-}
-"""Vectors that each outer optimizer keeps."""
 WORK = 5  # vectors that a Hessian-vector product and the backward recursion need beside the direction
 
 
@@ -105,5 +95,7 @@ def shards(config: Config) -> ShardCounts:
     if config.inner_lr_learned != "no":
         trajectory += k  # the directions of the steps
     if config.inner_lr_learned == "element":
-        work += 2 + MOMENTS[config.outer_optimizer]  # rates, their gradient, its moments
+        work += 2 + len(
+            OUTER_OPTIMIZERS[config.outer_optimizer].moments
+        )  # rates, their gradient, its moments
     return ShardCounts(work, trajectory)

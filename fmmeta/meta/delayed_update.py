@@ -4,9 +4,9 @@
     delayed    theta_1 = theta_0;   theta_{t+1} = U(theta_t, G_{t-1}(theta_{t-1}); lr_{t-1})
                after the last outer step, the last meta-gradient is applied as well
 
-G_t: the mean meta-gradient of meta-batch t; U: clipping, optimizer, weight decay. Delayed, the reduction of
-G_t across the groups has the inner loops of step t + 1 to hide behind; the price is a gradient that is one
-update old, as in pipelined and asynchronous SGD (Langford, Smola, Zinkevich 2009, arXiv 0911.0491). One
+G_t: the mean meta-gradient of meta-batch t; U: clipping, optimizer, weight decay. With a delay the reduction
+of G_t across the groups runs during the inner loops of step t + 1; the price is a gradient that is one update
+old, as in pipelined and asynchronous SGD (Langford, Smola, Zinkevich 2009, arXiv 0911.0491). One
 reduction is pending at any time, every rank starts it at the same place between two steps, and nothing else
 uses the cross communicator meanwhile.
 
@@ -16,115 +16,100 @@ later steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.outer_step import MetaGradient, Outer, OuterState, OuterStep
-from fmmeta.parallel.process_groups import Communicator
+from fmmeta.meta.meta_gradient import MetaGradient, PendingMean
+from fmmeta.meta.outer_step import OuterOptimizer, OuterStep
+from fmmeta.meta.parameters import StateDict
+from fmmeta.parallel.collectives import Communicator
 
-MARK = "pending "  # before the names of vectors and tables in a checkpoint
-WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PREFIX = "pending "  # of the names of vectors and tables in a checkpoint
+COMM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
 class PendingUpdate:
-    """The pending meta-gradient of an outer step: `means` as MetaGradient.begin gave it, None if no task
-    was finite. `unread`: all tasks of its step failed to load.
+    """The meta-gradient of an outer step that has not been applied. buffer: its sums; mean: None if no task
+    was finite; no_data: all tasks of its step failed to load.
     """
 
-    meta: MetaGradient
-    means: Iterator[slice] | None
+    buffer: MetaGradient
+    mean: PendingMean | None
     outer_step: int
-    unread: bool
+    no_data: bool
 
 
 class DelayedUpdate:
-    """Collects the directions of an outer step in `meta` and moves theta by them, now or a step later."""
+    """Collects the meta-gradients of an outer step in `meta` and applies them, now or a step later."""
 
-    def __init__(self, outer: Outer, cross: Communicator, config: Config) -> None:
-        self.outer, self.cross = outer, cross
-        self.delay, self.wire = config.outer_delay, WIRES[config.reduce_dtype]
-        self.meta = MetaGradient(outer.theta, outer.extras)
-        self.spare = MetaGradient(outer.theta, outer.extras) if self.delay else None
+    def __init__(self, outer: OuterOptimizer, cross: Communicator, config: Config) -> None:
+        self.outer, self.cross, self.delay = outer, cross, config.outer_delay
+        self.comm_dtype = COMM_DTYPES[config.reduce_dtype]
+        self.meta = self._buffer()
+        self.spare_buffer = self._buffer() if self.delay else None
         self.pending: PendingUpdate | None = None
 
-    def move(self, weight: float, outer_step: int, unread: bool, last: bool) -> OuterStep | None:
-        """End the outer step with what is in `meta`, which is empty afterwards. Returns what moved theta,
-        None if nothing did.
+    def _buffer(self) -> MetaGradient:
+        return MetaGradient(self.outer.meta_params.theta, self.outer.meta_params.extra)
 
-        weight: of all groups' finite tasks; unread: all of its tasks failed to load; last: of the run, so
-        that nothing may stay pending. If `last` moves theta twice, the second is returned. Collective: cross,
-        group.
+    def step(self, weight: float, outer_step: int, no_data: bool, last: bool) -> OuterStep | None:
+        """Reduce what is in `meta`, which is empty afterwards, and apply it or the pending meta-gradient.
+
+        weight: of the finite tasks of all groups; no_data: all tasks failed to load; last: of the run, so
+        that nothing may stay pending. Returns the update, None if there was none, and the second if `last`
+        applies two. Collective: cross, group.
         """
-        moved = self.drain()
-        begun = PendingUpdate(self.meta, self.meta.begin(self.cross, weight, self.wire), outer_step, unread)
-        if self.delay and not last:
-            assert self.spare is not None
-            self.pending, self.meta, self.spare = begun, self.spare, self.meta
-            return moved
-        return self._finish(begun)
+        update = self.flush()
+        mean = self.meta.begin_reduce(self.cross, weight, self.comm_dtype)
+        pending = PendingUpdate(self.meta, mean, outer_step, no_data)
+        if self.spare_buffer is None or last:
+            return self._apply(pending)
+        self.pending, self.meta, self.spare_buffer = pending, self.spare_buffer, self.meta
+        return update
 
-    def drain(self) -> OuterStep | None:
-        """Apply what is pending, if there is something. Collective: cross, group."""
-        waited, self.pending = self.pending, None
-        return self._finish(waited) if waited else None
+    def flush(self) -> OuterStep | None:
+        """Apply the pending meta-gradient, if there is one. Collective: cross, group."""
+        pending, self.pending = self.pending, None
+        return pending and self._apply(pending)
 
-    def _finish(self, due: PendingUpdate) -> OuterStep:
-        moved = self.outer.step(
-            None if due.means is None else due.meta.sum, due.outer_step, due.meta.extra, due.means
-        )
-        due.meta.clear()
-        return replace(moved, unread=due.unread)
+    def _apply(self, pending: PendingUpdate) -> OuterStep:
+        update = self.outer.step(pending.mean, pending.outer_step)
+        pending.buffer.clear()
+        return replace(update, no_data=pending.no_data)
 
-    def state(self) -> tuple[OuterState, dict[str, Any] | None]:
-        """What is pending as vectors and tables, and what else there is to know of it (None: nothing is).
-
-        Collective: cross.
-        """
-        kept = OuterState({}, {}, {})
+    def add_state(self, state: StateDict) -> None:
+        """Add the pending meta-gradient, reduced, to what a checkpoint holds. Collective: cross."""
+        state.facts["pending"] = None
         if self.pending is None:
-            return kept, None
-        of = self.pending
-        if of.means is not None:
-            mean = of.meta.end(of.means)
-            of.means = whole(mean)
-            for name, value in {"theta": mean, **of.meta.extra}.items():
-                (kept.vectors if value.shape == mean.shape else kept.tables)[f"{MARK}{name}"] = value
-        return kept, {"outer_step": of.outer_step, "unread": of.unread, "finite": of.means is not None}
-
-    def shape(self) -> dict[str, Tensor]:
-        """Vectors of the size of those that `state` may give, to make room for."""
-        return {
-            f"{MARK}{name}": value
-            for name, value in {"theta": self.meta.sum, **self.meta.extra}.items()
-            if self.delay and value.shape == self.meta.sum.shape
-        }
-
-    def load_state(
-        self, vectors: dict[str, Tensor], tables: dict[str, Tensor], known: dict[str, Any] | None
-    ) -> None:
-        """Take what a checkpoint kept out of its vectors and tables."""
-        kept = {
-            name.removeprefix(MARK): source.pop(name)
-            for source in (vectors, tables)
-            for name in list(source)
-            if name.startswith(MARK)
-        }
-        if known is None:
             return
-        meta = self.spare or MetaGradient(self.outer.theta, self.outer.extras)
-        for name, value in {"theta": meta.sum, **meta.extra}.items():
-            if known["finite"]:
-                value.copy_(kept[name])
-        means = whole(meta.sum) if known["finite"] else None
-        self.pending = PendingUpdate(meta, means, known["outer_step"], known["unread"])
+        mean = self.pending.mean
+        if mean is not None:
+            self.pending.mean = PendingMean({name: mean.finish(name) for name in mean.sums})
+            state.add(PREFIX, mean.sums)
+        state.facts["pending"] = {
+            "outer_step": self.pending.outer_step,
+            "unread": self.pending.no_data,
+            "finite": mean is not None,
+        }
 
+    def vectors_to_save(self) -> dict[str, Tensor]:
+        """Vectors of the sizes that `add_state` may add, to allocate buffers."""
+        state = StateDict()
+        state.add(PREFIX, self.meta.sums if self.delay else {})
+        return state.vectors
 
-def whole(vector: Tensor) -> Iterator[slice]:
-    """All places of what has arrived."""
-    return iter([slice(0, len(vector))])
+    def load_state(self, state: StateDict) -> None:
+        """Restore the pending meta-gradient that `add_state` gave, if there is one."""
+        saved = state.facts.get("pending")
+        if saved is None:
+            return
+        buffer, mean = self.spare_buffer or self._buffer(), None
+        if saved["finite"]:
+            for name, value in state.tensors(PREFIX).items():
+                buffer.sums[name].copy_(value)
+            mean = PendingMean(buffer.sums)
+        self.pending = PendingUpdate(buffer, mean, saved["outer_step"], saved["unread"])

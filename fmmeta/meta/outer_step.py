@@ -1,314 +1,174 @@
-"""The outer step: sums the tasks' meta-gradients, reduces once across groups, clips, updates theta.
+"""The outer step: finishes the mean meta-gradient, clips it over the whole model, updates meta-parameters.
 
-    add (per task) -> reduce over cross (once per outer step) -> mean -> norm over the whole model
-        -> optimizer on the shard
+    reduce across groups (meta_gradient.py) -> per bucket: wait, divide, norm -> optimizer on the shard
 
 Every vector is this rank's shard: theta, the sum, the optimizer's moments. Nothing is gathered, so the
-optimizer must act element by element. Learned inner rates are meta-parameters too (not clipped, not decayed,
-with the rate `inner_lr_outer_lr`); kept inner moments are replaced by their mean over the tasks. With
---offload_outer everything but the learned rates is in host memory (parallel/offload.py) and is copied to the
-device in pieces, once per outer step.
+optimizer must act element by element (config/outer_optimizers.py). Learned inner rates are meta-parameters
+too (not clipped, not decayed, with the rate `inner_lr_outer_lr`); kept inner moments are replaced by their
+mean over the tasks. With --offload_outer everything but the learned rates is in host memory
+(parallel/offload.py) and is copied to the device in pieces, once per outer step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fmmeta.config.outer_optimizers import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
-from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.task_gradient import TaskGradient
+from fmmeta.meta.meta_gradient import PendingMean
+from fmmeta.meta.parameters import KEPT_MOMENTS, MetaParameters, StateDict
+from fmmeta.parallel.collectives import Reduction
 from fmmeta.parallel.offload import OuterMemory
 from fmmeta.parallel.param_map import overlap
-from fmmeta.parallel.process_groups import Communicator
-from fmmeta.parallel.workers.base import Worker
-
-
-class MetaGradient:
-    """Weighted sums of the directions of this group's tasks, then of all groups': of theta, and of the extras
-    by name.
-    """
-
-    def __init__(self, theta: Tensor, extra: Mapping[str, Tensor] | None = None) -> None:
-        self.sum, self.weight = (
-            torch.zeros_like(theta, pin_memory=theta.is_pinned()),
-            0.0,
-        )  # at home, where theta is
-        self.extra = {name: torch.zeros_like(like) for name, like in (extra or {}).items()}
-
-    def add(self, direction: TaskGradient) -> None:
-        """Count a task, and add what it has not added itself, unless it is not finite: then neither its
-        direction nor its weight counts.
-        """
-        if direction.finite:
-            if direction.vector is not None:
-                self.sum.add_(direction.shards.to(self.sum.device), alpha=direction.weight)
-            for name, total in self.extra.items():
-                total.add_(direction.extra[name], alpha=direction.weight)
-            self.weight += direction.weight
-
-    def reduce(self, cross: Communicator, weight: float, wire: torch.dtype | None = None) -> Tensor | None:
-        """Mean over the tasks of all groups, or None if none was finite; `extra` then holds means as well.
-
-        `weight`: summed over all groups; `wire`: dtype of what travels.
-
-        One reduction of the rank's shard, whatever the number of tasks and inner steps. Collective: cross.
-        """
-        means = self.begin(cross, weight, wire)
-        return None if means is None else self.end(means)
-
-    def begin(
-        self, cross: Communicator, weight: float, wire: torch.dtype | None = None
-    ) -> Iterator[slice] | None:
-        """Begin `reduce`; return an iterator of slices of `sum`, or None where the weight is 0.
-
-        Exhaust it exactly once. Each slice holds the mean when it is yielded, and `extra` is complete before
-        the first. Add nothing in between. Collective: cross.
-        """
-        if weight == 0:
-            return None
-        begun = [cross.begin_sum_(total, wire) for total in (*self.extra.values(), self.sum)]
-        return self._means(begun, weight)
-
-    def _means(self, begun: Sequence[Iterator[slice]], weight: float) -> Iterator[slice]:
-        for total, places in zip(self.extra.values(), begun, strict=False):
-            for place in places:
-                total.view(-1)[place].div_(weight)
-        for place in begun[-1]:
-            self.sum[place].div_(weight)
-            yield place
-
-    def end(self, means: Iterator[slice]) -> Tensor:
-        """Wait for all of them."""
-        for _ in means:
-            pass
-        return self.sum
-
-    def clear(self) -> None:
-        for total in (self.sum, *self.extra.values()):
-            total.zero_()
-        self.weight = 0.0
+from fmmeta.parallel.workers.base import Worker, add_local_dot, over_group
 
 
 @dataclass(frozen=True)
 class OuterStep:
-    """What an outer step did: norm of the meta-gradient before clipping, learning rate, whether theta moved.
-
-    `unread`: it did not, because all tasks failed to load.
+    """Result of an outer step. grad_norm: before clipping; applied: whether the meta-parameters moved;
+    no_data: they did not, because all tasks failed to load.
     """
 
     grad_norm: float
     lr: float
     applied: bool
-    unread: bool = False
+    no_data: bool = False
 
 
-class Outer:
-    """An element-by-element optimizer on this rank's slice of theta and on learned inner rates, clipping over
-    the whole model, and an HF schedule.
+class OuterOptimizer:
+    """An element-by-element optimizer of the meta-parameters, with clipping over the whole model and a
+    schedule of transformers.
 
-    theta and rates are updated in place. The learning rate is a function of the step's number alone, so a
-    resumed run needs no scheduler state. Weight decay is decoupled (Loshchilov, Hutter 2019) whatever the
-    optimizer. A head that every task initialises is no meta-parameter: its slice is not updated.
+    The learning rate is a function of the step's number alone, so a resumed run needs no scheduler state.
+    Weight decay is decoupled (Loshchilov, Hutter 2019) whatever the optimizer. A head that every task
+    initialises is no meta-parameter: its slice is not updated.
     """
 
-    def __init__(self, theta: Tensor, worker: Worker, config: Config, inner: InnerLoop | None = None) -> None:
+    def __init__(self, meta_params: MetaParameters, worker: Worker, config: Config) -> None:
         from transformers import get_scheduler
 
-        self.theta, self.worker, self.config = theta, worker, config
-        self.rates = None if inner is None else inner.rates.meta_parameter
-        self.kept = None if inner is None else inner.rule.kept
-        self.inner_steps = 0 if inner is None else inner.steps
-        self.home = OuterMemory(worker.device, config.offload_outer)
-        self.head = worker.params.groups.get("head")
-        self.parts = [
-            (place, config.weight_decay if name == "decay" else 0.0)
-            for name, whole in worker.params.groups.items()
+        self.meta_params, self.worker, self.config = meta_params, worker, config
+        self.spec = OUTER_OPTIMIZERS[config.outer_optimizer]
+        self.memory = OuterMemory(worker.device, config.offload_outer)
+        self.head = worker.params.groups.get("head", slice(0, 0))
+        self.pieces = [
+            (piece, config.weight_decay if name == "decay" else 0.0)
+            for name, group in worker.params.groups.items()
             if name != "head"
-            for place in self.home.pieces(whole)
+            for piece in self.memory.pieces(group)
         ]
-        self.moments: dict[str, Tensor] = {}  # by torch's names, [S] at home
+        self.moments: dict[str, Tensor] = {}  # by torch's names, [S] on the storage device
         self.rate_moments: dict[str, Tensor] = {}
-        self.numbers: dict[str, float] = {}  # steps and the like, equal for every piece
-        peak = config.outer_lr
-        schedule = get_scheduler(
+        self.scalar_state: dict[str, float] = {}  # step counts and the like, equal for every piece
+        schedule: Any = get_scheduler(
             config.lr_scheduler_type,
-            torch.optim.SGD([torch.zeros(1)], lr=peak),
+            torch.optim.SGD([torch.zeros(1)], lr=config.outer_lr),
             config.warmup_steps,
             config.outer_steps,
         )
-        self.factor, self.peak = schedule.lr_lambdas[0], peak  # type: ignore[attr-defined]
-
-    @property
-    def extras(self) -> dict[str, Tensor]:
-        """What MetaGradient has to sum besides theta: tensors of these shapes by name."""
-        kept = {} if self.kept is None else {name: self.theta for name in ("exp_avg", "exp_avg_sq")}
-        return kept if self.rates is None else {"rates": self.rates, **kept}
+        self.factor = schedule.lr_lambdas[0]
 
     def lr(self, outer_step: int) -> float:
         """Learning rate of the outer step with this number, counted from 0."""
-        return self.peak * self.factor(outer_step)
+        return self.config.outer_lr * self.factor(outer_step)
 
-    def step(
-        self,
-        meta_grad: Tensor | None,
-        outer_step: int,
-        extra: Mapping[str, Tensor] | None = None,
-        places: Iterator[slice] | None = None,
-    ) -> OuterStep:
-        """Move theta against `meta_grad` [S], and the rest as `extra` says, unless one is None or not finite.
+    def step(self, mean: PendingMean | None, outer_step: int) -> OuterStep:
+        """Move the meta-parameters against the mean meta-gradient, unless it is None or not finite.
 
-        `places`: where they come bucket by bucket (MetaGradient.begin); the norm of one is taken while later
-        ones travel. Collective: group.
+        The tensors of `mean` are used up. Collective: group.
         """
-        extra = extra or {}
-        lr = self.lr(outer_step)
-        if meta_grad is None:
-            return OuterStep(math.nan, lr, False)
-        norm = math.sqrt(self.worker.dot(meta_grad, meta_grad, self._without_head(meta_grad, places)))
-        if self.rates is not None and not self._finite(extra["rates"]):
+        lr, meta = self.lr(outer_step), self.meta_params
+        if mean is None:
+            return OuterStep(math.nan, lr, applied=False)
+        extra = {name: mean.finish(name) for name in meta.extra}
+        norm, gradient = self._finish_theta(mean), mean.sums["theta"]
+        if meta.rates is not None and not self._finite(extra["rates"]):
             norm = math.nan
         if not math.isfinite(norm):
-            return OuterStep(norm, lr, False)
+            return OuterStep(norm, lr, applied=False)
         if 0 < self.config.max_grad_norm < norm:
-            meta_grad.mul_(self.config.max_grad_norm / norm)
-        before, known = dict(self.numbers), list(self.moments)
-        for place, weight_decay in self.parts:
-            value, gradient = self.home.fetch(self.theta[place]), self.home.fetch(meta_grad[place])
-            moments = {name: self.home.fetch(self.moments[name][place]) for name in known}
-            moved = self._move(value, gradient, {**tensors(before), **moments}, lr, weight_decay)
-            self.home.put(self.theta[place], value)
-            for name, moment in moved.items():
+            gradient.mul_(self.config.max_grad_norm / norm)
+        scalars, moments = dict(self.scalar_state), dict(self.moments)  # from before the first piece
+        for piece, weight_decay in self.pieces:
+            value = self.memory.fetch(meta.theta[piece])
+            stored = {name: self.memory.fetch(moment[piece]) for name, moment in moments.items()}
+            grad = self.memory.fetch(gradient[piece])
+            for name, moment in self._update(value, grad, scalars, stored, lr, weight_decay).items():
                 if name not in self.moments:
-                    self.moments[name] = self.home.zeros(self.theta)
-                self.home.put(self.moments[name][place], moment)
-        if self.rates is not None:
-            state = {**tensors(before), **self.rate_moments}
-            self.rate_moments = self._move(
-                self.rates,
-                extra["rates"].clone(),
-                state,
-                self.config.inner_lr_outer_lr * self.factor(outer_step),
-            )
-        if self.kept is not None:
-            self.kept.vectors = {name: extra[name].clone() for name in ("exp_avg", "exp_avg_sq")}
-            self.kept.count += self.inner_steps
-        return OuterStep(norm, lr, True)
+                    self.moments[name] = self.memory.zeros(meta.theta)
+                self.memory.put(self.moments[name][piece], moment)
+            self.memory.put(meta.theta[piece], value)
+        if meta.rates is not None:
+            rates_lr = self.config.inner_lr_outer_lr * self.factor(outer_step)
+            grad = extra["rates"].clone()
+            self.rate_moments = self._update(meta.rates, grad, scalars, self.rate_moments, rates_lr, 0.0)
+        if meta.kept is not None:
+            meta.kept.vectors = {name: extra[name].clone() for name in KEPT_MOMENTS}
+            meta.kept.count += self.config.inner_steps
+        return OuterStep(norm, lr, applied=True)
 
-    def _move(
-        self, value: Tensor, gradient: Tensor, state: dict[str, Tensor], lr: float, weight_decay: float = 0.0
-    ) -> dict[str, Tensor]:
-        """One step of torch's optimizer on a tensor, in place; return its moments, store its scalars."""
-        optimizer = OPTIMIZERS[self.config.outer_optimizer]([{"params": [value]}], self.config)
-        optimizer.param_groups[0]["lr"] = lr
-        if state:
-            optimizer.state[value] = state
-        value.mul_(1 - lr * weight_decay)
-        value.grad = gradient
-        optimizer.step()
-        value.grad = None
-        moved = {name: item for name, item in optimizer.state[value].items() if item is not None}
-        self.numbers = {name: float(item) for name, item in moved.items() if not is_vector(item)}
-        return {name: item for name, item in moved.items() if is_vector(item)}
+    def _finish_theta(self, mean: PendingMean) -> float:
+        """Finish the mean of theta without a head, bucket by bucket; return its norm over the whole model.
 
-    def _without_head(self, meta_grad: Tensor, places: Iterator[slice] | None) -> Iterator[slice]:
-        for place in places or [slice(0, len(meta_grad))]:
-            if self.head is not None:
-                meta_grad[overlap(place, self.head)] = 0
-            yield place
+        The norm of one bucket is computed while later buckets are in flight. Collective: group.
+        """
+        gradient, square = mean.sums["theta"], torch.zeros((), dtype=torch.float64, device=self.worker.device)
+        reduction = mean.reductions.get("theta") or Reduction([slice(0, len(gradient))])
+        for number, bucket in enumerate(reduction.buckets):
+            reduction.wait(number)
+            gradient[bucket].div_(mean.weight)
+            gradient[overlap(bucket, self.head)] = 0
+            add_local_dot(self.worker, square, gradient, gradient, bucket)
+        return math.sqrt(float(over_group(self.worker, square)))
 
     def _finite(self, gradient: Tensor) -> bool:
         """Whether the gradient of the rates is finite on every rank of the group. Collective: group."""
         bad = (~torch.isfinite(gradient.sum())).to(torch.float64)
         return float(self.worker.group.sum_(bad)) == 0
 
-    def state(self) -> OuterState:
-        """All that a continuation needs besides theta, apart from the schedule."""
-        state = OuterState(dict(self.moments), {}, dict(self.numbers))
-        if self.rates is not None:
-            of_rates = {f"rates.{name}": value for name, value in self.rate_moments.items()}
-            self._of_rates(state).update({"rates": self.rates, **of_rates})
-        if self.kept is not None:
-            state.vectors |= {f"kept.{name}": vector for name, vector in self.kept.vectors.items()}
-            state.numbers["kept.count"] = self.kept.count
-        return state
+    def _update(
+        self,
+        value: Tensor,
+        grad: Tensor,
+        scalars: Mapping[str, float],
+        moments: Mapping[str, Tensor],
+        lr: float,
+        weight_decay: float,
+    ) -> dict[str, Tensor]:
+        """One step of torch's optimizer on a tensor, in place; return its moments, store its scalars."""
+        options: dict[str, Any] = {name: getattr(self.config, key) for name, key in self.spec.options.items()}
+        if self.spec.torch_class == "AdamW" and value.device.type == "cpu":
+            options["fused"] = True  # one pass over memory instead of nine; on GPUs foreach is the default
+        make = getattr(torch.optim, self.spec.torch_class)
+        optimizer = make([value], lr=lr, weight_decay=0.0, **options, **self.spec.fixed)
+        if scalars or moments:
+            optimizer.state[value] = {**{name: torch.tensor(x) for name, x in scalars.items()}, **moments}
+        value.mul_(1 - lr * weight_decay)
+        value.grad = grad
+        optimizer.step()
+        value.grad = None
+        state = {name: item for name, item in optimizer.state[value].items() if item is not None}
+        vectors = {name: item for name, item in state.items() if torch.is_tensor(item) and item.ndim > 0}
+        self.scalar_state = {name: float(item) for name, item in state.items() if name not in vectors}
+        return vectors
 
-    def load_state(self, state: OuterState) -> None:
-        """Continue from what `state` returned, on this layout or another, on any device."""
-        moments = {
-            name: vector for name, vector in state.vectors.items() if not name.startswith(("rates", "kept."))
-        }
-        self.moments = {name: self.home.keep(vector.clone()) for name, vector in moments.items()}
-        self.numbers = {name: value for name, value in state.numbers.items() if name != "kept.count"}
-        if self.rates is not None:
-            saved = self._of_rates(state)
-            self.rates.copy_(saved["rates"])
-            self.rate_moments = {
-                name.removeprefix("rates."): v.to(self.rates.device, copy=True)
-                for name, v in saved.items()
-                if name.startswith("rates.")
-            }
-        if self.kept is not None:
-            kept = {name: v for name, v in state.vectors.items() if name.startswith("kept.")}
-            self.kept.vectors = {
-                name.removeprefix("kept."): v.to(self.theta.device, copy=True) for name, v in kept.items()
-            }
-            self.kept.count = int(state.numbers.get("kept.count", 0))
+    def add_state(self, state: StateDict) -> None:
+        """Add moments and step counts, uncopied, to what a checkpoint holds."""
+        state.add("", self.moments)
+        state.add("rates.", self.rate_moments)
+        state.numbers.update(self.scalar_state)
 
-    def _of_rates(self, state: OuterState) -> dict[str, Tensor]:
-        """Rates per element are vectors like theta; a table of rates is whole on every rank."""
-        return state.tables if self.rates is not None and self.rates.ndim == 2 else state.vectors
-
-
-def tensors(numbers: Mapping[str, float]) -> dict[str, Tensor]:
-    """As torch's optimizers hold them."""
-    return {name: torch.tensor(value) for name, value in numbers.items()}
-
-
-def is_vector(item: Tensor | float) -> bool:
-    return isinstance(item, Tensor) and item.ndim > 0
-
-
-@dataclass
-class OuterState:
-    """vectors: [S], by name; tables: the same on every rank; numbers: steps and the like, equal for every
-    parameter.
-    """
-
-    vectors: dict[str, Tensor]
-    tables: dict[str, Tensor]
-    numbers: dict[str, float]
-
-
-def _with_epsilon(kind: Any, **more: Any) -> Callable[[list[dict[str, Any]], Config], torch.optim.Optimizer]:
-    return lambda groups, config: kind(
-        groups, lr=config.outer_lr, eps=config.adam_epsilon, weight_decay=0.0, **more
-    )
-
-
-def _adamw(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
-    """On CPUs one pass over memory in place of nine; on GPUs its scalars would have to be on the device, and
-    foreach is the default.
-    """
-    on_cpu = groups[0]["params"][0].device.type == "cpu"
-    return _with_epsilon(torch.optim.AdamW, fused=True if on_cpu else None)(groups, config)
-
-
-OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], Config], torch.optim.Optimizer]] = {
-    "adamw": _adamw,
-    "sgd": lambda groups, config: torch.optim.SGD(groups, lr=config.outer_lr),
-    "nesterov": lambda groups, config: torch.optim.SGD(
-        groups, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=True
-    ),
-    "adagrad": _with_epsilon(torch.optim.Adagrad),
-    "adamax": _with_epsilon(torch.optim.Adamax),
-    "nadam": _with_epsilon(torch.optim.NAdam),
-    "radam": _with_epsilon(torch.optim.RAdam),
-    "rmsprop": _with_epsilon(torch.optim.RMSprop),
-}
-"""Optimizers of torch that act element by element, so that they work on shards."""
+    def load_state(self, state: StateDict) -> None:
+        """Continue from what `add_state` gave, on this layout or another, on any device."""
+        known = {name: state.vectors[name] for name in self.spec.moments if name in state.vectors}
+        self.moments = {name: self.memory.keep(vector.clone()) for name, vector in known.items()}
+        self.scalar_state = {name: x for name, x in state.numbers.items() if name != "kept.count"}
+        if self.meta_params.rates is not None:
+            device, saved = self.meta_params.rates.device, state.tensors("rates.")
+            self.rate_moments = {name: value.to(device, copy=True) for name, value in saved.items()}

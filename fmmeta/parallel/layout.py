@@ -7,11 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.text import any_of
+
+SLURM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher told this process: its place among all processes and on its node."""
+    """The rank of this process among all processes and on its node, as the launcher set it.
+
+    node: the launcher's number of the node; empty if it gives none.
+    """
 
     global_rank: int = 0
     world_size: int = 1
@@ -19,29 +25,28 @@ class Launch:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    node: str = ""  # the launcher's number of the node; empty where it does not say
+    node: str = ""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Launch:
-        """Read deepspeed's, torchrun's and accelerate's variables, else srun's, else one process."""
+        """Read the variables of deepspeed, torchrun and accelerate, else those of srun, else one process.
+
+        Raises `UsageError`.
+        """
+        launch = cls()
         if "RANK" in env and "WORLD_SIZE" in env:
             world_size = number(env, "WORLD_SIZE")
-            local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or str(world_size)
             launch = cls(
                 number(env, "RANK"),
                 world_size,
-                number(env, "LOCAL_RANK", 0),
-                int(local),
+                number(env, "LOCAL_RANK", default=0),
+                number(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=world_size),
                 env.get("MASTER_ADDR", "127.0.0.1"),
-                number(env, "MASTER_PORT", 29500),
-                env.get("GROUP_RANK") or env.get("CROSS_RANK") or "",
-            )  # torchrun's, deepspeed's
-        elif (
-            "SLURM_PROCID" in env and number(env, "SLURM_STEP_NUM_TASKS", number(env, "SLURM_NTASKS", 1)) > 1
-        ):
+                number(env, "MASTER_PORT", default=29500),
+                env.get("GROUP_RANK") or env.get("CROSS_RANK") or "",  # of torchrun, of deepspeed
+            )
+        elif "SLURM_PROCID" in env and number(env, *SLURM_TASKS, default=1) > 1:
             launch = cls.from_slurm(env)
-        else:
-            launch = cls()
         if not 0 <= launch.global_rank < launch.world_size:
             raise UsageError(
                 f"RANK={launch.global_rank} is not below WORLD_SIZE={launch.world_size}; check the launcher"
@@ -50,31 +55,31 @@ class Launch:
 
     @classmethod
     def from_slurm(cls, env: Mapping[str, str]) -> Launch:
-        """One process per task of `srun`.
-
-        Without MASTER_ADDR the first node of the step is the meeting point.
-        """
-        world_size = number(env, "SLURM_STEP_NUM_TASKS", number(env, "SLURM_NTASKS", 1))
+        """One process per task of `srun`. Without MASTER_ADDR the first node of the step hosts the store."""
+        world_size = number(env, *SLURM_TASKS)
         per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world_size)
         tasks = re.match(r"\d+", per_node)
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
         return cls(
             global_rank=number(env, "SLURM_PROCID"),
             world_size=world_size,
-            local_rank=number(env, "SLURM_LOCALID", 0),
+            local_rank=number(env, "SLURM_LOCALID", default=0),
             local_world_size=int(tasks[0]) if tasks else world_size,
             master_addr=env.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1"),
-            master_port=number(env, "MASTER_PORT", 20000 + number(env, "SLURM_JOB_ID", 0) % 20000),
+            master_port=number(
+                env, "MASTER_PORT", default=20000 + number(env, "SLURM_JOB_ID", default=0) % 20000
+            ),
             node=env.get("SLURM_NODEID", ""),
         )
 
 
-def number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    value = env.get(name, default)
-    try:
-        return int(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise UsageError(f"environment variable {name}={value} is not a number; check the launcher") from None
+def number(env: Mapping[str, str], *names: str, default: int | None = None) -> int:
+    """The first of these variables that is set, else `default`. Raises `UsageError`."""
+    name = next(filter(env.get, names), names[-1])
+    value = env.get(name) or default
+    if value is None or not re.fullmatch(r"\s*[+-]?\d+\s*", str(value)):
+        raise UsageError(f"environment variable {name}={env.get(name)} is not a number; check the launcher")
+    return int(value)
 
 
 def first_host(nodelist: str) -> str:
@@ -124,10 +129,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class GroupCoordinates:
-    """Where a rank stands inside its group: group_size = pipeline stages x tensor ranks x data ranks.
+    """Coordinates of a rank inside its group: group_size = pipeline stages x tensor ranks x data ranks.
 
-    Ranks follow each other as DeepSpeed counts them: tensor ranks are neighbours, then data ranks, then
-    stages.
+    In the order of DeepSpeed: tensor ranks are neighbours, then data ranks, then stages.
     """
 
     group_rank: int
@@ -145,7 +149,7 @@ class GroupCoordinates:
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks: how many parts each set of examples is cut into."""
+        """Number of data-parallel ranks, which share the rows of each set of examples."""
         return self.group_size // (self.stages * self.tensor)
 
     @property
@@ -163,7 +167,3 @@ class GroupCoordinates:
 
 def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def any_of(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

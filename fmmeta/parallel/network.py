@@ -1,11 +1,11 @@
 """Network settings of this host, checked before any collective: interfaces, timeouts, flight recorder.
 
-    findings    problems of the environment, for `fmmeta doctor` and for the start of a run
-    settle      at the start of a launch: choose gloo's interface if it is not set,
-                and end all ranks if one cannot be reached
+    issues                        problems of the environment, for `fmmeta doctor` and for the start of a run
+    check_and_choose_interface    at the start of a launch: choose gloo's interface if it is not set,
+                                  and end all ranks if one cannot be reached
 
-gloo takes the names of GLOO_SOCKET_IFNAME as they are; NCCL takes beginnings of names, `=` before a list asks
-for whole ones and `^` excludes (NCCL's documentation of NCCL_SOCKET_IFNAME and NCCL_IB_HCA).
+gloo takes the names of GLOO_SOCKET_IFNAME as they are; NCCL takes prefixes of names, `=` before a list asks
+for exact names and `^` excludes (NCCL's documentation of NCCL_SOCKET_IFNAME and NCCL_IB_HCA).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from fmmeta.common.errors import UsageError
-from fmmeta.parallel.layout import Launch, any_of
+from fmmeta.common.text import any_of
+from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.rendezvous import StoreProtocol
 
 INFINIBAND = Path("/sys/class/infiniband")
 NUMBERS = (
@@ -30,7 +31,7 @@ NUMBERS = (
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
 )
-RECORDERS = (
+RECORDERS = (  # number of collectives that the flight recorder keeps, and the prefix of its files
     ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
     ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
 )
@@ -41,16 +42,9 @@ SLOW = {
 }
 
 
-class Notes(Protocol):
-    """What a store of torch can do."""
-
-    def set(self, key: str, value: str, /) -> object: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-
-
 @dataclass(frozen=True)
 class Interface:
-    """up and addresses are those of this moment."""
+    """A network interface: whether it is up now, and its addresses."""
 
     name: str
     up: bool
@@ -83,115 +77,81 @@ def interfaces() -> list[Interface]:
     ]
 
 
-def findings(env: Mapping[str, str], known: Sequence[Interface], nccl: bool) -> Iterator[NetworkIssue]:
-    """What is wrong on this host. nccl: whether NCCL will be used, without which its interfaces do not
-    matter.
-    """
-    usable = [one.name for one in known if one.up and one.addresses]
+def issues(env: Mapping[str, str], known: Sequence[Interface], nccl: bool) -> Iterator[NetworkIssue]:
+    """Settings of this host that cannot work or that cost something. nccl: whether NCCL will be used."""
+    host, usable = platform.node(), [one.name for one in known if one.up and one.addresses]
+    use = f"use {any_of(usable) if usable else 'another host'}"
     for name in filter(None, env.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        yield from _unusable("GLOO_SOCKET_IFNAME", name, known, usable)
-    if nccl and not chosen(env.get("NCCL_SOCKET_IFNAME", ""), usable):
-        wanted = env["NCCL_SOCKET_IFNAME"]
-        yield NetworkIssue(
-            f"NCCL_SOCKET_IFNAME={wanted} leaves no interface of {platform.node()} that is up",
-            f"use {any_of(usable) if usable else 'another host'}, or a beginning of it",
-        )
-    adapters = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
-    wanted = env.get("NCCL_IB_HCA", "")
-    if nccl and wanted and not chosen(",".join(part.split(":")[0] for part in wanted.split(",")), adapters):
-        yield NetworkIssue(
-            f"NCCL_IB_HCA={wanted} leaves no adapter of {platform.node()}",
-            f"use {any_of(adapters)}" if adapters else "there is none: leave it out",
-        )
-    yield from _numbers(env)
-    yield from _recorder(env)
+        found = next((one for one in known if one.name == name), None)
+        if found is None:
+            yield NetworkIssue(f"GLOO_SOCKET_IFNAME={name} is no interface of {host}", use)
+        elif name not in usable:
+            defect = "has no address" if found.up else "is down"
+            yield NetworkIssue(f"GLOO_SOCKET_IFNAME={name} {defect} on {host}", use)
+    for name in NUMBERS:
+        if name in env and not env[name].strip().isdigit():
+            yield NetworkIssue(f"{name}={env[name]} is not a number", "use one, or leave it out")
+    for size, file in RECORDERS:
+        entries, folder = env.get(size, "").strip(), Path(env.get(file, "/tmp/nccl_trace_rank_")).parent
+        if file in env and entries in ("", "0"):
+            text = f"{file}={env[file]} names a file, and nothing is recorded for it"
+            yield NetworkIssue(text, f"set {size}=2000", fatal=False)
+        elif entries.isdigit() and int(entries) and not os.access(folder, os.W_OK):
+            text = f"{file}={env.get(file, '')} is in {folder}, which cannot be written to"
+            yield NetworkIssue(text, "choose another folder")
     if env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
         yield NetworkIssue(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 leaves ranks waiting in NCCL when another one fails",
             "leave it out, or rely on the watchdog (--step_timeout)",
             fatal=False,
         )
+    if nccl:
+        yield from _nccl_issues(env, usable, use)
+
+
+def _nccl_issues(env: Mapping[str, str], usable: Sequence[str], use: str) -> Iterator[NetworkIssue]:
+    host, wanted = platform.node(), env.get("NCCL_SOCKET_IFNAME", "")
+    if not chosen(wanted, usable):
+        text = f"NCCL_SOCKET_IFNAME={wanted} leaves no interface of {host} that is up"
+        yield NetworkIssue(text, f"{use}, or a beginning of it")
+    adapters = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+    wanted = env.get("NCCL_IB_HCA", "")
+    if wanted and not chosen(",".join(part.split(":")[0] for part in wanted.split(",")), adapters):
+        fix = f"use {any_of(adapters)}" if adapters else "there is none: leave it out"
+        yield NetworkIssue(f"NCCL_IB_HCA={wanted} leaves no adapter of {host}", fix)
     for name, cost in SLOW.items():
-        if nccl and env.get(name, "0") not in ("", "0"):
-            yield NetworkIssue(
-                f"{name}={env[name]}: {cost}", "leave it out where the hardware works", fatal=False
-            )
-
-
-def _unusable(
-    setting: str, name: str, known: Sequence[Interface], usable: list[str]
-) -> Iterator[NetworkIssue]:
-    found = next((one for one in known if one.name == name), None)
-    if name not in usable:
-        what = "is no interface" if found is None else "is down" if not found.up else "has no address"
-        where = f" of {platform.node()}" if found is None else f" on {platform.node()}"
-        yield NetworkIssue(
-            f"{setting}={name} {what}{where}", f"use {any_of(usable) if usable else 'another host'}"
-        )
+        if env.get(name, "0") not in ("", "0"):
+            fix = "leave it out where the hardware works"
+            yield NetworkIssue(f"{name}={env[name]}: {cost}", fix, fatal=False)
 
 
 def chosen(wanted: str, names: Sequence[str]) -> list[str]:
-    """The names that a setting of NCCL's leaves: beginnings, `=` whole names, `^` others.
-
-    All of them for an empty one.
-    """
+    """The names that a setting of NCCL selects: prefixes, `=` exact names, `^` all others; empty: all."""
     if not wanted:
         return list(names)
-    rest = wanted.lstrip("^=")
-    whole, listed = "=" in wanted[:2], [part for part in rest.split(",") if part]
-    fits = [
-        name for name in names if any(name == part if whole else name.startswith(part) for part in listed)
-    ]
+    listed = tuple(filter(None, wanted.lstrip("^=").split(",")))
+    fits = [name for name in names if (name in listed if "=" in wanted[:2] else name.startswith(listed))]
     return [name for name in names if name not in fits] if "^" in wanted[:2] else fits
 
 
-def _numbers(env: Mapping[str, str]) -> Iterator[NetworkIssue]:
-    for name in NUMBERS:
-        if name in env and not env[name].strip().isdigit():
-            yield NetworkIssue(f"{name}={env[name]} is not a number", "use one, or leave it out")
-
-
-def _recorder(env: Mapping[str, str]) -> Iterator[NetworkIssue]:
-    """The flight recorder keeps the last collectives of a rank, and writes them somewhere."""
-    for size, file in RECORDERS:
-        if file in env and env.get(size, "0") in ("", "0"):
-            yield NetworkIssue(
-                f"{file}={env[file]} names a file, and nothing is recorded for it",
-                f"set {size}=2000",
-                fatal=False,
-            )
-        folder = Path(env.get(file, "/tmp/nccl_trace_rank_")).parent
-        if (
-            env.get(size, "0").strip().isdigit()
-            and int(env.get(size) or 0)
-            and not os.access(folder, os.W_OK)
-        ):
-            yield NetworkIssue(
-                f"{file}={env.get(file, '')} is in {folder}, which cannot be written to",
-                "choose another folder",
-            )
-
-
 def gloo_interface(launch: Launch, known: Sequence[Interface]) -> str | None:
-    """The interface that other nodes are reached by, where gloo's own choice would not reach them; else None.
+    """The interface through which other nodes reach this one, if gloo's own choice would not work; else None.
 
-    gloo takes the address that this host's name stands for. On many machines that is a loopback address, and
-    on all of them ranks of other nodes would then wait for ever.
+    gloo takes the address that the name of this host resolves to. On many machines that is a loopback
+    address, and ranks of other nodes would then wait for ever.
     """
     own = own_addresses()
-    real = [one for one in known if one.up and not any(is_loopback(address) for address in one.addresses)]
+    real = [one for one in known if one.up and not any(map(is_loopback, one.addresses))]
     if any(own & set(one.addresses) for one in real):
         return None
     source = source_address(launch.master_addr)
-    if (
-        source and is_loopback(source) and len(real) == 1
-    ):  # the master itself, by a name that stands for loopback
+    if source and is_loopback(source) and len(real) == 1:  # the master, by a name that resolves to loopback
         return real[0].name
     return next((one.name for one in real if source in one.addresses), None)
 
 
 def own_addresses() -> set[str]:
-    """What the name of this host stands for."""
+    """The addresses that the name of this host resolves to."""
     try:
         return {str(info[4][0]) for info in socket.getaddrinfo(platform.node(), None)}
     except OSError:
@@ -204,18 +164,11 @@ def is_loopback(address: str) -> bool:
 
 def loopback_interface() -> str | None:
     """The interface that only processes of this host reach."""
-    return next(
-        (
-            one.name
-            for one in interfaces()
-            if one.up and any(is_loopback(address) for address in one.addresses)
-        ),
-        None,
-    )
+    return next((one.name for one in interfaces() if one.up and any(map(is_loopback, one.addresses))), None)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on one address. Raises `OSError`."""
+    """A socket that listens on one address; port 0: any. Raises `OSError`."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     try:
@@ -228,43 +181,40 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def source_address(host: str) -> str | None:
-    """The own address that packets to a host would carry; nothing is sent."""
+def source_address(host: str, port: int = 1) -> str | None:
+    """The own address that packets to a host would carry; nothing is sent. None if there is no route."""
     try:
-        family, _, _, _, to = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(to)
+            probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError:
         return None
 
 
-def check_and_choose_interface(notes: Notes, launch: Launch, nccl: bool) -> list[str]:
-    """Refuse on all ranks what cannot work on one; return what to say of the rest. Sets GLOO_SOCKET_IFNAME
-    where it must be.
+def check_and_choose_interface(store: StoreProtocol, launch: Launch, nccl: bool) -> list[str]:
+    """Raise on all ranks if a setting of one rank cannot work; return warnings about other settings.
 
-    Raises `UsageError`. Collective: world, through `notes`.
+    Sets GLOO_SOCKET_IFNAME where gloo's own choice would not work. Raises `UsageError`. Collective: world,
+    through `store`.
     """
-    known, said = interfaces(), []
-    if launch.local_world_size < launch.world_size and not os.environ.get("GLOO_SOCKET_IFNAME"):
-        name = gloo_interface(launch, known)
+    known, warnings = interfaces(), list[str]()
+    if not os.environ.get("GLOO_SOCKET_IFNAME"):
+        name = None
+        if launch.local_world_size < launch.world_size:
+            name = gloo_interface(launch, known)
+        elif is_loopback(launch.master_addr):
+            name = loopback_interface()  # all ranks are on this host
         if name is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
-            said.append(
+        if name is not None and launch.local_world_size < launch.world_size:
+            warnings.append(
                 f"GLOO_SOCKET_IFNAME={name}: the name of this host stands for an address that other nodes"
                 " cannot reach"
             )
-    elif (
-        is_loopback(launch.master_addr)
-        and not os.environ.get("GLOO_SOCKET_IFNAME")
-        and (name := loopback_interface())
-    ):
-        os.environ["GLOO_SOCKET_IFNAME"] = (
-            name  # all ranks are on this host, and no other one has to reach them
-        )
-    found = list(findings(os.environ, known, nccl))
-    notes.set(f"network/{launch.global_rank}", next((str(one) for one in found if one.fatal), ""))
-    for problem in notes.multi_get([f"network/{rank}" for rank in range(launch.world_size)]):
-        if problem:
-            raise UsageError(problem.decode())
-    return said + [str(one) for one in found]
+    found = list(issues(os.environ, known, nccl))
+    store.set(f"network/{launch.global_rank}", next((str(one) for one in found if one.fatal), ""))
+    for issue in store.multi_get([f"network/{rank}" for rank in range(launch.world_size)]):
+        if issue:
+            raise UsageError(issue.decode())
+    return warnings + [str(one) for one in found]

@@ -1,7 +1,7 @@
 """Assigns ranks to nodes: groups inside a node, and the printed map of links. Does not communicate.
 
-A group sends something in every pass, groups among each other once per outer step: a group belongs on one
-node wherever it fits.
+A group communicates in every pass, groups with each other once per outer step: a group belongs on one node
+wherever it fits.
 """
 
 from __future__ import annotations
@@ -9,20 +9,17 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.parallel.layout import Launch, any_of, divisors
+from fmmeta.common.text import any_of
+from fmmeta.parallel.layout import Launch, divisors
 
 SHOWN = 16  # groups that a map shows one by one
-
-
-class Gathers(Protocol):
-    def gather_bytes(self, payload: bytes, /) -> list[bytes]: ...
 
 
 @dataclass(frozen=True)
@@ -33,103 +30,89 @@ class Nodes:
     hosts: tuple[str, ...] = ("",)
 
     @classmethod
-    def of(cls, comm: Gathers, launch: Launch) -> Nodes:
-        """Ask every rank where it is. Collective: comm."""
-        told = [
-            json.loads(text)
-            for text in comm.gather_bytes(json.dumps([identity(launch), platform.node()]).encode())
-        ]
-        order = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in told))}
-        hosts = {order[name]: host for name, host in told}
-        return cls(
-            tuple(order[name] for name, _ in told), tuple(hosts[number] for number in range(len(order)))
-        )
+    def of(cls, comm: Any, launch: Launch) -> Nodes:
+        """Gather the node of every rank. comm: a Communicator. Collective: comm."""
+        payload = json.dumps([identity(launch), platform.node()]).encode()
+        gathered = [json.loads(text) for text in comm.gather_bytes(payload)]
+        hosts = dict(reversed(gathered))
+        names = list(dict.fromkeys(name for name, _ in gathered))
+        return cls(tuple(names.index(name) for name, _ in gathered), tuple(hosts[name] for name in names))
 
     @property
     def sizes(self) -> list[int]:
-        """Ranks of each node."""
-        counted = Counter(self.node)
-        return [counted[number] for number in range(len(self.hosts))]
+        """Number of ranks of each node."""
+        return [self.node.count(number) for number in range(len(self.hosts))]
 
     def first(self, rank: int) -> int:
         """The lowest rank of the same node."""
         return self.node.index(self.node[rank])
 
-    def second(self, rank: int) -> bool:
+    def is_second(self, rank: int) -> bool:
         """Whether exactly one rank of the same node is lower."""
         return self.node[:rank].count(self.node[rank]) == 1
 
-    def spanned(self, group_size: int) -> list[list[int]]:
+    def nodes_of_groups(self, group_size: int) -> list[list[int]]:
         """The nodes of each group."""
         groups = range(0, len(self.node), group_size)
         return [list(dict.fromkeys(self.node[start : start + group_size])) for start in groups]
 
-    def can_defer_backward(self, group_size: int) -> bool:
+    def are_groups_on_nodes(self, group_size: int) -> bool:
         """Whether every group is on one node."""
-        return all(len(nodes) == 1 for nodes in self.spanned(group_size))
+        return all(len(nodes) == 1 for nodes in self.nodes_of_groups(group_size))
 
     def check(self, group_size: int) -> str | None:
-        """Refuse groups that span nodes although they fit into each; say so where they have to.
+        """Refuse groups that span nodes although they fit on each; return a warning where they have to.
 
         Raises `UsageError`.
         """
-        spanned = self.spanned(group_size)
-        across = [group for group, nodes in enumerate(spanned) if len(nodes) > 1]
-        if not across:
-            return None
-        first = across[0]
-        where = f"group {first} ({ranks_of(first, group_size)}) is on {self.names(spanned[first])}"
-        if group_size <= min(self.sizes):
-            sizes = divisors(len(self.node))
-            good = [str(size) for size in sizes if self.can_defer_backward(size) or size > min(self.sizes)]
+        for group, nodes in enumerate(self.nodes_of_groups(group_size)):
+            if len(nodes) == 1:
+                continue
+            where = f"group {group} ({ranks_of(group, group_size)}) is on {self.names(nodes)}"
+            smallest = min(self.sizes)
+            if group_size > smallest:
+                return f"{where}: what it sends in every pass crosses the network"
+            sizes = [n for n in divisors(len(self.node)) if n > smallest or self.are_groups_on_nodes(n)]
             raise UsageError(
                 f"group_size={group_size} fits on a node, but {where}, and all that it sends in every pass"
-                f" would cross the network; use group_size {any_of(good)}, or start consecutive ranks on each"
-                " node (srun --distribution=block), as many as whole groups have"
+                f" would cross the network; use group_size {any_of(map(str, sizes))}, or start consecutive"
+                " ranks on each node (srun --distribution=block), as many as whole groups have"
             )
-        return f"{where}: what it sends in every pass crosses the network"
+        return None
 
     def names(self, nodes: Sequence[int]) -> str:
-        return " and ".join(
-            [", ".join(self.name(node) for node in nodes[:-1]), self.name(nodes[-1])]
-            if nodes[1:]
-            else [self.name(nodes[0])]
-        )
-
-    def name(self, node: int) -> str:
-        """The host's name; with the node's number where several nodes have it."""
-        host = self.hosts[node]
-        return f"{host} (node {node})" if self.hosts.count(host) > 1 else host
+        """Host names, with the node's number where several nodes have the same one."""
+        hosts = [self.hosts[node] for node in nodes]
+        labels = [
+            f"{host} (node {node})" if self.hosts.count(host) > 1 else host
+            for node, host in zip(nodes, hosts, strict=True)
+        ]
+        return " and ".join(filter(None, [", ".join(labels[:-1]), labels[-1]]))
 
     def map(self, group_size: int, inside: str, shard_bytes: float, device: str) -> list[str]:
-        """Lines that show who is where and what travels on which link. inside: what a group sends in every
-        pass.
+        """Lines that show which ranks are where and what is sent on which link.
+
+        inside: what a group sends in every pass.
         """
-        spanned, world_size = self.spanned(group_size), len(self.node)
+        of_groups = self.nodes_of_groups(group_size)
         lines = [
             f"group {group}: {ranks_of(group, group_size)} on {self.names(nodes)}"
-            for group, nodes in enumerate(spanned[:SHOWN])
+            for group, nodes in enumerate(of_groups[:SHOWN])
         ]
-        if len(spanned) > SHOWN:
-            lines.append(
-                f"and {len(spanned) - SHOWN} more groups,"
-                f" {'all on one node each' if self.can_defer_backward(group_size) else 'alike'}"
-            )
+        if len(of_groups) > SHOWN:
+            rest = "all on one node each" if self.are_groups_on_nodes(group_size) else "alike"
+            lines.append(f"and {len(of_groups) - SHOWN} more groups, {rest}")
         if group_size > 1:
-            far = sum(len(nodes) > 1 for nodes in spanned)
-            link = "inside a node" if not far else f"between nodes in {far} of {len(spanned)} groups"
+            far = sum(len(nodes) > 1 for nodes in of_groups)
+            link = f"between nodes in {far} of {len(of_groups)} groups" if far else "inside a node"
             lines.append(f"inside groups, {link}: {inside}, in every pass")
-        if len(spanned) > 1:
-            link = "inside a node"
-            if any(
-                len({self.node[rank] for rank in range(member, world_size, group_size)}) > 1
-                for member in range(group_size)
-            ):
-                name = "NCCL_SOCKET_IFNAME" if device == "cuda" else "GLOO_SOCKET_IFNAME"
-                link = f"between nodes ({name}={os.environ.get(name) or 'not set'})"
+        if len(of_groups) > 1:
+            near = all(len(set(self.node[member::group_size])) == 1 for member in range(group_size))
+            name = "NCCL_SOCKET_IFNAME" if device == "cuda" else "GLOO_SOCKET_IFNAME"
+            setting = f"between nodes ({name}={os.environ.get(name) or 'not set'})"
             lines.append(
-                f"across groups, {link}: {size_of(shard_bytes)} of meta-gradient per rank, once per outer"
-                " step"
+                f"across groups, {'inside a node' if near else setting}: {size_of(shard_bytes)} of"
+                " meta-gradient per rank, once per outer step"
             )
         link = "inside a node" if len(self.hosts) == 1 else "between nodes"
         lines.append(f"all ranks, {link}: agreement and numbers of each outer step (gloo)")
@@ -138,23 +121,18 @@ class Nodes:
 
 def identity(launch: Launch) -> str:
     """What ranks of one node have in common and others do not: the launcher's number of the node, else host,
-    boot and network.
+    boot and network namespace.
     """
     if launch.node:
         return f"node {launch.node}"
-    return "/".join(
-        [platform.node(), text_of("/proc/sys/kernel/random/boot_id"), link_of("/proc/self/ns/net")]
-    )
-
-
-def text_of(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
+    boot = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return "/".join([platform.node(), boot, link_of("/proc/self/ns/net")])
 
 
 def link_of(path: str) -> str:
+    """The target of a link; empty if it cannot be read."""
     try:
         return os.readlink(path)
     except OSError:
@@ -163,15 +141,15 @@ def link_of(path: str) -> str:
 
 def ranks_of(group: int, group_size: int) -> str:
     first, last = group * group_size, (group + 1) * group_size - 1
-    return (
-        f"rank {first}" if first == last else f"ranks {first} {'and' if last == first + 1 else 'to'} {last}"
-    )
+    if first == last:
+        return f"rank {first}"
+    return f"ranks {first} {'and' if last == first + 1 else 'to'} {last}"
 
 
 def size_of(count: float) -> str:
     """Bytes for reading: 614400 -> 614 kB."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
             return f"{count:.3g} {unit}"
         count /= 1000
-    raise AssertionError
+    return f"{count:.3g} GB"

@@ -1,7 +1,7 @@
 """Process groups; the only module that imports torch.distributed.
 
 Each worker group is its own default world, so that DeepSpeed and transformers see only the ranks that share
-its model (docs/design.md). There are three communicators:
+its model (docs/design.md). There are three communicators (collectives.py):
 
     world   all processes; gloo; control only: agreement, small byte strings, barriers
     group   the ranks that hold one model; the default process group of each of them
@@ -9,21 +9,16 @@ its model (docs/design.md). There are three communicators:
 
 With --elastic a launch is one group: `world` contains its ranks, and `cross` connects groups that join and
 leave (elastic/communicator.py). `all_groups` contains all processes of all groups in both cases.
-
-A communicator can sum, broadcast, gather bytes and wait at a barrier. It sends no pickles.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
 import os
 import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -31,193 +26,38 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fmmeta.common.errors import PeerError, UsageError
-from fmmeta.common.security import disk_trouble
+from fmmeta.common.errors import UsageError
 from fmmeta.parallel import network
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.layout import Launch, Layout
 from fmmeta.parallel.nodes import Nodes
-from fmmeta.parallel.rendezvous import agree_on_generation
+from fmmeta.parallel.rendezvous import SharedStore, agree_on_generation
 
 TIMEOUT = timedelta(minutes=30)
-BUCKET = 2**23  # elements of a reduction that travel together: 32 MiB in fp32
-PROOF = 64  # characters of a code (`proof`)
-SAY_S = 10.0  # between two words of a rank that waits for another one
+LOG_S = 10.0  # between two lines about a rank that waits for another one
 T = TypeVar("T")
-
-
-def finish_reduce(part: torch.Tensor, staged: torch.Tensor, work: Any) -> None:
-    """Wait for a reduction and bring the result to where it belongs."""
-    work.wait()
-    if staged is not part:
-        part.copy_(staged)
-
-
-class Communicator:
-    """A set of `size` ranks, this one being `rank`. With one rank every verb returns at once."""
-
-    def __init__(self, backend: Any, rank: int, size: int, device: torch.device) -> None:
-        self.backend, self.rank, self.size, self.device = backend, rank, size, device
-        self.bytes_sent = 0  # payload handed to the reductions since it was last set to 0
-
-    def sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> torch.Tensor:
-        """Replace `tensor` by its sum over the ranks.
-
-        `wire`: what travels and is added (default: the tensor's own dtype). Collective: this communicator.
-        """
-        for _ in self.begin_sum_(tensor, wire):
-            pass
-        return tensor
-
-    def begin_sum_(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> Iterator[slice]:
-        """Begin `sum_`, bucket by bucket; return an iterator of slices of the flat tensor.
-
-        Exhaust it exactly once. Each slice is complete when it is yielded; other communicators may be used in
-        between. A tensor on another device than the communicator's is copied two buckets at a time, and is
-        complete when this returns. Collective: this communicator.
-        """
-        flat = tensor.view(-1)
-        if self.size == 1:
-            return iter([slice(0, flat.numel())])
-        wire, away = wire or tensor.dtype, tensor.device != self.device
-        under_way: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
-        parts = flat.split(BUCKET)
-        for number, part in enumerate(parts):
-            staged = part.to(self.device, wire)
-            under_way.append((part, staged, self.backend.allreduce([staged])))
-            while away and len(under_way) > (number + 1 < len(parts)):
-                finish_reduce(*under_way.pop(0))
-        self.bytes_sent += tensor.numel() * wire.itemsize
-        return self._arrivals(under_way, [part.numel() for part in parts])
-
-    @staticmethod
-    def _arrivals(
-        under_way: list[tuple[torch.Tensor, torch.Tensor, Any]], lengths: list[int]
-    ) -> Iterator[slice]:
-        begin = 0
-        for length in lengths:
-            if under_way:
-                finish_reduce(*under_way.pop(0))
-            yield slice(begin, begin + length)
-            begin += length
-
-    def broadcast_(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        """Replace `tensor` by the root's. Collective: this communicator."""
-        if self.size > 1:
-            staged = tensor.to(self.device)
-            options = dist.BroadcastOptions()
-            options.rootRank = root
-            self.backend.broadcast([staged], options).wait()
-            if staged is not tensor:
-                tensor.copy_(staged)
-        return tensor
-
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return every rank's byte string, in the order of ranks. Collective: this communicator."""
-        if self.size == 1:
-            return [payload]
-        lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.rank] = len(payload)
-        self.sum_(lengths)
-        table = torch.zeros(self.size, max(1, int(lengths.max())), dtype=torch.uint8)
-        table[self.rank, : len(payload)] = (
-            torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
-        )
-        self.sum_(table)
-        return [bytes(row[:length].tolist()) for row, length in zip(table, lengths.tolist(), strict=True)]
-
-    def subset(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of some ranks of this one, which must be the default group; None on the others.
-
-        Collective: this one.
-        """
-        backend = dist.new_group(list(ranks))
-        if self.rank not in ranks:
-            return None
-        return Communicator(backend, list(ranks).index(self.rank), len(ranks), self.device)
-
-    def set_timeout(self, seconds: float) -> None:
-        """Give a verb up, with an exception, if a rank keeps the others waiting for longer than this."""
-        if self.backend is not None:
-            set_timeout = getattr(self.backend, "set_timeout", None) or self.backend._set_default_timeout
-            set_timeout(timedelta(seconds=seconds))
-
-    def barrier(self) -> None:
-        """Wait for every rank. Collective: this communicator."""
-        self.sum_(torch.zeros(1))
-
-    @contextmanager
-    def raise_on_all(self, doing: str) -> Iterator[None]:
-        """Run a block without collectives on every rank; if one raises, all raise.
-
-        A `UsageError` anywhere becomes the same `UsageError` everywhere (the lowest rank's). Any other
-        exception is raised where it happened and becomes a `PeerError` elsewhere. Collective: this
-        communicator.
-        """
-        failure: BaseException | None = None
-        try:
-            yield
-        except Exception as error:
-            failure, trouble = error, disk_trouble(error)
-            if trouble is not None:
-                failure = UsageError(f"{trouble} (while {doing}); fix that, and run the same command again")
-        kind = "" if failure is None else "usage:" if isinstance(failure, UsageError) else "crash:"
-        answers = self.gather_bytes(f"{kind}{failure if failure else ''}".encode())
-        failed = [(rank, text.decode()) for rank, text in enumerate(answers) if text]
-        if failed:
-            rank, text = min(failed, key=lambda item: (not item[1].startswith("crash:"), item[0]))
-            if isinstance(failure, Exception) and not isinstance(failure, UsageError):
-                raise failure
-            if text.startswith("usage:"):
-                raise UsageError(text.removeprefix("usage:")) from None
-            raise PeerError(f"rank {rank} failed while {doing}: {text.removeprefix('crash:')}")
-
-
-class SharedStore:
-    """Notes by name, kept by one process (rank 0's, or torchrun's agent) and read without waiting for the
-    writer. Each carries a code that needs the secret of this launch: a client of the store can
-    remove notes, and write none that count.
-
-    Nothing else works while a rank is stopped. If the keeper is the one that is stopped, every call waits:
-    call from a thread that may. One thread per board.
-    """
-
-    def __init__(self, store: dist.Store, secret: bytes) -> None:
-        self.store, self.secret = store, secret
-
-    def set(self, name: str, text: str) -> None:
-        self.store.set(name, proof(self.secret, name, text) + text)
-
-    def read(self, names: Sequence[str]) -> list[str]:
-        """Values of keys that exist, in one request; empty where the writer was not a rank."""
-        found = [note.decode(errors="replace") for note in self.store.multi_get(list(names))]
-        return [
-            note[PROOF:] if is_proof(note[:PROOF], self.secret, name, note[PROOF:]) else ""
-            for name, note in zip(names, found, strict=True)
-        ]
-
-    def look(self, name: str) -> str:
-        """A note; empty if there is none."""
-        return self.read([name])[0] if self.store.check([name]) else ""
 
 
 @dataclass
 class ProcessGroups:
-    """The communicators of one process."""
+    """The communicators of one process.
+
+    background: the ranks of the first group once more, for the threads that write checkpoints; None in other
+    groups. all_groups: all processes of all groups that take part; `world` unless the run is elastic.
+    """
 
     layout: Layout
     world: Communicator
     group: Communicator
     cross: Communicator
+    all_groups: Communicator
     device: torch.device
-    background: Communicator | None = (
-        None  # the first group once more, for the threads that write checkpoints; None elsewhere
-    )
-    crew: Communicator | None = None  # with --elastic: all processes of the members
+    background: Communicator | None = None
 
     @property
-    def all_groups(self) -> Communicator:
-        """All processes of all groups that take part."""
-        return self.crew or self.world
+    def is_elastic(self) -> bool:
+        """Whether other groups join and leave."""
+        return self.all_groups is not self.world
 
     @property
     def first(self) -> bool:
@@ -226,100 +66,76 @@ class ProcessGroups:
 
 
 class World:
-    """Every process of the launch, before groups exist: `join`, agree on a group size, `split`, `leave`."""
+    """All processes of a launch: creates `comm`, then the groups (`split`). Collective: world."""
 
     def __init__(self, launch: Launch, device: torch.device) -> None:
         self.launch, self.device = launch, device
         os.environ["FMMETA_GLOBAL_RANK"] = str(launch.global_rank)  # RANK will be the group's
         os.environ.setdefault("DS_ACCELERATOR", device.type)
-        backend = None
-        self.said: list[str] = []  # of the network, for rank 0 to say
+        self.warnings: list[str] = []  # of the network, logged by rank 0
         self.store: dist.Store | None = dist.HashStore()
+        backend = None
         if launch.world_size > 1:
-            os.environ.update(
-                MASTER_ADDR=launch.master_addr,
-                MASTER_PORT=str(launch.master_port),
-                RANK=str(launch.global_rank),
-                WORLD_SIZE=str(launch.world_size),
-            )
-            try:
-                self.store = loopback_store(launch) or next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
-            except dist.DistNetworkError as error:
-                if "EADDRINUSE" not in str(error):
-                    raise
-                raise UsageError(
-                    f"master_port={launch.master_port} is in use on {platform.node()}; give the launcher"
-                    f" another, such as --master_port {launch.master_port + 1}"
-                ) from None
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                met = agree_on_generation(
-                    cast(Any, self.store), launch.global_rank, launch.world_size, TIMEOUT.total_seconds()
-                )
-                self.store = dist.PrefixStore(met, self.store)
-            self.said = network.check_and_choose_interface(
+            self.store = connect_store(launch)
+            self.warnings = network.check_and_choose_interface(
                 cast(Any, self.store), launch, device.type == "cuda"
             )
             store = dist.PrefixStore("world", self.store)
             backend = dist.ProcessGroupGloo(store, launch.global_rank, launch.world_size, TIMEOUT)
         self.comm = Communicator(backend, launch.global_rank, launch.world_size, torch.device("cpu"))
-        self.made, self.prepared = [self.comm], 0
+        self.communicators, self.prepared = [self.comm], 0
         self.secret = self.comm.gather_bytes(os.urandom(32))[0]  # by gloo, so that it is never in the store
         self.nodes = Nodes.of(self.comm, launch)
 
-    def run_on_first_rank_of_node(
-        self, doing: str, work: Callable[[], T], timeout_s: float, say: Callable[[str], None] | None = None
-    ) -> T:
-        """Run `work` on the first rank of every node, and when it is done there on the others, which find it
-        prepared.
+    def run_on_first_rank_of_node(self, doing: str, work: Callable[[], T], timeout_s: float) -> T:
+        """Run `work` on the first rank of every node and, when it has ended there, on the other ranks, which
+        find its files prepared. Collective: world.
 
-        The second rank of a node says whom it waits for. What one rank raises all raise; but after
-        `timeout_s` of waiting for a rank that does not answer, those that wait raise `UsageError` without it.
-        Collective: world.
+        An error of one rank is raised on all ranks. A rank that has waited for the first rank of its node for
+        `timeout_s` raises `UsageError` at once. The second rank of a node logs that it waits.
         """
         assert self.store is not None, "before close"
-        board = SharedStore(self.store, self.secret)
-        launch, say = self.launch, say or (lambda text: print(f"fmmeta: {text}", file=sys.stderr, flush=True))
-        first = self.nodes.first(launch.global_rank)
+        rank = self.launch.global_rank
+        first = self.nodes.first(rank)
         self.prepared += 1
-        key, done, result = f"first_on_node/{self.prepared}/{first}", "failed", None
-        prepared = launch.global_rank == first or self._wait(board, key, doing, first, timeout_s, say)
+        shared, key = SharedStore(self.store, self.secret), f"first_on_node/{self.prepared}/{first}"
+        outcome, result = "failed", None
+        if rank != first:
+            peer = f"rank {first} on {platform.node()} ({doing})"
+            outcome = self._wait_for(shared, key, peer, timeout_s)
         with self.comm.raise_on_all(doing):
             try:
-                if prepared:  # if not, every rank raises that rank's error
+                if rank == first or outcome == "done":  # if it failed there, every rank raises that error
                     result = work()
-                    done = "done"
+                    outcome = "done"
             finally:
-                if launch.global_rank == first:
-                    board.set(key, done)
+                if rank == first:
+                    shared.set(key, outcome)
         return cast("T", result)
 
-    def _wait(
-        self,
-        board: SharedStore,
-        key: str,
-        doing: str,
-        first: int,
-        timeout_s: float,
-        say: Callable[[str], None],
-    ) -> bool:
-        """Whether the rank `first` has done it."""
-        began, told, mine = time.monotonic(), 0.0, self.launch.global_rank
-        speaks, whom = self.nodes.second(mine), f"rank {first} on {platform.node()} ({doing})"
-        while not (found := board.look(key)):
+    def _wait_for(self, shared: SharedStore, key: str, peer: str, timeout_s: float) -> str:
+        """The value of `key`, once `peer` has set it."""
+        began, logged, rank = time.monotonic(), 0.0, self.launch.global_rank
+        while not (outcome := shared.get(key)):
             waited = time.monotonic() - began
             if waited > timeout_s:
                 text = (
-                    f"prepare_timeout={timeout_s:g}: rank {mine} has waited {waited:.0f} s for {whom}; raise"
+                    f"prepare_timeout={timeout_s:g}: rank {rank} has waited {waited:.0f} s for {peer}; raise"
                     " it, or look there"
                 )
-                if speaks:
-                    say(f"error: {text}")
+                self._log_on_second_rank(f"error: {text}")
                 raise UsageError(text)
-            if speaks and waited - told >= SAY_S:
-                told = waited
-                say(f"rank {mine} waits for {whom}: {waited:.0f} s so far, {timeout_s:g} s at most")
+            if waited - logged >= LOG_S:
+                logged = waited
+                so_far = f"{waited:.0f} s so far, {timeout_s:g} s at most"
+                self._log_on_second_rank(f"rank {rank} waits for {peer}: {so_far}")
             time.sleep(0.05)
-        return found == "done"
+        return outcome
+
+    def _log_on_second_rank(self, text: str) -> None:
+        """Log a line on one waiting rank of each node."""
+        if self.nodes.is_second(self.launch.global_rank):
+            print(f"fmmeta: {text}", file=sys.stderr, flush=True)
 
     def split(self, group_size: int, default_group: bool = True) -> ProcessGroups:
         """Make groups of `group_size`; with `default_group` each becomes the default world of its processes.
@@ -333,61 +149,96 @@ class World:
             RANK=str(layout.group_rank), WORLD_SIZE=str(group_size), LOCAL_RANK=str(self.launch.local_rank)
         )
         on_gpu = self.device.type == "cuda"
-        group_backend = None
+        group_backend = cross_backend = background_backend = background = None
         if default_group or group_size > 1:
-            store = dist.PrefixStore(f"group{layout.group_index}", self.store)
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
-                store=store,
+                store=dist.PrefixStore(f"group{layout.group_index}", self.store),
                 rank=layout.group_rank,
                 world_size=group_size,
                 timeout=TIMEOUT,
             )
             group_backend = dist.group.WORLD
-        cross_backend = None
         if layout.num_groups > 1:
             store = dist.PrefixStore(f"cross{layout.group_rank}", self.store)
             make: Any = dist.ProcessGroupNCCL if on_gpu else dist.ProcessGroupGloo
             cross_backend = make(store, layout.group_index, layout.num_groups, TIMEOUT)
         group = Communicator(group_backend, layout.group_rank, group_size, self.device)
         cross = Communicator(cross_backend, layout.group_index, layout.num_groups, self.device)
-        background = None
+        self.communicators += [group, cross]
         if layout.group_index == 0:
-            store = dist.PrefixStore("background", self.store)
-            backend = (
-                dist.ProcessGroupGloo(store, layout.group_rank, group_size, TIMEOUT)
-                if group_size > 1
-                else None
-            )
-            background = Communicator(backend, layout.group_rank, group_size, torch.device("cpu"))
-        self.made += [group, cross, *([background] if background else [])]
-        return ProcessGroups(layout, self.comm, group, cross, self.device, background)
+            if group_size > 1:
+                store = dist.PrefixStore("background", self.store)
+                background_backend = dist.ProcessGroupGloo(store, layout.group_rank, group_size, TIMEOUT)
+            background = Communicator(background_backend, layout.group_rank, group_size, torch.device("cpu"))
+            self.communicators.append(background)
+        return ProcessGroups(layout, self.comm, group, cross, self.comm, self.device, background)
 
-    def board(self) -> SharedStore | None:
-        """A board of notes between all processes, for one thread; None for a process that is alone."""
+    def shared_store(self) -> SharedStore | None:
+        """A store that all processes share, for one thread; None for a process that is alone."""
         if self.launch.world_size == 1 or self.store is None:
             return None
         return SharedStore(dist.PrefixStore("board", cast(Any, self.store).clone()), self.secret)
 
     def close(self) -> None:
-        """Close the process groups of this process. Not collective, so that it also serves after a failure.
+        """Close the process groups of this process. Local, so that it also serves after a failure.
 
-        Their threads end here: left to the interpreter's last moments they can abort the process (exit code
+        Their threads end here: threads that live until the interpreter exits can abort the process (exit code
         134).
         """
         if dist.is_initialized():
             dist.destroy_process_group()
-        for communicator in self.made:
+        for communicator in self.communicators:
             communicator.backend = None
         self.store = None
 
 
-def loopback_store(launch: Launch) -> dist.Store | None:
-    """The store of a launch whose ranks meet at a loopback address, on rank 0 where no launcher keeps it:
-    torch's own listens on all interfaces. None otherwise, also where the port is in use (torch then says so).
+def subgroup(group: Communicator, ranks: Sequence[int]) -> Communicator | None:
+    """A communicator of some ranks of the default group; None on its other ranks. Collective: group."""
+    backend = dist.new_group(list(ranks))
+    if group.rank not in ranks:
+        return None
+    return Communicator(backend, list(ranks).index(group.rank), len(ranks), group.device)
+
+
+def connect_store(launch: Launch) -> dist.Store:
+    """The key-value store of a launch of several ranks, under a prefix that no earlier attempt has used.
+
+    Raises `UsageError`. Collective: world.
     """
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if launch.global_rank or agent or not network.is_loopback(launch.master_addr):
+    os.environ.update(
+        MASTER_ADDR=launch.master_addr,
+        MASTER_PORT=str(launch.master_port),
+        RANK=str(launch.global_rank),
+        WORLD_SIZE=str(launch.world_size),
+    )
+    try:
+        store = loopback_store(launch) or next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UsageError(
+            f"master_port={launch.master_port} is in use on {platform.node()}; give the launcher"
+            f" another, such as --master_port {launch.master_port + 1}"
+        ) from None
+    if not has_agent_store():
+        return store
+    timeout_s = TIMEOUT.total_seconds()
+    generation = agree_on_generation(cast(Any, store), launch.global_rank, launch.world_size, timeout_s)
+    return dist.PrefixStore(generation, store)
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun's agent is the store host."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def loopback_store(launch: Launch) -> dist.Store | None:
+    """A store that rank 0 hosts on the loopback address of the launch: torch's own listens on all interfaces.
+
+    None on other ranks, on other addresses, with torchrun, and where the port is in use (torch then raises).
+    """
+    if launch.global_rank or has_agent_store() or not network.is_loopback(launch.master_addr):
         return None
     try:
         return listening_store(launch.master_addr, launch.master_port)
@@ -396,7 +247,7 @@ def loopback_store(launch: Launch) -> dist.Store | None:
 
 
 def listening_store(host: str, port: int) -> dist.TCPStore:
-    """A store of this process that listens on the address `host` alone; port 0: any. Raises `OSError`."""
+    """A store that this process hosts on the address `host` alone; port 0: any. Raises `OSError`."""
     listener = network.listen(host, port)
     return dist.TCPStore(
         host,
@@ -409,20 +260,8 @@ def listening_store(host: str, port: int) -> dist.TCPStore:
     )
 
 
-class RendezvousStore:
-    """Where processes of different launches meet: notes kept by the process that opens it, at `address`
-    (host:port).
-    """
-
-    def __init__(self, host: str) -> None:
-        self.store = listening_store(host, 0)
-        self.address = f"{host}:{self.store.port}"
-
-
 def is_reachable(address: str, timeout_s: float) -> bool:
-    """Whether the process that has opened a `RendezvousStore` is there: the kernel refuses for one that has
-    ended.
-    """
+    """Whether the process that hosts a store (`listening_store`) is alive, by a connection to its port."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout_s).close()
@@ -431,30 +270,22 @@ def is_reachable(address: str, timeout_s: float) -> bool:
     return True
 
 
-def connect_gloo(address: str, name: str, rank: int, size: int, timeout: timedelta, here: str) -> Any:
-    """A gloo backend of `size` ranks that meet at a `RendezvousStore` under a name that is used once. here:
-    the own address, which gloo listens on unless the user names an interface. Raises `RuntimeError` where one
-    of them does not come. Collective: these ranks.
+def connect_gloo(address: str, name: str, rank: int, size: int, timeout: timedelta, own_address: str) -> Any:
+    """A gloo backend of `size` ranks that meet at the store of `address`, under a name that is used once.
+
+    own_address: the address that gloo listens on, unless the user names an interface. Raises `RuntimeError`
+    if one of the ranks does not come. Collective: these ranks.
     """
     host, _, port = address.rpartition(":")
-    notes = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout, named = timeout, os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if named in ("", network.loopback_interface()):  # the second is set for the ranks of one launch
-        options._devices = [gloo.create_device(hostname=here)]
+    options._timeout, interfaces = timeout, os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interfaces in ("", network.loopback_interface()):  # the second is set for the ranks of one launch
+        options._devices = [gloo.create_device(hostname=own_address)]
     else:
-        options._devices = [gloo.create_device(interface=name) for name in named.split(",")]
-    return gloo(dist.PrefixStore(name, notes), rank, size, options)
-
-
-def proof(secret: bytes, *said: Any) -> str:
-    """Proof that the writer knows the secret: an HMAC of PROOF hex digits."""
-    return hmac.new(secret, json.dumps(said, sort_keys=True).encode(), "sha256").hexdigest()
-
-
-def is_proof(found: Any, secret: bytes, *said: Any) -> bool:
-    return isinstance(found, str) and hmac.compare_digest(found.encode(), proof(secret, *said).encode())
+        options._devices = [gloo.create_device(interface=one) for one in interfaces.split(",")]
+    return gloo(dist.PrefixStore(name, store), rank, size, options)
 
 
 def backends() -> tuple[bool, bool]:

@@ -10,8 +10,9 @@ import torch
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.host_memory import host_bytes
+from fmmeta.common.text import any_of
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.layout import any_of, divisors
+from fmmeta.parallel.layout import divisors
 from fmmeta.parallel.process_groups import World
 from fmmeta.planning.memory import GIB, HEADROOM, Estimate, Sizes, estimate
 
@@ -82,7 +83,7 @@ def choose_group_size(
     candidates = [
         size
         for size in divisors(world.launch.world_size)
-        if size <= local and world.nodes.can_defer_backward(size) and size % model_ranks == 0
+        if size <= local and world.nodes.are_groups_on_nodes(size) and size % model_ranks == 0
     ]
     if not candidates:
         raise UsageError(

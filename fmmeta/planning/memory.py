@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fmmeta.config.outer_optimizers import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
@@ -78,7 +79,7 @@ def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
         checkpointing=config.gradient_checkpointing,
         offload_outer=config.offload_outer and not lazy,
         in_flight=depth,
-        moments=costs.MOMENTS[config.outer_optimizer],
+        moments=len(OUTER_OPTIMIZERS[config.outer_optimizer].moments),
         sums=1 + config.outer_delay,
         crossing=2 if config.reduce_dtype == "bf16" else 4,
         directions=int(not costs.adds_directly(config)),

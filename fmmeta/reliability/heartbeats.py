@@ -75,7 +75,7 @@ class Heartbeats:
         """Write this rank's stop signal into the store, or take over another's; whether there is one."""
         if self.signals.asked:
             self.store.set("stop", self.signals.asked)
-        elif name := self.store.look("stop"):
+        elif name := self.store.get("stop"):
             self.signals.receive(name, 128 + signal.SIGTERM)
         return bool(self.signals.asked)
 
@@ -90,7 +90,7 @@ class Heartbeats:
         now, before = time.monotonic(), self.latest
         latest = [
             json.loads(text or "{}")
-            for text in self.store.read([f"beat/{rank}" for rank in range(self.size)])
+            for text in self.store.get_existing([f"beat/{rank}" for rank in range(self.size)])
         ]
         if not before:
             self.changed_at = [now] * self.size

@@ -22,6 +22,7 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.in_context import prompted
+from fmmeta.meta.parameters import MetaParameters
 from fmmeta.models.forward_options import check_attention
 from fmmeta.models.layer_timing import layer_seconds
 from fmmeta.models.lazy_weights import open_lazy_model
@@ -175,7 +176,7 @@ def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notic
             f"{', '.join(map(str, world.nodes.sizes))}; use global"
         )
     log_layout(config, inputs, plan, world, sizes_at(1).params, notice)
-    for text in filter(None, [*world.said, warned]):
+    for text in filter(None, [*world.warnings, warned]):
         notice(text)
     return plan
 
@@ -236,7 +237,7 @@ class Runtime:
     """What a run computes with: a worker that holds theta, the rule's setup, the batcher."""
 
     worker: Worker
-    theta: Tensor
+    meta_params: MetaParameters
     frozen: dict[str, Tensor]  # untrained tensors by name, on the rank that exports them; empty with LoRA
     setup: rules.Setup
     batcher: Batcher
@@ -278,7 +279,8 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
         most = max_positions(inputs.description.hf_config)
         prompt = partial(prompted, bos_token_id=inputs.tokenizer.bos_token_id, positions=most)
     coordinates = plan.coordinates(ranks.layout.group_rank)
-    return Runtime(worker, theta, created.frozen, setup, batcher(config, inputs, coordinates), prompt)
+    params = MetaParameters.of(theta, setup.inner)
+    return Runtime(worker, params, created.frozen, setup, batcher(config, inputs, coordinates), prompt)
 
 
 def batcher(config: Config, inputs: RunInputs, coordinates: GroupCoordinates) -> Batcher:

@@ -170,7 +170,7 @@ class Validation(Callback):
         loss = sum(score.loss_after for score in scores) / len(scores)
         run.callbacks.on_evaluate(run, {"valid_accuracy": accuracy, "valid_loss": loss})
         if state.best is not None:
-            state.best.update(state.outer_step, accuracy, loss)
+            state.best.update(state.meta_params, state.outer_step, accuracy, loss)
 
     def on_step_end(self, run: Run, outcome: Outcome) -> None:
         self.on_train_begin(run)

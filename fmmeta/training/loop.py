@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from torch import Tensor
+
 from fmmeta.common.errors import PeerLost, Stopped, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.algorithms import find
@@ -55,7 +57,7 @@ class Run:
     ) -> None:
         self.config, self.inputs, self.ranks, self.parts = config, inputs, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
-        self.worker, self.theta = parts.worker, parts.theta
+        self.worker = parts.worker
         self.state = TrainingState(config, inputs, ranks, parts, start.folder, progress.notice)
         self.spec = find(config.algorithm)
         self.trains = not self.spec.trains_nothing
@@ -89,6 +91,11 @@ class Run:
             callbacks.Saving(),
         )
         self.callbacks = callbacks.CallbackList(built_in, user_callbacks)
+
+    @property
+    def theta(self) -> Tensor:
+        """The live meta-parameters of the model, fp32 [S]: this rank's part."""
+        return self.state.meta_params.theta
 
     def resume(self) -> None:
         """Load the newest checkpoint, if there is one, and open the files of the run. Collective: world."""
@@ -188,7 +195,7 @@ class Run:
         if self.stop.agree_after_tasks(left_tasks, state.saver):
             return Outcome.STOP
         no_data = self._apply_bad_task_policy(metrics)
-        update = state.updates.move(weight, step, no_data, step + 1 == self.config.outer_steps)
+        update = state.updates.step(weight, step, no_data, step + 1 == self.config.outer_steps)
         if update is not None and update.applied:
             self.worker.write(self.theta)
         stage.record_step()

@@ -12,7 +12,8 @@ import torch
 
 from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.task_gradient import TaskGradient
-from fmmeta.parallel.process_groups import Communicator, ProcessGroups
+from fmmeta.parallel.collectives import Communicator
+from fmmeta.parallel.process_groups import ProcessGroups
 
 
 class Outcome(enum.Enum):
@@ -31,7 +32,7 @@ class Outcome(enum.Enum):
             return Outcome.PENDING
         if update.applied:
             return Outcome.APPLIED
-        return Outcome.NO_DATA if update.unread else Outcome.SKIPPED_NONFINITE
+        return Outcome.NO_DATA if update.no_data else Outcome.SKIPPED_NONFINITE
 
 
 class StepMetrics:

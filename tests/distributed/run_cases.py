@@ -66,7 +66,7 @@ def main(cases_file: str, out: str) -> None:
         parts = build.build(config, inputs, plan, ranks)
         began = load_learner(config, inputs.description)
         off = [
-            float((parts.worker.whole(parts.theta, name, tuple(p.shape)).cpu() - p).abs().max())
+            float((parts.worker.whole(parts.meta_params.theta, name, tuple(p.shape)).cpu() - p).abs().max())
             for name, p in began.named_parameters()
             if p.requires_grad
         ]
@@ -102,9 +102,9 @@ def main(cases_file: str, out: str) -> None:
             effects = {
                 "gradient_checkpointing": bool(layers),
                 "packing": parts.batcher.pack is not None,
-                "offload_outer": run.state.outer.home.offload,
+                "offload_outer": run.state.outer.memory.offload,
                 "outer_delay": run.state.updates.delay,
-                "reduce_dtype": {torch.float32: "", torch.bfloat16: "bf16"}[run.state.updates.wire],
+                "reduce_dtype": {torch.float32: "", torch.bfloat16: "bf16"}[run.state.updates.comm_dtype],
                 "lora_r": max(adapters, default=0),
             }
             facts = {

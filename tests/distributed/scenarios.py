@@ -17,10 +17,10 @@ from fmmeta.common.errors import MachineFault, PeerError, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import imaml
-from fmmeta.meta.outer_step import MetaGradient
+from fmmeta.meta.meta_gradient import MetaGradient
 from fmmeta.meta.second_order.hessian import Hessian
 from fmmeta.models.load import load_learner
-from fmmeta.parallel import process_groups
+from fmmeta.parallel import collectives, process_groups
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.parallel.workers import create
@@ -58,22 +58,26 @@ def buckets(world: World) -> None:
     """A sum comes bucket by bucket, each whole when it comes, whatever travels; its mean and norm are those
     of the whole.
     """
-    process_groups.BUCKET = 8
+    collectives.BUCKET = 8
     comm, share = world.comm, world.launch.global_rank + 1.0
     for wire in (None, torch.bfloat16):
         vector, seen = torch.arange(20.0) * share, []
         wanted = torch.arange(20.0) * sum(range(1, comm.size + 1))
-        for place in comm.begin_sum_(vector, wire):
-            assert torch.equal(vector[place], wanted[place])
-            seen.append((place.start, place.stop))
+        reduction = comm.begin_sum_(vector, wire)
+        for number, bucket in enumerate(reduction.buckets):
+            reduction.wait(number)
+            assert torch.equal(vector[bucket], wanted[bucket])
+            seen.append((bucket.start, bucket.stop))
         print(f"{wire} {seen}")
     meta = MetaGradient(torch.zeros(20), {"rates": torch.zeros(2, 2)})
     meta.sum += share
     meta.extra["rates"] += share
-    means = meta.begin(comm, 3.0)
-    assert means is not None
-    for place in means:
-        print(f"mean {meta.sum[place].tolist()} {meta.extra['rates'].tolist()}")
+    mean = meta.begin_reduce(comm, 3.0)
+    assert mean is not None
+    rates = mean.finish("rates").tolist()
+    for number, bucket in enumerate(mean.reductions["theta"].buckets):
+        mean.reductions["theta"].wait(number)
+        print(f"mean {meta.sum[bucket].div_(mean.weight).tolist()} {rates}")
 
 
 def equal_start(world: World) -> None:
@@ -87,14 +91,14 @@ def equal_start(world: World) -> None:
     parts = build.build(config, inputs, plan, ranks)
     own = load_learner(config, inputs.description)
     moved = max(
-        float((parts.worker.whole(parts.theta, name, p.shape) - p).abs().max())
+        float((parts.worker.whole(parts.meta_params.theta, name, p.shape) - p).abs().max())
         for name, p in own.named_parameters()
         if p.requires_grad
     )
-    print(f"hash {hash_vector(parts.theta)} moved {moved > 0}")
-    parts.theta[rank] += rank
+    print(f"hash {hash_vector(parts.meta_params.theta)} moved {moved > 0}")
+    parts.meta_params.theta[rank] += rank
     try:
-        check_replicas(ranks, parts.theta, "although it was broadcast")
+        check_replicas(ranks, parts.meta_params.theta, "although it was broadcast")
     except MachineFault as error:
         print(error)
     try:
@@ -154,7 +158,7 @@ def one_stage_refuses(world: World, model: str, data: str, *files: str) -> None:
         ranks = ranks or world.split(2)
         plan = inputs.parallel_plan(config, ranks.layout.group_size, "cpu")
         parts = build.build(config, inputs, plan, ranks)
-        worker, theta = parts.worker, parts.theta
+        worker, theta = parts.worker, parts.meta_params.theta
         task = build.training_schedule(config, inputs, ranks.layout).meta_batch(0)[0]
         ((_, episode),) = EpisodeReader.of(
             parts.load(inputs.sources.train, None), ranks, config, print
@@ -223,7 +227,7 @@ def gathers(world: World, model: str, data: str, kind: str) -> None:
         )
         plan = inputs.parallel_plan(config, ranks.layout.group_size, "cpu")
         parts = build.build(config, inputs, plan, ranks)
-        began = parts.theta.clone()
+        began = parts.meta_params.theta.clone()
         run = Run(
             config,
             inputs,
@@ -314,7 +318,7 @@ def cg_rounding(world: World) -> None:
     b, _ = worker.gradient(episode.query)
     assert isinstance(rule, imaml.Imaml)
     hessian = Rounded(rule.curvature, worker, episode.support)
-    solved = rule._solve(worker, hessian, parts.theta, b)
+    solved = rule._solve(worker, hessian, parts.meta_params.theta, b)
     print(
         f"solved in {len(hessian.passes)} passes, |b|^2 {worker.dot(b, b * (1 + 1e-6 * ranks.group.rank))}, "
         f"residual {solved.residual}",
@@ -339,7 +343,7 @@ def refusals(world: World, file: str) -> None:
 
 def prepare_once(world: World, folder: str) -> None:
     """One rank of a node works first; its failure is everybody's; who waits too long says for whom."""
-    process_groups.SAY_S = 0.3
+    process_groups.LOG_S = 0.3
     file = Path(folder) / "prepared"
 
     def read() -> str:

@@ -24,7 +24,8 @@ from fmmeta.elastic import lighthouse_client
 from fmmeta.elastic.communicator import ElasticCommunicator
 from fmmeta.elastic.lighthouse_client import LighthouseClient, coordination
 from fmmeta.elastic.supervisor import Group
-from fmmeta.parallel.process_groups import Communicator, proof
+from fmmeta.parallel.collectives import Communicator
+from fmmeta.parallel.rendezvous import proof
 from fmmeta.training.loop import Run
 from tests.launch import run_ranks
 from tests.nursery import ROOT, environment, free_port
@@ -121,8 +122,8 @@ def test_three_kills_do_not_show_in_theta(trial, undisturbed):
     assert {line["groups"] for line in lines} >= {2, 3}
     assert sum(line["retries"] > 0 for line in lines) + sum(line["lost_seconds"] > 0 for line in lines) >= 3
     assert [by_name[name].starts for name in (first, wrote, last)] == [3, 2, 1]
-    healed = [line for line in run.log if "healed from" in line]
-    assert len(healed) >= 3
+    received = [line for line in run.log if "state received from" in line]
+    assert len(received) >= 3
     assert undisturbed(run) < 1e-4
     assert len(writers_of(run)) == 1 + wrote_when_killed >= 2
     assert (run.folder / "model/model.safetensors").is_file()
@@ -159,7 +160,7 @@ def test_a_group_that_joins_takes_learned_rates(trial):
     assert [(group.starts, group.ended) for group in run.supervisor.groups] == [(1, 0)] * 2, "\n".join(
         run.log[-50:]
     )
-    assert sum("healed from" in line for line in run.log) == 1
+    assert sum("state received from" in line for line in run.log) == 1
     assert any("[late0] fmmeta: resumed from" in line for line in run.log)
     assert run.code == 0
     whole(run)
@@ -183,7 +184,7 @@ def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, undistu
     late.processes[1].send_signal(signal.SIGKILL)
     run.wait_for(2, PATIENCE_S)
     run.wait_for_step(2, PATIENCE_S)
-    run.supervisor.groups[0].ask()  # the writer leaves; the other one takes over
+    run.supervisor.groups[0].terminate()  # the writer leaves; the other one takes over
     deadline = time.monotonic() + PATIENCE_S
     while run.supervisor.groups[0].ended is None and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -194,7 +195,7 @@ def test_sharded_groups_grow_by_one_lose_a_rank_and_shrink_by_one(trial, undistu
     assert {line["groups"] for line in lines} == {1, 2}
     assert lines[-1]["groups"] == 1
     assert late.starts == 2
-    assert sum("healed from" in line for line in run.log) >= 2
+    assert sum("state received from" in line for line in run.log) >= 2
     assert undisturbed(run) < 1e-4
     assert len(theta_of(run.folder / f"checkpoint-{STEPS}")) > 3
 
@@ -236,7 +237,7 @@ NOWHERE = ("--lighthouse", "http://127.0.0.1:1")
         ("elastic", ("--output_dir", "OUT", "--groups", "0"), True, "groups=0 is below 1; use 1 or more"),
         ("elastic", (), True, "elastic=True needs output_dir"),
         ("lighthouse", (), False, "elastic groups need torchft ("),
-        ("lighthouse", ("--port", "70000"), True, "port=70000, min_groups=1"),
+        ("lighthouse", ("--port", "70000"), True, "port=70000 is not in 0 to 65535"),
     ],
 )
 def test_what_is_missing_is_one_line(command, flags, torchft, said, tmp_path):
@@ -296,13 +297,13 @@ def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone
     one after the other, since an answer to an earlier one would come to nobody. Then the lighthouse goes out
     while somebody asks; lit again at its port, it answers; gone, it costs the patience.
     """
-    monkeypatch.setattr(lighthouse_client, "LOOK_S", 0.2)
+    monkeypatch.setattr(lighthouse_client, "STATUS_S", 0.2)
     lit = Lit(tmp_path, port := free_port())
     address = f"http://127.0.0.1:{port}"
     lines, asked, question = (
         [LighthouseClient(address, name, coordination()) for name in "ab"],
         [],
-        LighthouseClient._question,
+        LighthouseClient._send_request,
     )
 
     def count(line, mine):
@@ -310,16 +311,16 @@ def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone
         return question(line, mine)
 
     def ask(line, step, patience_s=1.0):
-        found = line.ask(
+        found = line.request_quorum(
             patience_s, address="", store_address="here:1", step=step, world_size=1, shrink_only=False
         )
         return sorted(member.replica_id for member in found.participants)
 
-    monkeypatch.setattr(LighthouseClient, "_question", count)
+    monkeypatch.setattr(LighthouseClient, "_send_request", count)
     try:
         with ThreadPoolExecutor(2) as pool:
             for line in lines:
-                line.begin_beating("here:1", 1)
+                line.start_heartbeats("here:1", 1)
             assert list(pool.map(lambda line: ask(line, 0), lines)) == [["a", "b"]] * 2
             del asked[:]
             waiting = pool.submit(ask, lines[0], 1)
@@ -330,7 +331,7 @@ def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone
             waiting = pool.submit(ask, lines[0], 2, 60.0)
             time.sleep(0.5)
             lit.goes_out()
-            lines[1].stop_beating()
+            lines[1].stop_heartbeats()
             time.sleep(1.0)
             lit = Lit(tmp_path, port)
             assert waiting.result(30) == ["a"]
@@ -344,7 +345,7 @@ def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone
             assert time.monotonic() - began < 10
     finally:
         for line in lines:
-            line.stop_beating()
+            line.stop_heartbeats()
         lit.born.send_signal(signal.SIGKILL)
 
 
@@ -352,19 +353,19 @@ def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone
 def test_a_group_that_ends_between_its_question_and_the_meeting_is_missed_at_once():
     """The lighthouse counts it until its beats are missed; the others do not wait for it at the meeting."""
     server = coordination().LighthouseServer(bind="[::]:0", min_replicas=2, quorum_tick_ms=50)
-    crew = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), server.address(), "a")
+    cross = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), server.address(), "a")
     ended = LighthouseClient(server.address(), "b:1", coordination())
-    venue = f"127.0.0.1:{free_port()}"
-    mine = {"fresh": False, "writes": False, "met": "", "mark": ""}
-    mine["proof"] = proof(b"", "b:1", venue, 1, mine)
+    store_address = f"127.0.0.1:{free_port()}"
+    mine = {"fresh": False, "writes": False, "connection": "", "config_hash": ""}
+    mine["proof"] = proof(b"", "b:1", store_address, 1, mine)
     try:
         with ThreadPoolExecutor(1) as pool:
-            ended.begin_beating(venue, 1)
+            ended.start_heartbeats(store_address, 1)
             counted = pool.submit(
-                ended.ask,
+                ended.request_quorum,
                 30.0,
                 address="",
-                store_address=venue,
+                store_address=store_address,
                 step=1,
                 world_size=1,
                 shrink_only=False,
@@ -372,12 +373,12 @@ def test_a_group_that_ends_between_its_question_and_the_meeting_is_missed_at_onc
             )
             began = time.monotonic()
             with pytest.raises(PeerLost, match="meeting the other groups: group b has ended"):
-                crew.form(1, 30.0)
+                cross.form(1, 30.0)
             assert time.monotonic() - began < 5
-            assert [member.replica_id for member in counted.result().participants] == [crew.name, "b:1"]
+            assert [member.replica_id for member in counted.result().participants] == [cross.name, "b:1"]
     finally:
-        ended.stop_beating()
-        crew.leave()
+        ended.stop_heartbeats()
+        cross.leave()
         server.shutdown()
 
 
@@ -391,48 +392,48 @@ def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
     server = coordination().LighthouseServer(
         bind="[::]:0", min_replicas=1, join_timeout_ms=3000, quorum_tick_ms=50, heartbeat_timeout_ms=9000
     )
-    crews = [
+    groups = [
         ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), server.address(), name)
         for name in "abc"
     ]
 
     def meet(pool, those, step):
         asked = []
-        for crew in reversed(
+        for cross in reversed(
             those
         ):  # the late one first: the lighthouse does not make those of the last roll wait for it
-            asked.insert(0, pool.submit(crew.form, step, 30.0))
+            asked.insert(0, pool.submit(cross.form, step, 30.0))
             time.sleep(0.2)
-        rolls = [one.result() for one in asked]
-        sums = list(pool.map(lambda crew: float(crew.sum_(torch.ones(1))), those))
+        memberships = [one.result() for one in asked]
+        sums = list(pool.map(lambda cross: float(cross.sum_(torch.ones(1))), those))
         assert sums == [len(those)] * len(those)
-        return [roll.anew for roll in rolls]
+        return [found.restarted for found in memberships]
 
     def fail():
         raise RuntimeError("the cable")
 
     try:
         with ThreadPoolExecutor(3) as pool:
-            list(pool.map(lambda crew: come(crew, 3), crews))
-            assert meet(pool, crews, 0) == [False] * 3
-            assert meet(pool, crews[:2], 1) == [True] * 2  # c is late; it knows nothing of this roll
-            assert meet(pool, crews, 2) == [True] * 3
-            assert meet(pool, crews, 3) == [False] * 3
+            list(pool.map(lambda cross: come(cross, 3), groups))
+            assert meet(pool, groups, 0) == [False] * 3
+            assert meet(pool, groups[:2], 1) == [True] * 2  # c is late; it knows nothing of this roll
+            assert meet(pool, groups, 2) == [True] * 3
+            assert meet(pool, groups, 3) == [False] * 3
             with pytest.raises(PeerLost, match="a sum: the cable"):
-                crews[1]._attempt(fail, "a sum")
-            assert meet(pool, crews, 3) == [True] * 3
-            assert meet(pool, crews, 4) == [False] * 3
+                groups[1]._attempt(fail, "a sum")
+            assert meet(pool, groups, 3) == [True] * 3
+            assert meet(pool, groups, 4) == [False] * 3
     finally:
-        for crew in crews:
-            crew.leave()
+        for cross in groups:
+            cross.leave()
         server.shutdown()
 
 
-def come(crew: ElasticCommunicator, size: int) -> None:
+def come(cross: ElasticCommunicator, size: int) -> None:
     """Ask until so many are there: the first may have begun without the last, whose question waits until they
     ask again.
     """
     there = 0
     while there < size:
         with suppress(PeerLost):
-            there = len(crew.form(0, 60.0).members)
+            there = len(cross.form(0, 60.0).members)

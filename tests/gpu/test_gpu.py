@@ -80,7 +80,7 @@ def test_a_group_that_joins_has_its_moments_on_the_gpu(tmp_path, monkeypatch):
         while not (folder / "metrics.jsonl").is_file() and thread.is_alive():
             time.sleep(0.1)
         supervisor.groups.append(Group("late0"))
-        while not any("healed from group group0" in line for line in log) and thread.is_alive():
+        while not any("state received from group group0" in line for line in log) and thread.is_alive():
             time.sleep(0.1)
         seconds.unlink()
     finally:

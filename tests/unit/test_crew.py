@@ -12,8 +12,8 @@ import torch
 
 from fmmeta.common.errors import MachineFault, PeerLost
 from fmmeta.config.settings import Config
-from fmmeta.elastic.controller import MOST, ElasticController
-from fmmeta.elastic.join import mark_of
+from fmmeta.elastic.controller import MAX_ATTEMPTS, ElasticController
+from fmmeta.elastic.join import config_hash
 from fmmeta.elastic.lighthouse_client import reachable_as
 from fmmeta.elastic.membership import GroupInfo, Membership
 from fmmeta.elastic.state_transfer import check_kinds, kinds
@@ -21,7 +21,7 @@ from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from tests.unit.helpers import refusal
 
 
-def roll(*members: tuple[int, bool, bool]) -> Membership:
+def membership(*members: tuple[int, bool, bool]) -> Membership:
     """Of (step, fresh, writes)."""
     listed = [
         GroupInfo(f"g{n}", "host:1", step, fresh, writes, "", "")
@@ -34,7 +34,7 @@ NEW, OLD = True, False
 
 
 @pytest.mark.parametrize(
-    ("members", "root", "healing", "writer"),
+    ("members", "donor", "behind", "writer"),
     [
         ([(0, NEW, False), (0, NEW, False)], 0, [1], 0),  # the first meeting: all begin as one of them
         (
@@ -65,10 +65,10 @@ NEW, OLD = True, False
         ([(9, OLD, False)], 0, [], 0),
     ],
 )
-def test_who_heals_from_whom_and_who_writes(members, root, healing, writer):
-    found = roll(*members)
-    assert found.root == root
-    assert [n for n in range(len(members)) if found.heals(n)] == healing
+def test_who_heals_from_whom_and_who_writes(members, donor, behind, writer):
+    found = membership(*members)
+    assert found.donor == donor
+    assert [n for n in range(len(members)) if found.needs_state(n)] == behind
     assert found.writer == writer
 
 
@@ -199,34 +199,34 @@ def test_this_machine_as_it_sees_itself():
 def test_groups_with_other_settings_or_another_cut_have_another_mark():
     settings = {**Config().as_dict(), "dataset_fingerprint": "f"}
     precision = DeepSpeedSettings(1, False, False, file={"zero_optimization": {"stage": 1}})
-    mine = mark_of(settings, "1 group of 2 ranks", 10, precision)
-    assert mine == mark_of(
+    mine = config_hash(settings, "1 group of 2 ranks", 10, precision)
+    assert mine == config_hash(
         {**settings, "save_steps": 7, "group_name": "b"}, "1 group of 2 ranks", 10, precision
     )
     others = [
-        mark_of({**settings, "seed": 1}, "1 group of 2 ranks", 10, precision),
-        mark_of({**settings, "dataset_fingerprint": "g"}, "1 group of 2 ranks", 10, precision),
-        mark_of(settings, "1 group of 1 rank", 10, precision),
-        mark_of(settings, "1 group of 2 ranks", 9, precision),
-        mark_of(settings, "1 group of 2 ranks", 10, DeepSpeedSettings(2, False, False)),
+        config_hash({**settings, "seed": 1}, "1 group of 2 ranks", 10, precision),
+        config_hash({**settings, "dataset_fingerprint": "g"}, "1 group of 2 ranks", 10, precision),
+        config_hash(settings, "1 group of 1 rank", 10, precision),
+        config_hash(settings, "1 group of 2 ranks", 9, precision),
+        config_hash(settings, "1 group of 2 ranks", 10, DeepSpeedSettings(2, False, False)),
     ]
     assert mine not in others
     assert len(set(others)) == 5
     resolved = {**settings, **precision.recorded()}
-    mine = mark_of(resolved, "1 group of 2 ranks", 10, precision)
+    mine = config_hash(resolved, "1 group of 2 ranks", 10, precision)
     asked = {
         **resolved,
         "bf16": True,
         "deepspeed": "b.json",
         "deepspeed_layout": {},
     }  # by the flag or the file, it is the same
-    assert mark_of(asked, "1 group of 2 ranks", 10, precision) == mine
+    assert config_hash(asked, "1 group of 2 ranks", 10, precision) == mine
     for change in (
         {"precision": "bf16"},
         {"deepspeed_values": {"prescale_gradients": True}},
         {"transforms_fingerprint": "x"},
     ):
-        assert mark_of({**resolved, **change}, "1 group of 2 ranks", 10, precision) != mine
+        assert config_hash({**resolved, **change}, "1 group of 2 ranks", 10, precision) != mine
 
 
 def test_a_tensor_of_another_kind_is_refused_before_it_is_received():
@@ -256,7 +256,7 @@ class Unlucky(ElasticController):
             self.failures -= 1
             run.state.tasks = {"seen": 9, "bad": 1}
             raise PeerLost("a broadcast: gone")
-        self.called = run.state.outer_step
+        self.quorum_step = run.state.outer_step
 
 
 def test_a_group_lost_at_the_roll_call_costs_another_roll_call():
@@ -268,8 +268,8 @@ def test_a_group_lost_at_the_roll_call_costs_another_roll_call():
     run: Any = SimpleNamespace(state=state)
     controller = Unlucky(3)
     controller.finish(run)
-    assert (controller.called, controller.retries, run.state.tasks) == (steps, 3, {"seen": 9, "bad": 1})
+    assert (controller.quorum_step, controller.retries, run.state.tasks) == (steps, 3, {"seen": 9, "bad": 1})
     assert len(cleared) == 3
-    fault = f"outer step {steps + 1} was attempted {MOST} times in vain .a broadcast: gone."
+    fault = f"outer step {steps + 1} was attempted {MAX_ATTEMPTS} times in vain .a broadcast: gone."
     with pytest.raises(MachineFault, match=fault):
         Unlucky(-1).finish(run)

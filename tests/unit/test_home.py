@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer
-from fmmeta.meta.inner_optimizers import InnerState as InnerState
-from fmmeta.meta.outer_step import MetaGradient, Outer, OuterState
+from fmmeta.meta.inner_optimizers import InnerState
+from fmmeta.meta.meta_gradient import MetaGradient, PendingMean
+from fmmeta.meta.outer_step import OuterOptimizer
+from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.parallel import offload
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.offload import OuterMemory
@@ -25,9 +27,15 @@ from tests.unit.test_layout import SIZES, world_of
 CPU = torch.device("cpu")
 
 
-def outer_of(worker: PlainWorker, offload: bool, **settings) -> Outer:
+def outer_of(worker: PlainWorker, offload: bool, **settings) -> OuterOptimizer:
     config = Config(outer_lr=0.01, weight_decay=0.1, offload_outer=offload, **settings)
-    return Outer(OuterMemory(CPU, offload).keep(worker.read()), worker, config)
+    return OuterOptimizer(MetaParameters(OuterMemory(CPU, offload).keep(worker.read())), worker, config)
+
+
+def state_of(outer: OuterOptimizer) -> StateDict:
+    state = StateDict()
+    outer.add_state(state)
+    return state
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -37,24 +45,24 @@ def test_offloaded_steps_are_the_same_steps(monkeypatch, optimizer, chunk):
     monkeypatch.setattr(offload, "chunk", lambda device: chunk)
     worker = worker_of(encoder("mean"), "zero")
     here, away = (outer_of(worker, offload, outer_optimizer=optimizer) for offload in (False, True))
-    pieces = list(away.home.pieces(slice(7, 3007)))
+    pieces = list(away.memory.pieces(slice(7, 3007)))
     assert [(a.stop, b.start) for a, b in pairwise(pieces)] == [
         (place.stop, place.stop) for place in pieces[:-1]
     ]
     assert (pieces[0].start, pieces[-1].stop, len(pieces)) == (7, 3007, -(-3000 // chunk))
     for step in range(4):
-        grad = torch.randn(here.theta.shape, generator=torch.Generator().manual_seed(step))
+        grad = torch.randn(here.meta_params.theta.shape, generator=torch.Generator().manual_seed(step))
         for outer in (here, away):
-            moved = outer.step(grad.clone(), step)
+            moved = outer.step(PendingMean({"theta": grad.clone()}), step)
         assert moved.applied
         if step == 1:
-            resumed = Outer(away.theta, worker, away.config)
-            resumed.load_state(away.state())
+            resumed = OuterOptimizer(away.meta_params, worker, away.config)
+            resumed.load_state(state_of(away))
             away = resumed
-    assert torch.equal(away.theta, here.theta)
-    assert away.theta.ne(worker.read()).any()
-    for name, moment in here.state().vectors.items():
-        assert torch.equal(away.state().vectors[name], moment)
+    assert torch.equal(away.meta_params.theta, here.meta_params.theta)
+    assert away.meta_params.theta.ne(worker.read()).any()
+    for name, moment in state_of(here).vectors.items():
+        assert torch.equal(state_of(away).vectors[name], moment)
 
 
 @pytest.mark.parametrize("chunk", [64, 1000])
@@ -64,12 +72,12 @@ def test_pieces_are_the_whole(monkeypatch, chunk):
     whole = outer_of(worker, False)
     monkeypatch.setattr(offload, "chunk", lambda device: chunk)
     cut = outer_of(worker, False)
-    assert len(cut.parts) > len(whole.parts) == 2
+    assert len(cut.pieces) > len(whole.pieces) == 2
     for step in range(3):
-        grad = torch.randn(whole.theta.shape, generator=torch.Generator().manual_seed(step))
+        grad = torch.randn(whole.meta_params.theta.shape, generator=torch.Generator().manual_seed(step))
         for outer in (whole, cut):
-            outer.step(grad.clone(), step)
-    torch.testing.assert_close(cut.theta, whole.theta, rtol=1e-6, atol=1e-9)
+            outer.step(PendingMean({"theta": grad.clone()}), step)
+    torch.testing.assert_close(cut.meta_params.theta, whole.meta_params.theta, rtol=1e-6, atol=1e-9)
 
 
 def test_work_happens_on_copies_that_come_home():
@@ -160,17 +168,17 @@ def test_what_other_groups_have_sent_lies_where_theta_does():
     worker = worker_of(encoder("mean"), "zero")
     outer = outer_of(worker, False, outer_optimizer="adamw")
     there = torch.device("meta")
-    outer.theta, outer.home, outer.rates = (
-        outer.theta.to(there),
-        OuterMemory(there, False),
-        torch.zeros(outer.theta.shape, device=there),
-    )
-    outer.kept = InnerState({})
-    names = ("exp_avg", "kept.exp_avg", "rates", "rates.exp_avg")
-    outer.load_state(OuterState({name: torch.zeros(outer.theta.shape) for name in names}, {}, {"step": 1.0}))
+    vector = torch.zeros(outer.meta_params.theta.shape, device=there)
+    meta_params = MetaParameters(vector, vector.clone(), InnerState({}))
+    outer.meta_params, outer.memory = meta_params, OuterMemory(there, False)
+    names = ("theta", "exp_avg", "kept.exp_avg", "rates", "rates.exp_avg")
+    state = StateDict({name: torch.zeros(vector.shape) for name in names}, {}, {"numbers": {"step": 1.0}})
+    meta_params.load_state(state)
+    outer.load_state(state)
+    assert meta_params.kept is not None
     found = [
         vector.device
-        for vectors in (outer.moments, outer.rate_moments, outer.kept.vectors)
+        for vectors in (outer.moments, outer.rate_moments, meta_params.kept.vectors)
         for vector in vectors.values()
     ]
     assert found == [there] * 3

@@ -20,13 +20,15 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.settings import SCHEDULES, Config
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.outer_step import MetaGradient, Outer
+from fmmeta.meta.meta_gradient import MetaGradient, PendingMean
+from fmmeta.meta.outer_step import OuterOptimizer
+from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.meta.task_gradient import Rule, TaskGradient
 from fmmeta.metrics.scores import mean_ci95
 from fmmeta.models.learner import NativeClassifier, PooledClassifier
 from fmmeta.models.losses import objective
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import param_groups
-from fmmeta.parallel.process_groups import Communicator
 from fmmeta.parallel.workers.base import PassStats
 from fmmeta.parallel.workers.full_model import nan_gradient_if_nonfinite
 from fmmeta.parallel.workers.plain import PlainWorker
@@ -345,9 +347,27 @@ def test_parameter_groups():
     assert [g["name"] for g in param_groups(model, (), weight_decay=False)] == ["no_decay"]
 
 
-def outer_of(worker: PlainWorker, theta: Tensor, **settings) -> Outer:
+def outer_of(worker: PlainWorker, theta: Tensor, **settings) -> OuterOptimizer:
     fixed = {"outer_optimizer": "sgd", "outer_lr": 0.5, "lr_scheduler_type": "constant"}
-    return Outer(theta, worker, Config(**{**fixed, "max_grad_norm": 0.0, "weight_decay": 0.0, **settings}))
+    config = Config(**{**fixed, "max_grad_norm": 0.0, "weight_decay": 0.0, **settings})
+    return OuterOptimizer(MetaParameters(theta), worker, config)
+
+
+def mean_of(theta: Tensor, **extra: Tensor) -> PendingMean:
+    """A meta-gradient that has been reduced."""
+    return PendingMean({**extra, "theta": theta})
+
+
+def state_of(outer: OuterOptimizer) -> StateDict:
+    state = StateDict()
+    outer.meta_params.add_state(state)
+    outer.add_state(state)
+    return state
+
+
+def load(outer: OuterOptimizer, state: StateDict) -> None:
+    outer.meta_params.load_state(state)
+    outer.load_state(state)
 
 
 def test_outer_sgd_moves_against_the_meta_gradient():
@@ -355,7 +375,7 @@ def test_outer_sgd_moves_against_the_meta_gradient():
     theta = worker.read()
     grad = torch.randn(theta.shape, generator=RNG)
     began, asked = theta.clone(), grad.clone()
-    moved = outer_of(worker, theta).step(grad, 0)
+    moved = outer_of(worker, theta).step(mean_of(grad), 0)
     torch.testing.assert_close(theta, began - 0.5 * asked)
     assert moved.applied
     assert moved.grad_norm == pytest.approx(float(asked.double().norm()))
@@ -371,7 +391,7 @@ def test_clipping_is_over_the_whole_model(largest):
     counted[head] = 0  # a head that starts anew in every task has no part in the norm
     norm = float(counted.double().norm())
     began = theta.clone()
-    moved = outer_of(worker, theta, max_grad_norm=largest).step(grad, 0)
+    moved = outer_of(worker, theta, max_grad_norm=largest).step(mean_of(grad), 0)
     assert moved.grad_norm == pytest.approx(norm)
     torch.testing.assert_close(theta - began, -0.5 * counted * min(1, largest / norm), atol=1e-6, rtol=1e-4)
 
@@ -381,7 +401,7 @@ def test_weight_decay_is_on_the_decay_group_alone():
     theta = worker.read()
     began = theta.clone()
     outer = outer_of(worker, theta, outer_optimizer="adamw", outer_lr=0.1, weight_decay=0.2)
-    outer.step(torch.zeros_like(theta), 0)
+    outer.step(mean_of(torch.zeros_like(theta)), 0)
     decay, rest = worker.params.groups["decay"], worker.params.groups["no_decay"]
     torch.testing.assert_close(theta[decay], began[decay] * (1 - 0.1 * 0.2))
     assert torch.equal(theta[rest], began[rest])
@@ -394,7 +414,9 @@ def test_the_head_moves_only_if_learned(optimizer, head_init, moves):
     worker = worker_of(model, head_init)
     theta = worker.read()
     began = by_name(worker, theta)
-    outer_of(worker, theta, outer_optimizer=optimizer, weight_decay=0.1).step(torch.ones_like(theta), 0)
+    outer_of(worker, theta, outer_optimizer=optimizer, weight_decay=0.1).step(
+        mean_of(torch.ones_like(theta)), 0
+    )
     now = by_name(worker, theta)
     assert {name for name in now if torch.equal(now[name], began[name])} == (
         set() if moves else set(model.head_names)
@@ -406,7 +428,7 @@ def test_theta_stays_without_a_finite_meta_gradient(bad):
     worker = worker_of(encoder("mean"))
     theta = worker.read()
     began = theta.clone()
-    grad = None if bad is None else torch.full_like(theta, bad)
+    grad = None if bad is None else mean_of(torch.full_like(theta, bad))
     assert not outer_of(worker, theta).step(grad, 0).applied
     assert torch.equal(theta, began)
 
@@ -441,7 +463,7 @@ def test_outer_steps_are_those_of_torch():
         grad = torch.randn(theta.shape, generator=RNG)
         param.grad = grad.clone()
         plain.step()
-        outer.step(grad, step)
+        outer.step(mean_of(grad), step)
     torch.testing.assert_close(theta, param.detach())
 
 
@@ -466,7 +488,7 @@ def test_other_outer_optimizers_are_those_of_torch(name, make):
     outer = outer_of(worker, theta, outer_optimizer=name, outer_lr=0.01, adam_epsilon=1e-6, **own)
     for step in range(4):
         param.grad = torch.randn(theta.shape, generator=RNG)
-        outer.step(param.grad.clone(), step)
+        outer.step(mean_of(param.grad.clone()), step)
         plain.step()
     torch.testing.assert_close(theta, param.detach())
 
@@ -496,16 +518,16 @@ def test_learned_rates_move_by_their_own_learning_rate(optimizer, learned):
             [param], lr=1, weight_decay=0.0, **({} if optimizer == "sgd" else {"eps": 1e-6})
         )
     )
-    outer = Outer(worker.read(), worker, config, inner)
+    outer = OuterOptimizer(MetaParameters.of(worker.read(), inner), worker, config)
     for step in range(3):
         param.grad = torch.randn(rates.shape, generator=RNG, dtype=rates.dtype)
         plain.param_groups[0]["lr"] = 0.03 * (1 - step / 10)
-        assert outer.step(torch.zeros(worker.params.numel), step, {"rates": param.grad}).applied
+        assert outer.step(mean_of(torch.zeros(worker.params.numel), rates=param.grad), step).applied
         plain.step()
     torch.testing.assert_close(rates, param.detach())
     before = rates.clone()
-    bad = {"rates": torch.full_like(rates, math.nan)}
-    assert not outer.step(torch.zeros(worker.params.numel), 3, bad).applied
+    bad = mean_of(torch.zeros(worker.params.numel), rates=torch.full_like(rates, math.nan))
+    assert not outer.step(bad, 3).applied
     assert torch.equal(rates, before)
 
 
@@ -522,19 +544,19 @@ def test_a_resumed_outer_goes_on_alike_with_learned_rates(optimizer, learned):
     for stops in (False, True):
         theta = worker.read()
         inner = setup(config, worker, model.head_names, CLASSES, bf16=False).inner
-        outer = Outer(theta, worker, config, inner)
+        outer = OuterOptimizer(MetaParameters.of(theta, inner), worker, config)
         rng = torch.Generator().manual_seed(9)
         for step, grad in enumerate(grads):
             if stops and step == 2:
-                saved = outer.state()
+                saved = state_of(outer)
                 inner = setup(config, worker, model.head_names, CLASSES, bf16=False).inner
-                outer = Outer(theta, worker, config, inner)
-                outer.load_state(saved)
+                outer = OuterOptimizer(MetaParameters.of(theta, inner), worker, config)
+                load(outer, saved)
             rates = inner.rates.meta_parameter
             extra = (
                 {} if rates is None else {"rates": torch.randn(rates.shape, generator=rng, dtype=rates.dtype)}
             )
-            outer.step(grad.clone(), step, extra)
+            outer.step(mean_of(grad.clone(), **extra), step)
         ends.append((theta, inner.rates.meta_parameter))
     assert torch.equal(ends[0][0], ends[1][0])
     assert learned == "no" or torch.equal(ends[0][1], ends[1][1])
@@ -552,18 +574,18 @@ def test_kept_moments_are_the_mean_over_tasks_and_survive_a_stop():
     )
     parts = setup(config, worker, model.head_names, CLASSES, bf16=False)
     theta = worker.read()
-    outer = Outer(theta, worker, config, parts.inner)
-    meta = MetaGradient(theta, outer.extras)
+    outer = OuterOptimizer(MetaParameters.of(theta, parts.inner), worker, config)
+    meta = MetaGradient(theta, outer.meta_params.extra)
     tasks = [find("reptile").rule(parts, 0).direction(worker, theta, batches()) for _ in range(2)]
     tasks[1].extra["exp_avg"].mul_(3)
     for task in tasks:
         meta.add(task)
-    outer.step(meta.reduce(Communicator(None, 0, 1, CPU), 2.0), 0, meta.extra)
+    outer.step(meta.begin_reduce(Communicator(None, 0, 1, CPU), 2.0), 0)
     kept = parts.inner.rule.kept
     torch.testing.assert_close(kept.vectors["exp_avg"], 2 * tasks[0].extra["exp_avg"])
     assert kept.count == STEPS
     resumed = setup(config, worker, model.head_names, CLASSES, bf16=False)
-    Outer(theta.clone(), worker, config, resumed.inner).load_state(outer.state())
+    load(OuterOptimizer(MetaParameters.of(theta.clone(), resumed.inner), worker, config), state_of(outer))
     assert resumed.inner.rule.kept.count == STEPS
     assert all(
         torch.equal(resumed.inner.rule.kept.vectors[name], kept.vectors[name])
@@ -584,14 +606,14 @@ def test_a_resumed_outer_goes_on_alike(optimizer):
     straight, broken = worker.read(), worker.read()
     outer = outer_of(worker, straight, **settings)
     for step, grad in enumerate(grads):
-        outer.step(grad.clone(), step)
+        outer.step(mean_of(grad.clone()), step)
     first = outer_of(worker, broken, **settings)
     for step in (0, 1):
-        first.step(grads[step].clone(), step)
+        first.step(mean_of(grads[step].clone()), step)
     second = outer_of(worker, broken, **settings)
-    second.load_state(first.state())
+    load(second, state_of(first))
     for step in (2, 3):
-        second.step(grads[step].clone(), step)
+        second.step(mean_of(grads[step].clone()), step)
     assert torch.equal(straight, broken)
 
 
@@ -605,9 +627,11 @@ def test_meta_gradient_is_the_weighted_mean_of_finite_tasks():
     meta.add(TaskGradient(torch.tensor([4.0, 8.0]), 3.0, True, passed(), passed()))
     meta.add(TaskGradient(torch.tensor([math.nan, 1.0]), 1.0, False, passed(), passed(finite=False)))
     assert meta.weight == 4
-    assert meta.reduce(alone, meta.weight).tolist() == [3.25, 6.5]
+    mean = meta.begin_reduce(alone, meta.weight)
+    assert mean is not None
+    assert mean.finish("theta").tolist() == [3.25, 6.5]
     meta.clear()
-    assert (meta.sum.tolist(), meta.weight, meta.reduce(alone, 0.0)) == ([0, 0], 0, None)
+    assert (meta.sum.tolist(), meta.weight, meta.begin_reduce(alone, 0.0)) == ([0, 0], 0, None)
 
 
 def test_evaluation_scores_before_and_after_and_leaves_theta():

@@ -10,7 +10,7 @@ import pytest
 from fmmeta import doctor
 from fmmeta.parallel import network
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.network import Interface, check_and_choose_interface, chosen, findings, gloo_interface
+from fmmeta.parallel.network import Interface, check_and_choose_interface, chosen, gloo_interface, issues
 from tests.unit.helpers import refusal
 
 LO, ETH, IB, DOWN = (
@@ -30,7 +30,7 @@ def _no_adapters(monkeypatch, tmp_path):
 
 
 def said(nccl=False, **env):
-    return [str(one) for one in findings(env, KNOWN, nccl)]
+    return [str(one) for one in issues(env, KNOWN, nccl)]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_timeouts_and_the_flight_recorder(tmp_path):
 
 def test_what_only_costs_something_is_no_refusal():
     found = list(
-        findings(
+        issues(
             {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "0"},
             KNOWN,
             True,

@@ -38,7 +38,7 @@ def test_nodes_are_counted_by_their_first_ranks():
     assert found == Nodes((0, 1, 0, 1), ("x", "y"))
     assert found.sizes == [2, 2]
     assert [found.first(rank) for rank in range(4)] == [0, 1, 0, 1]
-    assert [found.second(rank) for rank in range(4)] == [False, False, True, True]
+    assert [found.is_second(rank) for rank in range(4)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_group_that_fits_on_every_node_lies_on_one_or_is_refused(sizes, group_
             nodes.check(group_size)
     else:
         assert (nodes.check(group_size) is not None) == across
-    assert nodes.can_defer_backward(group_size) != across
+    assert nodes.are_groups_on_nodes(group_size) != across
 
 
 def test_the_refusal_names_group_nodes_and_sizes_that_work():

@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from fmmeta import cli
+from fmmeta.config.outer_optimizers import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs
-from fmmeta.meta.outer_step import OPTIMIZERS, MetaGradient, Outer
+from fmmeta.meta.meta_gradient import MetaGradient, PendingMean
+from fmmeta.meta.outer_step import OuterOptimizer
+from fmmeta.meta.parameters import MetaParameters
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.planning import machines, show
@@ -166,12 +169,12 @@ def test_bytes_are_those_of_a_real_worker():
     by one.
     """
     learner = LEARNERS["llama"]
-    for name in OPTIMIZERS:
+    for name, spec in OUTER_OPTIMIZERS.items():
         config = config_of(learner, outer_optimizer=name, outer_lr=1e-3)
         worker = worker_of(learner, config)
         theta = worker.read()
-        meta, outer = MetaGradient(theta), Outer(theta, worker, config)
-        outer.step(torch.ones_like(theta), 0)
+        meta, outer = MetaGradient(theta), OuterOptimizer(MetaParameters(theta), worker, config)
+        outer.step(PendingMean({"theta": torch.ones_like(theta)}), 0)
         sizes = rank_sizes(
             config, learner.hf.config, largest_part(config, learner, learner.hf.config), lazy=True
         )
@@ -179,7 +182,7 @@ def test_bytes_are_those_of_a_real_worker():
         assert (found.weights, found.gradients) == (4 * worker.theta.numel(), 4 * worker.grad.numel())
         assert (found.theta, found.meta_gradient) == (4 * theta.numel(), 4 * meta.sum.numel())
         assert found.moments == sum(4 * moment.numel() for moment in outer.moments.values()), name
-    assert set(costs.MOMENTS) == set(OPTIMIZERS)
+        assert set(outer.moments) == set(spec.moments)
 
 
 @settings(max_examples=80, deadline=None)

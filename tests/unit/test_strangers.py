@@ -21,19 +21,19 @@ from fmmeta.parallel.layout import Launch
 import os
 world = World(Launch.from_env(os.environ), torch.device("cpu"))
 ranks = world.split(1)
-board = world.board()
+store = world.shared_store()
 if ranks.first:
-    board.store.set("stop", "SIGTERM")
-    board.store.set("beat/0", "{}")
+    store.store.set("stop", "SIGTERM")
+    store.store.set("beat/0", "{}")
 world.comm.barrier()
-assert board.look("stop") == "", "a forged note counts"
-assert board.read(["beat/0"]) == [""]
+assert store.get("stop") == "", "a forged note counts"
+assert store.get_existing(["beat/0"]) == [""]
 world.comm.barrier()
 if ranks.first:
-    board.set("stop", "SIGUSR1")
+    store.set("stop", "SIGUSR1")
 world.comm.barrier()
-assert board.look("stop") == "SIGUSR1"
-assert board.look("another") == ""
+assert store.get("stop") == "SIGUSR1"
+assert store.get("another") == ""
 hosts = {one.laddr.ip for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN}
 print("listens on", sorted(hosts))
 world.comm.barrier()
@@ -54,16 +54,16 @@ def test_a_lighthouse_and_the_stores_of_one_node_listen_on_loopback():
     pytest.importorskip("torchft", reason="elastic groups need torchft")
     from fmmeta.elastic.communicator import ElasticCommunicator
     from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
-    from fmmeta.parallel.process_groups import Communicator
+    from fmmeta.parallel.collectives import Communicator
 
     before = listening(psutil.Process())
     server, address = open_lighthouse(LighthouseConfig(host="127.0.0.1", port=0))
-    crew = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, "a")
+    cross = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, "a")
     try:
-        assert crew.form(0, 30.0).members[0].name == crew.name
+        assert cross.form(0, 30.0).members[0].name == cross.name
         assert listening(psutil.Process()) - before <= {"127.0.0.1"}
     finally:
-        crew.leave()
+        cross.leave()
         server.shutdown()
 
 
@@ -72,20 +72,20 @@ def test_members_that_do_not_know_the_secret_are_no_members():
     from fmmeta.elastic.communicator import ElasticCommunicator
     from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
     from fmmeta.elastic.lighthouse_client import LighthouseClient, coordination
-    from fmmeta.parallel.process_groups import Communicator
+    from fmmeta.parallel.collectives import Communicator
 
     server, address = open_lighthouse(LighthouseConfig(host="127.0.0.1", port=0, min_groups=3))
-    crew = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, "b")
-    crew.secret = b"ours"
+    cross = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, "b")
+    cross.secret = b"ours"
     stranger = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, "a")
     stranger.secret, stranger.fresh = b"theirs", False
     odd = LighthouseClient(address, "c:1", coordination())
     try:
         with ThreadPoolExecutor(3) as pool:
-            odd.begin_beating("127.0.0.1:1", 1)
-            rolls = [pool.submit(crew.form, 3, 30.0), pool.submit(stranger.form, 99, 30.0)]
+            odd.start_heartbeats("127.0.0.1:1", 1)
+            memberships = [pool.submit(cross.form, 3, 30.0), pool.submit(stranger.form, 99, 30.0)]
             asked = pool.submit(
-                odd.ask,
+                odd.request_quorum,
                 30.0,
                 address="",
                 store_address="127.0.0.1:1",
@@ -94,12 +94,12 @@ def test_members_that_do_not_know_the_secret_are_no_members():
                 shrink_only=False,
             )
             assert len(asked.result().participants) == 3
-            for found, who in zip(rolls, (crew, stranger), strict=True):
+            for found, who in zip(memberships, (cross, stranger), strict=True):
                 assert [member.name for member in found.result().members] == [who.name]
-                assert found.result().strangers == 2
+                assert found.result().unknown_groups == 2
     finally:
-        odd.stop_beating()
-        for one in (crew, stranger):
+        odd.stop_heartbeats()
+        for one in (cross, stranger):
             one.leave()
         server.shutdown()
 

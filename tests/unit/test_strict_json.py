@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.parameters import MetaParameters
+from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.report import page
 from fmmeta.train import train
 from fmmeta.training.best import Best
@@ -55,15 +55,17 @@ def test_a_setting_that_is_infinite_is_no_change(tmp_path, written):
 
 def test_a_loss_that_is_not_finite_is_the_worst_of_equals_and_stays_so_after_a_resume():
     live = MetaParameters(torch.zeros(2))
-    best = Best(live)
-    best.update(1, 0.5, math.nan)
-    stored = strictly(json.dumps(best.state().numbers).replace("Infinity", "null").replace("NaN", "null"))
-    resumed = Best(live)
-    resumed.load_state({"best theta": torch.zeros(2)}, {}, stored)
+    best = Best()
+    best.update(live, 1, 0.5, math.nan)
+    state = StateDict()
+    best.add_state(state)
+    stored = strictly(json.dumps(state.facts["best"]).replace("Infinity", "null").replace("NaN", "null"))
+    resumed = Best()
+    resumed.load_state(StateDict({"best theta": torch.zeros(2)}, {}, {"best": stored}))
     for one in (best, resumed):
-        one.update(2, 0.5, math.inf)
+        one.update(live, 2, 0.5, math.inf)
         assert one.step == 1
-        one.update(3, 0.5, 7.0)
+        one.update(live, 3, 0.5, 7.0)
         assert one.step == 3
 
 

@@ -37,10 +37,10 @@ class Scripted(Supervisor):
     """
 
     def __init__(self, folder: Path, scripts: list[str], **settings) -> None:
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.folder, self.scripts = folder, scripts
         config = ElasticConfig(output_dir=str(folder), groups=len(scripts), max_restarts=0, **settings)
-        super().__init__(config, self.said.append)
+        super().__init__(config, self.lines.append)
 
     def begin(self) -> None:
         folder = self.folder / "settings.json"
@@ -66,7 +66,7 @@ def test_exit_code_and_record_agree(scripts, code, tmp_path):
     supervisor = Scripted(tmp_path, scripts)
     assert supervisor.run() == code
     assert json.loads((tmp_path / "run.json").read_text())["finished"] == (code == 0)
-    assert any(f"output_dir={tmp_path} holds no finished run" in line for line in supervisor.said) == (
+    assert any(f"output_dir={tmp_path} holds no finished run" in line for line in supervisor.lines) == (
         code != 0
     )
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.delayed_update import MARK, DelayedUpdate
-from fmmeta.meta.outer_step import Outer
-from fmmeta.parallel.process_groups import Communicator
+from fmmeta.meta.delayed_update import PREFIX, DelayedUpdate
+from fmmeta.meta.outer_step import OuterOptimizer
+from fmmeta.meta.parameters import MetaParameters, StateDict
+from fmmeta.parallel.collectives import Communicator
 from tests.unit.test_inner_outer import encoder, worker_of
 
 CPU = torch.device("cpu")
@@ -34,7 +35,8 @@ def updates_of(delay: int, lr: float = LR, **settings) -> DelayedUpdate:
     config = Config(**{**fixed, "outer_lr": lr, "outer_steps": STEPS, "outer_delay": delay, **settings})
     theta = worker.read()
     theta.copy_(torch.linspace(-1, 1, len(theta)))
-    return DelayedUpdate(Outer(theta, worker, config), Communicator(None, 0, 1, CPU), config)
+    outer = OuterOptimizer(MetaParameters(theta), worker, config)
+    return DelayedUpdate(outer, Communicator(None, 0, 1, CPU), config)
 
 
 def run(updates: DelayedUpdate, first: int = 0, last: int = STEPS, curvature: float = 1.0) -> list:
@@ -44,8 +46,8 @@ def run(updates: DelayedUpdate, first: int = 0, last: int = STEPS, curvature: fl
     told = []
     for step in range(first, last):
         if step != 5:
-            updates.meta.sum.add_(updates.outer.theta, alpha=3 * curvature)
-        told.append(updates.move(0.0 if step == 5 else 3.0, step, unread=step == 5, last=step + 1 == STEPS))
+            updates.meta.sum.add_(updates.outer.meta_params.theta, alpha=3 * curvature)
+        told.append(updates.step(0.0 if step == 5 else 3.0, step, no_data=step == 5, last=step + 1 == STEPS))
     return told
 
 
@@ -64,10 +66,10 @@ def by_hand(start: Tensor, delay: int, lr: float = LR, curvature: float = 1.0) -
 @pytest.mark.parametrize("delay", [0, 1])
 def test_theta_is_where_the_recursion_is(delay):
     updates = updates_of(delay)
-    start = updates.outer.theta.clone()
+    start = updates.outer.meta_params.theta.clone()
     told = run(updates)
     wanted = by_hand(start, delay)
-    assert (updates.outer.theta - wanted).norm() < 1e-6 * (start - wanted).norm()
+    assert (updates.outer.meta_params.theta - wanted).norm() < 1e-6 * (start - wanted).norm()
     assert (by_hand(start, 0) - by_hand(start, 1)).norm() > 1e-3 * (start - wanted).norm()
     assert [one is None for one in told] == [bool(delay)] + [False] * (STEPS - 1)
     rates = [LR * (1 - step / STEPS) for step in range(STEPS)]
@@ -76,7 +78,7 @@ def test_theta_is_where_the_recursion_is(delay):
     )
     without = [number for number, one in enumerate(told) if one is not None and not one.applied]
     assert without == [5 + delay]
-    assert told[5 + delay].unread
+    assert told[5 + delay].no_data
     assert updates.pending is None
 
 
@@ -85,18 +87,19 @@ def test_what_is_pending_goes_on_bit_for_bit_from_a_checkpoint(at):
     whole, part = updates_of(1), updates_of(1)
     run(whole)
     run(part, 0, at)
-    kept, known = part.state()
-    assert known == {"outer_step": at - 1, "unread": at == 6, "finite": at != 6}
-    assert list(kept.vectors) == ([f"{MARK}theta"] if at != 6 else [])
-    assert {name: value.shape for name, value in part.shape().items()} == {
-        f"{MARK}theta": whole.outer.theta.shape
+    kept = StateDict()
+    part.add_state(kept)
+    assert kept.facts["pending"] == {"outer_step": at - 1, "unread": at == 6, "finite": at != 6}
+    assert list(kept.vectors) == ([f"{PREFIX}theta"] if at != 6 else [])
+    assert {name: value.shape for name, value in part.vectors_to_save().items()} == {
+        f"{PREFIX}theta": whole.outer.meta_params.theta.shape
     }
     resumed = updates_of(1)
-    resumed.outer.theta.copy_(part.outer.theta)
-    resumed.load_state(copy.deepcopy(kept.vectors), {}, known)
+    resumed.outer.meta_params.theta.copy_(part.outer.meta_params.theta)
+    resumed.load_state(copy.deepcopy(kept))
     for one in (resumed, part):  # that it was saved changes nothing
         run(one, at)
-        assert torch.equal(one.outer.theta, whole.outer.theta)
+        assert torch.equal(one.outer.meta_params.theta, whole.outer.meta_params.theta)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +108,13 @@ def test_what_is_pending_goes_on_bit_for_bit_from_a_checkpoint(at):
 def test_half_the_rate_is_stable(delay, rate, settles):
     """docs/delay.md: rate x curvature must be below 2 without delay, below 1 with it."""
     updates = updates_of(delay, rate, lr_scheduler_type="constant", outer_steps=STEPS)
-    start = float(updates.outer.theta.norm())
+    start = float(updates.outer.meta_params.theta.norm())
     for step in range(200):
-        updates.meta.sum.add_(updates.outer.theta, alpha=1.0)
-        updates.move(1.0, step, unread=False, last=False)
-    assert (float(updates.outer.theta.norm()) < start / 10) == settles
+        updates.meta.sum.add_(updates.outer.meta_params.theta, alpha=1.0)
+        updates.step(1.0, step, no_data=False, last=False)
+    assert (float(updates.outer.meta_params.theta.norm()) < start / 10) == settles
 
 
 def test_bf16_travels_by_name():
-    assert updates_of(0, reduce_dtype="bf16").wire == torch.bfloat16
-    assert updates_of(0).wire == torch.float32
+    assert updates_of(0, reduce_dtype="bf16").comm_dtype == torch.bfloat16
+    assert updates_of(0).comm_dtype == torch.float32

@@ -23,15 +23,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.offload import pieces
 from fmmeta.parallel.param_map import ParamMap, overlap
-from fmmeta.parallel.process_groups import Communicator
 from fmmeta.tasks.batching import MicroBatch
 
 Update = Callable[[Tensor, Tensor, slice], None]
@@ -238,16 +238,10 @@ class Worker(ABC):
             part.add_(there.to(part.device))
         return way
 
-    def dot(self, a: Tensor, b: Tensor, places: Iterable[slice] | None = None) -> float:
-        """Inner product over the whole model, the same bits on every rank of the group.
-
-        `places`: all of the vector, each looked at when it comes. Collective: group.
-        """
-        product, counted = torch.zeros((), dtype=torch.float64, device=self.device), self.params.counted()
-        for place in [slice(0, len(a))] if places is None else places:
-            for here in (overlap(place, run) for run in counted):
-                for x, y in pieces(self.device, a[here], b[here]):  # fp64 copies are twice the size
-                    product += torch.dot(x.to(self.device).double(), y.to(self.device).double())
+    def dot(self, a: Tensor, b: Tensor) -> float:
+        """Inner product over the whole model, the same bits on every rank of the group. Collective: group."""
+        product = torch.zeros((), dtype=torch.float64, device=self.device)
+        add_local_dot(self, product, a, b, slice(0, len(a)))
         return float(over_group(self, product))
 
     def dot_by_layer(
@@ -271,6 +265,17 @@ class Worker(ABC):
     def writer(self, name: str) -> int:
         """The rank of the group that writes a parameter to the exported folder."""
         return 0
+
+
+def add_local_dot(worker: Worker, product: Tensor, a: Tensor, b: Tensor, where: slice) -> None:
+    """Add the inner product of a slice of two vectors to `product` (fp64, on the device of the worker).
+
+    Elements that another rank of the group owns do not count. Local.
+    """
+    for run in worker.params.counted():
+        here = overlap(where, run)
+        for x, y in pieces(worker.device, a[here], b[here]):  # fp64 copies are twice the size
+            product += torch.dot(x.to(worker.device).double(), y.to(worker.device).double())
 
 
 def over_group(worker: Worker, partial: Tensor) -> Tensor:

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from fmmeta.models.lazy_weights import LazyModel
 from fmmeta.models.losses import objective
 from fmmeta.models.pipeline_split import Stage, StagePartition
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.layout import GroupCoordinates
-from fmmeta.parallel.process_groups import Communicator
+from fmmeta.parallel.process_groups import subgroup
 from fmmeta.parallel.workers.base import CotangentFn, PassStats, SavedForward, Update, VjpInput
 from fmmeta.parallel.workers.full_model import nan_gradient_if_nonfinite, vjp_loss
 from fmmeta.parallel.workers.zero import EngineWorker, Names, ShardOptimizer, import_deepspeed
@@ -67,7 +68,7 @@ class PipelineWorker(EngineWorker):
         self.answer: CotangentFn = lambda number, features: features  # of the pull under way
         self.judged = 0  # micro-batches of it
         ends = [rank for rank in range(place.group_size) if self._stage_of(rank) in (0, place.stages - 1)]
-        self.ends = group.subset(ends) if cut.tied else None
+        self.ends = subgroup(group, ends) if cut.tied else None
         self.tap = ShardOptimizer(groups)
         tied = next((p for p in stage.body.parameters() if cut.tied and names[id(p)][0] == cut.tied), None)
         self.tied_shape = () if tied is None else tuple(tied.shape)
@@ -95,7 +96,7 @@ class PipelineWorker(EngineWorker):
         pairs = (
             [[rank, (self.place.stages - 1) * data + rank] for rank in range(data)] if self.cut.tied else []
         )
-        made = [(self.group.subset(pair), pair) for pair in pairs]
+        made = [(subgroup(self.group, pair), pair) for pair in pairs]
         reduced = [(tied, made_of.backend) for made_of, _ in made if made_of is not None and tied is not None]
 
         class Stages(deepspeed.pipe.PipelineModule):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import Fragment, ParamMap
-from fmmeta.parallel.process_groups import Communicator
 from fmmeta.parallel.workers.base import Update
 from fmmeta.parallel.workers.full_model import FullModelWorker
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from fmmeta.models.lazy_weights import LazyModel
 from fmmeta.parallel import deepspeed_shards
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.layout import GroupCoordinates
-from fmmeta.parallel.process_groups import Communicator
 from fmmeta.parallel.workers.base import PassStats, Update, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.parallel.workers.tensor_parallel import Cut, cut_of

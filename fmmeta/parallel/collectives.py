@@ -1,0 +1,151 @@
+"""Collectives among a set of ranks: sum, broadcast, gather of bytes, barrier; errors that all ranks raise.
+
+A sum runs in buckets (`Reduction`), so that a caller works on one bucket while later ones are in flight.
+Nothing is pickled: tensors and bytes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmmeta.common.errors import UsageError
+from fmmeta.common.security import disk_trouble
+
+BUCKET = 2**23  # elements of one bucket: 32 MiB in fp32
+
+
+class PeerError(RuntimeError):
+    """Another rank failed with an error that is not a `UsageError`; its log holds the traceback."""
+
+
+@dataclass
+class Reduction:
+    """The pending all-reduce of one flat tensor.
+
+    buckets: slices of the tensor, in the order in which they are reduced. Waiting for a bucket twice is
+    harmless. Other communicators may be used while buckets are pending.
+    """
+
+    buckets: list[slice]
+    pending: dict[int, tuple[Tensor, Tensor, Any]] = field(default_factory=dict)
+
+    def wait(self, number: int) -> None:
+        """Wait until bucket `number` of the tensor holds the sum."""
+        if number in self.pending:
+            part, staging, work = self.pending.pop(number)
+            work.wait()
+            if staging is not part:
+                part.copy_(staging)
+
+    def wait_all(self) -> None:
+        """Wait until the whole tensor holds the sum."""
+        for number in range(len(self.buckets)):
+            self.wait(number)
+
+
+class Communicator:
+    """A set of `size` ranks, of which this process is `rank`. With one rank every collective returns at once.
+
+    backend: a process group of torch; None for one rank. bytes_sent: payload of the sums since it was last
+    set to 0.
+    """
+
+    def __init__(self, backend: Any, rank: int, size: int, device: torch.device) -> None:
+        self.backend, self.rank, self.size, self.device = backend, rank, size, device
+        self.bytes_sent = 0
+
+    def sum_(self, tensor: Tensor, comm_dtype: torch.dtype | None = None) -> Tensor:
+        """Replace `tensor` by its sum over the ranks. Collective: this communicator.
+
+        comm_dtype: dtype in which elements are sent and added (default: the tensor's).
+        """
+        self.begin_sum_(tensor, comm_dtype).wait_all()
+        return tensor
+
+    def begin_sum_(self, tensor: Tensor, comm_dtype: torch.dtype | None = None) -> Reduction:
+        """Start `sum_`, bucket by bucket. Collective: this communicator.
+
+        A tensor on another device than the communicator's is copied two buckets at a time, and its sum is
+        complete when this method returns.
+        """
+        flat = tensor.view(-1)
+        if self.size == 1:
+            return Reduction([slice(0, flat.numel())])
+        comm_dtype, away = comm_dtype or tensor.dtype, tensor.device != self.device
+        size = flat.numel()
+        reduction = Reduction([slice(b, min(b + BUCKET, size)) for b in range(0, size, BUCKET)])
+        for number, bucket in enumerate(reduction.buckets):
+            part = flat[bucket]
+            staging = part.to(self.device, comm_dtype)
+            reduction.pending[number] = part, staging, self.backend.allreduce([staging])
+            if away and number:
+                reduction.wait(number - 1)
+        if away:
+            reduction.wait_all()
+        self.bytes_sent += size * comm_dtype.itemsize
+        return reduction
+
+    def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """Replace `tensor` by the tensor of rank `root`. Collective: this communicator."""
+        if self.size > 1:
+            staging = tensor.to(self.device)
+            self.backend.broadcast(staging, root).wait()
+            if staging is not tensor:
+                tensor.copy_(staging)
+        return tensor
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Return the byte strings of all ranks, in the order of ranks. Collective: this communicator."""
+        if self.size == 1:
+            return [payload]
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(payload)
+        self.sum_(lengths)
+        table = torch.zeros(self.size, max(1, int(lengths.max())), dtype=torch.uint8)
+        if payload:
+            table[self.rank, : len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        self.sum_(table)
+        return [bytes(row[:length].tolist()) for row, length in zip(table, lengths.tolist(), strict=True)]
+
+    def set_timeout(self, seconds: float) -> None:
+        """Let a collective raise an exception after waiting for another rank for longer than `seconds`."""
+        if self.backend is not None:
+            set_timeout = getattr(self.backend, "set_timeout", None) or self.backend._set_default_timeout
+            set_timeout(timedelta(seconds=seconds))
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective: this communicator."""
+        self.sum_(torch.zeros(1))
+
+    @contextmanager
+    def raise_on_all(self, doing: str) -> Iterator[None]:
+        """Run a block without collectives on every rank; if one rank raises, all ranks raise.
+
+        A `UsageError` on any rank becomes the same `UsageError` on all (that of the lowest rank). Any other
+        exception is raised on its own rank and becomes a `PeerError` on the others. Collective: this
+        communicator.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure, trouble = error, disk_trouble(error)
+            if trouble is not None:
+                failure = UsageError(f"{trouble} (while {doing}); fix that, and run the same command again")
+        crashed = failure is not None and not isinstance(failure, UsageError)
+        kind = "" if failure is None else "crash:" if crashed else "usage:"
+        answers = [text.decode() for text in self.gather_bytes(f"{kind}{failure or ''}".encode())]
+        if failure is not None and crashed:
+            raise failure
+        for rank, text in enumerate(answers):
+            if text.startswith("crash:"):
+                raise PeerError(f"rank {rank} failed while {doing}: {text.removeprefix('crash:')}")
+        for text in filter(None, answers):
+            raise UsageError(text.removeprefix("usage:")) from None
