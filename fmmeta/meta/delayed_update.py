@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.outer_step import MetaGradient, Outer, OuterState, OuterStep
+from fmmeta.meta.meta_gradient import MetaGradient
+from fmmeta.meta.outer_step import Outer, OuterState, OuterStep
 from fmmeta.parallel.process_groups import Communicator
 
 MARK = "pending "  # before the names of vectors and tables in a checkpoint

@@ -17,7 +17,7 @@ from fmmeta.common.errors import MachineFault, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import imaml
-from fmmeta.meta.outer_step import MetaGradient
+from fmmeta.meta.meta_gradient import MetaGradient
 from fmmeta.meta.second_order.hessian import Hessian
 from fmmeta.models.load import load_learner
 from fmmeta.parallel import process_groups

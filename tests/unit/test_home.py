@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.meta.inner_optimizers import InnerState as InnerState
-from fmmeta.meta.outer_step import MetaGradient, Outer, OuterState
+from fmmeta.meta.meta_gradient import MetaGradient
+from fmmeta.meta.outer_step import Outer, OuterState
 from fmmeta.parallel import offload
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.offload import OuterMemory

@@ -20,7 +20,8 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.settings import SCHEDULES, Config
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.outer_step import MetaGradient, Outer
+from fmmeta.meta.meta_gradient import MetaGradient
+from fmmeta.meta.outer_step import Outer
 from fmmeta.meta.task_gradient import Rule, TaskGradient
 from fmmeta.metrics.scores import mean_ci95
 from fmmeta.models.learner import NativeClassifier, PooledClassifier

@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from fmmeta import cli
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs
-from fmmeta.meta.outer_step import OPTIMIZERS, MetaGradient, Outer
+from fmmeta.meta.meta_gradient import MetaGradient
+from fmmeta.meta.outer_step import OPTIMIZERS, Outer
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.planning import machines, show
