@@ -241,7 +241,7 @@ def staged(folder: str) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     task = build.training_schedule(config, plan, ranks.layout).meta_batch(0)[0]
     batches = (
-        LoadEpisode(plan.sources.train, build.dealer_of(config, plan, started.place), None, 0)
+        LoadEpisode(plan.sources.train, build.dealer_of(config, plan, started.coordinates), None, 0)
         .batches(task)
         .support
     )

@@ -279,7 +279,9 @@ def choose_steps(
         episode = single.deal(
             [row for place, row in enumerate(rows) if place not in fold], [rows[place] for place in fold]
         )
-        for step, one in enumerate(inner.path(worker, theta, episode.support, episode.query)):
+        for step, one in enumerate(
+            inner.scores_after_each_step(worker, theta, episode.support, episode.query)
+        ):
             losses[step] += one.loss / len(folds) if one.finite else float("inf")
             right[step] += one.accuracy / len(folds)
         worker.write(theta)

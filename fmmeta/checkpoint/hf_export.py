@@ -110,7 +110,7 @@ def gather_parameters(
     found = {}
     if ranks.layout.group_index == 0:
         for name, shape in shapes.items():
-            whole = worker.whole(vector, name, shape)
+            whole = worker.gather_param(vector, name, shape)
             if ranks.first:
                 found[name] = whole.cpu()
     return found
@@ -173,14 +173,14 @@ def write_weights(
     files = plan_files(skeleton.hf, worker)
     failures: list[Exception] = []
     if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
-        head = {name: worker.whole(theta, name, trained[name]).cpu() for name in skeleton.head_names}
+        head = {name: worker.gather_param(theta, name, trained[name]).cpu() for name in skeleton.head_names}
         if worker.group.rank == 0:
             with collect_errors(failures):
                 save_tensors(head, folder / HEAD_FILE)
     for path, (writer, names) in files.items():
         held: dict[str, Tensor] = {}
         for name in names:
-            value = worker.whole(theta, name, trained[name]) if name in trained else frozen.get(name)
+            value = worker.gather_param(theta, name, trained[name]) if name in trained else frozen.get(name)
             if worker.group.rank == writer and value is not None:
                 held[name.removeprefix("hf.")] = value.cpu().contiguous()
         if worker.group.rank == writer:
@@ -228,7 +228,7 @@ def plan_files(hf: Any, worker: Worker) -> dict[str, tuple[int, list[str]]]:
     files: list[tuple[int, list[str]]] = []
     full = 0
     for writer, name in sorted(
-        ((worker.writer(name), name) for name in tensors), key=lambda item: item[0]
+        ((worker.writer_rank(name), name) for name in tensors), key=lambda item: item[0]
     ):  # keeps the order
         if not files or files[-1][0] != writer or full + tensors[name] > limit:
             files.append((writer, []))

@@ -235,7 +235,9 @@ class TuneRun:
             if float(self.ranks.group.sum_(asked)):
                 sums[3] = 1
                 break
-            for step, one in enumerate(inner.path(worker, theta, episode.support, episode.query)):
+            for step, one in enumerate(
+                inner.scores_after_each_step(worker, theta, episode.support, episode.query)
+            ):
                 sums[:3, step] += torch.tensor([one.loss if one.finite else float("inf"), one.accuracy, 1.0])
             worker.write(theta)
         if self.ranks.layout.group_rank:

@@ -54,7 +54,7 @@ class Outer:
 
         self.theta, self.worker, self.config = theta, worker, config
         self.rates = None if inner is None else inner.rates.meta_parameter
-        self.kept = None if inner is None else inner.rule.kept
+        self.kept = None if inner is None else inner.optimizer.kept
         self.inner_steps = 0 if inner is None else inner.steps
         self.home = OuterMemory(worker.device, config.offload_outer)
         self.head = worker.params.groups.get("head")
@@ -111,14 +111,14 @@ class Outer:
             meta_grad.mul_(self.config.max_grad_norm / norm)
         before, known = dict(self.numbers), list(self.moments)
         for place, weight_decay in self.parts:
-            value, gradient = self.home.fetch(self.theta[place]), self.home.fetch(meta_grad[place])
-            moments = {name: self.home.fetch(self.moments[name][place]) for name in known}
+            value, gradient = self.home.load(self.theta[place]), self.home.load(meta_grad[place])
+            moments = {name: self.home.load(self.moments[name][place]) for name in known}
             moved = self._move(value, gradient, {**tensors(before), **moments}, lr, weight_decay)
-            self.home.put(self.theta[place], value)
+            self.home.write_back(self.theta[place], value)
             for name, moment in moved.items():
                 if name not in self.moments:
                     self.moments[name] = self.home.zeros(self.theta)
-                self.home.put(self.moments[name][place], moment)
+                self.home.write_back(self.moments[name][place], moment)
         if self.rates is not None:
             state = {**tensors(before), **self.rate_moments}
             self.rate_moments = self._move(
@@ -175,7 +175,7 @@ class Outer:
         moments = {
             name: vector for name, vector in state.vectors.items() if not name.startswith(("rates", "kept."))
         }
-        self.moments = {name: self.home.keep(vector.clone()) for name, vector in moments.items()}
+        self.moments = {name: self.home.store(vector.clone()) for name, vector in moments.items()}
         self.numbers = {name: value for name, value in state.numbers.items() if name != "kept.count"}
         if self.rates is not None:
             saved = self._of_rates(state)

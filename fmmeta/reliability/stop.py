@@ -27,7 +27,7 @@ from torch import Tensor
 from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.common.errors import MachineFault
 from fmmeta.config.settings import Config
-from fmmeta.meta.task_gradient import TaskGradient
+from fmmeta.meta.rule import TaskResult
 from fmmeta.parallel.process_groups import ProcessGroups, SharedStore
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.replicas import hash_vector
@@ -132,20 +132,19 @@ class Guard:
         """Whether every finite task gradient counts, whatever its size."""
         return self.config.max_task_loss is None and self.config.max_task_norm is None
 
-    def reject_outlier(self, direction: TaskGradient) -> TaskGradient:
-        """Return the task gradient, marked as not finite if the task's loss or its norm exceeds its bound.
+    def reject_outlier(self, task: TaskResult, gradient: Tensor) -> TaskResult:
+        """Return the task, marked as not finite if its loss or the norm of `gradient` [S] exceeds a bound.
 
         Collective: group.
         """
         most_loss, most_norm = self.config.max_task_loss, self.config.max_task_norm
-        if not direction.finite or self.no_outlier_bounds:
-            return direction
-        exploded = most_loss is not None and max(direction.support.loss, direction.query.loss) > most_loss
+        if not task.finite or self.no_outlier_bounds:
+            return task
+        exploded = most_loss is not None and max(task.support.loss, task.query.loss) > most_loss
         if most_norm is not None:
-            square = self.worker.dot(direction.shards, direction.shards)
-            exploded = exploded or not math.sqrt(square) <= most_norm
+            exploded = exploded or not math.sqrt(self.worker.dot(gradient, gradient)) <= most_norm
         self.exploded += exploded
-        return replace(direction, finite=False) if exploded else direction
+        return replace(task, finite=False) if exploded else task
 
     def end_step(self, outer_step: int, theta: Tensor) -> None:
         """Record how long an outer step took; compare the replicas every check_replicas_steps.

@@ -278,11 +278,11 @@ def build(config: Config, plan: Plan, ranks: ProcessGroups) -> Parts:
     started = create_worker(
         config, plan.description, plan.deepspeed, plan.precision, engine, ranks, plan.costs
     )
-    worker, place = started.worker, started.place
+    worker, place = started.worker, started.coordinates
     theta = ranks.cross.broadcast_(worker.read())
     worker.write(theta)
     equal_replicas(ranks, theta)
-    theta = OuterMemory(ranks.device, config.offload_outer).keep(theta)
+    theta = OuterMemory(ranks.device, config.offload_outer).store(theta)
     setup = rules.setup(
         config, worker, started.head_names, plan.description.outputs(config), plan.precision.bf16
     )

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.meta.inner_loop import Learning
+from fmmeta.meta.inner_loop import EvaluationMethod
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.training.validation import TEST, HeldOut
 
 
-def confusion(held_out: HeldOut, source: TaskSource, theta: Tensor, learning: Learning) -> dict[str, Any]:
+def confusion(
+    held_out: HeldOut, source: TaskSource, theta: Tensor, learning: EvaluationMethod
+) -> dict[str, Any]:
     """Facts for run.json: names of the classes, and rows of counts, one row per right class, one column per
     answer.
 

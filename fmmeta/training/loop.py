@@ -15,10 +15,11 @@ from fmmeta.common.errors import PeerLost, Stopped, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
+from fmmeta.meta.meta_gradient import MetaGradient
 from fmmeta.meta.multi_task import adapter_multi_task_rule, tasks_per_pass
 from fmmeta.meta.outer_step import OuterStep
-from fmmeta.meta.second_order.gradient_check import Checked, check
-from fmmeta.meta.task_gradient import MultiTaskRule, Rule, TaskGradient
+from fmmeta.meta.rule import MultiTaskRule, Rule, TaskResult
+from fmmeta.meta.second_order.gradient_check import FiniteDifferenceRule, check
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.stop import Guard
 from fmmeta.tasks.batching import Episode
@@ -170,11 +171,8 @@ class Run:
         metrics, rule = StepMetrics(self.spec.numbers), self.rule_at(step)
         guard.begin_step(step)
         self.callbacks.on_step_begin(self)
-        for gradient, tokens in self._task_gradients(rule, self.feed.episodes(step, metrics)):
-            gradient = guard.reject_outlier(gradient)
-            state.updates.meta.add(gradient)
-            metrics.add(gradient, tokens if self.worker.counts_rows else 0)
-            del gradient  # frees its shard before the next one is computed
+        for result, tokens in self._task_gradients(rule, self.feed.episodes(step, metrics)):
+            metrics.add(result, tokens if self.worker.counts_rows else 0)
         if self.controller.should_leave(guard):
             return Outcome.STOP
         guard.watch.set_phase("waiting for the other groups")
@@ -201,25 +199,33 @@ class Run:
             self._check(load)
         self.progress.start("outer step")
 
-    def _task_gradients(self, rule: Rule, episodes: list[Episode]) -> Iterator[tuple[TaskGradient, int]]:
-        """The gradient and the tokens of each of this group's tasks, until the group has to abandon the step.
+    def _task_gradients(self, rule: Rule, episodes: list[Episode]) -> Iterator[tuple[TaskResult, int]]:
+        """Add the meta-gradients of this group's tasks, until the group has to abandon the step; yields the
+        numbers and the tokens of each task.
 
+        With outlier bounds every task has a separate MetaGradient, which is added once it is accepted.
         Collective: group.
         """
-        most = tasks_per_pass(self.config)
-        total = self.state.updates.meta.sum if self.guard.no_outlier_bounds else None
-        several = self.together or rule
+        total, most = self.state.updates.meta, tasks_per_pass(self.config)
+        into = total if self.guard.no_outlier_bounds else MetaGradient(self.theta, total.extra)
+        several = self.together
+        if several is None and most > 1 and into is total:
+            several = cast(MultiTaskRule, rule)
         for begin in range(0, len(episodes), most):
             if self.guard.should_abandon_step():
                 return
-            some = episodes[begin : begin + most]
-            found = (
-                cast(MultiTaskRule, several).directions(self.worker, self.theta, some, total)
-                if most > 1
-                else [rule.direction(self.worker, self.theta, some[0], total)]
-            )
-            for episode in some:
-                yield found.pop(0), sum(episode.tokens)  # no reference stays here
+            some, meta = episodes[begin : begin + most], self.state.meta_params
+            if several is None:
+                results = (rule.task_gradient(self.worker, meta, episode, into) for episode in some)
+            else:
+                results = several.task_gradients(self.worker, meta, some, into)
+            for episode, result in zip(some, results, strict=True):
+                if into is not total:
+                    result = self.guard.reject_outlier(result, into.sum)
+                    if result.finite:
+                        total.merge(into)
+                    into.clear()
+                yield result, sum(episode.tokens)
 
     def raise_if_stopped(self) -> None:
         """Save and end the run if a signal asked for it. Raises `Stopped` on all ranks. Collective: world."""
@@ -257,9 +263,14 @@ class Run:
         reader = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice)
         precision = "bf16" if self.plan.precision.bf16 else "fp32"
         assert self.rule_at is not None
-        rule = self.rule_at(self.config.outer_steps)  # after any steps of first order
+        rule, meta = (
+            self.rule_at(self.config.outer_steps),
+            self.state.meta_params,
+        )  # after any steps of first order
         for _, episode in reader.read_same_task(task):
-            self.progress.notice(check(cast(Checked, rule), self.worker, self.theta, episode, precision).text)
+            self.progress.notice(
+                check(cast(FiniteDifferenceRule, rule), self.worker, meta, episode, precision).text
+            )
 
     def save(self, last: bool = False) -> None:
         """Begin to write checkpoint-N, unless it is there; with `last` wait until it is complete.

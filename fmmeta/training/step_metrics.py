@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fmmeta.meta.outer_step import OuterStep
-from fmmeta.meta.task_gradient import TaskGradient
+from fmmeta.meta.rule import TaskResult
 from fmmeta.parallel.process_groups import Communicator, ProcessGroups
 
 
@@ -48,21 +48,21 @@ class StepMetrics:
         self.data_seconds, self.failures = 0.0, 0
         self.values: dict[str, Any] = {}
 
-    def add(self, gradient: TaskGradient, tokens: int) -> None:
+    def add(self, task: TaskResult, tokens: int) -> None:
         self.tokens += tokens
         self.tasks += 1
-        if not gradient.finite:
+        if not task.finite:
             self.skipped += 1
             return
-        self.weight += gradient.weight
+        self.weight += task.weight
         found = {
-            "support_loss": gradient.support.loss,
-            "query_loss": gradient.query.loss,
-            "accuracy": gradient.query.accuracy,
-            **gradient.numbers,
+            "support_loss": task.support.loss,
+            "query_loss": task.query.loss,
+            "accuracy": task.query.accuracy,
+            **task.numbers,
         }
         for name in self.sums:
-            self.sums[name] += gradient.weight * found[name]
+            self.sums[name] += task.weight * found[name]
 
     def count_missing(self, tasks: int, failures: int, data_seconds: float) -> None:
         """Count the group's tasks without an episode, this rank's failures, and its wait for data."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import HIDDEN_ON_RESUME, Config
-from fmmeta.meta.inner_loop import InnerLoop, Learning
+from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
 from fmmeta.metrics.scores import gather, mean_ci95
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
@@ -47,7 +47,13 @@ class HeldOutScore:
 
     @classmethod
     def of(
-        cls, learning: Learning, worker: Worker, theta: Tensor, slot: int, task: Task, episode: Episode
+        cls,
+        learning: EvaluationMethod,
+        worker: Worker,
+        theta: Tensor,
+        slot: int,
+        task: Task,
+        episode: Episode,
     ) -> HeldOutScore:
         """Collective: group."""
         before, after = learning.score(worker, theta, episode)
@@ -67,7 +73,7 @@ class StepScores:
         cls, inner: InnerLoop, worker: Worker, theta: Tensor, slot: int, task: Task, episode: Episode
     ) -> StepScores:
         """Collective: group."""
-        passes = inner.path(worker, theta, episode.support, episode.query)
+        passes = inner.scores_after_each_step(worker, theta, episode.support, episode.query)
         return cls(slot, [one.loss for one in passes], [one.accuracy for one in passes])
 
 
@@ -96,7 +102,7 @@ class HeldOut:
         self.leaves, self.folder = leaves, folder
 
     def scores(
-        self, source: TaskSource, stream: int, what: str, theta: Tensor, learning: Learning
+        self, source: TaskSource, stream: int, what: str, theta: Tensor, learning: EvaluationMethod
     ) -> list[HeldOutScore]:
         """Scores of the episodes of a stream: the same ones every time. Collective: world."""
         return self.score_tasks(

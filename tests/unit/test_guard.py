@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.task_gradient import TaskGradient
+from fmmeta.meta.rule import TaskResult
 from fmmeta.parallel.workers.base import PassStats
 from fmmeta.reliability.outliers import Spikes
 from fmmeta.reliability.signals import Launcher, Signals, about, born
@@ -136,9 +136,9 @@ def test_a_stack_names_file_and_line():
     assert stack_of(12345) == ""
 
 
-def direction(loss: float, norm: float) -> TaskGradient:
+def task(loss: float) -> TaskResult:
     stats = torch.tensor([loss, 1.0, 1.0, 0.0], dtype=torch.float64)
-    return TaskGradient(torch.tensor([norm, 0.0]), 1.0, True, PassStats(stats), PassStats(stats))
+    return TaskResult(1.0, True, PassStats(stats), PassStats(stats))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_explosions_are_dropped_like_what_is_not_finite(settings, loss, norm, fi
     worker: Any = SimpleNamespace(dot=lambda a, b: float(torch.dot(a, b)))
     guard = Guard(Config(**settings), one_rank(), worker)
     guard.begin_step(0)
-    assert guard.reject_outlier(direction(loss, norm)).finite == fits
+    assert guard.reject_outlier(task(loss), torch.tensor([norm, 0.0])).finite == fits
     assert guard.exploded == (not fits)
 
 

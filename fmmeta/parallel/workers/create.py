@@ -1,10 +1,10 @@
 """Creates a worker from a checkpoint, for each way to share a model among the ranks of a group.
 
-plain        whole on one rank                                   reads everything
-ZeRO 0-2     whole on every rank of the group                    reads everything
-tensor       weight matrices cut over the group                  reads everything, then cuts
-ZeRO 3       every parameter sharded while it is loaded          one tensor at a time (packing: everything)
-pipeline     some layers per rank                                reads its own tensors only
+plain        complete on one rank                        reads everything
+ZeRO 0-2     complete on every rank of the group         reads everything
+tensor       weight matrices cut over the group          reads everything, then cuts
+ZeRO 3       every parameter sharded while loading       one tensor at a time (packing: everything)
+pipeline     some layers per rank                        reads the tensors of these layers only
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 class CreatedWorker:
     """A worker with the checkpoint's weights.
 
-    `frozen`: untrained tensors by name, on the rank that will write them.
+    frozen: untrained tensors by name, on the rank that writes them to the exported folder.
     """
 
     worker: Worker
     head_names: tuple[str, ...]
-    place: GroupCoordinates
+    coordinates: GroupCoordinates
     frozen: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -56,40 +56,32 @@ def create_worker(
     ranks: ProcessGroups,
     costs: Sequence[float] | None = None,
 ) -> CreatedWorker:
-    """Read the weights and start the worker.
+    """Load the weights and create the worker.
 
-    `costs`: of each layer, to balance stages by. Collective: world.
+    costs: of each layer, to balance the stages. Collective: world.
     """
-    place = group_coordinates(config, ranks.layout)
+    coordinates = group_coordinates(config, ranks.layout)
     if config.compile and engine != "plain":
         raise UsageError(
             "compile=True compiles a model that one rank holds in plain PyTorch, and DeepSpeed runs this"
-            f" group of {place.group_size}: it hooks into modules; leave it out, or use --group_size 1"
+            f" group of {coordinates.group_size}: it hooks into modules; leave it out, or use --group_size 1"
         )
-    filled = deepspeed_config.complete(
-        deepspeed, precision, getattr(description.hf_config, "hidden_size", 768)
-    )
-    if place.tensor > 1:
-        filled["tensor_parallel"] = tensor_parallel_block(description.hf_config, place.tensor)
-    if place.stages > 1:
-        return start_pipeline(config, description, filled, place, ranks, costs)
-    if (
-        engine == "deepspeed"
-        and precision.zero_stage == 3
-        and ranks.layout.group_size > 1
-        and not config.packing
-    ):
-        # packing is tried on a model that is there
-        return start_sharded(config, description, filled, place, ranks)
+    width = getattr(description.hf_config, "hidden_size", 768)
+    ds_config = deepspeed_config.complete(deepspeed, precision, width)
+    if coordinates.tensor > 1:
+        ds_config["tensor_parallel"] = tensor_parallel_block(description.hf_config, coordinates.tensor)
+    if coordinates.stages > 1:
+        return create_pipeline(config, description, ds_config, coordinates, ranks, costs)
+    sharded = engine == "deepspeed" and precision.zero_stage == 3 and ranks.layout.group_size > 1
+    if sharded and not config.packing:  # packing is tested on a complete model
+        return create_sharded(config, description, ds_config, coordinates, ranks)
     with ranks.world.raise_on_all("loading the model"):
         learner = load_learner(config, description)
         groups = param_groups(learner, per_task(config, learner), config.weight_decay > 0)
-    still = frozen_tensors(learner)
-    check_equal(ranks, fingerprint(sorted(still.items())), "frozen weights and buffers")
-    frozen = (
-        copies(still) if ranks.first and not config.lora_r else {}
-    )  # the base of adapters is never copied
-    del still  # an engine gives the frozen weights other storage
+    tensors = frozen_tensors(learner)
+    check_equal(ranks, fingerprint(sorted(tensors.items())))
+    frozen = copies(tensors, ranks.first, config)
+    del tensors  # an engine gives the frozen weights other storage
     if engine == "plain":
         worker: Worker = PlainWorker(learner, groups, ranks.device, precision.bf16)
         with ranks.world.raise_on_all("compiling the model"):
@@ -98,82 +90,74 @@ def create_worker(
     else:
         from fmmeta.parallel.workers.zero import DeepSpeedWorker
 
-        worker = DeepSpeedWorker(learner, groups, filled, ranks.group, place)
-    return CreatedWorker(worker, learner.head_names, place, frozen)
+        worker = DeepSpeedWorker(learner, groups, ds_config, ranks.group, coordinates)
+    return CreatedWorker(worker, learner.head_names, coordinates, frozen)
 
 
-def start_sharded(
+def create_sharded(
     config: Config,
     description: Description,
-    filled: dict[str, Any],
-    place: GroupCoordinates,
+    ds_config: dict[str, Any],
+    coordinates: GroupCoordinates,
     ranks: ProcessGroups,
 ) -> CreatedWorker:
     """A worker whose parameters ZeRO 3 shards while they are loaded. Collective: world."""
     from fmmeta.parallel.workers.zero import DeepSpeedWorker, shard_while_loading
 
     with ranks.world.raise_on_all("opening the checkpoint"):
-        stream = open_lazy_model(config, description)
-        learner = stream.learner
-        trained = [name for name, param in learner.named_parameters() if param.requires_grad]
+        lazy = open_lazy_model(config, description)
+        params = dict(lazy.learner.named_parameters())  # a tied weight has one name in the checkpoint
+        trained = [name for name, param in params.items() if param.requires_grad]
         if not config.lora_r:
-            stream.fill([name for name, param in learner.named_parameters() if not param.requires_grad])
-        still = frozen_tensors(
-            learner
-        )  # the base of adapters is read once more for its fingerprint, and never kept
-        once = {
-            name for name, _ in learner.named_parameters()
-        }  # a tied weight has one name in the checkpoint
-        mark = fingerprint(
-            (name, stream.read(name) if value.is_meta else value)
-            for name, value in sorted(still.items())
-            if name in once or not value.is_meta
+            lazy.fill([name for name in params if name not in trained])
+        # the frozen base of adapters is loaded an extra time for its fingerprint, and not kept
+        tensors = frozen_tensors(lazy.learner)
+        digest = fingerprint(
+            (name, lazy.read(name) if value.is_meta else value)
+            for name, value in sorted(tensors.items())
+            if name in params or not value.is_meta
         )
-    check_equal(ranks, mark, "frozen weights and buffers")
-    frozen = copies(still) if ranks.first and not config.lora_r else {}
-    shard_while_loading(stream, filled)
-    groups = param_groups(learner, per_task(config, learner), config.weight_decay > 0)
-    exact = ((name, stream.read(name)) for name in trained)
-    worker = DeepSpeedWorker(learner, groups, filled, ranks.group, place, exact)
-    return CreatedWorker(worker, learner.head_names, place, frozen)
+        del params
+    check_equal(ranks, digest)
+    frozen = copies(tensors, ranks.first, config)
+    shard_while_loading(lazy, ds_config)
+    groups = param_groups(lazy.learner, per_task(config, lazy.learner), config.weight_decay > 0)
+    exact = ((name, lazy.read(name)) for name in trained)
+    worker = DeepSpeedWorker(lazy.learner, groups, ds_config, ranks.group, coordinates, exact)
+    return CreatedWorker(worker, lazy.learner.head_names, coordinates, frozen)
 
 
-def start_pipeline(
+def create_pipeline(
     config: Config,
     description: Description,
-    filled: dict[str, Any],
-    place: GroupCoordinates,
+    ds_config: dict[str, Any],
+    coordinates: GroupCoordinates,
     ranks: ProcessGroups,
     costs: Sequence[float] | None,
 ) -> CreatedWorker:
-    """A stage per rank. Collective: world."""
+    """A worker with one stage per rank. Collective: world."""
     from fmmeta.parallel.workers.pipeline import PipelineWorker, hold_stage
 
     with ranks.world.raise_on_all("reading the stages"):
-        stream = open_lazy_model(config, description)
-        cut = plan_stages(stream.learner, place.stages, costs)
-        names = hold_stage(stream, cut, place)
-        mine = [name for name, stage in cut.owner.items() if stage == place.stage]
-        still = frozen_tensors(stream.learner, mine)
-        mark = fingerprint(sorted(still.items()))
-        writes = ranks.layout.group_index == 0 and place.data_rank == 0 and not config.lora_r
-        frozen = copies(still) if writes else {}
-        trained = [
-            name
-            for name, param in stream.learner.named_parameters()
-            if id(param) in names and param.requires_grad
-        ]
-        del still
-        stage = take_stage(stream.learner, cut, place.stage)
-        groups = param_groups(stage.body, per_task(config, stream.learner), config.weight_decay > 0)
+        lazy = open_lazy_model(config, description)
+        partition = plan_stages(lazy.learner, coordinates.stages, costs)
+        names = hold_stage(lazy, partition, coordinates)
+        own = [name for name, stage in partition.owner.items() if stage == coordinates.stage]
+        tensors = frozen_tensors(lazy.learner, own)
+        digest = fingerprint(sorted(tensors.items()))
+        frozen = copies(tensors, ranks.layout.group_index == 0 and coordinates.data_rank == 0, config)
+        named = lazy.learner.named_parameters()
+        trained = [name for name, param in named if id(param) in names and param.requires_grad]
+        del tensors
+        stage = take_stage(lazy.learner, partition, coordinates.stage)
+        groups = param_groups(stage.body, per_task(config, lazy.learner), config.weight_decay > 0)
         groups = groups or [{"params": [stage.idle], "name": "no_decay"}]
-    check_equal(ranks, mark, "frozen weights and buffers", place.stage)
-    worker = PipelineWorker(
-        stage, names, groups, cut, filled, ranks.group, place, description.hf_config.hidden_size
-    )
-    if filled["bf16"]["enabled"]:
-        worker.set_exactly((name, stream.read(name)) for name in trained)
-    return CreatedWorker(worker, stream.learner.head_names, place, frozen)
+    check_equal(ranks, digest, coordinates.stage)
+    width = description.hf_config.hidden_size
+    worker = PipelineWorker(stage, names, groups, partition, ds_config, ranks.group, coordinates, width)
+    if ds_config["bf16"]["enabled"]:
+        worker.set_exactly((name, lazy.read(name)) for name in trained)
+    return CreatedWorker(worker, lazy.learner.head_names, coordinates, frozen)
 
 
 def group_coordinates(config: Config, layout: Layout) -> GroupCoordinates:
@@ -183,30 +167,35 @@ def group_coordinates(config: Config, layout: Layout) -> GroupCoordinates:
 
 
 def per_task(config: Config, learner: Learner) -> tuple[str, ...]:
-    """Names of a head that every task initialises; it is adapted, but it is no meta-parameter.
+    """Names of a head that every task initialises: it is adapted, but it is no meta-parameter.
 
-    That of `joint` is one.
+    The head of `joint` is a meta-parameter.
     """
     return learner.head_names if config.head_init != "learned" and not config.joint_head else ()
 
 
 def frozen_tensors(learner: Learner, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Frozen parameters and saved buffers by name (of those in `names`, if given), uncopied, before an engine
-    shards them.
+    """Frozen parameters and saved buffers by name (of those in `names`, if given), not copied, before an
+    engine shards them.
     """
-    trained = {
-        name for name, param in learner.named_parameters(remove_duplicate=False) if param.requires_grad
+    named = learner.named_parameters(remove_duplicate=False)
+    trained = {name for name, param in named if param.requires_grad}
+    return {
+        name: value.detach()
+        for name, value in learner.state_dict().items()
+        if name not in trained and (names is None or name in names)
     }
-    wanted = {name: value for name, value in learner.state_dict().items() if name not in trained}
-    return {name: value.detach() for name, value in wanted.items() if names is None or name in names}
 
 
-def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def copies(tensors: dict[str, Tensor], writes: bool, config: Config) -> dict[str, Tensor]:
+    """Copies in host memory for a rank that writes them; none of the base of adapters."""
+    if not writes or config.lora_r:
+        return {}
     return {name: value.cpu().clone() for name, value in tensors.items()}
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """A hash of named tensors in the order in which they come, one at a time."""
+    """A hash of named tensors in their order, one at a time."""
     digest = hashlib.sha256()
     for name, value in tensors:
         digest.update(name.encode())
@@ -214,10 +203,11 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def check_equal(ranks: ProcessGroups, mine: str, what: str, stage: int = 0) -> None:
-    """Refuse a start if ranks of the same stage hold different tensors. Collective: world."""
-    told = set(ranks.world.gather_bytes(f"{stage} {mine}".encode()))
-    if len(told) > len({text.split()[0] for text in told}):
+def check_equal(ranks: ProcessGroups, digest: str, stage: int = 0) -> None:
+    """Raise `UsageError` if ranks of the same stage have different frozen tensors. Collective: world."""
+    gathered = set(ranks.world.gather_bytes(f"{stage} {digest}".encode()))
+    if len(gathered) > len({text.split()[0] for text in gathered}):
         raise UsageError(
-            f"the {what} are not the same on every rank; let every node read the same checkpoint"
+            "the frozen weights and buffers are not the same on every rank;"
+            " let every node read the same checkpoint"
         )
