@@ -256,7 +256,7 @@ class TuneRun:
         return replace(
             inner,
             rates=replace(self.rates, table=table),
-            head=replace(inner.head, kind=head, anew=head == "zero"),
+            head=replace(inner.head, kind=head, reset_to_zero=head == "zero"),
         )
 
 

@@ -153,20 +153,11 @@ class Profiler(Callback):
             "forward": [(model, "forward"), (worker, "_loss")],
             "backward": [(torch.autograd, "backward"), (worker, "backward")],
             "role switch": [
-                (worker, name)
-                for name in (
-                    "apply",
-                    "read",
-                    "write",
-                    "gradient",
-                    "add_gradient",
-                    "displacement",
-                    "add_displacement",
-                )
+                (worker, name) for name in ("apply", "read", "write", "gradient", "displacement")
             ],
             "outer step": [(run.state.outer, "step"), (MetaGradient, "add")],
         }
-        if worker.group.size > 1:  # verbs of a communicator of one rank return at once
+        if worker.group.size > 1:  # operations of a communicator of one rank return at once
             parts["group communication"] = [(worker.group, "sum_"), (pending_type(), "wait")]
         if run.ranks.world.size > 1:
             parts["cross-group"] = [

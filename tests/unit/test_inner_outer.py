@@ -305,11 +305,11 @@ def test_a_loss_that_is_not_finite_has_no_finite_gradient():
         assert found.item() == pytest.approx(slope, nan_ok=True)
 
 
-def test_the_tap_shows_zeros_where_the_ranks_refuse():
+def test_the_shard_optimizer_passes_zeros_where_the_ranks_refuse():
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    tap, shown = ShardOptimizer([{"params": params}]), []
-    tap.slices = {p.data_ptr(): slice(2 * i, 2 * i + 2) for i, p in enumerate(params)}
-    tap.update = lambda shard, grad, where: shown.append((where, grad.tolist()))
+    optimizer, shown = ShardOptimizer([{"params": params}]), []
+    optimizer.slices = {p.data_ptr(): slice(2 * i, 2 * i + 2) for i, p in enumerate(params)}
+    optimizer.update = lambda shard, grad, where: shown.append((where, grad.tolist()))
     for grads, said, wanted in (
         ([1.0, math.nan], True, 0.0),
         ([1.0, 1.0], False, 1.0),
@@ -318,11 +318,11 @@ def test_the_tap_shows_zeros_where_the_ranks_refuse():
         for param, value in zip(params, grads, strict=True):
             param.grad = torch.full((2,), value)
         heard = []
-        tap.bad, tap.reject_nonfinite = (
+        optimizer.bad, optimizer.reject_nonfinite = (
             None,
             lambda bad, say=said, heard=heard: heard.append(bool(bad)) or torch.tensor(say),
         )
-        tap.step()
+        optimizer.step()
         assert heard == [any(map(math.isnan, grads))]
         assert shown == [(slice(0, 2), [wanted] * 2), (slice(2, 4), [wanted] * 2)]
         shown.clear()

@@ -390,13 +390,13 @@ def test_a_number_is_asked_for():
 def test_a_run_uses_it(tmp_path, monkeypatch):
     """5 tasks, 2 at a time: 2 + 2 + 1."""
     seen = []
-    original = AdapterMultiTaskRule.directions
+    original = AdapterMultiTaskRule.task_gradients
 
-    def counting(self, worker, theta, episodes, total=None):
+    def counting(self, worker, meta, episodes, into):
         seen.append(len(episodes))
-        return original(self, worker, theta, episodes)
+        return original(self, worker, meta, episodes, into)
 
-    monkeypatch.setattr(AdapterMultiTaskRule, "directions", counting)
+    monkeypatch.setattr(AdapterMultiTaskRule, "task_gradients", counting)
     data = write_classes(tmp_path / "rows.jsonl")
     MetaTrainer(
         Config(

@@ -65,13 +65,13 @@ class Hessian:
         return self._difference(phi, d, self.options.scale * step / length, length)
 
     def _difference(self, phi: Tensor, d: Tensor, h: float, length: float) -> Tensor:
-        forward, backward = self.worker.zeros(), self.worker.zeros()
         self.between_passes()
         self.worker.write(torch.add(phi, d, alpha=h))
-        back = torch.sub(phi, d, alpha=h)
-        self.passes.append(self.worker.gradient(self.batches, forward, restore=back))
+        forward = self.worker.zeros()
+        result = self.worker.gradient(self.batches, forward, restore=torch.sub(phi, d, alpha=h))
         self.between_passes()
-        self.passes.append(self.worker.gradient(self.batches, backward))
+        backward = self.worker.zeros()
+        self.passes += [result, self.worker.gradient(self.batches, backward)]
         mean_norm = self._norm(forward + backward) / 2
         product = forward.sub_(backward).div_(2 * h)
         curvature = self._norm(product) / (length * mean_norm) if mean_norm else 0.0
