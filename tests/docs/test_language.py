@@ -43,7 +43,6 @@ FORBIDDEN = re.compile(rf"\b(?:{'|'.join(WORDS)})\b".replace(" ", r"\s+"), re.IG
 LEFT = {
     "config": 11,
     "elastic": 7,
-    "meta": 7,
     "planning": 21,
     "reliability": 13,
     "report": 10,
