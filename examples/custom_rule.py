@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.meta.algorithms.reptile import Reptile, passes
-from fmmeta.meta.inner_loop import InnerLoop, no_poll
-from fmmeta.meta.meta_gradient import MetaGradient
 from fmmeta.meta.reference import displacement
+from fmmeta.meta.rule import InnerLoop, MetaGradient, no_poll
 
 RADIUS = 0.3
 

@@ -16,10 +16,7 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.classifier_head import class_means, nearest_mean_head
 from fmmeta.meta.costs import rows_of
-from fmmeta.meta.inner_loop import InnerLoop, no_poll
-from fmmeta.meta.meta_gradient import MetaGradient
-from fmmeta.meta.parameters import MetaParameters
-from fmmeta.meta.rule import TaskResult
+from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
 from fmmeta.models.learner import Learner
 from fmmeta.models.multi_task_layers import TaskAxis
 from fmmeta.parallel.workers.base import PassStats, Worker

@@ -4,7 +4,7 @@
 
 The worker holds theta before and after a rule. A rule does not communicate outside its group. A task with a
 pass that is not finite on a rank of the group adds nothing. docs/algorithms.md shows how a rule is chosen;
-examples/custom_rule.py is one.
+examples/custom_rule.py is one. A module with a rule needs the names in `__all__`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from fmmeta.meta.meta_gradient import MetaGradient
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.tasks.batching import Episode
+
+__all__ = ["InnerLoop", "MetaGradient", "MetaParameters", "MultiTaskRule", "Rule", "TaskResult", "no_poll"]
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,9 @@ from fmmeta.meta import reference
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.classifier_head import nearest_mean_head
 from fmmeta.meta.costs import Passes, keeps_support
-from fmmeta.meta.inner_loop import InnerLoop, no_poll
 from fmmeta.meta.inner_lrs import HEAD
 from fmmeta.meta.linear_probe import FeatureRows, Head, QueryLoss, all_gather_features, head_of
-from fmmeta.meta.meta_gradient import MetaGradient
-from fmmeta.meta.parameters import MetaParameters
-from fmmeta.meta.rule import Rule, TaskResult
+from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, Rule, TaskResult, no_poll
 from fmmeta.parallel.workers.base import CotangentFn, PassStats, SavedForward, VjpInput, Worker
 from fmmeta.tasks.batching import Episode, MicroBatch, Sets, merge_task_batches, pad_to_same_shape
 

@@ -23,10 +23,7 @@ from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs, reference
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.inner_loop import InnerLoop, no_poll
-from fmmeta.meta.meta_gradient import MetaGradient
-from fmmeta.meta.parameters import MetaParameters
-from fmmeta.meta.rule import Rule, TaskResult
+from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, Rule, TaskResult, no_poll
 from fmmeta.meta.second_order.hessian import Hessian, HvpOptions
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Episode

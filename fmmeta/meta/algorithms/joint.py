@@ -17,12 +17,8 @@ from dataclasses import dataclass
 from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
 from fmmeta.meta import reference
-from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.costs import Passes
-from fmmeta.meta.inner_loop import InnerLoop, no_poll
-from fmmeta.meta.meta_gradient import MetaGradient
-from fmmeta.meta.parameters import MetaParameters
-from fmmeta.meta.rule import Rule, TaskResult
+from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Episode
 
@@ -49,14 +45,6 @@ class Joint:
         return TaskResult(1.0, finite, support, query)
 
 
-def rule(setup: Setup, outer_step: int) -> Rule:
-    return Joint(setup.inner)
-
-
-def passes(config: Config, forwards: int) -> Passes:
-    return Passes(1, 1)
-
-
 def conflicts(config: Config) -> Iterator[str]:
     if config.head_init == "learned":
         yield (
@@ -66,5 +54,11 @@ def conflicts(config: Config) -> Iterator[str]:
 
 
 spec = AlgorithmSpec(
-    "joint", rule, reference.joint, all_classes=True, conflicts=conflicts, passes=passes, work_shards=1
+    "joint",
+    lambda setup, outer_step: Joint(setup.inner),
+    reference.joint,
+    all_classes=True,
+    conflicts=conflicts,
+    passes=lambda config, forwards: Passes(1, 1),
+    work_shards=1,
 )

@@ -18,12 +18,8 @@ from dataclasses import dataclass
 from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
 from fmmeta.meta import reference
-from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.costs import Passes
-from fmmeta.meta.inner_loop import InnerLoop, no_poll
-from fmmeta.meta.meta_gradient import MetaGradient
-from fmmeta.meta.parameters import MetaParameters
-from fmmeta.meta.rule import Rule, TaskResult
+from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Episode
 
@@ -51,17 +47,13 @@ class Reptile:
         return TaskResult(1.0, finite, adapted.passes[0], query)
 
 
-def rule(setup: Setup, outer_step: int) -> Rule:
-    return Reptile(setup.inner)
-
-
 def passes(config: Config, forwards: int) -> Passes:
     return Passes(config.inner_steps, 0, forwards, 1, 1)
 
 
 spec = AlgorithmSpec(
     "reptile",
-    rule,
+    lambda setup, outer_step: Reptile(setup.inner),
     reference.displacement,
     multi_task="displacement",
     supports=frozenset({"inner_optimizer_state", "offload_outer"}),

@@ -10,9 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from fmmeta.meta.meta_gradient import MetaGradient
-from fmmeta.meta.parameters import MetaParameters
-from fmmeta.meta.rule import Rule
+from fmmeta.meta.rule import MetaGradient, MetaParameters, Rule
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Episode
 

@@ -23,10 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fmmeta.meta.inner_loop import InnerLoop, no_poll
-from fmmeta.meta.meta_gradient import MetaGradient
-from fmmeta.meta.parameters import MetaParameters
-from fmmeta.meta.rule import TaskResult
+from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
 from fmmeta.meta.second_order.hessian import Hessian, HvpOptions
 from fmmeta.meta.second_order.trajectory import Trajectory
 from fmmeta.parallel.workers.base import Worker

@@ -129,20 +129,14 @@ class PipelineWorker(EngineWorker):
         skip_nonfinite_everywhere: bool = False,
         saved: SavedForward | None = None,
     ) -> PassStats:
-        self._begin(len(batches))
-        inputs = self._inputs(batches)
-        self.stats[3] = self.engine_step(
-            lambda: self.engine.train_batch(inputs), update, skip_nonfinite_everywhere
-        )
-        return PassStats(self.group.sum_(self.stats))
+        return self._train(batches, update, skip_nonfinite_everywhere)
 
     def forward(self, batches: Sequence[MicroBatch]) -> PassStats:
         self._evaluate(batches)
         return PassStats(self.group.sum_(self.stats))
 
     def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        with self._wanting("features"):
-            self._evaluate(batches)
+        self._evaluate(batches, "features")
         return self.collected or [
             torch.zeros(len(batch.input_ids), self.width, device=self.device) for batch in batches
         ]
@@ -152,8 +146,7 @@ class PipelineWorker(EngineWorker):
             stats = torch.zeros_like(self.stats)
             for part in parts:  # each is a training batch to the engine
                 self.cotangent = part.begin()
-                with self._wanting("both"):
-                    stats += self.step(part.batches, update).stats
+                stats += self._train(part.batches, update, want="both").stats
             return PassStats(stats)
 
         return self.accumulate(run, into, buffered=True)  # only after the last part is it known to be finite
@@ -161,28 +154,32 @@ class PipelineWorker(EngineWorker):
     def writer_rank(self, name: str) -> int:
         return self.partition.owner[name] * self.coordinates.data
 
-    @contextlib.contextmanager
-    def _wanting(self, want: str) -> Iterator[None]:
-        """The last stage returns `want` (see Learner) in place of logits."""
-        self.stage.want = want
-        try:
-            yield
-        finally:
-            self.stage.want = "logits"
-
-    def _evaluate(self, batches: Sequence[MicroBatch]) -> None:
-        self._begin(len(batches))
-        self.engine.eval_batch(
-            self._inputs(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches)
+    def _train(
+        self,
+        batches: Sequence[MicroBatch],
+        update: Update,
+        skip_nonfinite_everywhere: bool = False,
+        want: str = "logits",
+    ) -> PassStats:
+        inputs = self._begin(batches, want)
+        self.stats[3] = self.engine_step(
+            lambda: self.engine.train_batch(inputs), update, skip_nonfinite_everywhere
         )
+        return PassStats(self.group.sum_(self.stats))
 
-    def _begin(self, micro_batches: int) -> None:
-        count = micro_batches * self.coordinates.data
+    def _evaluate(self, batches: Sequence[MicroBatch], want: str = "logits") -> None:
+        inputs = self._begin(batches, want)
+        self.engine.eval_batch(inputs, reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
+
+    def _begin(self, batches: Sequence[MicroBatch], want: str) -> Iterator[StageInputs]:
+        """Start a pass in which the last stage returns `want` (see Learner)."""
+        count = len(batches) * self.coordinates.data
         self.engine.set_train_batch_size(count)
-        self.scale = float(count)
+        self.scale, self.stage.want = float(count), want
         self.engine.total_loss = None  # eval_batch adds to that of the last train_batch
         self.stats = torch.zeros_like(self.stats)
         self.collected, self.num_seen = [], 0
+        return self._inputs(batches)
 
     def _inputs(self, batches: Sequence[MicroBatch]) -> Iterator[StageInputs]:
         """The tensors of each micro-batch that the end stages load.
