@@ -57,7 +57,7 @@ def test_inner_steps_are_those_of_torch(settings, make, cuts):
     shard = torch.randn(9, generator=RNG)
     param = nn.Parameter(shard.clone())
     optimizer, rule = make([param]), inner_optimizer(Config(**settings))
-    state = rule.fresh(9, torch.device("cpu"))
+    state = rule.initial_state(9, torch.device("cpu"))
     for k in range(4):
         param.grad = torch.randn(9, generator=RNG)
         given = param.grad.clone()
@@ -71,13 +71,13 @@ def test_inner_steps_are_those_of_torch(settings, make, cuts):
 
 def test_state_ends_with_its_task_unless_kept():
     adam = inner_optimizer(Config(algorithm="reptile", inner_optimizer="adamw"))
-    state = adam.fresh(9, torch.device("cpu"))
+    state = adam.initial_state(9, torch.device("cpu"))
     adam.update(0, state, rates((0.1, 0.1)))(torch.zeros(9), torch.ones(9), WHOLE)
     assert state.vectors["exp_avg"].any()
-    assert not adam.fresh(9, torch.device("cpu")).vectors["exp_avg"].any()
+    assert not adam.initial_state(9, torch.device("cpu")).vectors["exp_avg"].any()
     kept = inner_optimizer(Config(algorithm="reptile", inner_optimizer="adamw", inner_optimizer_state="kept"))
     kept.kept.vectors, kept.kept.count = state.vectors, 5
-    again = kept.fresh(9, torch.device("cpu"))
+    again = kept.initial_state(9, torch.device("cpu"))
     assert torch.equal(again.vectors["exp_avg"], state.vectors["exp_avg"])
     assert again.vectors["exp_avg"] is not state.vectors["exp_avg"]
     assert again.count == 5
@@ -96,7 +96,7 @@ def test_rates_by_layer_step_and_element(cuts, element):
     assert torch.equal(found, wanted)
     shard, recorded = torch.zeros(9), torch.zeros(9)
     rule = inner_optimizer(Config())
-    rule.update(1, rule.fresh(9, torch.device("cpu")), chosen, recorded)(shard, torch.full((9,), -2.0), WHOLE)
+    rule.update(1, rule.initial_state(9, torch.device("cpu")), chosen, recorded)(shard, torch.full((9,), -2.0), WHOLE)
     assert torch.equal(shard, 2 * wanted)
     assert torch.equal(recorded, torch.full((9,), -2.0))
 
