@@ -96,7 +96,9 @@ def test_rates_by_layer_step_and_element(cuts, element):
     assert torch.equal(found, wanted)
     shard, recorded = torch.zeros(9), torch.zeros(9)
     rule = inner_optimizer(Config())
-    rule.update(1, rule.initial_state(9, torch.device("cpu")), chosen, recorded)(shard, torch.full((9,), -2.0), WHOLE)
+    rule.update(1, rule.initial_state(9, torch.device("cpu")), chosen, recorded)(
+        shard, torch.full((9,), -2.0), WHOLE
+    )
     assert torch.equal(shard, 2 * wanted)
     assert torch.equal(recorded, torch.full((9,), -2.0))
 
