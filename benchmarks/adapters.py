@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from benchmarks.common import spread, table, write_json
 from benchmarks.floor import SETTINGS
 from benchmarks.stepping import Cost, alone, find_data, find_model, prepare
@@ -46,19 +44,20 @@ def measure(config: Config, tasks: int, repeats: int, world: Any, ranks: Any) ->
     for number in range(repeats + 1):
         found = [load(task).batches for task in run.schedule.meta_batch(number)]
         episodes = [episode for episode in found if episode is not None]
-        ways: dict[str, Callable[[torch.Tensor], list[Any]]] = {
-            "alone": lambda total, all_=episodes: [
-                rule.direction(run.worker, run.theta, one, total) for one in all_
+        ways: dict[str, Callable[[MetaGradient], list[Any]]] = {
+            "alone": lambda into, all_=episodes: [
+                rule.task_gradient(run.worker, run.state.meta_params, one, into) for one in all_
             ],
-            "together": lambda total, all_=episodes: several.directions(run.worker, run.theta, all_, total),
+            "together": lambda into, all_=episodes: list(
+                several.task_gradients(run.worker, run.state.meta_params, all_, into)
+            ),
         }
         sums = []
         for name, way in ways.items():
             sums.append(MetaGradient(run.theta))
 
             def take(way: Any = way, into: MetaGradient = sums[-1]) -> None:
-                for direction in way(into.sum):
-                    into.add(direction)
+                way(into)
 
             costs[name].append(Cost.of(take))
         a, b = (each.sum for each in sums)

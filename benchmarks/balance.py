@@ -25,6 +25,8 @@ from benchmarks.common import table, write_json
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import setup
+from fmmeta.meta.meta_gradient import MetaGradient
+from fmmeta.meta.parameters import MetaParameters
 from fmmeta.models.load import describe, load_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.param_map import param_groups
@@ -64,10 +66,9 @@ def rank_main(steps: int, tasks_per_step: int) -> None:
     config = Config(inner_steps=3)
     learner = load_learner(config, describe(config))
     worker = PlainWorker(learner, param_groups(learner, learner.head_names, True), ranks.device)
-    theta, rule = (
-        worker.read(),
-        find("fomaml").rule(setup(config, worker, learner.head_names, config.n_way, False), 0),
-    )
+    meta = MetaParameters(worker.read())
+    into = MetaGradient(meta.theta)
+    rule = find("fomaml").rule(setup(config, worker, learner.head_names, config.n_way, False), 0)
     schedule = Schedule(skewed(200), tasks_per_step, 0)
     policies = {"largest first": assign_to_groups, "round-robin": round_robin}
     busy = {name: torch.zeros(steps, launch.world_size, dtype=torch.float64) for name in policies}
@@ -78,7 +79,7 @@ def rank_main(steps: int, tasks_per_step: int) -> None:
             world.comm.barrier()
             began = time.process_time()
             for one in batches:
-                rule.direction(worker, theta, one)
+                rule.task_gradient(worker, meta, one, into)
             busy[name][step, launch.global_rank] = time.process_time() - began
             world.comm.barrier()
     for times in busy.values():

@@ -104,7 +104,7 @@ def distance(prepared: Prepared, floor: Floor) -> float:
     off = far = 0.0
     for p in floor.body:
         name = names[id(p)]
-        off += float((worker.whole(theta, name, tuple(p.shape)) - p.detach()).double().square().sum())
+        off += float((worker.gather_param(theta, name, tuple(p.shape)) - p.detach()).double().square().sum())
         far += float((p.detach() - began[name].detach()).double().square().sum())
     return (off / far) ** 0.5
 

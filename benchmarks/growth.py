@@ -52,7 +52,7 @@ def outer_step(prepared: Prepared, sizes: dict[str, int], number: int) -> None:
     rule, updates = find("fomaml").rule(setup, 0), run.state.updates
     for _ in range(sizes["tasks"]):
         sets = [random_set(sizes["rows"], sizes["length"], vocabulary, draw) for _ in range(2)]
-        updates.meta.add(rule.direction(run.worker, run.theta, Episode(*sets), updates.meta.sum))
+        rule.task_gradient(run.worker, run.state.meta_params, Episode(*sets), updates.meta)
     moved = updates.step(updates.meta.weight, 0, False, True)
     if moved is not None and moved.applied:
         run.worker.write(run.theta)

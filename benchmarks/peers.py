@@ -39,6 +39,7 @@ from benchmarks.floor import SETTINGS
 from benchmarks.stepping import Cost, Prepared, alone, find_data, find_model, prepare
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
+from fmmeta.meta.meta_gradient import MetaGradient
 from fmmeta.models.load import load_learner
 from fmmeta.tasks.batching import Episode, MicroBatch
 
@@ -133,7 +134,7 @@ class Ours:
         self.load = run.parts.load(prepared.inputs.sources.train)
         self.tasks = [task for step in range(100) for task in run.schedule.meta_batch(step)]
         self.shapes = {f.name: f.shape for f in self.worker.params.fragments}
-        self.total = torch.zeros_like(self.theta)
+        self.meta, self.into = run.state.meta_params, MetaGradient(self.theta)
 
     def episode(self, number: int) -> Episode:
         found = self.load(self.tasks[number]).batches
@@ -141,12 +142,12 @@ class Ours:
         return found
 
     def gradient(self, episode: Episode) -> Tensor:
-        """Added to `total`, which is zero before."""
-        direction = self.rule.direction(self.worker, self.theta, episode, self.total)
-        return self.total if direction.vector is None else direction.vector
+        """Added to `into`, which is zero before."""
+        self.rule.task_gradient(self.worker, self.meta, episode, self.into)
+        return self.into.sum
 
     def named(self, vector: Tensor) -> Grads:
-        return {name: self.worker.whole(vector, name, shape) for name, shape in self.shapes.items()}
+        return {name: self.worker.gather_param(vector, name, shape) for name, shape in self.shapes.items()}
 
 
 def as_users_read(texts: tuple[list[str], list[str]], episode: Episode, tokenizer: Any) -> Episode:
@@ -190,7 +191,7 @@ def compare(
         def own(number: int = number, kept: dict[str, Any] = kept, given: Episode = given) -> None:
             kept["fmmeta"] = ours.gradient(ours.episode(number) if users else given)
 
-        ours.total.zero_()
+        ours.into.clear()
         costs["fmmeta"].append(Cost.of(own))
         mine = ours.named(kept["fmmeta"])
         for peer, work in peers.items():

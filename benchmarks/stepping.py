@@ -87,9 +87,9 @@ class Prepared:
             def __init__(self, rule: Any) -> None:
                 self.rule = rule
 
-            def direction(self, worker: Any, theta: Any, episode: Episode, total: Any = None) -> Any:
+            def task_gradient(self, worker: Any, meta: Any, episode: Episode, into: Any) -> Any:
                 used.append(episode)
-                return self.rule.direction(worker, theta, episode, total)
+                return self.rule.task_gradient(worker, meta, episode, into)
 
         class Stopwatch(Callback):
             def on_step_end(self, run: Run, outcome: Any) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.meta.algorithms.reptile import Reptile, passes
-from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.reference import displacement
+from fmmeta.meta.rule import InnerLoop, MetaGradient, no_poll
 
 RADIUS = 0.3
 
@@ -17,13 +17,14 @@ RADIUS = 0.3
 class TrustRegion:
     inner: InnerLoop
 
-    def direction(self, worker, theta, episode, total=None):
-        """The clipped displacement of one task, this rank's shard [S]. Collective: group."""
-        task = Reptile(self.inner).direction(worker, theta, episode)
-        norm = worker.dot(task.shards, task.shards) ** 0.5
-        if norm > RADIUS:
-            task.shards.mul_(RADIUS / norm)
-        return task
+    def task_gradient(self, worker, meta, episode, into, between_passes=no_poll):
+        """Add the clipped displacement of one task. Collective: group."""
+        one = MetaGradient(meta.theta)  # of this task alone
+        result = Reptile(self.inner).task_gradient(worker, meta, episode, one, between_passes)
+        if result.finite:
+            norm = worker.dot(one.sum, one.sum) ** 0.5
+            into.add(one.sum.mul_(RADIUS / max(norm, RADIUS)))
+        return result
 
 
 def reference(task):

@@ -110,7 +110,7 @@ def gather_parameters(
     parameters = {}
     if ranks.layout.group_index == 0:
         for name, shape in shapes.items():
-            parameter = worker.whole(vector, name, shape)
+            parameter = worker.gather_param(vector, name, shape)
             if ranks.first:
                 parameters[name] = parameter.cpu()
     return parameters
@@ -170,14 +170,14 @@ def write_weights(
     files = plan_files(skeleton.hf, worker)
     failures: list[Exception] = []
     if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
-        head = {name: worker.whole(theta, name, trained[name]).cpu() for name in skeleton.head_names}
+        head = {name: worker.gather_param(theta, name, trained[name]).cpu() for name in skeleton.head_names}
         if worker.group.rank == 0:
             with collect_errors(failures):
                 save_tensors(head, folder / HEAD_FILE)
     for path, (writer, names) in files.items():
         tensors: dict[str, Tensor] = {}
         for name in names:
-            value = worker.whole(theta, name, trained[name]) if name in trained else frozen.get(name)
+            value = worker.gather_param(theta, name, trained[name]) if name in trained else frozen.get(name)
             if worker.group.rank == writer and value is not None:
                 tensors[name.removeprefix("hf.")] = value.cpu().contiguous()
         if worker.group.rank == writer:
@@ -221,8 +221,8 @@ def plan_files(hf: Any, worker: Worker) -> dict[str, tuple[int, list[str]]]:
     limit = min(FILE_BYTES[1], max(FILE_BYTES[0], sum(tensors.values()) // worker.group.size))
     files: list[tuple[int, list[str]]] = []
     full = 0
-    for name in sorted(tensors, key=worker.writer):  # by rank, and in the order of the model
-        writer = worker.writer(name)
+    for name in sorted(tensors, key=worker.writer_rank):  # by rank, and in the order of the model
+        writer = worker.writer_rank(name)
         if not files or files[-1][0] != writer or full + tensors[name] > limit:
             files.append((writer, []))
             full = 0

@@ -20,7 +20,7 @@ from fmmeta.common.plugins import import_named
 class AlgorithmSpec:
     """An algorithm: its rule, its conflicts, its costs.
 
-    rule: (Setup, outer step) -> Rule (fmmeta/meta/task_gradient.py); None: a baseline that trains nothing.
+    rule: (Setup, outer step) -> Rule (fmmeta/meta/rule.py); None: a baseline that trains nothing.
     reference: the rule in plain PyTorch, (ReferenceTask) -> Gradients (fmmeta/meta/reference.py); the parity
     tests compare the rule with it.
     """
@@ -41,7 +41,7 @@ class AlgorithmSpec:
     passes: Callable[[Any, int], Any] | None = None  # (Config, support forwards) -> costs.Passes
     work_shards: int = 0  # vectors of theta's length that it needs while a task runs
     adds_directly: Callable[[Any], bool] = lambda config: False  # its gradient needs no vector beside the sum
-    numbers: tuple[str, ...] = ()  # names of TaskGradient.numbers, whose means metrics.jsonl has
+    numbers: tuple[str, ...] = ()  # names of TaskResult.numbers, means of which go into metrics.jsonl
     warning: Callable[[Any, Mapping[str, float]], str | None] = lambda config, values: None
 
     @property

@@ -72,7 +72,7 @@ def element_rates(config: Config, rates: Rates, worker: Worker, scale: float) ->
 
     path = cached_file(config.model_name_or_path, RATES_FILE)
     try:
-        vector = torch.zeros(worker.params.numel, device=worker.home)
+        vector = torch.zeros(worker.params.numel, device=worker.storage_device)
         with safe_open(path, "pt") as file:
             for fragment in worker.params.fragments:
                 whole = file.get_tensor(fragment.name.removeprefix("hf."))

@@ -255,7 +255,7 @@ class TuneRun:
     def inner_loop(self, head: str, rate: float) -> InnerLoop:
         """The model's inner loop with another head, its rates scaled so that `inner_lr` becomes `rate`."""
         table = self.inner.rates.table * (rate / self.config.inner_lr)
-        head_init = replace(self.inner.head, kind=head, anew=head == "zero")
+        head_init = replace(self.inner.head, kind=head, reset_to_zero=head == "zero")
         return replace(self.inner, rates=replace(self.inner.rates, table=table), head=head_init)
 
 

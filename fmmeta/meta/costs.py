@@ -11,7 +11,7 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.outer_optimizers import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
 
-WORK = 5  # vectors that a Hessian-vector product and the backward recursion need beside the direction
+WORK = 5  # vectors that a Hessian-vector product and the backward recursion need besides v
 
 
 class Passes(NamedTuple):
@@ -42,17 +42,16 @@ def keeps_means(config: Config, data: int) -> bool:
 
 
 def keeps_support(config: Config, data: int) -> bool:
-    """Whether one of `data` ranks that share a set's rows may keep the activations of the support set while
-    the query set goes through the model (PULLED): a micro-batch may have as many rows.
+    """Whether one of `data` ranks that share a set's rows may keep the activations of the support set during
+    the query set's pass: a micro-batch may have the rows of both.
     """
     return sum(-(-rows // data) for rows in rows_of(config)) <= config.micro_batch_size
 
 
 def passes(config: Config, data: int = 1, keeps: bool = True) -> Passes:
-    """At their most: after any steps of first order (`--first_order_steps`), during those of multi-step loss.
+    """The most passes of an outer step: after any `--first_order_steps`, within `--multi_step_loss_steps`.
 
-    data: ranks that share the rows of a set. keeps: whether the worker can leave a forward pass without its
-    backward pass.
+    data: ranks that share the rows of a set. keeps: whether the worker can defer a backward pass.
     """
     spec = find(config.algorithm)
     if spec.frozen_body:
@@ -67,21 +66,20 @@ def passes(config: Config, data: int = 1, keeps: bool = True) -> Passes:
 
 
 class ShardCounts(NamedTuple):
-    """Vectors as long as theta that a rank keeps beside theta, the sum of directions, and one direction where
-    it is apart.
-    """
+    """Vectors as long as theta that a rank stores, besides theta, the meta-gradient and `task_vectors`."""
 
     work: int
     trajectory: int  # steps of the inner loop, which --trajectory_memory_gib may send to host memory
 
 
-def adds_directly(config: Config) -> bool:
-    """Whether a task's direction needs no separate vector (Rule.direction; tensor ranks do not agree on
-    what is finite).
+def task_vectors(config: Config) -> int:
+    """Vectors for the meta-gradient of a task, next to the sum over tasks.
+
+    One where the rule computes it as a vector, one where outlier bounds are checked before it is added.
     """
     spec = find(config.algorithm)
-    unbounded = config.max_task_loss is None and config.max_task_norm is None
-    return unbounded and (spec.trains_nothing or spec.adds_directly(config))
+    bounded = config.max_task_loss is not None or config.max_task_norm is not None
+    return int(bounded) + int(not (spec.trains_nothing or spec.adds_directly(config)))
 
 
 def shards(config: Config) -> ShardCounts:
@@ -93,7 +91,7 @@ def shards(config: Config) -> ShardCounts:
     if "trajectory_memory_gib" in spec.supports or config.multi_step_loss_steps:
         trajectory = k - (config.head_init != "prototype")  # else phi_0 is theta
     if config.inner_lr_learned != "no":
-        trajectory += k  # the directions of the steps
+        trajectory += k  # u of every step
     if config.inner_lr_learned == "element":
         work += 2 + len(
             OUTER_OPTIMIZERS[config.outer_optimizer].moments

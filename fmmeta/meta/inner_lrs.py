@@ -48,8 +48,8 @@ class Layers:
     def of(cls, worker: Worker, head_names: Sequence[str]) -> Layers:
         """Collective: group."""
         found = [(f.here.start, f.here.stop, layer_of(f.name, head_names)) for f in worker.params.fragments]
-        spoken = worker.group.gather_bytes(json.dumps([name for _, _, name in found]).encode())
-        names = sorted({name for text in spoken for name in json.loads(text)}, key=natural)
+        gathered = worker.group.gather_bytes(json.dumps([name for _, _, name in found]).encode())
+        names = sorted({name for text in gathered for name in json.loads(text)}, key=natural)
         merged: list[tuple[int, int, int]] = []
         for begin, end, name in sorted(found):
             index = names.index(name)
@@ -60,9 +60,7 @@ class Layers:
         return cls(tuple(names), tuple(merged))
 
     def inside(self, where: slice) -> Iterator[tuple[slice, slice, int]]:
-        """Pieces of `where` inside a layer: place in the vector, place within `where`, index of the
-        layer.
-        """
+        """The parts of `where` by layer: slice of the vector, slice within `where`, index of the layer."""
         first = bisect_right(self.segments, where.start, key=lambda segment: segment[1])
         for begin, end, index in self.segments[first:]:
             if begin >= where.stop:
@@ -143,5 +141,5 @@ class Rates:
             into[k] -= worker.dot_by_layer(v, weighted, self.layers.segments, len(self.layers.names))
 
     def scale_layers(self, k: int, vector: Tensor) -> Tensor:
-        """`vector` times the table alone, in place."""
+        """Multiply `vector` [S] by the table alone, in place."""
         return replace(self, element=None).scale_(k, vector, slice(0, vector.numel()))

@@ -5,7 +5,7 @@
     adamw     m <- b1 m + (1-b1) g;  s <- b2 s + (1-b2) g^2  (Kingma, Ba 2015; Loshchilov, Hutter 2019)
               u = (m / (1-b1^t)) / (sqrt(s / (1-b2^t)) + eps) + decay * phi
 
-A rule sees one shard, its gradient and its place; it never communicates.
+An optimizer gets one shard, its gradient and its slice of the vector; it never communicates.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.inner_lrs import Rates
 from fmmeta.parallel.workers.base import Update
 
+GradientChange = Callable[[Tensor, Tensor, slice], Tensor]
+"""(shard, gradient of the loss, slice of the vector) -> gradient that the optimizer uses."""
+
 
 @dataclass
 class InnerState:
@@ -30,41 +33,44 @@ class InnerState:
 
 
 @dataclass(frozen=True)
-class InnerRule:
-    """One of the optimizers above: which vectors it stores, and u from (g, phi, state vectors, step number
-    from 1).
+class InnerOptimizer:
+    """One of the optimizers above.
 
-    `kept`: the state that every task starts with, changed by the outer step alone; None: zeros (state ends
-    with its task).
+    state_names: of the vectors that it stores. direction: (g, phi, state vectors, step number from 1) -> u.
+    kept: the state that every task starts with, changed by the outer step alone; None: every task starts with
+    zeros.
     """
 
     name: str
-    remembers: tuple[str, ...]
+    state_names: tuple[str, ...]
     direction: Callable[[Tensor, Tensor, dict[str, Tensor], int], Tensor]
     momentum: float = 0.0
     kept: InnerState | None = field(default=None, compare=False)
 
-    def fresh(self, numel: int, device: torch.device) -> InnerState:
-        """The state a task starts with."""
+    def initial_state(self, numel: int, device: torch.device) -> InnerState:
+        """The state that a task starts with."""
         if self.kept is not None and self.kept.vectors:
-            return InnerState(
-                {name: vector.clone() for name, vector in self.kept.vectors.items()}, self.kept.count
-            )
-        return InnerState({name: torch.zeros(numel, device=device) for name in self.remembers})
+            vectors = {name: vector.clone() for name, vector in self.kept.vectors.items()}
+            return InnerState(vectors, self.kept.count)
+        return InnerState({name: torch.zeros(numel, device=device) for name in self.state_names})
 
     def update(
-        self, k: int, state: InnerState, rates: Rates, record: Tensor | None = None, pull: Pull | None = None
+        self,
+        k: int,
+        state: InnerState,
+        rates: Rates,
+        record: Tensor | None = None,
+        change_gradient: GradientChange | None = None,
     ) -> Update:
-        """Inner step number k, counted from 0; `record` [S] receives u, `pull` changes the gradient first."""
+        """The update of inner step k, counted from 0; `record` [S] receives u."""
         state.count += 1
         alpha = rates.uniform(k)
 
         def apply(shard: Tensor, grad: Tensor, where: slice) -> None:
-            if pull is not None:
-                grad = pull(shard, grad, where)
-            u = self.direction(
-                grad, shard, {name: vector[where] for name, vector in state.vectors.items()}, state.count
-            )
+            if change_gradient is not None:
+                grad = change_gradient(shard, grad, where)
+            vectors = {name: vector[where] for name, vector in state.vectors.items()}
+            u = self.direction(grad, shard, vectors, state.count)
             if record is not None:
                 record[where] = u
             if alpha is not None:
@@ -75,34 +81,22 @@ class InnerRule:
         return apply
 
 
-Pull = Callable[[Tensor, Tensor, slice], Tensor]
-"""(shard, gradient, place) -> gradient of loss and proximal term."""
-
-
-def proximal(anchor: Tensor, weight: float) -> Pull:
-    """Gradient of weight / 2 |phi - anchor|^2, added."""
+def proximal(anchor: Tensor, weight: float) -> GradientChange:
+    """Add the gradient of weight / 2 |phi - anchor|^2."""
     return lambda shard, grad, where: grad + weight * (shard - anchor[where])
 
 
-def sgd_direction(grad: Tensor, shard: Tensor, state: dict[str, Tensor], count: int) -> Tensor:
-    return grad
-
-
-def inner_rule(config: Config) -> InnerRule:
-    """The optimizer that `config` asks for."""
+def inner_optimizer(config: Config) -> InnerOptimizer:
+    """The optimizer of the settings inner_optimizer, inner_momentum, inner_beta1, ..."""
     if config.inner_optimizer == "sgd":
-        return InnerRule("sgd", (), sgd_direction)
+        return InnerOptimizer("sgd", (), lambda grad, shard, state, count: grad)
     if config.inner_optimizer == "momentum":
         mu = config.inner_momentum
-        return InnerRule(
+        return InnerOptimizer(
             "momentum", ("momentum",), lambda g, _, s, __: s["momentum"].mul_(mu).add_(g), momentum=mu
         )
-    b1, b2, eps, decay = (
-        config.inner_beta1,
-        config.inner_beta2,
-        config.inner_epsilon,
-        config.inner_weight_decay,
-    )
+    b1, b2, eps = config.inner_beta1, config.inner_beta2, config.inner_epsilon
+    decay = config.inner_weight_decay
 
     def adamw(grad: Tensor, shard: Tensor, state: dict[str, Tensor], count: int) -> Tensor:
         first = state["exp_avg"].mul_(b1).add_(grad, alpha=1 - b1)
@@ -112,4 +106,4 @@ def inner_rule(config: Config) -> InnerRule:
         return u.add_(shard, alpha=decay) if decay else u
 
     kept = InnerState({}) if config.inner_optimizer_state == "kept" else None
-    return InnerRule("adamw", ("exp_avg", "exp_avg_sq"), adamw, kept=kept)
+    return InnerOptimizer("adamw", ("exp_avg", "exp_avg_sq"), adamw, kept=kept)

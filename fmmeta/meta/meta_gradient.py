@@ -1,4 +1,7 @@
-"""The meta-gradient: accumulated over the tasks of this group, then reduced once across groups."""
+"""The meta-gradient: accumulated over the tasks of this group, then reduced once across groups.
+
+rules add each task (rule.py)  -->  reduction over `cross`, a mean  -->  outer step (outer_step.py)
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,40 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fmmeta.meta.task_gradient import TaskGradient
 from fmmeta.parallel.collectives import Communicator, Reduction
 
 
 class MetaGradient:
-    """Weighted sums of the directions of this group's tasks, then of all groups': of theta, and of the extras
-    by name.
+    """Weighted sums over the tasks of this group, then over those of all groups.
+
+    sum: of meta-gradients, fp32 [S], on the device of theta. extra: of the other results of tasks (gradients
+    of learned rates, kept inner moments), by name. weight: of the tasks.
     """
 
     def __init__(self, theta: Tensor, extra: Mapping[str, Tensor] | None = None) -> None:
-        self.sum, self.weight = (
-            torch.zeros_like(theta, pin_memory=theta.is_pinned()),
-            0.0,
-        )  # at home, where theta is
+        self.sum = torch.zeros_like(theta, pin_memory=theta.is_pinned())
         self.extra = {name: torch.zeros_like(like) for name, like in (extra or {}).items()}
+        self.weight = 0.0
 
-    def add(self, direction: TaskGradient) -> None:
-        """Count a task, and add what it has not added itself, unless it is not finite: then neither its
-        direction nor its weight counts.
+    def add(self, vector: Tensor, weight: float = 1.0, extra: Mapping[str, Tensor] | None = None) -> None:
+        """Add a finite task with the meta-gradient `vector` [S]."""
+        self.sum.add_(vector.to(self.sum.device), alpha=weight)
+        self.count(weight, extra)
+
+    def count(self, weight: float = 1.0, extra: Mapping[str, Tensor] | None = None) -> None:
+        """Add the weight and the extras of a finite task whose meta-gradient is in `sum` already.
+
+        extra: a value for each of `self.extra`; others are ignored.
         """
-        if direction.finite:
-            if direction.vector is not None:
-                self.sum.add_(direction.shards.to(self.sum.device), alpha=direction.weight)
-            for name, total in self.extra.items():
-                total.add_(direction.extra[name], alpha=direction.weight)
-            self.weight += direction.weight
+        for name, total in self.extra.items():
+            total.add_((extra or {})[name], alpha=weight)
+        self.weight += weight
+
+    def merge(self, other: MetaGradient) -> None:
+        """Add the sums of another."""
+        for name, total in self.sums.items():
+            total.add_(other.sums[name])
+        self.weight += other.weight
 
     @property
     def sums(self) -> dict[str, Tensor]:

@@ -3,80 +3,87 @@
     phi_t <- phi_t - alpha u(grad L_t(phi_t)),  t = 1 .. N in one pass
     then grad L_query,t(phi_t), or theta - phi_t
 
-The same numbers as task by task, up to rounding: a task's rows see its own adapters only. The inner optimizer
-acts element by element, so that N tasks are one long vector to it.
+The same numbers as task by task, up to rounding: a task's rows use its own adapters only. The inner
+optimizer acts element by element, so that N tasks are one long vector to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.classifier_head import class_means
+from fmmeta.meta.classifier_head import class_means, nearest_mean_head
 from fmmeta.meta.costs import rows_of
-from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.task_gradient import TaskGradient
+from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
 from fmmeta.models.learner import Learner
 from fmmeta.models.multi_task_layers import TaskAxis
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.parallel.workers.multi_task import TaskBatch
-from fmmeta.tasks.batching import Episode, merge_task_batches
+from fmmeta.tasks.batching import Episode, Sets, merge_task_batches
 
 
 @dataclass(frozen=True)
 class AdapterMultiTaskRule:
-    """Several tasks at a time; the worker holds theta before, meanwhile and afterwards."""
+    """Several tasks at a time; the worker holds theta before, during and after.
+
+    displacement: the meta-gradient of a task is theta - phi_K (Reptile), not its query gradient.
+    """
 
     inner: InnerLoop
     axis: TaskAxis
-    displacement: bool = False  # theta - phi is what a task says, not its query gradient
+    displacement: bool = False
 
-    def directions(
-        self, worker: Worker, theta: Tensor, episodes: Sequence[Episode], total: Tensor | None = None
-    ) -> list[TaskGradient]:
-        """Meta-gradients of some tasks, each a separate vector. Collective: group."""
+    def task_gradients(
+        self,
+        worker: Worker,
+        meta: MetaParameters,
+        episodes: Sequence[Episode],
+        into: MetaGradient,
+        between_passes: Callable[[], None] = no_poll,
+    ) -> Iterator[TaskResult]:
+        """Add the meta-gradients of several tasks; yields the result of each when its gradient is added.
+
+        Collective: group.
+        """
         assert isinstance(worker, FullModelWorker)
-        batch = TaskBatch(worker, self.axis, theta, len(episodes))
+        theta, tasks = meta.theta, len(episodes)
+        batch = TaskBatch(worker, self.axis, theta, tasks)
         support, query = [episode.support for episode in episodes], [episode.query for episode in episodes]
-        if self.inner.head.kind == "prototype" and self.inner.head.names:
-            self._set_heads(worker, batch, episodes)
-        state = self.inner.rule.fresh(batch.numel, worker.device)
-        passes: list[list[PassStats]] = []
+        if self.inner.head.uses_support_features:
+            self._set_heads(worker, batch, support)
+        optimizer, passes = self.inner.optimizer, list[list[PassStats]]()
+        state = optimizer.initial_state(batch.phi.numel(), worker.device)
         for k in range(self.inner.steps):
-            passes.append(batch.step(support, self.inner.rule.update(k, state, self.inner.rates)))
-        asked = batch.forward(query) if self.displacement else batch.gradient(query)
-        found = []
-        for task in range(len(episodes)):
-            shards = (
-                theta.to(worker.home) - batch.vector(batch.phi, task)
-                if self.displacement
-                else batch.vector(batch.grad, task)
-            )
+            passes.append(batch.step(support, optimizer.update(k, state, self.inner.rates)))
+            between_passes()
+        passes.append(batch.forward(query) if self.displacement else batch.gradient(query))
+        for task in range(tasks):
             own = [each[task] for each in passes]
-            finite = all(step.finite for step in [*own, asked[task]])
-            found.append(TaskGradient(shards, 1.0, finite, own[0], asked[task]))
-        return found
+            finite = all([each.finite for each in own])
+            if finite and self.displacement:
+                into.add(theta.to(worker.storage_device) - batch.vector(batch.phi, task))
+            elif finite:
+                into.add(batch.vector(batch.grad, task))
+            yield TaskResult(1.0, finite, own[0], own[-1])
 
-    def _set_heads(self, worker: FullModelWorker, batch: TaskBatch, episodes: Sequence[Episode]) -> None:
-        """Every task's class means, all tasks' features from the same passes."""
-        head, sets = self.inner.head, [episode.support for episode in episodes]
+    def _set_heads(self, worker: FullModelWorker, batch: TaskBatch, sets: Sets) -> None:
+        """Initialise every task's head by its class means; one forward pass for all tasks."""
+        head = self.inner.head
         features = worker.features(merge_task_batches(sets))
         for task, support in enumerate(sets):
-            mine = [rows.view(len(sets), -1, rows.shape[1])[task] for rows in features]
-            own = [part[: len(each.weights)] for part, each in zip(mine, support, strict=False)]
-            means = class_means(worker, support, own, head.classes)
-            for name, value in zip(head.names, (2 * means.means, -(means.means**2).sum(1)), strict=False):
+            of_task = [rows.view(len(sets), -1, rows.shape[1])[task] for rows in features]
+            own = [part[: len(each.weights)] for part, each in zip(of_task, support, strict=False)]
+            means = class_means(worker, support, own, head.classes).means
+            for name, value in zip(head.names, nearest_mean_head(means), strict=False):
                 batch.set(name, task, value)
 
 
 def tasks_per_pass(config: Config) -> int:
-    """Tasks of a group whose rows share a pass, as --tasks_per_pass asks; auto: as many as fit into
-    micro_batch_size rows.
+    """Tasks of a group whose rows share a pass (--tasks_per_pass); auto: as many as fit into micro_batch_size
+    rows.
     """
     if config.tasks_per_pass != "auto":
         return int(config.tasks_per_pass)
@@ -86,9 +93,9 @@ def tasks_per_pass(config: Config) -> int:
 
 
 def adapter_multi_task_rule(config: Config, worker: Worker, inner: InnerLoop) -> AdapterMultiTaskRule | None:
-    """The rules over adapters; None for one task at a time, and where the rule itself takes several.
+    """The rule over adapters; None for one task at a time, and for rules that take several themselves.
 
-    Raises `UsageError`.
+    Raises `UsageError` for a model without such adapters.
     """
     spec = find(config.algorithm)
     if tasks_per_pass(config) == 1 or spec.frozen_body or not isinstance(worker, FullModelWorker):

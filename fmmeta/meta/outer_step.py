@@ -96,14 +96,14 @@ class OuterOptimizer:
             gradient.mul_(self.config.max_grad_norm / norm)
         scalars, moments = dict(self.scalar_state), dict(self.moments)  # from before the first piece
         for piece, weight_decay in self.pieces:
-            value = self.memory.fetch(meta.theta[piece])
-            stored = {name: self.memory.fetch(moment[piece]) for name, moment in moments.items()}
-            grad = self.memory.fetch(gradient[piece])
+            value = self.memory.load(meta.theta[piece])
+            stored = {name: self.memory.load(moment[piece]) for name, moment in moments.items()}
+            grad = self.memory.load(gradient[piece])
             for name, moment in self._update(value, grad, scalars, stored, lr, weight_decay).items():
                 if name not in self.moments:
                     self.moments[name] = self.memory.zeros(meta.theta)
-                self.memory.put(self.moments[name][piece], moment)
-            self.memory.put(meta.theta[piece], value)
+                self.memory.write_back(self.moments[name][piece], moment)
+            self.memory.write_back(meta.theta[piece], value)
         if meta.rates is not None:
             rates_lr = self.config.inner_lr_outer_lr * self.factor(outer_step)
             grad = extra["rates"].clone()
@@ -167,7 +167,7 @@ class OuterOptimizer:
     def load_state(self, state: StateDict) -> None:
         """Continue from what `add_state` gave, on this layout or another, on any device."""
         known = {name: state.vectors[name] for name in self.spec.moments if name in state.vectors}
-        self.moments = {name: self.memory.keep(vector.clone()) for name, vector in known.items()}
+        self.moments = {name: self.memory.store(vector.clone()) for name, vector in known.items()}
         self.scalar_state = {name: x for name, x in state.numbers.items() if name != "kept.count"}
         if self.meta_params.rates is not None:
             device, saved = self.meta_params.rates.device, state.tensors("rates.")

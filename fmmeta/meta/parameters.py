@@ -34,7 +34,7 @@ class MetaParameters:
     @classmethod
     def of(cls, theta: Tensor, inner: InnerLoop) -> MetaParameters:
         """Those of a run. The inner loop reads the same rates and moments, and never changes them."""
-        return cls(theta, inner.rates.meta_parameter, inner.rule.kept)
+        return cls(theta, inner.rates.meta_parameter, inner.optimizer.kept)
 
     @classmethod
     def from_named(cls, tensors: Mapping[str, Tensor]) -> MetaParameters:

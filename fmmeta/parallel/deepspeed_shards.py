@@ -6,75 +6,43 @@ refreshes the working weights after a shard was written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fmmeta.parallel.param_map import Fragment, ParamMap
+from fmmeta.parallel.param_map import Piece, complement, whole_parameters
 
-Agreement = Literal["engine", "tap", "none"]
-"""Who sees to it that a step is taken by every rank of a group or, as soon as one gradient is not finite, by
-none: the engine; the tap, which is called once for the whole model; no rank.
+Consensus = Literal["engine", "optimizer", "none"]
+"""Which part makes all ranks of a group skip a step as soon as one gradient is not finite.
+
+engine: DeepSpeed. optimizer: ShardOptimizer, which is called once for the complete model. none: neither, so
+ranks know only after the step.
 """
-
-Piece = tuple[
-    nn.Parameter, int, int, int
-]  # parameter, offset in its shard, offset in the parameter, elements
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The fp32 tensors that a DeepSpeed optimizer wrapper owns, their contents, and how a change
-    reaches the model.
+    """The fp32 tensors that a DeepSpeed optimizer wrapper owns.
+
+    pieces, group_names: the pieces of parameters in each tensor, and its parameter group. refresh: copies the
+    tensors to the working weights. replicated: whether every rank of the group holds all of them.
     """
 
     tensors: list[Tensor]
     pieces: list[list[Piece]]
-    group_names: list[str]  # of each tensor
+    group_names: list[str]
     refresh: Callable[[], None]
     replicated: bool
-    agreement: Agreement = "engine"
+    nonfinite_consensus: Consensus = "engine"
 
-    def gaps(self) -> list[list[slice]]:
-        """Padding of each tensor: elements of no parameter."""
-        found = []
+    def zero_padding(self) -> None:
+        """Set the elements that belong to no parameter to zero."""
         for tensor, pieces in zip(self.tensors, self.pieces, strict=True):
-            runs, begin = [], 0
-            for _, at, _, length in sorted(pieces, key=lambda piece: piece[1]):
-                runs.append(slice(begin, at))
-                begin = at + length
-            found.append([run for run in [*runs, slice(begin, tensor.numel())] if run.start < run.stop])
-        return found
-
-    def param_map(
-        self,
-        names: Mapping[int, tuple[str, tuple[int, ...]]],
-        copies: Collection[str] = (),
-        replicated: bool | None = None,
-        cuts: Mapping[str, tuple[int, int, int]] | None = None,
-    ) -> ParamMap:
-        """`names`: id of a parameter -> its name and whole shape; `copies`: names of those that another rank
-        owns; `cuts`: the part of a parameter that this rank holds, where it does not hold all of it.
-        """
-        fragments, groups, begin = [], {}, 0
-        for tensor, pieces, group in zip(self.tensors, self.pieces, self.group_names, strict=True):
-            for param, at, offset, length in pieces:
-                if id(param) not in names:  # a stage's idle parameter: always zero, like padding
-                    continue
-                name, shape = names[id(param)]
-                cut = (cuts or {}).get(name)
-                if cut and cut[0] == 0:  # rows follow each other in the whole parameter too
-                    offset, cut = offset + cut[1] * (torch.Size(shape).numel() // shape[0]), None
-                fragments.append(Fragment(name, shape, begin + at, offset, length, name not in copies, cut))
-            first = groups[group].start if group in groups else begin
-            begin += tensor.numel()
-            groups[group] = slice(first, begin)
-        return ParamMap(
-            tuple(fragments), begin, groups, self.replicated if replicated is None else replicated
-        )
+            for gap in complement([slice(at, at + length) for _, at, _, length in pieces], tensor.numel()):
+                tensor[gap] = 0
 
 
 def of_engine(engine: Any, group_rank: int) -> Shards:
@@ -91,79 +59,71 @@ def of_engine(engine: Any, group_rank: int) -> Shards:
     return ADAPTERS[wrapper](engine.optimizer, group_rank)
 
 
-def _unsharded(tap: Any, group_rank: int) -> Shards:
-    """ZeRO 0, fp32: the parameters are the shards."""
-    params = [(p, group["name"]) for group in tap.param_groups for p in group["params"]]
+def _whole(
+    masters: Iterable[Tensor],
+    params: list[nn.Parameter],
+    groups: Iterable[dict[str, Any]],
+    refresh: Callable[[], None],
+) -> Shards:
+    """ZeRO 0: every rank holds every parameter, in one shard each."""
+    names = [group["name"] for group in groups for _ in group["params"]]
+    tensors = [master.data.view(-1) for master in masters]
     return Shards(
-        [p.data.view(-1) for p, _ in params],
-        [[(p, 0, 0, p.numel())] for p, _ in params],
-        [name for _, name in params],
-        lambda: None,
-        replicated=True,
-        agreement="tap",
+        tensors, whole_parameters(params), names, refresh, replicated=True, nonfinite_consensus="optimizer"
     )
+
+
+def _unsharded(optimizer: Any, group_rank: int) -> Shards:
+    """ZeRO 0, fp32: the parameters are the shards."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return _whole(params, params, optimizer.param_groups, lambda: None)
 
 
 def _unfused(wrapper: Any, group_rank: int) -> Shards:
     """ZeRO 0, bf16: FP16_UnfusedOptimizer keeps one fp32 copy per parameter."""
-    pairs = [
-        (master, param, group["name"])
-        for masters, params, group in zip(
-            wrapper.fp32_groups, wrapper.fp16_groups, wrapper.param_groups, strict=True
-        )
-        for master, param in zip(masters, params, strict=True)
-    ]
+    masters = [master for group in wrapper.fp32_groups for master in group]
+    params = [param for group in wrapper.fp16_groups for param in group]
 
     def refresh() -> None:
-        torch._foreach_copy_([param.data for _, param, _ in pairs], [master.data for master, _, _ in pairs])
+        torch._foreach_copy_([param.data for param in params], [master.data for master in masters])
 
-    return Shards(
-        [m.data.view(-1) for m, _, _ in pairs],
-        [[(p, 0, 0, p.numel())] for _, p, _ in pairs],
-        [name for _, _, name in pairs],
-        refresh,
-        replicated=True,
-        agreement="tap",
-    )
+    return _whole(masters, params, wrapper.param_groups, refresh)
 
 
-def _linked(params: Iterable[nn.Parameter]) -> list[Piece]:
-    """ZeRO 1 and 2 and BF16_Optimizer: DeepSpeed links each parameter to its slice of the flat partition."""
+def _linked(wrapper: Any, partitions: list[Tensor], groups: Any, consensus: Consensus) -> Shards:
+    """DeepSpeed links each parameter to its slice of the flat partition of its group."""
     pieces = []
-    for param in params:
-        link = param._hp_mapping  # type: ignore[attr-defined]
-        if link is not None:
-            there, here = link.lp_fragment_address, link.hp_fragment_address
-            pieces.append((param, here.start, there.start, here.numel))
-    return pieces
+    for params in groups:
+        links = [(param, param._hp_mapping) for param in params]
+        pieces.append(
+            [
+                (
+                    param,
+                    link.hp_fragment_address.start,
+                    link.lp_fragment_address.start,
+                    link.hp_fragment_address.numel,
+                )
+                for param, link in links
+                if link is not None
+            ]
+        )
+    names = [group["name"] for group in wrapper.optimizer.param_groups]
+    tensors = [partition.data for partition in partitions]
+    return Shards(tensors, pieces, names, wrapper.update_lp_params, False, consensus)
 
 
 def _zero_1_2(wrapper: Any, group_rank: int) -> Shards:
-    names = [group["name"] for group in wrapper.optimizer.param_groups]
-    return Shards(
-        [t.data for t in wrapper.single_partition_of_fp32_groups],
-        [_linked(g) for g in wrapper.bit16_groups],
-        names,
-        wrapper.update_lp_params,
-        replicated=False,
-        agreement="engine" if wrapper.compute_grad_norm else "none",
-    )
+    consensus: Consensus = "engine" if wrapper.compute_grad_norm else "none"
+    return _linked(wrapper, wrapper.single_partition_of_fp32_groups, wrapper.bit16_groups, consensus)
 
 
 def _zero_1_bf16(wrapper: Any, group_rank: int) -> Shards:
-    names = [group["name"] for group in wrapper.optimizer.param_groups]
-    return Shards(
-        [t.data for t in wrapper.fp32_groups_flat_partition],
-        [_linked(g) for g in wrapper.bf16_groups],
-        names,
-        wrapper.update_lp_params,
-        replicated=False,
-    )
+    return _linked(wrapper, wrapper.fp32_groups_flat_partition, wrapper.bf16_groups, "engine")
 
 
 def _zero_3(wrapper: Any, group_rank: int) -> Shards:
-    """ZeRO 3: every parameter is cut into equal parts over the ranks; parts are consecutive in
-    sub-groups.
+    """ZeRO 3: every parameter is cut into equal parts over the ranks, and the parts of a sub-group are
+    consecutive.
     """
     pieces = []
     for sub_group in wrapper.fp16_groups:

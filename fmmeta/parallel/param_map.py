@@ -11,9 +11,9 @@ belongs to no parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,22 @@ from torch import Tensor, nn
 GROUPS = ("decay", "no_decay", "head")
 
 
+class TensorSlice(NamedTuple):
+    """The part of a parameter that a tensor-parallel rank holds: `length` indices of `dim` from `start`."""
+
+    dim: int
+    start: int
+    length: int
+
+
 @dataclass(frozen=True)
 class Fragment:
-    """`length` elements of parameter `name`, from `offset` of the flattened parameter, lying at `begin` of
+    """`length` elements of parameter `name`, from `offset` of the flattened parameter, stored at `begin` of
     the vector.
 
-    With a `cut` (dimension, first index, length: tensor parallelism) the offset counts in that part of the
-    parameter.
+    shape: of the complete parameter. owned: whether these elements count in sums over the model; if not,
+    another rank of the group owns them. cut: the part of the parameter that `offset` counts in (tensor
+    parallelism); None: all of it.
     """
 
     name: str
@@ -35,8 +44,8 @@ class Fragment:
     begin: int
     offset: int
     length: int
-    owned: bool = True  # whether these elements count here; another rank of the group owns them if not
-    cut: tuple[int, int, int] | None = None
+    owned: bool = True
+    cut: TensorSlice | None = None
 
     @property
     def here(self) -> slice:
@@ -47,25 +56,34 @@ class Fragment:
         return slice(self.offset, self.offset + self.length)
 
     def take(self, whole: Tensor) -> Tensor:
-        """These elements out of the whole parameter."""
-        part = whole.view(self.shape)
-        return (part if self.cut is None else part.narrow(*self.cut)).reshape(-1)[self.there]
+        """These elements of the complete parameter."""
+        shaped = whole.view(self.shape)
+        return (shaped if self.cut is None else shaped.narrow(*self.cut)).reshape(-1)[self.there]
 
     def fill(self, whole: Tensor, values: Tensor) -> None:
-        """Write these elements into the whole parameter (contiguous)."""
+        """Write these elements into the complete parameter (contiguous)."""
         if self.cut is None:
             whole.view(-1)[self.there] = values
             return
-        part = whole.view(self.shape).narrow(*self.cut)
-        flat = part.reshape(-1).clone()
+        view = whole.view(self.shape).narrow(*self.cut)
+        flat = view.reshape(-1).clone()
         flat[self.there] = values
-        part.copy_(flat.view_as(part))
+        view.copy_(flat.view_as(view))
 
 
 def overlap(a: slice, b: slice) -> slice:
-    """What two stretches of a vector have in common; it may be empty."""
+    """The intersection of two slices of a vector; it may be empty."""
     begin = max(a.start, b.start)
     return slice(begin, max(begin, min(a.stop, b.stop)))
+
+
+def complement(slices: Iterable[slice], numel: int) -> list[slice]:
+    """The slices of a vector of `numel` elements that are outside `slices` (disjoint)."""
+    runs, begin = [], 0
+    for each in sorted(slices, key=lambda each: each.start):
+        runs.append(slice(begin, each.start))
+        begin = each.stop
+    return [run for run in [*runs, slice(begin, numel)] if run.start < run.stop]
 
 
 @dataclass(frozen=True)
@@ -85,31 +103,26 @@ class ParamMap:
         wanted = set(names)
         return [fragment for fragment in self.fragments if fragment.name in wanted]
 
-    def counted(self) -> list[slice]:
-        """The parts of the vector that count in sums over the model: all of it but copies of what another
+    def owned_slices(self) -> list[slice]:
+        """The slices of the vector that count in sums over the model: all but copies of elements that another
         rank owns.
         """
-        runs, begin = [], 0
-        for fragment in sorted(self.fragments, key=lambda fragment: fragment.begin):
-            if not fragment.owned:
-                runs.append(slice(begin, fragment.begin))
-                begin = fragment.begin + fragment.length
-        return [run for run in [*runs, slice(begin, self.numel)] if run.start < run.stop]
+        return complement([fragment.here for fragment in self.fragments if not fragment.owned], self.numel)
 
     def put(self, vector: Tensor, name: str, value: Tensor) -> None:
-        """Write this rank's slice of a whole parameter into `vector`."""
+        """Write this rank's slice of a complete parameter into `vector`."""
         for fragment in self.named([name]):
             vector[fragment.here] = fragment.take(value).to(vector)
 
     def add(self, vector: Tensor, name: str, value: Tensor) -> None:
-        """Add this rank's slice of a whole parameter to `vector`."""
+        """Add this rank's slice of a complete parameter to `vector`."""
         for fragment in self.named([name]):
             vector[fragment.here] += fragment.take(value).to(vector)
 
-    def whole(
+    def assemble(
         self, vector: Tensor, name: str, shape: tuple[int, ...], sum_over_group: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Assemble one parameter from the vectors of the group. Collective: group (none if replicated)."""
+        """One complete parameter from the vectors of the group. Collective: group (none if replicated)."""
         flat = vector.new_zeros(torch.Size(shape).numel())
         for fragment in self.named([name]):
             if fragment.owned:
@@ -117,11 +130,53 @@ class ParamMap:
         return (flat if self.replicated else sum_over_group(flat)).view(shape)
 
 
-def param_groups(model: nn.Module, head: Iterable[str], weight_decay: bool) -> list[dict[str, Any]]:
-    """Sort trainable parameters into GROUPS: no weight decay on vectors (norms, biases); `head` apart when it
-    is per task.
+Piece = tuple[nn.Parameter, int, int, int]
+"""Parameter, offset in its shard, offset in the parameter, number of elements."""
 
-    Without `weight_decay` all but the head are one group.
+ParamNames = Mapping[int, tuple[str, tuple[int, ...]]]
+"""Id of a parameter -> its name and complete shape."""
+
+
+def whole_parameters(params: Iterable[nn.Parameter]) -> list[list[Piece]]:
+    """The pieces of shards that hold one complete parameter each."""
+    return [[(param, 0, 0, param.numel())] for param in params]
+
+
+def build_param_map(
+    tensors: Iterable[Tensor],
+    pieces: Iterable[Iterable[Piece]],
+    group_names: Iterable[str],
+    names: ParamNames,
+    replicated: bool,
+    not_owned: Collection[str] = (),
+    cuts: Mapping[str, TensorSlice] | None = None,
+) -> ParamMap:
+    """The map of a vector made of `tensors` (shards), each with its pieces and its parameter group.
+
+    not_owned: names of parameters that another rank owns. cuts: by name, the part of a parameter that this
+    rank holds, where it does not hold all of it.
+    """
+    fragments, groups, begin = [], {}, 0
+    for tensor, of_tensor, group in zip(tensors, pieces, group_names, strict=True):
+        for param, at, offset, length in of_tensor:
+            if id(param) not in names:  # the idle parameter of a pipeline stage: always zero, like padding
+                continue
+            name, shape = names[id(param)]
+            cut = (cuts or {}).get(name)
+            if cut and cut.dim == 0:  # rows are contiguous in the complete parameter too
+                offset, cut = offset + cut.start * (torch.Size(shape).numel() // shape[0]), None
+            fragments.append(Fragment(name, shape, begin + at, offset, length, name not in not_owned, cut))
+        first = groups[group].start if group in groups else begin
+        begin += tensor.numel()
+        groups[group] = slice(first, begin)
+    return ParamMap(tuple(fragments), begin, groups, replicated)
+
+
+def param_groups(model: nn.Module, head: Iterable[str], weight_decay: bool) -> list[dict[str, Any]]:
+    """Sort trainable parameters into GROUPS: no weight decay on vectors (norms, biases).
+
+    head: names of a head that every task initialises. Without `weight_decay` all other parameters are one
+    group.
     """
     head = set(head)
     sorted_into: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}

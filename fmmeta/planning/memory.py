@@ -82,7 +82,7 @@ def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
         moments=len(OUTER_OPTIMIZERS[config.outer_optimizer].moments),
         sums=1 + config.outer_delay,
         crossing=2 if config.reduce_dtype == "bf16" else 4,
-        directions=int(not costs.adds_directly(config)),
+        directions=costs.task_vectors(config),
         kept=shards.work,
         trajectory=shards.trajectory,
         budget=None if gib is None or lazy else int(gib * GIB),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from fmmeta.config.settings import Config
-from fmmeta.meta.task_gradient import TaskGradient
+from fmmeta.meta.rule import TaskResult
 from fmmeta.parallel.workers.base import Worker
 
 
@@ -19,16 +21,13 @@ class OutlierBounds:
         """Whether there is a bound."""
         return self.max_loss is not None or self.max_norm is not None
 
-    def exceeded_by(self, gradient: TaskGradient) -> bool:
-        """Whether the loss or the norm of a finite task gradient exceeds its bound. Collective: group."""
-        if not gradient.finite:
+    def exceeded_by(self, task: TaskResult, gradient: Tensor) -> bool:
+        """Whether a finite task's loss or the norm of its gradient [S] exceeds a bound. Collective: group."""
+        if not task.finite:
             return False
-        exceeded = (
-            self.max_loss is not None and max(gradient.support.loss, gradient.query.loss) > self.max_loss
-        )
+        exceeded = self.max_loss is not None and max(task.support.loss, task.query.loss) > self.max_loss
         if self.max_norm is not None:  # every rank of the group takes part
-            norm = math.sqrt(self.worker.dot(gradient.shards, gradient.shards))
-            exceeded = exceeded or not norm <= self.max_norm
+            exceeded = exceeded or not math.sqrt(self.worker.dot(gradient, gradient)) <= self.max_norm
         return exceeded
 
 

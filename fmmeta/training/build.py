@@ -271,7 +271,7 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
     theta = ranks.cross.broadcast_(worker.read())
     worker.write(theta)
     check_replicas(ranks, theta, "although it was broadcast")
-    theta = OuterMemory(ranks.device, config.offload_outer).keep(theta)
+    theta = OuterMemory(ranks.device, config.offload_outer).store(theta)
     outputs = inputs.description.outputs(config)
     setup = rules.setup(config, worker, created.head_names, outputs, inputs.deepspeed.bf16)
     prompt = None

@@ -159,7 +159,7 @@ class Validation(Callback):
         if source is None or not run.trains or not state.validation_due:
             return
         meta = state.interpolate_with_initial(state.meta_params)
-        learning = run.parts.setup.learning(meta.rates)
+        learning = run.parts.setup.evaluation_method(meta.rates)
         scores = run.held_out.scores(source, VALID, "validation", meta.theta, learning)
         if meta is not state.meta_params:
             run.worker.write(run.theta)

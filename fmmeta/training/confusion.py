@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.meta.inner_loop import Learning
+from fmmeta.meta.inner_loop import EvaluationMethod
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.training.validation import TEST, HeldOut
 
 
-def confusion(held_out: HeldOut, source: TaskSource, theta: Tensor, learning: Learning) -> dict[str, Any]:
+def confusion(
+    held_out: HeldOut, source: TaskSource, theta: Tensor, learning: EvaluationMethod
+) -> dict[str, Any]:
     """Facts for run.json: names of the classes and counts [classes, classes], a row per right class, a column
     per answer; or `left_out`, the reason why there are none.
 

@@ -93,7 +93,7 @@ def against_start(
     Returns the table, and the facts for run.json. Collective: world.
     """
     assert sources.test is not None
-    learning = setup.learning(trained.rates)
+    learning = setup.evaluation_method(trained.rates)
     scores = held_out.scores(sources.test, TEST, "held-out tasks", trained.theta, learning)
     between()
     confused = confusion(held_out, sources.test, trained.theta, learning)
@@ -101,7 +101,7 @@ def against_start(
     if initial is not None:
         if sources.valid is not None and isinstance(learning, InnerLoop) and learning.steps:
             loop = choose_loop(held_out, sources.valid, initial, setup, between)
-        learning = setup.learning(initial.rates)
+        learning = setup.evaluation_method(initial.rates)
         if isinstance(learning, InnerLoop):
             learning = learning.variant(scale=loop.scale, steps=loop.steps)
         what = "held-out tasks, weights at the start"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,10 +17,11 @@ from fmmeta.common.errors import PeerLost, Stopped, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
+from fmmeta.meta.meta_gradient import MetaGradient
 from fmmeta.meta.multi_task import adapter_multi_task_rule, tasks_per_pass
 from fmmeta.meta.outer_step import OuterStep
-from fmmeta.meta.second_order.gradient_check import Checked, check
-from fmmeta.meta.task_gradient import MultiTaskRule, TaskGradient
+from fmmeta.meta.rule import MultiTaskRule
+from fmmeta.meta.second_order.gradient_check import FiniteDifferenceRule, check
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.outliers import OutlierBounds
 from fmmeta.reliability.replicas import check_replicas
@@ -205,32 +205,32 @@ class Run:
     def _add_task_gradients(self, step: int, metrics: StepMetrics) -> bool:
         """Add the gradients of this group's tasks to the meta-gradient; whether a stop has left out tasks.
 
+        With outlier bounds every task has a separate MetaGradient, which is added once it is accepted.
         Collective: group.
         """
         assert self.rule_at is not None
-        rule, total = self.rule_at(step), None if self.outlier_bounds else self.state.updates.meta.sum
-        multi_task_rule = cast(MultiTaskRule, self.adapter_rule or rule)
-        episodes, most = self.feed.episodes(step, metrics), tasks_per_pass(self.config)
+        rule, bounds, most = self.rule_at(step), self.outlier_bounds, tasks_per_pass(self.config)
+        meta, total = self.state.meta_params, self.state.updates.meta
+        into = MetaGradient(meta.theta, total.extra) if bounds else total
+        multi_task_rule = self.adapter_rule or (cast(MultiTaskRule, rule) if most > 1 else None)
+        episodes = self.feed.episodes(step, metrics)
         for begin in range(0, len(episodes), most):
             if self.stop.should_leave_tasks():
                 return True
             self.stage.phase = f"task {begin + 1} of group {self.ranks.cross.rank}"
             some = episodes[begin : begin + most]
-            if most > 1:
-                gradients = multi_task_rule.directions(self.worker, self.theta, some, total)
+            if multi_task_rule is None:
+                results = (rule.task_gradient(self.worker, meta, episode, into) for episode in some)
             else:
-                gradients = [rule.direction(self.worker, self.theta, some[0], total)]
-            for episode in some:  # a gradient that was added is freed before the next task
-                self._add(gradients.pop(0), episode.tokens, metrics)
+                results = multi_task_rule.task_gradients(self.worker, meta, some, into)
+            for episode, result in zip(some, results, strict=True):
+                exploded = bounds.exceeded_by(result, into.sum)
+                if bounds:
+                    if result.finite and not exploded:
+                        total.merge(into)
+                    into.clear()
+                metrics.add(result, episode.tokens if self.worker.counts_rows else 0, exploded)
         return False
-
-    def _add(self, gradient: TaskGradient, tokens: int, metrics: StepMetrics) -> None:
-        """Add a task's gradient, unless it exceeds the outlier bounds. Collective: group."""
-        exploded = self.outlier_bounds.exceeded_by(gradient)
-        if exploded:
-            gradient = replace(gradient, finite=False)
-        self.state.updates.meta.add(gradient)
-        metrics.add(gradient, tokens if self.worker.counts_rows else 0, exploded)
 
     def _apply_bad_task_policy(self, metrics: StepMetrics) -> bool:
         """Skip tasks that failed to load, or save a checkpoint and stop if there are too many.
@@ -262,10 +262,12 @@ class Run:
         """Log how exact the meta-gradient is; every group uses the same task. Collective: world."""
         assert self.rule_at is not None
         task = self.schedule.meta_batch(self.state.outer_step)[0]
-        rule = cast(Checked, self.rule_at(self.config.outer_steps))  # after any first-order steps
+        rule = cast(
+            FiniteDifferenceRule, self.rule_at(self.config.outer_steps)
+        )  # after any first-order steps
         precision = self.inputs.deepspeed.precision
         for _, episode in reader.read_same_task(task):
-            self.progress.notice(check(rule, self.worker, self.theta, episode, precision).text)
+            self.progress.notice(check(rule, self.worker, self.state.meta_params, episode, precision).text)
 
     def should_leave_evaluation(self) -> bool:
         """Whether this group leaves out the remaining episodes of an evaluation. Collective: group."""

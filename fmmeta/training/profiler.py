@@ -140,7 +140,7 @@ def regions(run: Run) -> list[tuple[str, Any, list[str]]]:
     """Kind of time, and the methods of an object whose time it is."""
     worker: Any = run.worker
     model = getattr(worker, "model", None) or worker.stage
-    vectors = ["read", "write", "gradient", "add_gradient", "displacement", "add_displacement"]
+    vectors = ["read", "write", "gradient", "displacement"]
     found = [
         ("data", run.feed, ["episodes"]),
         ("forward", getattr(model, "module", model), ["forward"]),
@@ -155,7 +155,7 @@ def regions(run: Run) -> list[tuple[str, Any, list[str]]]:
         found.append(("group communication", worker.group, ["sum_"]))
         found.append(("group communication", pending_type(), ["wait"]))
     if run.ranks.world.size > 1:
-        found.append(("cross-group", run.state.updates, ["move"]))
+        found.append(("cross-group", run.state.updates, ["step"]))
         found.append(("cross-group", run.ranks.world, ["sum_", "gather_bytes"]))
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fmmeta.meta.outer_step import OuterStep
-from fmmeta.meta.task_gradient import TaskGradient
+from fmmeta.meta.rule import TaskResult
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.process_groups import ProcessGroups
 
@@ -49,23 +49,23 @@ class StepMetrics:
         self.data_seconds, self.failures = 0.0, 0
         self.values: dict[str, Any] = {}
 
-    def add(self, gradient: TaskGradient, tokens: int, exploded: bool) -> None:
-        """Count a task. exploded: whether it is not finite because it exceeds the outlier bounds."""
+    def add(self, task: TaskResult, tokens: int, exploded: bool) -> None:
+        """Count a task. exploded: whether it exceeds the outlier bounds, and is skipped."""
         self.tokens += tokens
         self.tasks += 1
         self.exploded += exploded
-        if not gradient.finite:
+        if exploded or not task.finite:
             self.skipped += 1
             return
-        self.weight += gradient.weight
+        self.weight += task.weight
         found = {
-            "support_loss": gradient.support.loss,
-            "query_loss": gradient.query.loss,
-            "accuracy": gradient.query.accuracy,
-            **gradient.numbers,
+            "support_loss": task.support.loss,
+            "query_loss": task.query.loss,
+            "accuracy": task.query.accuracy,
+            **task.numbers,
         }
         for name in self.sums:
-            self.sums[name] += gradient.weight * found[name]
+            self.sums[name] += task.weight * found[name]
 
     def count_missing(self, tasks: int, failures: int, data_seconds: float) -> None:
         """Count the group's tasks without an episode, this rank's failures, and its wait for data."""

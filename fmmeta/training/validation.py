@@ -20,7 +20,7 @@ from torch import Tensor
 from fmmeta.common.progress import Progress
 from fmmeta.common.text import strict
 from fmmeta.config.settings import HIDDEN_ON_RESUME, Config
-from fmmeta.meta.inner_loop import InnerLoop, Learning
+from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
 from fmmeta.metrics.scores import gather_scores, mean_ci95
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
@@ -48,7 +48,13 @@ class HeldOutScore:
 
     @classmethod
     def of(
-        cls, learning: Learning, worker: Worker, theta: Tensor, slot: int, task: Task, episode: Episode
+        cls,
+        learning: EvaluationMethod,
+        worker: Worker,
+        theta: Tensor,
+        slot: int,
+        task: Task,
+        episode: Episode,
     ) -> HeldOutScore:
         """Collective: group."""
         before, after = learning.score(worker, theta, episode)
@@ -68,7 +74,7 @@ class StepScores:
         cls, inner: InnerLoop, worker: Worker, theta: Tensor, slot: int, task: Task, episode: Episode
     ) -> StepScores:
         """Collective: group."""
-        passes = inner.path(worker, theta, episode.support, episode.query)
+        passes = inner.scores_after_each_step(worker, theta, episode.support, episode.query)
         return cls(slot, [one.loss for one in passes], [one.accuracy for one in passes])
 
 
@@ -97,7 +103,7 @@ class HeldOut:
         self.should_stop, self.folder = should_stop, folder
 
     def scores(
-        self, source: TaskSource, stream: int, what: str, theta: Tensor, learning: Learning
+        self, source: TaskSource, stream: int, what: str, theta: Tensor, learning: EvaluationMethod
     ) -> list[HeldOutScore]:
         """Scores of the episodes of a stream: the same ones every time. Collective: world."""
         tasks, reader = self.tasks(source, stream), self.reader(source)

@@ -66,7 +66,11 @@ def main(cases_file: str, out: str) -> None:
         parts = build.build(config, inputs, plan, ranks)
         began = load_learner(config, inputs.description)
         off = [
-            float((parts.worker.whole(parts.meta_params.theta, name, tuple(p.shape)).cpu() - p).abs().max())
+            float(
+                (parts.worker.gather_param(parts.meta_params.theta, name, tuple(p.shape)).cpu() - p)
+                .abs()
+                .max()
+            )
             for name, p in began.named_parameters()
             if p.requires_grad
         ]
@@ -84,7 +88,7 @@ def main(cases_file: str, out: str) -> None:
         skeleton = empty_learner(config, inputs.description)
         for name, param in skeleton.named_parameters():
             if param.requires_grad:
-                theta[name] = parts.worker.whole(run.theta, name, tuple(param.shape)).cpu()
+                theta[name] = parts.worker.gather_param(run.theta, name, tuple(param.shape)).cpu()
         if case.get("export"):
             export(
                 folder / "model",

@@ -91,7 +91,7 @@ def equal_start(world: World) -> None:
     parts = build.build(config, inputs, plan, ranks)
     own = load_learner(config, inputs.description)
     moved = max(
-        float((parts.worker.whole(parts.meta_params.theta, name, p.shape) - p).abs().max())
+        float((parts.worker.gather_param(parts.meta_params.theta, name, p.shape) - p).abs().max())
         for name, p in own.named_parameters()
         if p.requires_grad
     )
@@ -168,15 +168,15 @@ def one_stage_refuses(world: World, model: str, data: str, *files: str) -> None:
         if ranks.layout.group_rank == 0:
             last = [param for param in cast(Any, worker).stage.parameters() if param.requires_grad][-1]
             hook = last.register_hook(lambda grad: grad * float("nan"))
-        refused = worker.add_gradient(total, 1.0, episode.query, theta)
+        refused = worker.gradient(episode.query, total, restore=theta)
         kept = torch.equal(total, begin) and torch.equal(worker.read(), theta)
         if ranks.layout.group_rank == 0:
             hook.remove()
-        taken = worker.add_gradient(total, 1.0, episode.query, theta)
+        taken = worker.gradient(episode.query, total, restore=theta)
         moved = bool((total != begin).any()) and torch.equal(worker.read(), theta)
+        consensus = cast(Any, worker).shards.nonfinite_consensus
         print(
-            f"{cast(Any, worker).shards.agreement}: {refused.finite} kept {kept}, then {taken.finite} moved"
-            f" {moved}",
+            f"{consensus}: {refused.finite} kept {kept}, then {taken.finite} moved {moved}",
             flush=True,
         )
 
@@ -315,9 +315,10 @@ def cg_rounding(world: World) -> None:
     ((_, episode),) = EpisodeReader.of(
         parts.load(inputs.sources.train, None), ranks, config, print
     ).read_same_task(task)
-    b, _ = worker.gradient(episode.query)
+    b = worker.zeros()
+    worker.gradient(episode.query, b)
     assert isinstance(rule, imaml.Imaml)
-    hessian = Rounded(rule.curvature, worker, episode.support)
+    hessian = Rounded(rule.hvp, worker, episode.support)
     solved = rule._solve(worker, hessian, parts.meta_params.theta, b)
     print(
         f"solved in {len(hessian.passes)} passes, |b|^2 {worker.dot(b, b * (1 + 1e-6 * ranks.group.rank))}, "

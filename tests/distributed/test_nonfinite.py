@@ -142,7 +142,9 @@ def test_no_stage_adds_what_another_one_refuses(files):
     ]
     for text in run_ranks(arguments, 2).ok().output:
         said = [line for line in text.splitlines() if " moved " in line]
-        assert said == [f"{way}: False kept True, then True moved True" for way in ("tap", "none", "engine")]
+        assert said == [
+            f"{way}: False kept True, then True moved True" for way in ("optimizer", "none", "engine")
+        ]
 
 
 @pytest.mark.timeout(300)

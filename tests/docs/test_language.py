@@ -42,8 +42,6 @@ FORBIDDEN = re.compile(rf"\b(?:{'|'.join(WORDS)})\b".replace(" ", r"\s+"), re.IG
 # How many a folder still has. A number here may only go down.
 LEFT = {
     "elastic": 7,
-    "meta": 7,
-    "training": 1,
 }
 
 

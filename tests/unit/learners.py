@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import Setup, setup
+from fmmeta.meta.meta_gradient import MetaGradient
+from fmmeta.meta.parameters import MetaParameters
 from fmmeta.meta.reference import direction
-from fmmeta.meta.task_gradient import TaskGradient
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.plain import PlainWorker
@@ -110,13 +112,37 @@ def setup_of(worker: PlainWorker, config: Config, bf16: bool = False) -> Setup:
     return setup(config, worker, worker.model.head_names, CLASSES if worker.model.head_names else 0, bf16)
 
 
+def meta_gradient_of(rule: Any, theta: Tensor) -> MetaGradient:
+    """Zeros of all that a rule adds to."""
+    learned, kept = rule.inner.rates.meta_parameter, rule.inner.optimizer.kept
+    extra = {} if kept is None else {"exp_avg": theta, "exp_avg_sq": theta}
+    return MetaGradient(theta, extra if learned is None else {**extra, "rates": learned})
+
+
+def task_gradient(
+    rule: Any, worker: Any, episode: Episode, into: MetaGradient | None = None
+) -> SimpleNamespace:
+    """The fields of a rule's TaskResult, and what it added to `into`: gradient [S], extra."""
+    theta = worker.read()
+    into = meta_gradient_of(rule, theta) if into is None else into
+    result = rule.task_gradient(worker, MetaParameters(theta), episode, into)
+    return SimpleNamespace(**vars(result), gradient=into.sum, extra=into.extra)
+
+
+def gradient_of(worker: Any, batches: Any) -> Tensor:
+    """The gradient of the mean loss, fp32 [S]."""
+    gradient = worker.zeros()
+    worker.gradient(batches, gradient)
+    return gradient
+
+
 def found_by_rule(
     learner: nn.Module, config: Config, episode: EpisodeRows, outer_step: int = 0
-) -> tuple[TaskGradient, PlainWorker]:
+) -> tuple[SimpleNamespace, PlainWorker]:
     worker = worker_of(learner, config)
     theta = worker.read()
     rule = find(config.algorithm).rule(setup_of(worker, config), outer_step)
-    found = rule.direction(worker, theta, batches_of(episode))
+    found = task_gradient(rule, worker, batches_of(episode))
     assert torch.equal(worker.read(), theta)
     return found, worker
 
@@ -137,7 +163,7 @@ def told_by_oracle(
 
 def by_name(worker: PlainWorker, vector: Tensor) -> dict[str, Tensor]:
     trained = [(name, param) for name, param in worker.model.named_parameters() if param.requires_grad]
-    return {name: worker.whole(vector, name, tuple(param.shape)) for name, param in trained}
+    return {name: worker.gather_param(vector, name, tuple(param.shape)) for name, param in trained}
 
 
 def meta_parameters(learner: Learner, config: Config, found: dict[str, Tensor]) -> Tensor:
@@ -163,7 +189,7 @@ def against_oracle(learner: Learner, outer_step: int = 0, **settings: Any) -> tu
     assert found.finite
     wanted, _ = told_by_oracle(learner, config, episode, outer_step)
     return cosine_and_error(
-        meta_parameters(learner, config, by_name(worker, found.shards)),
+        meta_parameters(learner, config, by_name(worker, found.gradient)),
         meta_parameters(learner, config, wanted),
     )
 

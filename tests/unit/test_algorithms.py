@@ -8,17 +8,19 @@ import copy
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from fmmeta.config.algorithms import find
-from fmmeta.meta.algorithms.unrolled import step_counts
+from fmmeta.meta.algorithms.unrolled import step_loss_weights
+from fmmeta.meta.parameters import MetaParameters
 from fmmeta.meta.reference import direction, set_gradient, set_loss
+from fmmeta.meta.rule import TaskResult
 from fmmeta.meta.second_order.gradient_check import Check, check
-from fmmeta.meta.second_order.hessian import HvpOptions
+from fmmeta.meta.second_order.hessian import Hessian, HvpOptions
 from fmmeta.meta.second_order.trajectory import Trajectory
-from fmmeta.meta.task_gradient import TaskGradient
 from fmmeta.models.learner import Learner
 from fmmeta.parallel.workers.base import PassStats
 from tests.unit import learners
@@ -28,7 +30,9 @@ from tests.unit.learners import (
     by_name,
     config_of,
     episode_of,
+    gradient_of,
     setup_of,
+    task_gradient,
     worker_of,
 )
 
@@ -171,7 +175,7 @@ def test_gradient_of_learned_rates_is_that_of_autograd(model, algorithm, learned
     wanted, (of_rates, _) = learners.told_by_oracle(learner, config, episode)
     at_most = 1e-5 if algorithm == "fomaml" else 1e-3
     _, error = learners.cosine_and_error(
-        *(learners.meta_parameters(learner, config, w) for w in (by_name(worker, found.shards), wanted))
+        *(learners.meta_parameters(learner, config, w) for w in (by_name(worker, found.gradient), wanted))
     )
     assert error < at_most
     if learned == "element":
@@ -202,11 +206,11 @@ def test_derivative_order_is_annealed(outer_step, order):
 
 
 def test_multi_step_weights():
-    assert step_counts(4, 0, 8) == (0.25, 0.25, 0.25, 0.25)
-    assert step_counts(4, 4, 8) == (0.125, 0.125, 0.125, 0.625)
-    assert [step_counts(4, step, 8) for step in (8, 9)] == [(), ()]
-    assert step_counts(4, 0, 0) == ()
-    assert all(sum(step_counts(5, step, 30)) == pytest.approx(1) for step in range(30))
+    assert step_loss_weights(4, 0, 8) == (0.25, 0.25, 0.25, 0.25)
+    assert step_loss_weights(4, 4, 8) == (0.125, 0.125, 0.125, 0.625)
+    assert [step_loss_weights(4, step, 8) for step in (8, 9)] == [(), ()]
+    assert step_loss_weights(4, 0, 0) == ()
+    assert all(sum(step_loss_weights(5, step, 30)) == pytest.approx(1) for step in range(30))
 
 
 def passes_of(learner: Learner, monkeypatch, **settings) -> tuple[int, int]:
@@ -222,7 +226,7 @@ def passes_of(learner: Learner, monkeypatch, **settings) -> tuple[int, int]:
         return call(batch, want)
 
     monkeypatch.setattr(worker, "_call", counting)
-    rule.direction(worker, worker.read(), episode)
+    task_gradient(rule, worker, episode)
     return counted[True], counted[False]
 
 
@@ -246,17 +250,17 @@ def test_cost_in_passes(steps, monkeypatch):
 def test_a_trajectory_in_host_memory_changes_nothing(settings):
     config = config_of(LEARNERS["llama"], algorithm="maml", **settings)
     worker = worker_of(LEARNERS["llama"], config)
-    theta, episode = worker.read(), batches_of(episode_of(LEARNERS["llama"]))
+    episode = batches_of(episode_of(LEARNERS["llama"]))
     rule = find("maml").rule(setup_of(worker, config), 0)
-    one = 4 * theta.numel()
+    one = 4 * worker.params.numel
     for budget in (0, one, 2 * one):
-        found = replace(rule, budget_bytes=budget).direction(worker, theta, episode)
-        assert torch.equal(found.shards, rule.direction(worker, theta, episode).shards)
+        found = task_gradient(replace(rule, budget_bytes=budget), worker, episode)
+        assert torch.equal(found.gradient, task_gradient(rule, worker, episode).gradient)
 
 
 def test_a_trajectory_keeps_its_budget():
-    phi0 = torch.zeros(10)
-    path = Trajectory(phi0, budget_bytes=100, keeps_directions=True)
+    path = Trajectory(budget_bytes=100, keeps_directions=True)
+    path.begin(torch.zeros(10))
     for k in range(3):
         path.add(torch.full((10,), k + 1.0) if k < 2 else None, torch.full((10,), -1.0 - k))
     assert path.host_bytes == 3 * 40  # two of five fit
@@ -282,22 +286,22 @@ def test_hessian_vector_products(model):
     gradient = set_gradient(exact, weights, episode.support, False, create_graph=True)
     rng = torch.Generator().manual_seed(0)
     for d in (
-        worker.gradient(support)[0],
-        1e4 * worker.gradient(support)[0],
+        gradient_of(worker, support),
+        1e4 * gradient_of(worker, support),
         torch.randn(phi.shape, generator=rng),
     ):
         along = by_name(worker, d)
         told = sum((gradient[name] * along[name].double()).sum() for name in weights)
         wanted = torch.autograd.grad(told, list(weights.values()), retain_graph=True)
-        found = by_name(worker, HvpOptions().of(worker, support).times(phi, d))
+        found = by_name(worker, Hessian(HvpOptions(), worker, support).times(phi, d))
         a, b = (
             torch.cat([x.double().reshape(-1) for x in side])
             for side in ([found[name] for name in weights], wanted)
         )
         assert (a - b).norm() < 5e-4 * b.norm()
         worker.write(phi)
-    assert not HvpOptions().of(worker, support).times(phi, torch.zeros_like(phi)).any()
-    assert HvpOptions().of(worker, support).times(phi, torch.full_like(phi, torch.nan)).isnan().all()
+    assert not Hessian(HvpOptions(), worker, support).times(phi, torch.zeros_like(phi)).any()
+    assert Hessian(HvpOptions(), worker, support).times(phi, torch.full_like(phi, torch.nan)).isnan().all()
 
 
 def test_self_check_trusts_fp32_and_warns_of_bf16():
@@ -307,7 +311,7 @@ def test_self_check_trusts_fp32_and_warns_of_bf16():
     for precision in ("fp32", "bf16"):
         worker = worker_of(learner, config, bf16=precision == "bf16")
         rule = find("maml").rule(setup_of(worker, config, precision == "bf16"), 0)
-        found[precision] = check(rule, worker, worker.read(), episode, precision)
+        found[precision] = check(rule, worker, MetaParameters(worker.read()), episode, precision)
     good, bad = found["fp32"], found["bf16"]
     assert good.cosine > 0.99999
     assert 0 < good.relative < 1e-3
@@ -332,27 +336,27 @@ def test_self_check_sees_a_step_that_is_too_long(monkeypatch):
     config, episode = config_of(learner, algorithm="maml", inner_lr=0.3), batches_of(episode_of(learner))
     monkeypatch.setitem(curvature.CHANGE, "fp32", 1.0)
     worker = worker_of(learner, config)
-    found = check(find("maml").rule(setup_of(worker, config), 0), worker, worker.read(), episode, "fp32")
+    found = check(
+        find("maml").rule(setup_of(worker, config), 0), worker, MetaParameters(worker.read()), episode, "fp32"
+    )
     assert found.relative > 0.02
     assert "WARNING: the loss bends too sharply" in found.text
 
 
-class Told:
-    """A rule that says what it was given, full step first."""
+class FakeRule:
+    """Adds given vectors, that of the full step first; None: the task is not finite."""
 
-    def __init__(self, *directions):
-        self.directions = dict(zip((1.0, 0.5), directions, strict=True))
+    def __init__(self, *vectors, scale: float = 1.0):
+        self.vectors, self.scale = vectors, scale
 
-    def checked(self, scale):
-        return Stubborn(self.directions[scale])
+    def with_step_scale(self, scale):
+        return FakeRule(*self.vectors, scale=scale)
 
-
-class Stubborn:
-    def __init__(self, found):
-        self.found = found
-
-    def direction(self, worker, theta, episode):
-        return self.found
+    def task_gradient(self, worker, meta, episode, into):
+        vector, fine = self.vectors[self.scale < 1], PassStats(torch.zeros(4, dtype=torch.float64))
+        if vector is not None:
+            into.add(vector)
+        return TaskResult(1.0, vector is not None, fine, fine)
 
 
 @pytest.mark.parametrize(("half_finite", "relative"), [(True, 0.25), (False, math.nan)])
@@ -367,14 +371,8 @@ def test_self_check_looks_at_meta_parameters_and_at_both_steps(half_finite, rela
     half = full.clone()
     half[0] = 3.0
     half[worker.params.groups["head"]] = 100.0
-    fine = PassStats(torch.zeros(4, dtype=torch.float64))
-    told = Told(
-        *(
-            TaskGradient(vector, 1.0, finite, fine, fine)
-            for vector, finite in ((full, True), (half, half_finite))
-        )
-    )
-    found = check(told, worker, full, batches_of(episode_of(learner)), "fp32")
+    rule: Any = FakeRule(full, half if half_finite else None)
+    found = check(rule, worker, MetaParameters(full), batches_of(episode_of(learner)), "fp32")
     assert found.relative == pytest.approx(relative, nan_ok=True)
     assert found.cosine == pytest.approx(1.0 if half_finite else math.nan, nan_ok=True)
 
@@ -382,13 +380,13 @@ def test_self_check_looks_at_meta_parameters_and_at_both_steps(half_finite, rela
 def test_differences_step_no_further_than_a_share_of_the_weights(monkeypatch):
     learner = LEARNERS["llama"]
     worker = worker_of(learner, config_of(learner))
-    phi, hessian = worker.read(), HvpOptions().of(worker, batches_of(episode_of(learner)).support)
+    phi, hessian = worker.read(), Hessian(HvpOptions(), worker, batches_of(episode_of(learner)).support)
     steps = []
     monkeypatch.setattr(
         type(hessian), "_difference", lambda self, phi, d, h, length: steps.append(h * length) or d
     )
     for bend in (1e-9, 1.0):  # a loss that is as good as flat; one that curves
-        hessian.bend = bend
+        hessian.relative_curvature = bend
         hessian.times(phi, torch.ones_like(phi))
     assert steps == pytest.approx([0.05 * float(phi.norm()), 0.004], rel=1e-5)
 
@@ -398,22 +396,23 @@ def test_either_side_of_a_difference_may_be_bad(bad, monkeypatch):
     learner = LEARNERS["llama"]
     worker = worker_of(learner, config_of(learner))
     phi, support = worker.read(), batches_of(episode_of(learner)).support
-    d, count, gradient = worker.gradient(support)[0], itertools.count(), worker.gradient
+    d, count, gradient = gradient_of(worker, support), itertools.count(), worker.gradient
 
-    def spoiled(batches, restore=None):
-        vector, result = gradient(batches, restore)
+    def spoiled(batches, into, weight=1.0, restore=None):
+        result = gradient(batches, into, weight, restore)
         if next(count) == 2 + bad:  # the first two are the probe
             result.stats[3] = 1
-        return vector, result
+        return result
 
     monkeypatch.setattr(worker, "gradient", spoiled)
-    hessian = HvpOptions().of(worker, support)
+    hessian = Hessian(HvpOptions(), worker, support)
     hessian.times(phi, d)
     assert [step.finite for step in hessian.passes] == [True, True, bad != 0, bad != 1]
 
 
 def test_a_trajectory_fills_its_budget_to_the_last_byte():
-    path = Trajectory(torch.zeros(10), budget_bytes=40, keeps_directions=False)
+    path = Trajectory(budget_bytes=40, keeps_directions=False)
+    path.begin(torch.zeros(10))
     path.add(torch.ones(10), None)
     assert path.host_bytes == 0
     path.add(torch.ones(10), None)
@@ -426,6 +425,6 @@ def test_a_trajectory_ends_before_the_last_phi():
     config = config_of(learner, inner_steps=3)
     worker = worker_of(learner, config)
     theta = worker.read()
-    path = Trajectory(theta, 2**40, keeps_directions=False)
+    path = Trajectory(2**40, keeps_directions=False)
     setup_of(worker, config).inner.adapt(worker, theta, batches_of(episode_of(learner)).support, path)
     assert [kept is not None for kept in path.phis] == [True, True, True, False]

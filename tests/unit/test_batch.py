@@ -21,6 +21,7 @@ from tests.unit.learners import (
     llama,
     meta_parameters,
     setup_of,
+    task_gradient,
     told_by_oracle,
     worker_of,
 )
@@ -198,8 +199,8 @@ def test_a_budget_of_tokens_does_not_change_the_meta_gradient():
     batcher = Batcher(0, 32, max_tokens=12)
     batches = Episode(batcher.split(episode.support), batcher.split(episode.query))
     assert len({len(batch.weights) for batch in batches.support}) > 1
-    found = find("fomaml").rule(setup_of(worker, config), 0).direction(worker, worker.read(), batches)
+    found = task_gradient(find("fomaml").rule(setup_of(worker, config), 0), worker, batches)
     wanted, _ = told_by_oracle(learner, config, episode)
-    here = meta_parameters(learner, config, by_name(worker, found.shards))
+    here = meta_parameters(learner, config, by_name(worker, found.gradient))
     _, error = cosine_and_error(here, meta_parameters(learner, config, wanted))
     assert error < 1e-5

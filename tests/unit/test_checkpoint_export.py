@@ -180,11 +180,13 @@ def test_cuts_across_rows_are_one_checkpoint(tmp_path):
 
 
 def test_copies_count_once():
-    assert ACROSS[0].counted() == [slice(0, 11)]
-    assert ACROSS[1].counted() == [slice(0, 8), slice(13, 15)]
+    assert ACROSS[0].owned_slices() == [slice(0, 11)]
+    assert ACROSS[1].owned_slices() == [slice(0, 8), slice(13, 15)]
     vectors = [laid_out(params, parameters(100)) for params in ACROSS]
     held = {
-        name: [params.whole(v, name, shape, lambda t: t) for params, v in zip(ACROSS, vectors, strict=True)]
+        name: [
+            params.assemble(v, name, shape, lambda t: t) for params, v in zip(ACROSS, vectors, strict=True)
+        ]
         for name, shape in SHAPES.items()
     }
     for name, parts in held.items():

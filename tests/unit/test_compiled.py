@@ -13,12 +13,12 @@ from fmmeta.models import compile
 from fmmeta.models.compile import compile_model
 from fmmeta.train import MetaTrainer
 from tests.unit.helpers import refusal
-from tests.unit.learners import batches_of, bert, config_of, episode_of, setup_of, worker_of
+from tests.unit.learners import batches_of, bert, config_of, episode_of, setup_of, task_gradient, worker_of
 
 CPU = torch.device("cpu")
 
 
-def direction_of(learner, algorithm, compiles: bool):
+def gradient_of(learner, algorithm, compiles: bool):
     """Of an episode whose sets are cut into micro-batches of different lengths, and how often the compiled
     model ran.
     """
@@ -27,7 +27,7 @@ def direction_of(learner, algorithm, compiles: bool):
     if compiles:
         compile_model(worker.model, CPU)
     rule = find(algorithm).rule(setup_of(worker, config), 0)
-    return rule.direction(worker, worker.read(), episode).shards
+    return task_gradient(rule, worker, episode).gradient
 
 
 @pytest.mark.parametrize("algorithm", ["fomaml", "anil"])
@@ -43,11 +43,11 @@ def test_meta_gradient_is_that_of_the_plain_model(algorithm, monkeypatch):
 
     monkeypatch.setattr(compile, "BACKEND", backend)
     torch._dynamo.reset()
-    found = direction_of(bert(), algorithm, True)
+    found = gradient_of(bert(), algorithm, True)
     assert (
         1 <= len(calls) <= 4
     )  # with and without gradients; a first size may be one of its own, but not every length is
-    torch.testing.assert_close(found, direction_of(bert(), algorithm, False), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, gradient_of(bert(), algorithm, False), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.timeout(400)
@@ -56,7 +56,7 @@ def test_real_code_gives_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     torch.testing.assert_close(
-        direction_of(bert(), "fomaml", True), direction_of(bert(), "fomaml", False), rtol=1e-4, atol=1e-6
+        gradient_of(bert(), "fomaml", True), gradient_of(bert(), "fomaml", False), rtol=1e-4, atol=1e-6
     )
     assert list(tmp_path.rglob("*.so"))
 

@@ -47,7 +47,7 @@ def test_counts_are_those_of_a_plain_loop(tmp_path):
     held_out, plan, parts = held_out_of(config)
     source = plan.sources.test
     theta = parts.meta_params.theta.clone()
-    found = confusion(held_out, source, parts.meta_params.theta, parts.setup.learning())
+    found = confusion(held_out, source, parts.meta_params.theta, parts.setup.evaluation_method())
     assert torch.equal(held_out.worker.read(), theta)  # as it was
 
     episode = source.draw(held_out.tasks(source, TEST)[0]).episode()
@@ -99,7 +99,7 @@ def test_language_models_have_no_classes(tmp_path):
         eval_episodes=2,
     )
     held_out, plan, parts = held_out_of(config)
-    learning = parts.setup.learning()
+    learning = parts.setup.evaluation_method()
     assert confusion(held_out, plan.sources.test, parts.meta_params.theta, learning) == {
         "left_out": "task_type=causal_lm has answers, not classes"
     }

@@ -15,7 +15,7 @@ from fmmeta.config.algorithms import find
 from fmmeta.planning.compute import count_matmuls
 from tests.launch import environment
 from tests.unit.helpers import ROOT
-from tests.unit.learners import batches_of, config_of, episode_of, llama, setup_of, worker_of
+from tests.unit.learners import batches_of, config_of, episode_of, llama, setup_of, task_gradient, worker_of
 
 
 def test_flops_of_a_task_are_those_that_torch_counts():
@@ -25,7 +25,7 @@ def test_flops_of_a_task_are_those_that_torch_counts():
     worker, asked = worker_of(learner, config), count_matmuls(copy.deepcopy(learner), config)
     rule = find("fomaml").rule(setup_of(worker, config), 0)
     with FlopCounterMode(display=False) as counted:
-        rule.direction(worker, worker.read(), episode)
+        task_gradient(rule, worker, episode)
     assert task_flops(asked, episode, 3) == pytest.approx(counted.get_total_flops(), rel=1e-9)
     both = flops_of(asked, episode.support, True), flops_of(asked, episode.query, True)
     assert task_flops(asked, episode, 3) == 3 * both[0] + both[1]

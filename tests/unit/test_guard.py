@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.task_gradient import TaskGradient
+from fmmeta.meta.rule import TaskResult
 from fmmeta.parallel.workers.base import PassStats
 from fmmeta.reliability.heartbeats import stack_of
 from fmmeta.reliability.outliers import OutlierBounds, Spikes
@@ -137,9 +137,9 @@ def test_a_stack_names_file_and_line():
     assert stack_of(12345) == ""
 
 
-def direction(loss: float, norm: float) -> TaskGradient:
+def task(loss: float) -> TaskResult:
     stats = torch.tensor([loss, 1.0, 1.0, 0.0], dtype=torch.float64)
-    return TaskGradient(torch.tensor([norm, 0.0]), 1.0, True, PassStats(stats), PassStats(stats))
+    return TaskResult(1.0, True, PassStats(stats), PassStats(stats))
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,9 @@ def test_outliers_are_found_among_finite_gradients(settings, loss, norm, fits):
     worker: Any = SimpleNamespace(dot=lambda a, b: float(torch.dot(a, b)))
     bounds = OutlierBounds(Config(**settings), worker)
     assert bool(bounds) == bool(settings)
-    assert bounds.exceeded_by(direction(loss, norm)) == (not fits)
-    assert not bounds.exceeded_by(replace(direction(loss, norm), finite=False))
+    gradient = torch.tensor([norm, 0.0])
+    assert bounds.exceeded_by(task(loss), gradient) == (not fits)
+    assert not bounds.exceeded_by(replace(task(loss), finite=False), gradient)
 
 
 def test_bounds_must_be_positive():

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 def outer_of(worker: PlainWorker, offload: bool, **settings) -> OuterOptimizer:
     config = Config(outer_lr=0.01, weight_decay=0.1, offload_outer=offload, **settings)
-    return OuterOptimizer(MetaParameters(OuterMemory(CPU, offload).keep(worker.read())), worker, config)
+    return OuterOptimizer(MetaParameters(OuterMemory(CPU, offload).store(worker.read())), worker, config)
 
 
 def state_of(outer: OuterOptimizer) -> StateDict:
@@ -83,14 +83,14 @@ def test_pieces_are_the_whole(monkeypatch, chunk):
 def test_work_happens_on_copies_that_come_home():
     vector = torch.arange(6.0)
     away, here = OuterMemory(CPU, True), OuterMemory(CPU, False)
-    part = away.fetch(vector[2:4])
+    part = away.load(vector[2:4])
     part.mul_(10)
     assert vector.tolist() == [0, 1, 2, 3, 4, 5]
-    away.put(vector[2:4], part)
+    away.write_back(vector[2:4], part)
     assert vector.tolist() == [0, 1, 20, 30, 4, 5]
-    assert away.keep(vector).data_ptr() != vector.data_ptr()
-    assert here.keep(vector) is vector
-    assert here.fetch(vector[2:4]).data_ptr() == vector[2:4].data_ptr()  # in place: not a byte more
+    assert away.store(vector).data_ptr() != vector.data_ptr()
+    assert here.store(vector) is vector
+    assert here.load(vector[2:4]).data_ptr() == vector[2:4].data_ptr()  # in place: not a byte more
 
 
 def test_the_sum_of_directions_lies_where_theta_does():

@@ -23,7 +23,7 @@ from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.meta_gradient import MetaGradient, PendingMean
 from fmmeta.meta.outer_step import OuterOptimizer
 from fmmeta.meta.parameters import MetaParameters, StateDict
-from fmmeta.meta.task_gradient import Rule, TaskGradient
+from fmmeta.meta.rule import Rule
 from fmmeta.metrics.scores import mean_ci95
 from fmmeta.models.learner import NativeClassifier, PooledClassifier
 from fmmeta.models.losses import objective
@@ -40,7 +40,7 @@ from fmmeta.training.episodes import EpisodeReader
 from fmmeta.training.final_table import compare, show
 from fmmeta.training.validation import HeldOut, HeldOutScore, per_stratum
 from tests.unit.helpers import one_rank
-from tests.unit.learners import batches_of, bert, config_of, episode_of, llama
+from tests.unit.learners import batches_of, bert, config_of, episode_of, gradient_of, llama, task_gradient
 from tests.unit.learners import worker_of as learners_worker
 
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def inner_loop(worker: PlainWorker, head_init: str) -> InnerLoop:
 
 def by_name(worker: PlainWorker, vector: Tensor) -> dict[str, Tensor]:
     trained = [(name, param) for name, param in worker.model.named_parameters() if param.requires_grad]
-    return {name: worker.whole(vector, name, tuple(param.shape)) for name, param in trained}
+    return {name: worker.gather_param(vector, name, tuple(param.shape)) for name, param in trained}
 
 
 def call(model: nn.Module, row: Example, **want: str) -> Tensor:
@@ -190,7 +190,8 @@ def test_a_step_takes_the_gradient_of_the_whole_set(micro_batch_size):
     model = encoder("mean")
     wanted = gradients(model, SUPPORT)
     worker = worker_of(model)
-    found, passed = worker.gradient(batches(micro_batch_size).support)
+    found = worker.zeros()
+    passed = worker.gradient(batches(micro_batch_size).support, found)
     assert_same(by_name(worker, found), wanted)
     assert passed.loss == pytest.approx(mean_loss(model, SUPPORT).item(), rel=1e-5)
     assert passed.finite
@@ -202,9 +203,9 @@ def test_fomaml_is_the_query_gradient_of_an_adapted_copy(pooling, head_init):
     model = encoder(pooling)
     wanted = gradients(adapted_copy(model, head_init), QUERY)
     worker = worker_of(model, head_init)
-    direction = rule_of("fomaml", worker, head_init).direction(worker, worker.read(), batches())
-    assert_same(by_name(worker, direction.shards), wanted)
-    assert (direction.weight, direction.finite) == (1.0, True)
+    found = task_gradient(rule_of("fomaml", worker, head_init), worker, batches())
+    assert_same(by_name(worker, found.gradient), wanted)
+    assert (found.weight, found.finite) == (1.0, True)
 
 
 @pytest.mark.parametrize("head_init", ["zero", "learned", "prototype"])
@@ -213,27 +214,27 @@ def test_reptile_is_theta_minus_phi(head_init):
     phi = dict(adapted_copy(model, head_init).named_parameters())
     worker = worker_of(model, head_init)
     theta = by_name(worker, worker.read())
-    direction = rule_of("reptile", worker, head_init).direction(worker, worker.read(), batches())
-    assert_same(
-        by_name(worker, direction.shards), {name: value - phi[name].detach() for name, value in theta.items()}
-    )
+    found = task_gradient(rule_of("reptile", worker, head_init), worker, batches())
+    wanted = {name: value - phi[name].detach() for name, value in theta.items()}
+    assert_same(by_name(worker, found.gradient), wanted)
 
 
 @pytest.mark.parametrize("rule", ["fomaml", "maml", "reptile"])
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("poison", [False, True])
 def test_theta_is_restored_bitwise(rule, bf16, poison):
-    """After a task that was not finite as well, and then its direction says so."""
+    """Also after a task that was not finite, which adds nothing."""
     model = encoder("mean")
     worker = worker_of(model, "prototype", bf16)
     theta = worker.read()
     before = [param.detach().clone() for param in model.parameters()]
     episode = batches()
-    direction = rule_of(rule, worker, "prototype", 1e38 if poison else LR).direction(worker, theta, episode)
-    assert direction.finite is not poison
+    found = task_gradient(rule_of(rule, worker, "prototype", 1e38 if poison else LR), worker, episode)
+    assert found.finite is not poison
+    assert found.gradient.any() != poison
     assert torch.equal(worker.read(), theta)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    again = rule_of(rule, worker, "prototype").direction(worker, theta, episode)
+    again = task_gradient(rule_of(rule, worker, "prototype"), worker, episode)
     assert again.finite  # nothing of the bad task is left, in gradients neither
 
 
@@ -249,9 +250,9 @@ def test_embeddings_gather_the_rows_that_were_met(tied):
     embeddings = [module for module in worker.model.modules() if isinstance(module, nn.Embedding)]
     assert embeddings
     assert all(module.sparse for module in embeddings)
-    found, _ = worker.gradient(batches_of(episode, 2).support)
+    found = gradient_of(worker, batches_of(episode, 2).support)
     worker.write(worker.read())
-    again, _ = worker.gradient(batches_of(episode, 2).support)
+    again = gradient_of(worker, batches_of(episode, 2).support)
     assert torch.equal(found, again)
     if not tied:
         for name in dense.head_names:
@@ -266,33 +267,35 @@ def test_embeddings_gather_the_rows_that_were_met(tied):
 
 @pytest.mark.parametrize("rule", ["fomaml", "reptile"])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_direction_added_to_a_sum_is_the_same_direction(rule, bf16):
+def test_a_gradient_added_to_a_sum_is_the_same_gradient(rule, bf16):
     worker, other = (
         worker_of(encoder("mean"), "prototype", bf16),
         worker_of(encoder("mean"), "prototype", bf16),
     )
     start = torch.linspace(-1, 1, worker.params.numel)
-    total = start.clone()
-    added = rule_of(rule, worker, "prototype").direction(worker, worker.read(), batches(), total)
-    apart = rule_of(rule, other, "prototype").direction(other, other.read(), batches())
-    assert added.vector is None
+    into = MetaGradient(start)
+    into.sum.copy_(start)
+    added = task_gradient(rule_of(rule, worker, "prototype"), worker, batches(), into)
+    apart = task_gradient(rule_of(rule, other, "prototype"), other, batches())
     assert added.finite
+    assert into.weight == 1
     assert (added.query.loss, added.support.loss) == (apart.query.loss, apart.support.loss)
-    assert torch.equal(total, start + apart.shards)
+    assert torch.equal(into.sum, start + apart.gradient)
 
 
 @pytest.mark.parametrize("rule", ["fomaml", "reptile"])
 @pytest.mark.parametrize("where", ["support", "query", "steps"])
 def test_nothing_of_a_task_that_is_not_finite_is_added(rule, where):
     worker, episode = worker_of(encoder("mean"), "prototype"), batches()
-    theta, total = worker.read(), torch.linspace(-1, 1, worker.params.numel)
+    theta, start = worker.read(), torch.linspace(-1, 1, worker.params.numel)
+    into = MetaGradient(start)
+    into.sum.copy_(start)
     for batch in getattr(episode, where, []):
         batch.weights *= math.inf
-    direction = rule_of(rule, worker, "prototype", 1e38 if where == "steps" else LR).direction(
-        worker, theta, episode, total
-    )
-    assert not direction.finite
-    assert torch.equal(total, torch.linspace(-1, 1, worker.params.numel))
+    lr = 1e38 if where == "steps" else LR
+    assert not task_gradient(rule_of(rule, worker, "prototype", lr), worker, episode, into).finite
+    assert torch.equal(into.sum, start)
+    assert into.weight == 0
     assert torch.equal(worker.read(), theta)
 
 
@@ -303,11 +306,11 @@ def test_a_loss_that_is_not_finite_has_no_finite_gradient():
         assert found.item() == pytest.approx(slope, nan_ok=True)
 
 
-def test_the_tap_shows_zeros_where_the_ranks_refuse():
+def test_the_shard_optimizer_passes_zeros_where_the_ranks_refuse():
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    tap, shown = ShardOptimizer([{"params": params}]), []
-    tap.where = {p.data_ptr(): slice(2 * i, 2 * i + 2) for i, p in enumerate(params)}
-    tap.update = lambda shard, grad, where: shown.append((where, grad.tolist()))
+    optimizer, shown = ShardOptimizer([{"params": params}]), []
+    optimizer.slices = {p.data_ptr(): slice(2 * i, 2 * i + 2) for i, p in enumerate(params)}
+    optimizer.update = lambda shard, grad, where: shown.append((where, grad.tolist()))
     for grads, said, wanted in (
         ([1.0, math.nan], True, 0.0),
         ([1.0, 1.0], False, 1.0),
@@ -316,11 +319,11 @@ def test_the_tap_shows_zeros_where_the_ranks_refuse():
         for param, value in zip(params, grads, strict=True):
             param.grad = torch.full((2,), value)
         heard = []
-        tap.bad, tap.reject_nonfinite = (
+        optimizer.bad, optimizer.reject_nonfinite = (
             None,
             lambda bad, say=said, heard=heard: heard.append(bool(bad)) or torch.tensor(say),
         )
-        tap.step()
+        optimizer.step()
         assert heard == [any(map(math.isnan, grads))]
         assert shown == [(slice(0, 2), [wanted] * 2), (slice(2, 4), [wanted] * 2)]
         shown.clear()
@@ -576,19 +579,19 @@ def test_kept_moments_are_the_mean_over_tasks_and_survive_a_stop():
     theta = worker.read()
     outer = OuterOptimizer(MetaParameters.of(theta, parts.inner), worker, config)
     meta = MetaGradient(theta, outer.meta_params.extra)
-    tasks = [find("reptile").rule(parts, 0).direction(worker, theta, batches()) for _ in range(2)]
+    tasks = [task_gradient(find("reptile").rule(parts, 0), worker, batches()) for _ in range(2)]
     tasks[1].extra["exp_avg"].mul_(3)
     for task in tasks:
-        meta.add(task)
+        meta.add(task.gradient, 1.0, task.extra)
     outer.step(meta.begin_reduce(Communicator(None, 0, 1, CPU), 2.0), 0)
-    kept = parts.inner.rule.kept
+    kept = parts.inner.optimizer.kept
     torch.testing.assert_close(kept.vectors["exp_avg"], 2 * tasks[0].extra["exp_avg"])
     assert kept.count == STEPS
     resumed = setup(config, worker, model.head_names, CLASSES, bf16=False)
     load(OuterOptimizer(MetaParameters.of(theta.clone(), resumed.inner), worker, config), state_of(outer))
-    assert resumed.inner.rule.kept.count == STEPS
+    assert resumed.inner.optimizer.kept.count == STEPS
     assert all(
-        torch.equal(resumed.inner.rule.kept.vectors[name], kept.vectors[name])
+        torch.equal(resumed.inner.optimizer.kept.vectors[name], kept.vectors[name])
         for name in ("exp_avg", "exp_avg_sq")
     )
 
@@ -621,11 +624,12 @@ def passed(finite: bool = True) -> PassStats:
     return PassStats(torch.tensor([0.5, 1, 1, 0 if finite else 1], dtype=torch.float64))
 
 
-def test_meta_gradient_is_the_weighted_mean_of_finite_tasks():
+def test_meta_gradient_is_the_weighted_mean_of_tasks():
     meta, alone = MetaGradient(torch.zeros(2)), Communicator(None, 0, 1, CPU)
-    meta.add(TaskGradient(torch.tensor([1.0, 2.0]), 1.0, True, passed(), passed()))
-    meta.add(TaskGradient(torch.tensor([4.0, 8.0]), 3.0, True, passed(), passed()))
-    meta.add(TaskGradient(torch.tensor([math.nan, 1.0]), 1.0, False, passed(), passed(finite=False)))
+    meta.add(torch.tensor([1.0, 2.0]))
+    other = MetaGradient(torch.zeros(2))
+    other.add(torch.tensor([4.0, 8.0]), 3.0)
+    meta.merge(other)
     assert meta.weight == 4
     mean = meta.begin_reduce(alone, meta.weight)
     assert mean is not None

@@ -13,7 +13,7 @@ from torch import nn
 
 from fmmeta.config.settings import Config
 from fmmeta.meta.inner_lrs import Layers, Rates, layer_of, natural
-from fmmeta.meta.inner_optimizers import inner_rule, proximal
+from fmmeta.meta.inner_optimizers import inner_optimizer, proximal
 from tests.unit import learners
 from tests.unit.helpers import refusal
 from tests.unit.learners import batches_of, config_of, episode_of, setup_of, worker_of
@@ -56,8 +56,8 @@ def test_inner_steps_are_those_of_torch(settings, make, cuts):
     """However the vector is cut into shards."""
     shard = torch.randn(9, generator=RNG)
     param = nn.Parameter(shard.clone())
-    optimizer, rule = make([param]), inner_rule(Config(**settings))
-    state = rule.fresh(9, torch.device("cpu"))
+    optimizer, rule = make([param]), inner_optimizer(Config(**settings))
+    state = rule.initial_state(9, torch.device("cpu"))
     for k in range(4):
         param.grad = torch.randn(9, generator=RNG)
         given = param.grad.clone()
@@ -70,14 +70,14 @@ def test_inner_steps_are_those_of_torch(settings, make, cuts):
 
 
 def test_state_ends_with_its_task_unless_kept():
-    adam = inner_rule(Config(algorithm="reptile", inner_optimizer="adamw"))
-    state = adam.fresh(9, torch.device("cpu"))
+    adam = inner_optimizer(Config(algorithm="reptile", inner_optimizer="adamw"))
+    state = adam.initial_state(9, torch.device("cpu"))
     adam.update(0, state, rates((0.1, 0.1)))(torch.zeros(9), torch.ones(9), WHOLE)
     assert state.vectors["exp_avg"].any()
-    assert not adam.fresh(9, torch.device("cpu")).vectors["exp_avg"].any()
-    kept = inner_rule(Config(algorithm="reptile", inner_optimizer="adamw", inner_optimizer_state="kept"))
+    assert not adam.initial_state(9, torch.device("cpu")).vectors["exp_avg"].any()
+    kept = inner_optimizer(Config(algorithm="reptile", inner_optimizer="adamw", inner_optimizer_state="kept"))
     kept.kept.vectors, kept.kept.count = state.vectors, 5
-    again = kept.fresh(9, torch.device("cpu"))
+    again = kept.initial_state(9, torch.device("cpu"))
     assert torch.equal(again.vectors["exp_avg"], state.vectors["exp_avg"])
     assert again.vectors["exp_avg"] is not state.vectors["exp_avg"]
     assert again.count == 5
@@ -95,8 +95,10 @@ def test_rates_by_layer_step_and_element(cuts, element):
         chosen.scale_(1, found[a:b], slice(a, b))
     assert torch.equal(found, wanted)
     shard, recorded = torch.zeros(9), torch.zeros(9)
-    rule = inner_rule(Config())
-    rule.update(1, rule.fresh(9, torch.device("cpu")), chosen, recorded)(shard, torch.full((9,), -2.0), WHOLE)
+    rule = inner_optimizer(Config())
+    rule.update(1, rule.initial_state(9, torch.device("cpu")), chosen, recorded)(
+        shard, torch.full((9,), -2.0), WHOLE
+    )
     assert torch.equal(shard, 2 * wanted)
     assert torch.equal(recorded, torch.full((9,), -2.0))
 

@@ -17,7 +17,7 @@ from fmmeta.tasks.sources.load import load_sources
 from fmmeta.tasks.suites.letters import hidden_kinds
 from fmmeta.tasks.suites.marks import MARKS, marks, part_of
 from tests.unit.helpers import refusal
-from tests.unit.learners import batches_of, by_name, worker_of
+from tests.unit.learners import batches_of, by_name, task_gradient, worker_of
 
 KIND_OF = {letter: number for number, kind in enumerate(hidden_kinds()) for letter in kind}
 
@@ -106,7 +106,7 @@ def test_the_first_order_gradient_does_not_know_the_marks():
         episode = source.episode(Schedule(source.items, 1, 0).meta_batch(0)[0])
         worker = worker_of(learner, config)
         rule = find(algorithm).rule(setup(config, worker, learner.head_names, 3, False), 0)
-        told = by_name(worker, rule.direction(worker, worker.read(), batches_of(episode, 32)).shards)
+        told = by_name(worker, task_gradient(rule, worker, batches_of(episode, 32)).gradient)
         table = told["hf.embeddings.word_embeddings.weight"]
         marks_of, letters = (
             tokenizer(text, add_special_tokens=False)["input_ids"] for text in (MARKS, "".join(KIND_OF))

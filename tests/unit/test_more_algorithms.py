@@ -15,6 +15,7 @@ import torch
 from fmmeta.config.algorithms import find
 from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.algorithms import setup as rules
+from fmmeta.meta.meta_gradient import MetaGradient
 from fmmeta.meta.reference import set_gradient, set_loss
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.tasks.batching import collate
@@ -29,6 +30,7 @@ from tests.unit.learners import (
     config_of,
     episode_of,
     setup_of,
+    task_gradient,
     worker_of,
 )
 from tests.unit.test_algorithms import LEARNERS, PROTOTYPE, identity, passes_of
@@ -84,7 +86,7 @@ def test_a_path_is_the_query_set_after_every_number_of_steps(settings, calls):
     worker = worker_of(learner, config)
     inner, theta, seen = setup_of(worker, config).inner, worker.read(), list[int]()
     hook = worker.learner.hf.register_forward_hook(lambda *_: seen.append(1))
-    found = inner.path(worker, theta, episode.support, episode.query)
+    found = inner.scores_after_each_step(worker, theta, episode.support, episode.query)
     assert len(seen) == calls
     hook.remove()
     end = worker.read()
@@ -110,19 +112,22 @@ def test_anil_costs_the_same_for_any_number_of_steps(steps, monkeypatch):
 @pytest.mark.parametrize(
     "settings", [{}, {"head_init": "learned"}, THROUGH, {"first_order_steps": 5}], ids=identity
 )
-def test_anil_adds_to_a_sum_what_it_returns(settings):
+def test_anil_adds_the_same_to_any_sum(settings):
     learner = LEARNERS["bert"]
     config, episode = config_of(learner, algorithm="anil", **settings), batches_of(episode_of(learner))
     worker = worker_of(learner, config)
     rule, theta = find("anil").rule(setup_of(worker, config), 0), worker.read()
-    total = torch.ones_like(theta)
-    assert rule.direction(worker, theta, episode, total).vector is None
-    torch.testing.assert_close(total - 1, rule.direction(worker, theta, episode).shards, rtol=1e-4, atol=1e-6)
-    before = total.clone()
+    into = MetaGradient(theta)
+    into.sum.fill_(1)
+    assert task_gradient(rule, worker, episode, into).finite
+    alone = task_gradient(rule, worker, episode).gradient
+    torch.testing.assert_close(into.sum - 1, alone, rtol=1e-4, atol=1e-6)
+    before = into.sum.clone()
     for batch in episode.query:
         batch.weights *= math.inf
-    assert not rule.direction(worker, theta, episode, total).finite
-    assert torch.equal(total, before)
+    assert not task_gradient(rule, worker, episode, into).finite
+    assert torch.equal(into.sum, before)
+    assert into.weight == 1
     assert torch.equal(worker.read(), theta)
 
 
@@ -148,9 +153,9 @@ def test_anil_of_fewer_classes_than_the_head_has(settings):
         batches = batches_of(episode)
         for batch in [*batches.support, *batches.query]:
             batch.classes = learners.CLASSES
-        told = rule.direction(worker, worker.read(), batches)
+        told = task_gradient(rule, worker, batches)
         found += [
-            by_name(worker, told.shards)["hf.embeddings.word_embeddings.weight"],
+            by_name(worker, told.gradient)["hf.embeddings.word_embeddings.weight"],
             torch.tensor(told.query.loss),
         ]
     torch.testing.assert_close(wide, narrow, rtol=1e-5, atol=1e-7)
@@ -181,10 +186,10 @@ def test_steps_of_a_head_alone_see_the_body_once(settings, monkeypatch):
     def learned(whole: bool):
         worker = worker_of(learner, config)
         inner, calls, call = setup_of(worker, config).inner, [], worker._call
-        assert inner._only_head()
+        assert inner.changes_head_only
         with monkeypatch.context() as patch:
             patch.setattr(worker, "_call", lambda *a, **k: calls.append(0) or call(*a, **k))
-            patch.setattr(type(inner), "_only_head", lambda self: not whole)
+            patch.setattr(type(inner), "changes_head_only", property(lambda self: not whole))
             passes = inner.adapt(worker, worker.read(), episode.support).passes
         return worker.read(), [p.loss for p in passes], [p.accuracy for p in passes], len(calls)
 
@@ -274,11 +279,13 @@ def test_a_task_that_is_not_finite_says_so_and_leaves_theta(algorithm, poison):
         algorithm in ("anil", "protonet") and poison == "support"
     ):  # they weigh no support rows; make the features bad instead
         pytest.skip("features do not depend on the weights of rows")
-    assert not rule.direction(worker, theta, episode).finite
+    bad = task_gradient(rule, worker, episode)
+    assert not bad.finite
+    assert not bad.gradient.any()
     assert torch.equal(worker.read(), theta)
-    clean = rule.direction(worker, theta, batches_of(episode_of(learner)))
+    clean = task_gradient(rule, worker, batches_of(episode_of(learner)))
     assert clean.finite
-    assert clean.shards.isfinite().all()
+    assert clean.gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("algorithm", ["anil", "protonet"])
@@ -295,7 +302,7 @@ def test_rows_that_only_fill_a_batch_do_not_count(algorithm):
         batches = batches_of(episode)
         for rows in [batches.support] * fillers:
             rows.append(collate(episode.query[:1], 0.0, 0))
-        found.append(rule.direction(worker, worker.read(), batches).shards)
+        found.append(task_gradient(rule, worker, batches).gradient)
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
 
 
@@ -365,7 +372,7 @@ def test_imaml_is_the_dense_solution(dense, damping):
     lowest = float(torch.linalg.eigvalsh(hessian)[0])
     assert 8.0 + lowest > 0  # the system is positive definite
     wanted = torch.linalg.solve((1 + damping) * torch.eye(len(b), dtype=b.dtype) + hessian / 8.0, b)
-    solved = torch.cat([x.double().reshape(-1) for x in by_name(worker, found.shards).values()])
+    solved = torch.cat([x.double().reshape(-1) for x in by_name(worker, found.gradient).values()])
     assert (solved - wanted).norm() < 1e-2 * wanted.norm()
     assert (b - wanted).norm() > 0.1 * wanted.norm()  # the query gradient is no solution
     residual = (1 + damping) * solved + hessian @ solved / 8.0 - b
@@ -532,7 +539,7 @@ def test_in_context_scores_the_query_with_and_without_the_support_set():
     batcher = Batcher(0, 4)
     query = batcher.split(episode.query)
     batches = Episode([], query, batcher.split(prompted(episode.support, episode.query, None, 32)))
-    before, after = setup_of(worker, config).learning().score(worker, worker.read(), batches)
+    before, after = setup_of(worker, config).evaluation_method().score(worker, worker.read(), batches)
     prefix = [token for row in episode.support for token in row.input_ids]
     for found, start in ((before, []), (after, prefix)):
         total, count = 0.0, 0

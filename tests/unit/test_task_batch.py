@@ -5,6 +5,7 @@ changed by it.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.config.algorithms import find
+from fmmeta.meta.meta_gradient import MetaGradient
 from fmmeta.meta.multi_task import AdapterMultiTaskRule, adapter_multi_task_rule, tasks_per_pass
+from fmmeta.meta.parameters import MetaParameters
 from fmmeta.models.lora import inject
 from fmmeta.models.multi_task_layers import TaskAxis, per_task
 from tests.models import save_bert, write_classes
@@ -28,6 +31,7 @@ from tests.unit.learners import (
     llama,
     meta_parameters,
     setup_of,
+    task_gradient,
     told_by_oracle,
     worker_of,
 )
@@ -61,9 +65,19 @@ def found(learner, config, episodes, poison: int | None = None):
     cut = [batches_of(episode) for episode in episodes]
     if poison is not None:
         cut[poison].support[0].weights *= float("inf")
-    directions = batched.directions(worker, theta, cut)
+    directions = each_gradient(batched, worker, cut)
     assert torch.equal(worker.read(), theta)
     return directions, worker, cut
+
+
+def each_gradient(rule, worker, episodes) -> list[SimpleNamespace]:
+    """The result of each task, and its meta-gradient: the sums are cleared as soon as a task is added."""
+    meta, into = MetaParameters(worker.read()), MetaGradient(worker.read())
+    found = []
+    for result in rule.task_gradients(worker, meta, episodes, into):
+        found.append(SimpleNamespace(**vars(result), gradient=into.sum.clone()))
+        into.clear()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -86,7 +100,7 @@ def test_each_task_gets_the_oracles_meta_gradient(kind, settings):
     directions, worker, _ = found(learner, config, episodes)
     for episode, direction in zip(episodes, directions, strict=True):
         wanted, _ = told_by_oracle(learner, config, episode)
-        here = meta_parameters(learner, config, by_name(worker, direction.shards))
+        here = meta_parameters(learner, config, by_name(worker, direction.gradient))
         _, error = cosine_and_error(here, meta_parameters(learner, config, wanted))
         assert error < 1e-5
         assert direction.finite
@@ -98,7 +112,7 @@ def test_metrics_are_those_of_each_task_alone():
     directions, worker, cut = found(learner, config, episodes)
     alone = find("fomaml").rule(setup_of(worker, config), 0)
     for direction, own in zip(directions, cut, strict=True):
-        wanted = alone.direction(worker, worker.read(), own)
+        wanted = task_gradient(alone, worker, own)
         for mine, theirs in ((direction.support, wanted.support), (direction.query, wanted.query)):
             assert mine.loss == pytest.approx(theirs.loss, rel=1e-6)
             assert mine.stats[1:3].tolist() == theirs.stats[1:3].tolist()  # right rows, rows
@@ -111,7 +125,7 @@ def test_a_task_that_is_not_finite_leaves_the_others_alone():
     directions, *_ = found(learner, config, episodes, poison=1)
     assert [direction.finite for direction in directions] == [True, False, True]
     for task in (0, 2):
-        assert torch.equal(directions[task].shards, clean[task].shards)
+        assert torch.equal(directions[task].gradient, clean[task].gradient)
 
 
 def test_every_layer_of_the_base_is_called_once_per_pass():
@@ -132,21 +146,20 @@ def test_every_layer_of_the_base_is_called_once_per_pass():
     layers = sum(name.endswith("base_layer") for name, _ in worker.model.named_modules())
     batched = adapter_multi_task_rule(config, worker, setup_of(worker, config).inner)
     assert batched is not None
-    batched.directions(worker, worker.read(), [batches_of(episode) for episode in episodes])
+    each_gradient(batched, worker, [batches_of(episode) for episode in episodes])
     assert counts == {"base": layers * (config.inner_steps + 1), "lora": 0}
 
 
 def test_bf16_rounds_as_the_worker_does():
     learner, config = adapted("llama", algorithm="fomaml", bf16=True)
     episodes = [episode_of(learner, 4, 4, seed=seed) for seed in range(2)]
-    worker = worker_of(learner, config, bf16=True)
-    theta, cut = worker.read(), [batches_of(episode) for episode in episodes]
+    worker, cut = worker_of(learner, config, bf16=True), [batches_of(episode) for episode in episodes]
     batched = adapter_multi_task_rule(config, worker, setup_of(worker, config, True).inner)
     assert batched is not None
     rule = find("fomaml").rule(setup_of(worker, config, True), 0)
-    for direction, own in zip(batched.directions(worker, theta, cut), cut, strict=True):
-        wanted = rule.direction(worker, theta, own).shards
-        assert float((direction.shards - wanted).norm() / wanted.norm()) < 0.05
+    for direction, own in zip(each_gradient(batched, worker, cut), cut, strict=True):
+        wanted = task_gradient(rule, worker, own).gradient
+        assert float((direction.gradient - wanted).norm() / wanted.norm()) < 0.05
 
 
 def test_auto_takes_as_many_as_fit_a_micro_batch():
@@ -263,19 +276,21 @@ def pooled(settings, count: int = 3):
 @pytest.mark.parametrize("settings", POOLED, ids=lambda each: "-".join(map(str, each.values())))
 def test_tasks_of_one_body_say_in_one_pass_what_the_oracle_says_of_each(settings):
     learner, config, worker, rule, episodes = pooled(settings)
-    theta, total = worker.read(), torch.zeros(worker.params.numel)
+    theta = worker.read()
+    into = MetaGradient(theta)
     cut = [batches_of(episode) for episode in episodes]
-    found = rule.directions(worker, theta, cut, total)
+    found = rule.task_gradients(worker, MetaParameters(theta), cut, into)
+    assert into.weight == len(episodes)
     assert torch.equal(worker.read(), theta)
     wanted: dict = {}
     for episode in episodes:
         for name, value in told_by_oracle(learner, config, episode)[0].items():
             wanted[name] = wanted.get(name, 0) + value
-    here = meta_parameters(learner, config, by_name(worker, total))
+    here = meta_parameters(learner, config, by_name(worker, into.sum))
     assert cosine_and_error(here, meta_parameters(learner, config, wanted))[1] < 1e-5
     for direction, own in zip(found, cut, strict=True):
-        alone = rule.direction(worker, theta, own)
-        assert (direction.vector, direction.finite) == (None, True)
+        alone = task_gradient(rule, worker, own)
+        assert direction.finite
         for mine, theirs in ((direction.support, alone.support), (direction.query, alone.query)):
             assert mine.stats.tolist() == pytest.approx(theirs.stats.tolist(), rel=1e-6)
 
@@ -283,14 +298,18 @@ def test_tasks_of_one_body_say_in_one_pass_what_the_oracle_says_of_each(settings
 @pytest.mark.parametrize("settings", POOLED, ids=lambda each: "-".join(map(str, each.values())))
 def test_a_pooled_task_that_is_not_finite_leaves_the_others_alone(settings):
     *_, worker, rule, episodes = pooled(settings)
-    theta, total, wanted = worker.read(), torch.ones(worker.params.numel), torch.ones(worker.params.numel)
+    theta = worker.read()
+    into, wanted = MetaGradient(theta), MetaGradient(theta)
+    for each in (into, wanted):
+        each.sum.fill_(1)
     cut = [batches_of(episode) for episode in episodes]
     for own in (cut[0], cut[2]):
-        rule.direction(worker, theta, own, wanted)
+        task_gradient(rule, worker, own, wanted)
     cut[1].query[0].weights *= float("inf")
-    found = rule.directions(worker, theta, cut, total)
+    found = rule.task_gradients(worker, MetaParameters(theta), cut, into)
     assert [direction.finite for direction in found] == [True, False, True]
-    assert torch.equal(total, wanted)
+    assert torch.equal(into.sum, wanted.sum)
+    assert into.weight == wanted.weight == 2
 
 
 @pytest.mark.parametrize(
@@ -304,7 +323,7 @@ def test_the_body_is_called_once_for_all_of_its_tasks(settings, calls):
     worker.learner.hf.register_forward_hook(lambda *_: seen.append(1))
     size = rule.config.micro_batch_size
     cut = [batches_of(episode, size) for episode in episodes]
-    rule.directions(worker, worker.read(), cut, torch.zeros(worker.params.numel))
+    rule.task_gradients(worker, MetaParameters(worker.read()), cut, MetaGradient(worker.read()))
     assert len(seen) == calls
 
 
@@ -371,13 +390,13 @@ def test_a_number_is_asked_for():
 def test_a_run_uses_it(tmp_path, monkeypatch):
     """5 tasks, 2 at a time: 2 + 2 + 1."""
     seen = []
-    original = AdapterMultiTaskRule.directions
+    original = AdapterMultiTaskRule.task_gradients
 
-    def counting(self, worker, theta, episodes, total=None):
+    def counting(self, worker, meta, episodes, into):
         seen.append(len(episodes))
-        return original(self, worker, theta, episodes)
+        return original(self, worker, meta, episodes, into)
 
-    monkeypatch.setattr(AdapterMultiTaskRule, "directions", counting)
+    monkeypatch.setattr(AdapterMultiTaskRule, "task_gradients", counting)
     data = write_classes(tmp_path / "rows.jsonl")
     MetaTrainer(
         Config(

@@ -15,8 +15,8 @@ trajectory; the weights are never written. With `--tasks_per_pass` N tasks share
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,11 +25,11 @@ from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
 from fmmeta.meta import reference
 from fmmeta.meta.algorithms.setup import Setup
+from fmmeta.meta.classifier_head import nearest_mean_head
 from fmmeta.meta.costs import Passes, keeps_support
-from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.inner_lrs import HEAD
 from fmmeta.meta.linear_probe import FeatureRows, Head, QueryLoss, all_gather_features, head_of
-from fmmeta.meta.task_gradient import Rule, TaskGradient
+from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, Rule, TaskResult, no_poll
 from fmmeta.parallel.workers.base import CotangentFn, PassStats, SavedForward, VjpInput, Worker
 from fmmeta.tasks.batching import Episode, MicroBatch, Sets, merge_task_batches, pad_to_same_shape
 
@@ -40,121 +40,134 @@ class Anil:
     order: int
     config: Config
 
-    def direction(
-        self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None
-    ) -> TaskGradient:
-        [found] = self._directions(worker, theta, [episode], total)
-        return found
+    def task_gradient(
+        self,
+        worker: Worker,
+        meta: MetaParameters,
+        episode: Episode,
+        into: MetaGradient,
+        between_passes: Callable[[], None] = no_poll,
+    ) -> TaskResult:
+        [result] = self._one_pass(worker, meta, [episode], into, between_passes)
+        return result
 
-    def directions(
-        self, worker: Worker, theta: Tensor, episodes: Sequence[Episode], total: Tensor | None = None
-    ) -> list[TaskGradient]:
-        """Of several tasks, whose rows go through the body together: what they say is pulled back as one sum,
-        into `total`. If it is not finite, nothing was added, and they are taken one after the other; so they
-        are without a `total`. Collective: group.
+    def task_gradients(
+        self,
+        worker: Worker,
+        meta: MetaParameters,
+        episodes: Sequence[Episode],
+        into: MetaGradient,
+        between_passes: Callable[[], None] = no_poll,
+    ) -> list[TaskResult]:
+        """Meta-gradients of several tasks whose rows go through the body together, as one sum.
+
+        If the sum is not finite, nothing was added, and the tasks are taken one after the other. Collective:
+        group.
         """
-        if total is not None:
-            found = self._directions(worker, theta, episodes, total)
-            if all(each.finite for each in found):
-                return found
-        return [self.direction(worker, theta, episode, total) for episode in episodes]
+        results = self._one_pass(worker, meta, episodes, into, between_passes)
+        if all(result.finite for result in results):
+            return results
+        return [self.task_gradient(worker, meta, episode, into, between_passes) for episode in episodes]
 
-    def _directions(
-        self, worker: Worker, theta: Tensor, episodes: Sequence[Episode], total: Tensor | None
-    ) -> list[TaskGradient]:
-        """Of one pass; of one task without a `total`."""
+    def _one_pass(
+        self,
+        worker: Worker,
+        meta: MetaParameters,
+        episodes: Sequence[Episode],
+        into: MetaGradient,
+        between_passes: Callable[[], None],
+    ) -> list[TaskResult]:
         support, supports = merge_tasks([episode.support for episode in episodes])
         query, queries = merge_tasks([episode.query for episode in episodes])
-        exact = self.order > 1 or self._through
+        exact = self.order > 1 or self._differentiates_means
         keeps = exact and keeps_support(self.config, worker.data_ranks)
-        ahead = worker.ahead(support) if keeps else SavedForward(worker.features(support))
-        features = zip(*(rows.chunk(len(episodes)) for rows in ahead.features), strict=True)
-        tasks = [self._task(worker, theta, *each) for each in zip(supports, queries, features, strict=True)]
-        parts = [VjpInput(query, lambda: split_by_task([task.asked for task in tasks]))]
+        saved = worker.forward_features(support) if keeps else SavedForward(worker.features(support))
+        between_passes()
+        features = zip(*(rows.chunk(len(episodes)) for rows in saved.features), strict=True)
+        tasks = [
+            self._solve_head(worker, meta.theta, *each)
+            for each in zip(supports, queries, features, strict=True)
+        ]
+        parts = [VjpInput(query, lambda: split_by_task([task.query_loss for task in tasks]))]
         if exact:
-            parts.append(VjpInput(support, lambda: split_by_task([task.begin() for task in tasks]), ahead))
-        gradient, pulled = worker.vjp(parts, total)
-        for task in () if exact else tasks:
-            task.begin()
-        into = total if gradient is None else gradient
-        if into is not None and (into is gradient or pulled.finite):
-            for task in tasks:
-                for name, value in zip(self.inner.head.names, task.of_start, strict=False):
-                    worker.params.add(into, name, value)
-        return [TaskGradient(gradient, 1.0, pulled.finite, task.first, task.query) for task in tasks]
+            parts.append(VjpInput(support, lambda: split_by_task([task.backward() for task in tasks]), saved))
+        finite = worker.vjp(parts, into.sum).finite
+        for task in tasks:
+            if not exact:
+                task.backward()
+            for name, value in zip(self.inner.head.names, task.of_start, strict=False):
+                if finite:
+                    worker.params.add(into.sum, name, value)
+            if finite:
+                into.count()
+        return [TaskResult(1.0, finite, task.first, task.query) for task in tasks]
 
-    def _task(
+    def _solve_head(
         self,
         worker: Worker,
         theta: Tensor,
         support: Sequence[MicroBatch],
         query: Sequence[MicroBatch],
         features: Sequence[Tensor],
-    ) -> InnerSolution:
-        """The inner loop of a task, up to where its query set is asked. Collective: group."""
+    ) -> HeadSolution:
+        """The inner loop of a task. Collective: group."""
         rows = all_gather_features(worker, support, features)
         rows.features.requires_grad_()
-        start = self._start(worker, theta, rows)
-        leaves = [] if self._through else [part.detach().requires_grad_() for part in start]
-        adapted, first = self._learn(start if self._through else leaves, rows)
-        asked = QueryLoss(worker, query, adapted, torch.where(first.nonfinite_ranks > 0, torch.nan, 1.0))
-        return InnerSolution(asked, adapted, rows, leaves, first)
-
-    @property
-    def _through(self) -> bool:
-        """Whether the gradient goes through class means."""
-        return self.inner.head.kind == "prototype" and self.inner.head.through
-
-    def _start(self, worker: Worker, theta: Tensor, rows: FeatureRows) -> Head:
-        """What the task starts with. Collective: group."""
         head = self.inner.head
         if head.kind == "prototype":
-            means = rows.means(head.classes)
-            return [2 * means, -(means**2).sum(1)][: len(head.names)]
-        return head_of(worker, theta, head.names, head.classes, rows.features.shape[1])
+            start = [*nearest_mean_head(rows.means(head.classes))][: len(head.names)]
+        else:
+            start = head_of(worker, theta, head.names, head.classes, rows.features.shape[1])
+        leaves = [] if self._differentiates_means else [part.detach().requires_grad_() for part in start]
+        adapted, first = self._learn(leaves or start, rows)
+        slope = torch.where(first.nonfinite_ranks > 0, torch.nan, 1.0)
+        return HeadSolution(QueryLoss(worker, query, adapted, slope), adapted, rows, leaves, first)
+
+    @property
+    def _differentiates_means(self) -> bool:
+        """Whether the gradient flows through class means."""
+        return self.inner.head.kind == "prototype" and self.inner.head.backprop_through_means
 
     def _learn(self, head: Head, rows: FeatureRows) -> tuple[Head, PassStats]:
-        """The inner loop on the head; also loss and accuracy where it begins."""
+        """The inner loop on the head, and the statistics of the support set before it."""
+        first = rows.loss(head)[1]
         if self.inner.steps == 0:
-            return head, PassStats(rows.losses(head)[1])
-        momentum, table = self.inner.rule.momentum, self.inner.rates.table
+            return head, first
+        exact, momentum, table = self.order > 1, self.inner.optimizer.momentum, self.inner.rates.table
         column = self.inner.rates.layers.names.index(HEAD)
         velocity = [torch.zeros_like(part) for part in head]
-        seen = (
-            rows
-            if self.order > 1
-            else FeatureRows(rows.features.detach(), rows.labels, rows.mine, rows.classes)
-        )
-        first = PassStats(torch.zeros(4, dtype=torch.float64))
+        if not exact:
+            rows = replace(rows, features=rows.features.detach())
         for k in range(self.inner.steps):
-            own = head if self.order > 1 else [part.detach().requires_grad_() for part in head]
-            loss, told = seen.losses(own)
-            if k == 0:
-                first = PassStats(told)
-            found = torch.autograd.grad(loss, own, create_graph=self.order > 1)
-            velocity = [momentum * v + g for v, g in zip(velocity, found, strict=True)]
+            leaves = head if exact else [part.detach().requires_grad_() for part in head]
+            gradient = torch.autograd.grad(rows.loss(leaves)[0], leaves, create_graph=exact)
+            velocity = [momentum * v + g for v, g in zip(velocity, gradient, strict=True)]
             head = [part - float(table[k, column]) * v for part, v in zip(head, velocity, strict=True)]
         return head, first
 
 
-class InnerSolution:
-    """A task between its inner loop and the way back: from what the query set says of the adapted head to
-    what it says of the support rows' features and of the first head.
+@dataclass
+class HeadSolution:
+    """A task between its inner loop and the backward pass from the query loss at the adapted head.
+
+    leaves: the initial head, if its gradient is needed. first: statistics of the support set at the start.
+    query, of_start: of the query set, and the gradient of the initial head; set by `backward`.
     """
 
-    def __init__(
-        self, asked: QueryLoss, adapted: Head, rows: FeatureRows, leaves: Head, first: PassStats
-    ) -> None:
-        self.asked, self.adapted, self.rows, self.leaves, self.first = asked, adapted, rows, leaves, first
+    query_loss: QueryLoss
+    adapted: Head
+    rows: FeatureRows
+    leaves: Head
+    first: PassStats
 
-    def begin(self) -> CotangentFn:
-        """After the query set. Collective: group."""
-        told, self.query = self.asked.settle()
-        features, *self.of_start = torch.autograd.grad(
-            self.adapted, [self.rows.features, *self.leaves], told, materialize_grads=True
+    def backward(self) -> CotangentFn:
+        """The cotangents of the support set's features, after the query set's pass. Collective: group."""
+        of_adapted, self.query = self.query_loss.reduce()
+        of_features, *self.of_start = torch.autograd.grad(
+            self.adapted, [self.rows.features, *self.leaves], of_adapted, materialize_grads=True
         )
-        mine = self.rows.mine
-        return lambda number, _: features[mine[number]] * (mine[number] >= 0)[:, None]
+        local = self.rows.local
+        return lambda number, _: of_features[local[number]] * (local[number] >= 0)[:, None]
 
 
 def merge_tasks(sets: Sets) -> tuple[Sequence[MicroBatch], Sequence[Sequence[MicroBatch]]]:
@@ -164,10 +177,10 @@ def merge_tasks(sets: Sets) -> tuple[Sequence[MicroBatch], Sequence[Sequence[Mic
     return merge_task_batches(sets), pad_to_same_shape(sets)
 
 
-def split_by_task(answers: Sequence[CotangentFn]) -> CotangentFn:
-    """Every task's answer to its part of the rows."""
+def split_by_task(functions: Sequence[CotangentFn]) -> CotangentFn:
+    """The cotangents of merged micro-batches, from a function for each task's part of the rows."""
     return lambda number, features: torch.cat(
-        [answer(number, own) for answer, own in zip(answers, features.chunk(len(answers)), strict=True)]
+        [of_task(number, own) for of_task, own in zip(functions, features.chunk(len(functions)), strict=True)]
     )
 
 

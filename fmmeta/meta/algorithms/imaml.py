@@ -1,4 +1,4 @@
-"""iMAML: the meta-gradient at the end of a proximal inner loop, without the way back through its steps.
+"""iMAML: the meta-gradient at the end of a proximal inner loop, without backpropagation through its steps.
 
     phi* = argmin L_support(phi) + lambda / 2 |phi - phi_0|^2
     g = ((1 + damping) I + H(phi*) / lambda)^-1 grad L_query(phi*)        H: Hessian of the support loss
@@ -6,14 +6,14 @@
 Rajeswaran, Finn, Kakade, Levine, "Meta-Learning with Implicit Gradients", 2019 (arXiv 1909.04630), lemma 1,
 solved by conjugate gradients (their algorithm 2) with the Hessian-vector products of hessian.py. `lambda`
 is --proximal_weight. The formula holds near the minimum (enough inner steps) and where lambda exceeds the
-Hessian's most negative eigenvalue: conjugate gradients then meet only directions of positive curvature. One
-that is not is the sign that lambda is too small; the solution so far is used, and the run says so. Cost per
-task: K + 1 + 2 C + 2 passes for C conjugate-gradient steps, five shards, no trajectory.
+Hessian's most negative eigenvalue: conjugate gradients then meet only directions of positive curvature. A
+direction of negative curvature shows that lambda is too small: the solution so far is used, and the run logs
+a warning. Cost per task: K + 1 + 2 C + 2 passes for C conjugate-gradient steps, five shards, no trajectory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,9 +23,8 @@ from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs, reference
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, Rule, TaskResult, no_poll
 from fmmeta.meta.second_order.hessian import Hessian, HvpOptions
-from fmmeta.meta.task_gradient import Rule, TaskGradient
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Episode
 
@@ -47,74 +46,77 @@ class Imaml:
     inner: InnerLoop  # with its proximal weight
     steps: int
     damping: float
-    curvature: HvpOptions = field(default_factory=HvpOptions)
+    hvp: HvpOptions = field(default_factory=HvpOptions)
 
-    def checked(self, scale: float) -> Imaml:
-        """The same with finite differences taken at another step."""
-        return replace(self, curvature=replace(self.curvature, scale=scale))
+    def with_step_scale(self, scale: float) -> Imaml:
+        """The same rule with finite differences taken at another step."""
+        return replace(self, hvp=replace(self.hvp, scale=scale))
 
-    def direction(
-        self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None
-    ) -> TaskGradient:
-        adapted = self.inner.adapt(worker, theta, episode.support)
+    def task_gradient(
+        self,
+        worker: Worker,
+        meta: MetaParameters,
+        episode: Episode,
+        into: MetaGradient,
+        between_passes: Callable[[], None] = no_poll,
+    ) -> TaskResult:
+        theta, b = meta.theta, worker.zeros()
+        adapted = self.inner.adapt(worker, theta, episode.support, between_passes=between_passes)
         phi = worker.read()
-        b, query = worker.gradient(episode.query)
-        hessian = self.curvature.of(worker, episode.support)
-        solved = self._solve(worker, hessian, phi, b)
-        v, more = self.inner.head.back(worker, solved.x, theta, episode.support, adapted.means)
+        between_passes()
+        query = worker.gradient(episode.query, b)
+        hessian = Hessian(self.hvp, worker, episode.support, between_passes)
+        solution = self._solve(worker, hessian, phi, b)
+        passes = [*adapted.passes, query, *hessian.passes]
+        between_passes()
+        passes += self.inner.head.backward(worker, solution.x, theta, episode.support, adapted.means)
         worker.write(theta)
-        finite = all([step.finite for step in [*adapted.passes, query, *hessian.passes, *more]])
-        numbers = dict(zip(NUMBERS, (solved.residual, float(not solved.convex)), strict=True))
-        return TaskGradient(v, 1.0, finite, adapted.passes[0], query, numbers=numbers)
+        finite = all([step.finite for step in passes])
+        if finite:
+            into.add(solution.x)
+        numbers = dict(zip(NUMBERS, (solution.residual, float(not solution.convex)), strict=True))
+        return TaskResult(1.0, finite, adapted.passes[0], query, numbers)
 
     def _solve(self, worker: Worker, hessian: Hessian, phi: Tensor, b: Tensor) -> CgResult:
         """Conjugate gradients (Hestenes, Stiefel 1952) from zero. Collective: group."""
         x, residual, search = torch.zeros_like(b), b.clone(), b.clone()
-        size = began = worker.dot(residual, residual)
+        size = initial = worker.dot(residual, residual)
         for step in range(self.steps):
-            if size <= 1e-12 * began:
+            if size <= 1e-12 * initial:
                 break
             image = hessian.times(phi, search).div_(self.inner.proximal).add_(search, alpha=1 + self.damping)
             curvature = worker.dot(search, image)
             if not curvature > 0:
-                return CgResult(x if step else b, (size / began) ** 0.5, False)
+                return CgResult(x if step else b, (size / initial) ** 0.5, False)
             x.add_(search, alpha=size / curvature)
             residual.sub_(image, alpha=size / curvature)
             before, size = size, worker.dot(residual, residual)
             search.mul_(size / before).add_(residual)
-        return CgResult(x, (size / began) ** 0.5 if began else 0.0, True)
+        return CgResult(x, (size / initial) ** 0.5 if initial else 0.0, True)
 
 
 def warning(config: Config, values: Mapping[str, float]) -> str | None:
-    """What to tell the user of an outer step, or None.
-
-    `values`: means over its tasks.
-    """
-    weight, share, residual = (
-        config.proximal_weight,
-        values["too_little_proximal_weight"],
-        values["cg_residual"],
-    )
-    if not share > 0:
+    """A warning after an outer step, or None. values: means over its tasks."""
+    weight, residual = config.proximal_weight, values["cg_residual"]
+    share = values["too_little_proximal_weight"]
+    if share > 0:
         return (
-            None
-            if not residual > UNSOLVED
-            else (
-                f"proximal_weight={weight:g} is too small for so few steps of conjugate gradients: on the"
-                f" mean over this outer step's tasks they leave {100 * residual:.0f} % of the right-hand"
-                " side; raise --proximal_weight or --cg_steps"
-            )
+            f"proximal_weight={weight:g} is too small: on {100 * share:.0f} % of this outer step's tasks the"
+            " support loss curves downwards more than that somewhere, and the implicit gradient does not"
+            " exist; raise --proximal_weight (and lower --inner_lr below its inverse)"
         )
-    return (
-        f"proximal_weight={weight:g} is too small: on {100 * share:.0f} % of this outer step's tasks the"
-        " support loss curves downwards more than that somewhere, and the implicit gradient does not exist;"
-        " raise --proximal_weight (and lower --inner_lr below its inverse)"
-    )
+    if residual > UNSOLVED:
+        return (
+            f"proximal_weight={weight:g} is too small for so few steps of conjugate gradients: on the"
+            f" mean over this outer step's tasks they leave {100 * residual:.0f} % of the right-hand"
+            " side; raise --proximal_weight or --cg_steps"
+        )
+    return None
 
 
 def rule(setup: Setup, outer_step: int) -> Rule:
     config = setup.config
-    return Imaml(setup.inner, config.cg_steps, config.cg_damping, setup.curvature)
+    return Imaml(setup.inner, config.cg_steps, config.cg_damping, setup.hvp)
 
 
 def passes(config: Config, forwards: int) -> costs.Passes:

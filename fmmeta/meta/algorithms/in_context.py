@@ -1,5 +1,4 @@
-"""In-context learning, a baseline without gradients: the support set stands in the prompt, before every
-query.
+"""In-context learning, a baseline without gradients: the support set precedes every query in the prompt.
 
     before: query alone;  after: support pairs, each as a training example ends, then the query
 
@@ -47,7 +46,7 @@ def prompted(
 
 @dataclass(frozen=True)
 class InContext:
-    """Scores a task before and after its support set is read; see `Learning`."""
+    """Scores the query set without and with the support set in the prompt; see `EvaluationMethod`."""
 
     def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
         """Collective: group."""

@@ -1,28 +1,25 @@
-"""Reptile: from theta towards what the task's own training reaches.
+"""Reptile: move theta towards the weights that each task's training reaches.
 
     g = theta - phi_K,  phi_K = K inner steps from theta
 
 Nichol, Achiam, Schulman, "On First-Order Meta-Learning Algorithms", 2018 (arXiv 1803.02999), section 2,
 batched version: outer SGD with learning rate epsilon is theta <- theta + epsilon * mean(phi_K - theta). The
-query set is only looked at. The authors' inner optimizer is Adam without first moment, its state kept from
+query set is only evaluated. The authors' inner optimizer is Adam without first moment, its state kept from
 task to task: `--inner_optimizer adamw --inner_beta1 0 --inner_optimizer_state kept`. Here all tasks of a
-meta-batch start with the same moments, and the mean of what they end with is kept. Cost per task: K forward
+meta-batch start with the same moments, and the mean of their final moments is kept. Cost per task: K forward
 and backward passes and one forward; with Adam two shards of moments, four where they are kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
 from fmmeta.meta import reference
-from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.costs import Passes
-from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.task_gradient import Rule, TaskGradient
+from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Episode
 
@@ -31,22 +28,23 @@ from fmmeta.tasks.batching import Episode
 class Reptile:
     inner: InnerLoop
 
-    def direction(
-        self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None
-    ) -> TaskGradient:
-        adapted = self.inner.adapt(worker, theta, episode.support)
+    def task_gradient(
+        self,
+        worker: Worker,
+        meta: MetaParameters,
+        episode: Episode,
+        into: MetaGradient,
+        between_passes: Callable[[], None] = no_poll,
+    ) -> TaskResult:
+        adapted = self.inner.adapt(worker, meta.theta, episode.support, between_passes=between_passes)
+        between_passes()
         query = worker.forward(episode.query)
         finite = all([step.finite for step in [*adapted.passes, query]])
-        towards = None if total is not None else worker.displacement(theta)
-        if total is not None and finite:
-            worker.add_displacement(total, 1.0, theta)
-        worker.write(theta)
-        kept = adapted.state.vectors if self.inner.rule.kept is not None else {}
-        return TaskGradient(towards, 1.0, finite, adapted.passes[0], query, dict(kept))
-
-
-def rule(setup: Setup, outer_step: int) -> Rule:
-    return Reptile(setup.inner)
+        if finite:
+            worker.displacement(meta.theta, into.sum)
+            into.count(extra=adapted.state.vectors)
+        worker.write(meta.theta)
+        return TaskResult(1.0, finite, adapted.passes[0], query)
 
 
 def passes(config: Config, forwards: int) -> Passes:
@@ -55,7 +53,7 @@ def passes(config: Config, forwards: int) -> Passes:
 
 spec = AlgorithmSpec(
     "reptile",
-    rule,
+    lambda setup, outer_step: Reptile(setup.inner),
     reference.displacement,
     multi_task="displacement",
     supports=frozenset({"inner_optimizer_state", "offload_outer"}),

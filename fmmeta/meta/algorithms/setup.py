@@ -15,22 +15,22 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.in_context import InContext
 from fmmeta.meta.classifier_head import HeadInit
-from fmmeta.meta.inner_loop import InnerLoop, Learning
+from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
 from fmmeta.meta.inner_lrs import HEAD, Layers, Rates
-from fmmeta.meta.inner_optimizers import inner_rule
+from fmmeta.meta.inner_optimizers import inner_optimizer
 from fmmeta.meta.second_order.hessian import HvpOptions
 from fmmeta.parallel.workers.base import Worker
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What every rule may draw on."""
+    """The parts that rules are built from."""
 
     config: Config
     inner: InnerLoop
-    curvature: HvpOptions
+    hvp: HvpOptions
 
-    def learning(self, rates: Tensor | None = None) -> Learning:
+    def evaluation_method(self, rates: Tensor | None = None) -> EvaluationMethod:
         """How evaluation learns a task; `rates`: learned inner rates in place of the live ones."""
         return InContext() if find(self.config.algorithm).in_prompt else self.inner.variant(rates)
 
@@ -41,7 +41,7 @@ def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: 
     weighs = "proximal_weight" in find(config.algorithm).supports
     proximal = config.proximal_weight if weighs else 0.0
     inner = InnerLoop(
-        config.inner_steps, rates_of(config, worker, head_names), inner_rule(config), head, proximal
+        config.inner_steps, rates_of(config, worker, head_names), inner_optimizer(config), head, proximal
     )
     return Setup(config, inner, HvpOptions("bf16" if bf16 else "fp32"))
 
@@ -58,7 +58,7 @@ def rates_of(config: Config, worker: Worker, head_names: tuple[str, ...]) -> Rat
     rates = Rates(layers, table, learned=config.inner_lr_learned)
     if config.inner_lr_learned != "element":
         return rates
-    element = torch.zeros(worker.params.numel, device=worker.home)
+    element = torch.zeros(worker.params.numel, device=worker.storage_device)
     element.fill_(1)  # padding included: it has no gradient
     rates.scale_(0, element, slice(0, element.numel()))
     return Rates(layers, torch.ones_like(table), element, "element")

@@ -50,11 +50,11 @@ def rule(setup: Setup, outer_step: int, order: int = 2) -> Unrolled:
         order = 1
     gib = config.trajectory_memory_gib
     budget = 2**62 if gib is None else int(gib * 2**30)
-    counts = step_counts(config.inner_steps, outer_step, config.multi_step_loss_steps)
-    return Unrolled(setup.inner, order, counts, setup.curvature, budget)
+    weights = step_loss_weights(config.inner_steps, outer_step, config.multi_step_loss_steps)
+    return Unrolled(setup.inner, order, weights, setup.hvp, budget)
 
 
-def step_counts(inner_steps: int, outer_step: int, multi_step_loss_steps: int) -> tuple[float, ...]:
+def step_loss_weights(inner_steps: int, outer_step: int, multi_step_loss_steps: int) -> tuple[float, ...]:
     """Weights of the query loss at phi_1 .. phi_K: 1/K each at outer step 0, all on phi_K from
     `multi_step_loss_steps` on.
 

@@ -7,74 +7,75 @@ what it does to the gradient: h such that |H h d| is a fixed share `change` of |
 (docs/algorithms.md) the error is smallest, 4e-5 to 2e-4, at a share of 0.004 in fp32 for every direction
 tried, where a step of 3e-5 |phi| / |d| errs by up to 0.1.
 
-The share needs |H d|. The first product of a task measures it with a probe; later ones take it from the one
-before. So h is a function of the task alone: not of the layout, the precision of a neighbour or the tasks
-that went before.
+The share needs |H d|. The first product of a task measures it with a probe step; each later one takes it from
+its predecessor. So h is a function of the task alone: not of the layout or of earlier tasks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from fmmeta.meta.inner_loop import no_poll
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.tasks.batching import MicroBatch
 
 CHANGE = {"fp32": 0.004, "bf16": 0.2}  # cube root of a gradient's relative rounding error: 3e-7, 1e-2
-PROBE = {"fp32": 3e-5, "bf16": 3e-2}  # of |phi|: step of the first look at the curvature
-FARTHEST = 0.05  # of |phi|: no step is longer, however flat the loss
+PROBE_STEP = {"fp32": 3e-5, "bf16": 3e-2}  # share of |phi|: step of the first product
+MAX_STEP = 0.05  # share of |phi|: no step is longer, however flat the loss
 
 
 @dataclass(frozen=True)
 class HvpOptions:
-    """How differences are taken. `scale`: of the step; a check compares 1 with 0.5."""
+    """How differences are taken. `scale`: of the step; the gradient check compares 1 with 0.5."""
 
     precision: str = "fp32"
     scale: float = 1.0
 
-    def of(self, worker: Worker, batches: Sequence[MicroBatch]) -> Hessian:
-        return Hessian(self, worker, batches)
-
 
 @dataclass
 class Hessian:
-    """The Hessian of the mean loss over `batches`, for one task.
+    """The Hessian of the mean loss over `batches`, for one task. Every product changes the worker's weights.
 
-    The worker's weights are changed by every product.
+    relative_curvature: |H d| / (|d| |g|) of the last product.
     """
 
-    how: HvpOptions
+    options: HvpOptions
     worker: Worker
     batches: Sequence[MicroBatch]
+    between_passes: Callable[[], None] = no_poll
     passes: list[PassStats] = field(default_factory=list)
-    bend: float | None = None  # |H d| / (|d| |g|) of the last product
+    relative_curvature: float | None = None
 
     def times(self, phi: Tensor, d: Tensor) -> Tensor:
-        """H(phi) d, a new vector [S]. Collective: group."""
+        """H(phi) d, a new vector fp32 [S]. Collective: group."""
         length = self._norm(d)
         if length == 0 or not math.isfinite(length):
             return torch.zeros_like(d) if length == 0 else torch.full_like(d, math.nan)
-        size = self._norm(phi)
-        if self.bend is None:
-            self._difference(phi, d, PROBE[self.how.precision] * size / length, length)
-        reach = FARTHEST * size
-        if self.bend:
-            reach = min(reach, CHANGE[self.how.precision] / self.bend)
-        return self._difference(phi, d, self.how.scale * reach / length, length)
+        size, precision = self._norm(phi), self.options.precision
+        if self.relative_curvature is None:
+            self._difference(phi, d, PROBE_STEP[precision] * size / length, length)
+        step = MAX_STEP * size
+        if self.relative_curvature:
+            step = min(step, CHANGE[precision] / self.relative_curvature)
+        return self._difference(phi, d, self.options.scale * step / length, length)
 
     def _difference(self, phi: Tensor, d: Tensor, h: float, length: float) -> Tensor:
+        self.between_passes()
         self.worker.write(torch.add(phi, d, alpha=h))
-        ahead, first = self.worker.gradient(self.batches, restore=torch.sub(phi, d, alpha=h))
-        behind, second = self.worker.gradient(self.batches)
-        self.passes += [first, second]
-        middle = self._norm(ahead + behind) / 2
-        product = ahead.sub_(behind).div_(2 * h)
-        bend = self._norm(product) / (length * middle) if middle else 0.0
-        self.bend = bend if math.isfinite(bend) else 0.0
+        forward = self.worker.zeros()
+        result = self.worker.gradient(self.batches, forward, restore=torch.sub(phi, d, alpha=h))
+        self.between_passes()
+        backward = self.worker.zeros()
+        self.passes += [result, self.worker.gradient(self.batches, backward)]
+        mean_norm = self._norm(forward + backward) / 2
+        product = forward.sub_(backward).div_(2 * h)
+        curvature = self._norm(product) / (length * mean_norm) if mean_norm else 0.0
+        self.relative_curvature = curvature if math.isfinite(curvature) else 0.0
         return product
 
     def _norm(self, vector: Tensor) -> float:

@@ -17,17 +17,16 @@ Model-Agnostic Meta-Learning Algorithms", 2020 (arXiv 1908.10400), for K steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from fmmeta.meta.inner_loop import InnerLoop, InnerResult
-from fmmeta.meta.second_order.hessian import HvpOptions
+from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
+from fmmeta.meta.second_order.hessian import Hessian, HvpOptions
 from fmmeta.meta.second_order.trajectory import Trajectory
-from fmmeta.meta.task_gradient import TaskGradient
-from fmmeta.parallel.workers.base import PassStats, Worker
+from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Episode
 
 FINAL_ONLY: tuple[float, ...] = ()
@@ -37,76 +36,78 @@ FINAL_ONLY: tuple[float, ...] = ()
 class Unrolled:
     """A meta-gradient through the inner loop.
 
-    order: of the derivatives, 1 or 2. counts: weights of the query loss at phi_1 .. phi_K, summing to 1;
+    order: of the derivatives, 1 or 2. step_loss_weights: of the query loss at phi_1 .. phi_K, summing to 1;
     FINAL_ONLY is 0 .. 0, 1. budget_bytes: of trajectory on the device.
     """
 
     inner: InnerLoop
     order: int = 2
-    counts: tuple[float, ...] = FINAL_ONLY
-    curvature: HvpOptions = field(default_factory=HvpOptions)
+    step_loss_weights: tuple[float, ...] = FINAL_ONLY
+    hvp: HvpOptions = field(default_factory=HvpOptions)
     budget_bytes: int = 2**62
 
-    def checked(self, scale: float) -> Unrolled:
-        """The same with finite differences taken at another step."""
-        return replace(self, curvature=replace(self.curvature, scale=scale))
+    def with_step_scale(self, scale: float) -> Unrolled:
+        """The same rule with finite differences taken at another step."""
+        return replace(self, hvp=replace(self.hvp, scale=scale))
 
-    def direction(
-        self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None = None
-    ) -> TaskGradient:
-        """Meta-gradient of one task; see Rule. Collective: group."""
-        keeps = self.order > 1 or any(self.counts[:-1]) or self.inner.rates.learned != "no"
-        if not keeps:
-            return self._short(worker, theta, episode, None if self.inner.head.through else total)
-        begun = self.inner.begin(worker, theta, episode.support, tracked=True)
-        path = Trajectory(begun.phi0, self.budget_bytes, self.inner.rates.learned != "no")
-        adapted = self.inner.run(worker, begun, episode.support, path)
-        v, query = worker.gradient(episode.query)
-        if self.counts:
-            v.mul_(self.counts[-1])
-        extra, passes = self._backward(worker, episode, path, v)
-        v, more = self.inner.head.back(worker, v, theta, episode.support, adapted.means)
-        worker.write(theta)
-        finite = all([step.finite for step in [*adapted.passes, query, *passes, *more]])
-        return TaskGradient(v, 1.0, finite, adapted.passes[0], query, extra)
+    def task_gradient(
+        self,
+        worker: Worker,
+        meta: MetaParameters,
+        episode: Episode,
+        into: MetaGradient,
+        between_passes: Callable[[], None] = no_poll,
+    ) -> TaskResult:
+        """Add the meta-gradient of one task; see Rule. Collective: group.
 
-    def _short(self, worker: Worker, theta: Tensor, episode: Episode, total: Tensor | None) -> TaskGradient:
-        """Order 1 and nothing else: the query gradient at phi_K; restoring theta costs no separate pass."""
-        adapted: InnerResult = self.inner.adapt(worker, theta, episode.support)
-        passes, v, more = adapted.passes, None, []
-        if total is not None:
-            counts = 1.0 if all([step.finite for step in passes]) else 0.0
-            query = worker.add_gradient(total, counts, episode.query, theta)
-        else:
-            v, query = worker.gradient(episode.query, restore=theta)
-            v, more = self.inner.head.back(worker, v, theta, episode.support, adapted.means)
-        finite = all([step.finite for step in [*passes, query, *more]])
-        return TaskGradient(v, 1.0, finite, passes[0], query)
-
-    def _backward(
-        self, worker: Worker, episode: Episode, path: Trajectory, v: Tensor
-    ) -> tuple[dict[str, Tensor], Sequence[PassStats]]:
-        """Turn v = dL/dphi_K into dL/dphi_0 in place; return the gradient of learned rates, and the passes it
-        took.
+        Of order 1 and with nothing else to differentiate it is the query gradient at phi_K, accumulated
+        without a vector for it, and restoring theta costs no separate write.
         """
-        rates, momentum = self.inner.rates, self.inner.rule.momentum
+        theta, learned = meta.theta, self.inner.rates.learned != "no"
+        tracked = self.order > 1 or any(self.step_loss_weights[:-1]) or learned
+        path = Trajectory(self.budget_bytes, learned) if tracked else None
+        adapted = self.inner.adapt(worker, theta, episode.support, path, between_passes)
+        between_passes()
+        if path is None and not self.inner.head.backprop_through_means:
+            weight = 1.0 if all([step.finite for step in adapted.passes]) else 0.0
+            query = worker.gradient(episode.query, into.sum, weight, restore=theta)
+            finite = bool(weight) and query.finite
+            if finite:
+                into.count()
+            return TaskResult(1.0, finite, adapted.passes[0], query)
+        v = worker.zeros()
+        query = worker.gradient(
+            episode.query, v, self.step_loss_weights[-1] if self.step_loss_weights else 1.0
+        )
+        hessian = Hessian(self.hvp, worker, episode.support, between_passes)
+        extra = {} if path is None else self._backward(hessian, episode, path, v)
+        passes = [*adapted.passes, query, *hessian.passes]
+        between_passes()
+        passes += self.inner.head.backward(worker, v, theta, episode.support, adapted.means)
+        worker.write(theta)
+        finite = all([step.finite for step in passes])
+        if finite:
+            into.add(v, 1.0, extra)
+        return TaskResult(1.0, finite, adapted.passes[0], query)
+
+    def _backward(self, hessian: Hessian, episode: Episode, path: Trajectory, v: Tensor) -> dict[str, Tensor]:
+        """Turn v = dL/dphi_K [S] into dL/dphi_0 in place; return the gradient of learned rates.
+
+        All passes are added to those of `hessian`. Collective: group.
+        """
+        rates, momentum, worker = self.inner.rates, self.inner.optimizer.momentum, hessian.worker
         learned = rates.meta_parameter
         extra = {} if learned is None else {"rates": torch.zeros_like(learned)}
-        hessian = self.curvature.of(worker, episode.support)
-        passes: list[PassStats] = []
-        w: Tensor | None = None
-        whole = slice(0, v.numel())
+        w = torch.zeros_like(v) if self.order > 1 else None
         for k in reversed(range(self.inner.steps)):
             if extra:
                 rates.add_gradient_(extra["rates"], worker, k, v, path.take_direction(k))
-            if self.order > 1:
-                through = rates.scale_(k, v.clone(), whole).neg_()
-                w = through if w is None else w.mul_(momentum).add_(through)
+            if w is not None:
+                w.mul_(momentum).sub_(rates.scale_(k, v.clone(), slice(0, v.numel())))
                 v += hessian.times(path.phi(k), w)
-            if k > 0 and self.counts and self.counts[k - 1]:
+            if k > 0 and self.step_loss_weights and self.step_loss_weights[k - 1]:
+                hessian.between_passes()
                 worker.write(path.phi(k))
-                gradient, result = worker.gradient(episode.query)
-                passes.append(result)
-                v.add_(gradient, alpha=self.counts[k - 1])
+                hessian.passes.append(worker.gradient(episode.query, v, self.step_loss_weights[k - 1]))
             path.drop(k)
-        return extra, [*passes, *hessian.passes]
+        return extra

@@ -1,22 +1,25 @@
 """A worker: one model, held by the ranks of a group, and the operations that meta-learners are written in.
 
-    operation                                  what it does                               used for
-    read() -> vector                           copies this rank's fp32 shards             theta, phi_k
-    write(vector)                              sets them, refreshes working weights       restore, outer step
-    step(batches, update) -> PassStats         forward, backward, update of the shards    inner step
-    gradient(batches, restore) -> vector, ..   forward, backward, returns the gradient    query gradient
-    add_gradient(total, w, batches, restore)   the same, accumulated into a vector        meta-gradient
-    forward(batches) -> PassStats              loss and accuracy, no gradient             evaluation
-    features(batches) -> [[B, D]]              input of the classifier head, no gradient  prototypes
-    ahead(batches) -> SavedForward             the same, with the graph, for step or vjp  one forward less
-    logits(batches) -> [[B, C]]                output of the model, no gradient           FullModelWorker only
-    vjp(parts, total) -> vector, PassStats     gradient of sum <features, cotangents>     classifier head
-    dot(a, b) -> float                         over the whole model, each element once
-    dot_by_layer(a, b, ..., n) -> [n]          the same, by layer                         learned rates
+    operation                                   what it does                             used for
+    read() -> vector                            copies this rank's fp32 shards           theta, phi_k
+    write(vector)                               sets them, refreshes working weights     restore, outer step
+    step(batches, update) -> PassStats          forward, backward, update of shards      inner step
+    gradient(batches, into, weight, restore)    forward, backward, adds the gradient     query gradient
+    displacement(theta, into, weight)           adds theta - phi                         Reptile
+    forward(batches) -> PassStats               loss and accuracy, no gradient           evaluation
+    features(batches) -> [[B, D]]               input of the classifier head             prototypes
+    forward_features(batches) -> SavedForward   the same, for a later step or vjp        one forward less
+    logits(batches) -> [[B, C]]                 output of the model                      FullModelWorker
+    vjp(parts, into) -> PassStats               adds the gradient of                     classifier head
+                                                sum <features, cotangents>
+    dot(a, b) -> float                          over the model, each element once        norms
+    dot_by_layer(a, b, segments, n) -> [n]      the same, by layer                       learned rates
+    gather_param(vector, name, shape)           one complete parameter                   export, heads
 
-A vector is the flat fp32 tensor of S elements described by `ParamMap` (deepspeed_shards.py). Every rank of a
-group calls the same operations in the same order with the same number of micro-batches. No operation waits
-for another group.
+A vector is the flat fp32 tensor of S elements described by `ParamMap` (param_map.py). `gradient`,
+`displacement` and `vjp` accumulate into a vector of the caller, which may be on another device (host memory);
+pass `zeros()` to get the value itself. Every rank of a group calls the same operations in the same order with
+the same number of micro-batches. No operation waits for another group.
 """
 
 from __future__ import annotations
@@ -78,10 +81,11 @@ class PassStats:
 
 @dataclass
 class SavedForward:
-    """A forward pass over a set that was done ahead: features [B, D] of each micro-batch of this rank, fp32.
+    """The forward pass over a set, for a later `step` or `vjp` of the same body.
 
-    outputs: features and logits with their graph, valid for one pass, as long as the body
-    stays as it is; None where a worker does not keep it, and a later pass recomputes the forward.
+    features: [B, D] of each micro-batch of this rank, fp32. outputs: features and logits with their graph,
+    valid for one later pass; None where the worker does not keep them and the later pass recomputes the
+    forward.
     """
 
     features: list[Tensor]
@@ -89,7 +93,7 @@ class SavedForward:
 
 
 CotangentFn = Callable[[int, Tensor], Tensor]
-"""(number of a micro-batch, its features [B, D]) -> their cotangent [B, D], zero for rows that do not count.
+"""(number of a micro-batch, its features [B, D]) -> their cotangent [B, D], zero for filler rows.
 
 Local.
 """
@@ -97,26 +101,33 @@ Local.
 
 @dataclass(frozen=True)
 class VjpInput:
-    """A set whose features are pulled at. begin: called once when the sets before are done; it may
-    communicate in the group.
+    """A set in a vector-Jacobian product.
+
+    begin: called once, after the backward passes of the earlier sets; it may communicate in the group.
+    saved: the forward pass of `batches`, if it was done already.
     """
 
     batches: Sequence[MicroBatch]
     begin: Callable[[], CotangentFn]
-    ahead: SavedForward | None = None
+    saved: SavedForward | None = None
 
 
 class Worker(ABC):
-    """One model, held by the ranks of a group; the operations of the table above."""
+    """One model, held by the ranks of a group; the operations of the table above.
+
+    consensus_before_update: whether all ranks know that a gradient is not finite before one of them updates
+    its shards; where they do not, an accumulated gradient needs a temporary vector.
+    """
 
     params: ParamMap
     group: Communicator
     device: torch.device  # of the working weights
-    home: torch.device  # of the fp32 shards and of vectors: the host's where DeepSpeed offloads them
+    storage_device: (
+        torch.device
+    )  # of the fp32 shards and of vectors: the host's where DeepSpeed offloads them
     data_ranks = 1  # ranks of the group that share the rows of a set
-    counts_rows = (
-        True  # False where other ranks of the group run the same rows: what they give is counted there
-    )
+    counts_rows = True  # False where another rank of the group runs the same rows and counts them
+    consensus_before_update = True
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -124,21 +135,26 @@ class Worker(ABC):
 
     @abstractmethod
     def write(self, vector: Tensor) -> None:
-        """Replace the shards and refresh the working weights. Collective: group."""
+        """Replace the shards by `vector` [S] and refresh the working weights. Collective: group."""
+
+    @abstractmethod
+    def local_shards(self) -> list[tuple[Tensor, slice]]:
+        """This rank's shards themselves, and their slices of a vector."""
 
     @abstractmethod
     def step(
         self,
         batches: Sequence[MicroBatch],
         update: Update,
-        agreed: bool = False,
-        ahead: SavedForward | None = None,
+        skip_nonfinite_everywhere: bool = False,
+        saved: SavedForward | None = None,
     ) -> PassStats:
         """One optimisation step on the mean loss over `batches`. Collective: group.
 
-        Without `agreed`, `update` may or may not see a non-finite gradient. With `agreed`, every rank skips
-        `update` or gets zeros as soon as one rank finds the gradient non-finite. `ahead`: features of
-        `batches` from the same body; the head may have moved.
+        By default a rank may or may not call `update` with a gradient that is not finite. With
+        `skip_nonfinite_everywhere`, every rank skips `update` or passes zeros to it as soon as one rank finds
+        its gradient not finite. saved: forward pass of `batches` with the same body; the head may have
+        changed.
         """
 
     @abstractmethod
@@ -151,92 +167,76 @@ class Worker(ABC):
         undefined where `counts_rows` is False. Collective: group.
         """
 
-    def ahead(self, batches: Sequence[MicroBatch]) -> SavedForward:
-        """Features of `batches`, from which a later pass may continue.
+    def forward_features(self, batches: Sequence[MicroBatch]) -> SavedForward:
+        """`features`, with the activations of all micro-batches where the worker can keep them.
 
-        Activations of all of them are kept. Collective: group.
+        Collective: group.
         """
         return SavedForward(self.features(batches))
 
     @abstractmethod
-    def vjp(self, parts: Sequence[VjpInput], total: Tensor | None = None) -> tuple[Tensor | None, PassStats]:
-        """Gradient of sum <features, cotangent> over the rows of the group, fp32 [S]; the weights stay.
+    def vjp(self, parts: Sequence[VjpInput], into: Tensor) -> PassStats:
+        """Add the gradient of sum <features, cotangent> over the rows of the group to `into`, fp32 [S].
 
-        With a `total` it is added there instead, unless it is not finite on some rank of the group.
-        Collective: group.
+        The weights stay. `into` is unchanged if the product is not finite on a rank of the group. The loss of
+        the result is the sum itself. Collective: group.
         """
+
+    def zeros(self) -> Tensor:
+        """A vector of zeros, fp32 [S], to accumulate into."""
+        return torch.zeros(self.params.numel, device=self.storage_device)
 
     def gradient(
-        self, batches: Sequence[MicroBatch], restore: Tensor | None = None
-    ) -> tuple[Tensor, PassStats]:
-        """Return the gradient of the mean loss, fp32 [S]; leave the weights alone, or put `restore` in.
-
-        Collective: group.
-        """
-        return self._capture(lambda update: self.step(batches, update), restore)
-
-    def add_gradient(
-        self, total: Tensor, weight: float, batches: Sequence[MicroBatch], restore: Tensor
-    ) -> PassStats:
-        """Add `weight` times the gradient of the mean loss to `total` [S] (any device); write `restore`.
-
-        `total` stays as it is where the loss or the gradient is not finite on any rank of the group. No
-        vector is made for it. Collective: group.
-        """
-
-        return self._add(lambda update, agreed: self.step(batches, update, agreed), total, weight, restore)
-
-    def _add(
         self,
-        step: Callable[[Update, bool], PassStats],
-        total: Tensor,
-        weight: float,
+        batches: Sequence[MicroBatch],
+        into: Tensor,
+        weight: float = 1.0,
         restore: Tensor | None = None,
     ) -> PassStats:
-        """See add_gradient: of what `step` shows to an update, agreed or not."""
+        """Add `weight` times the gradient of the mean loss over `batches` to `into`, fp32 [S] on any device.
+
+        `into` is unchanged if the loss or the gradient is not finite on a rank of the group. The weights
+        stay, or become `restore` [S] at no extra cost. Collective: group.
+        """
+
+        def run(update: Update, everywhere: bool) -> PassStats:
+            return self.step(batches, update, everywhere)
+
+        return self.accumulate(run, into, weight, restore, buffered=not self.consensus_before_update)
+
+    def accumulate(
+        self,
+        run: Callable[[Update, bool], PassStats],
+        into: Tensor,
+        weight: float = 1.0,
+        restore: Tensor | None = None,
+        buffered: bool = False,
+    ) -> PassStats:
+        """Add `weight` times the gradients that `run` passes to an update to `into` [S]; see `gradient`.
+
+        run: (update, skip_nonfinite_everywhere) -> PassStats. buffered: collect them in a temporary vector,
+        and add it once all ranks know that it is finite.
+        """
+        total, scale = (self.zeros(), 1.0) if buffered else (into, weight)
 
         def add(shard: Tensor, grad: Tensor, where: slice) -> None:
             for part, more in pieces(self.device, total[where], grad):
-                part.add_(more.to(part.device), alpha=weight)
+                part.add_(more.to(part.device), alpha=scale)
             if restore is not None:
                 shard.copy_(restore[where])
 
-        result = step(add, True)
+        result = run(add, not buffered)
         if restore is not None and not result.finite:
             self.write(restore)  # a skipped step restores nothing
+        if buffered and result.finite:
+            into.add_(total.to(into.device), alpha=weight)
         return result
 
-    def add_displacement(self, total: Tensor, weight: float, theta: Tensor) -> None:
-        """Add `weight` times (theta minus what the worker holds) to `total` [S], piece by piece."""
-        for tensor, place in self.held():
-            for part, there, here in pieces(self.device, total[place], theta[place], tensor):
+    def displacement(self, theta: Tensor, into: Tensor, weight: float = 1.0) -> None:
+        """Add `weight` times (theta minus the shards) to `into`, fp32 [S] on any device, piece by piece."""
+        for tensor, where in self.local_shards():
+            for part, there, here in pieces(self.device, into[where], theta[where], tensor):
                 part.add_(there.to(here.device).sub(here).to(part.device), alpha=weight)
-
-    @abstractmethod
-    def held(self) -> list[tuple[Tensor, slice]]:
-        """This rank's shards themselves, and their slices of a vector."""
-
-    def _capture(
-        self, step: Callable[[Update], PassStats], restore: Tensor | None = None
-    ) -> tuple[Tensor, PassStats]:
-        captured = torch.zeros(self.params.numel, device=self.home)
-
-        def capture(shard: Tensor, grad: Tensor, where: slice) -> None:
-            captured[where] = grad
-            if restore is not None:
-                shard.copy_(restore[where])
-
-        result = step(capture)
-        if restore is not None and not result.finite:
-            self.write(restore)  # a skipped step restores nothing
-        return captured, result
-
-    def displacement(self, theta: Tensor) -> Tensor:
-        """theta minus what the worker holds, fp32 [S] on the device of the shards."""
-        way = self.read().neg_()
-        for part, there in pieces(self.device, way, theta):
-            part.add_(there.to(part.device))
-        return way
 
     def dot(self, a: Tensor, b: Tensor) -> float:
         """Inner product over the whole model, the same bits on every rank of the group. Collective: group."""
@@ -252,17 +252,17 @@ class Worker(ABC):
         segments: begin, end, layer of stretches of this rank's vectors. Collective: group.
         """
         sums = torch.zeros(count, dtype=torch.float64, device=a.device)
-        for run in self.params.counted():
+        for run in self.params.owned_slices():
             for begin, end, layer in segments:
                 here = overlap(slice(begin, end), run)
                 sums[layer] += torch.dot(a[here].double(), b[here].double())
         return over_group(self, sums.cpu())
 
-    def whole(self, vector: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One whole parameter out of the group's vectors. Collective: group."""
-        return self.params.whole(vector, name, shape, self.group.sum_)
+    def gather_param(self, vector: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One complete parameter, of `shape`, from the group's vectors. Collective: group."""
+        return self.params.assemble(vector, name, shape, self.group.sum_)
 
-    def writer(self, name: str) -> int:
+    def writer_rank(self, name: str) -> int:
         """The rank of the group that writes a parameter to the exported folder."""
         return 0
 
@@ -272,14 +272,16 @@ def add_local_dot(worker: Worker, product: Tensor, a: Tensor, b: Tensor, where: 
 
     Elements that another rank of the group owns do not count. Local.
     """
-    for run in worker.params.counted():
+    for run in worker.params.owned_slices():
         here = overlap(where, run)
         for x, y in pieces(worker.device, a[here], b[here]):  # fp64 copies are twice the size
             product += torch.dot(x.to(worker.device).double(), y.to(worker.device).double())
 
 
 def over_group(worker: Worker, partial: Tensor) -> Tensor:
-    """A sum over the whole model from this rank's part of it: rank 0's where every rank holds all, since
-    rounding may differ between them and the sum may decide how many collectives follow. Collective: group.
+    """The sum over the whole model of each rank's partial sum. Collective: group.
+
+    Where every rank holds the whole model it is rank 0's value: rounding may differ between ranks, and the
+    result may decide how many collectives follow.
     """
     return worker.group.broadcast_(partial) if worker.params.replicated else worker.group.sum_(partial)

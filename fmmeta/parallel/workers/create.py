@@ -155,8 +155,12 @@ def frozen_tensors(learner: Learner, names: Collection[str] | None = None) -> di
     """Frozen parameters and saved buffers by name, not copied, before an engine shards them. names: only
     these.
     """
-    trained = {
-        name for name, param in learner.named_parameters(remove_duplicate=False) if param.requires_grad
+    named = learner.named_parameters(remove_duplicate=False)
+    trained = {name for name, param in named if param.requires_grad}
+    return {
+        name: value.detach()
+        for name, value in learner.state_dict().items()
+        if name not in trained and (names is None or name in names)
     }
     return {
         name: value.detach()
@@ -186,5 +190,6 @@ def check_equal(ranks: ProcessGroups, mine: str, what: str, stage: int = 0) -> N
     gathered = set(ranks.world.gather_bytes(f"{stage} {mine}".encode()))
     if len(gathered) > len({text.split()[0] for text in gathered}):
         raise UsageError(
-            f"the {what} are not the same on every rank; let every node read the same checkpoint"
+            "the frozen weights and buffers are not the same on every rank;"
+            " let every node read the same checkpoint"
         )

@@ -1,6 +1,6 @@
 """A worker whose ranks each run the complete model; engines differ in two primitives only.
 
-batches --> _call (features, logits) --> loss --> backward --> ... --> apply --> Pass, summed over the group
+batches --> _call (features, logits) --> loss --> backward --> ... --> apply --> PassStats, over the group
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from fmmeta.models.losses import objective
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Update, VjpInput, Worker
 from fmmeta.tasks.batching import MicroBatch
 
+Outputs = tuple[Tensor, Tensor]
+"""Features and logits of a micro-batch, with their graph."""
+
 
 class FullModelWorker(Worker):
-    """A worker each of whose ranks runs the model from tokens to logits: the verbs over two primitives,
-    `backward` of a micro-batch and `apply` of an update to the shards.
+    """A worker each of whose ranks runs the model from tokens to logits.
+
+    It builds the operations from two primitives: `backward` of a micro-batch, and `apply` of an update to the
+    shards.
     """
 
     model: nn.Module
-    can_defer_backward = True  # whether `ahead` may leave a forward pass without its backward pass
+    can_defer_backward = True  # whether a forward pass may be left without its backward pass
 
     @property
     def learner(self) -> Any:
@@ -33,29 +38,28 @@ class FullModelWorker(Worker):
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of a rank's part of the loss to what this pass has gathered. Collective: group."""
+        """Accumulate the gradient of a micro-batch's loss; `last` of the pass. Collective: group."""
 
     @abstractmethod
-    def apply(self, update: Update, agreed: bool) -> Tensor:
-        """Hand each shard and its gradient, summed over the group, to `update`; refresh. `agreed`: see
-        `step`.
+    def apply(self, update: Update, skip_nonfinite_everywhere: bool) -> Tensor:
+        """Pass each shard and its gradient, summed over the group, to `update`; refresh the weights.
 
-        Returns whether this rank met a non-finite gradient or a refused step, as a 0-d tensor. Collective:
-        group.
+        Returns whether this rank found a gradient that is not finite or skipped the step, as a 0-d tensor.
+        skip_nonfinite_everywhere: see `step`. Collective: group.
         """
 
     def step(
         self,
         batches: Sequence[MicroBatch],
         update: Update,
-        agreed: bool = False,
-        ahead: SavedForward | None = None,
+        skip_nonfinite_everywhere: bool = False,
+        saved: SavedForward | None = None,
     ) -> PassStats:
-        stats, given = self._stats(), self._taken(ahead)
-        for index, batch in enumerate(batches):
-            loss = self._loss(batch, stats, None if given is None else given[index][0])
+        stats, outputs = self._stats(), self._take_outputs(saved, batches)
+        for index, (batch, given) in enumerate(zip(batches, outputs, strict=True)):
+            loss = self._loss(batch, stats, None if given is None else given[0])
             self.backward(nan_gradient_if_nonfinite(loss), last=index == len(batches) - 1)
-        return self._end(stats, update, agreed)
+        return self._finish(stats, update, skip_nonfinite_everywhere)
 
     @torch.no_grad()
     def forward(self, batches: Sequence[MicroBatch]) -> PassStats:
@@ -76,71 +80,64 @@ class FullModelWorker(Worker):
         """
         return [self._call(batch.to(self.device)).float() for batch in batches]
 
-    def ahead(self, batches: Sequence[MicroBatch]) -> SavedForward:
+    def forward_features(self, batches: Sequence[MicroBatch]) -> SavedForward:
         with torch.set_grad_enabled(self.can_defer_backward):
             outputs = [self._call(batch.to(self.device), want="both") for batch in batches]
-        return SavedForward(
-            [features.detach().float() for features, _ in outputs],
-            outputs if self.can_defer_backward else None,
-        )
+        features = [each.detach().float() for each, _ in outputs]
+        return SavedForward(features, outputs if self.can_defer_backward else None)
 
-    def vjp(self, parts: Sequence[VjpInput], total: Tensor | None = None) -> tuple[Tensor | None, PassStats]:
-        if total is None:
-            return self._capture(lambda update: self._pull(parts, update))
-        return None, self._add(lambda update, agreed: self._pull(parts, update, agreed), total, 1.0)
+    def vjp(self, parts: Sequence[VjpInput], into: Tensor) -> PassStats:
+        def run(update: Update, everywhere: bool) -> PassStats:
+            stats, left = self._stats(), sum(len(part.batches) for part in parts)
+            for part in parts:
+                cotangent, saved = part.begin(), self._take_outputs(part.saved, part.batches)
+                for index, (batch, given) in enumerate(zip(part.batches, saved, strict=True)):
+                    outputs = given or self._call(batch.to(self.device), want="both")
+                    product = vjp_loss(*outputs, cotangent(index, outputs[0].detach().float()))
+                    stats[0] += product.detach()
+                    left -= 1
+                    self.backward(nan_gradient_if_nonfinite(product), last=left == 0)
+            return self._finish(stats, update, everywhere)
 
-    def _pull(self, parts: Sequence[VjpInput], update: Update, agreed: bool = False) -> PassStats:
-        stats = self._stats()
-        left = sum(len(part.batches) for part in parts)
-        for part in parts:
-            answer, given = part.begin(), self._taken(part.ahead)
-            for index, batch in enumerate(part.batches):
-                outputs = self._call(batch.to(self.device), want="both") if given is None else given[index]
-                product = vjp_loss(*outputs, answer(index, outputs[0].detach().float()))
-                stats[0] += product.detach()
-                left -= 1
-                self.backward(nan_gradient_if_nonfinite(product), last=left == 0)
-        return self._end(stats, update, agreed)
+        return self.accumulate(run, into, buffered=not self.consensus_before_update)
 
-    def _end(self, stats: Tensor, update: Update, agreed: bool) -> PassStats:
-        stats[3] = self.apply(update, agreed)
+    def _finish(self, stats: Tensor, update: Update, skip_nonfinite_everywhere: bool) -> PassStats:
+        stats[3] = self.apply(update, skip_nonfinite_everywhere)
         return PassStats(self.group.sum_(stats))
 
     def _stats(self) -> Tensor:
         return torch.zeros(4, dtype=torch.float64, device=self.device)
 
     @staticmethod
-    def _taken(ahead: SavedForward | None) -> list[tuple[Tensor, Tensor]] | None:
-        """What was kept; it serves once, and its activations go with it."""
-        if ahead is None:
-            return None
-        outputs, ahead.outputs = ahead.outputs, None
+    def _take_outputs(saved: SavedForward | None, batches: Sequence[MicroBatch]) -> Sequence[Outputs | None]:
+        """The kept outputs of each micro-batch, removed from `saved`: they serve one backward pass."""
+        if saved is None or saved.outputs is None:
+            return [None] * len(batches)
+        outputs, saved.outputs = saved.outputs, None
         return outputs
 
     def _call(self, batch: MicroBatch, want: str = "logits") -> Any:
         return self.model(**batch.inputs, want=want)
 
     def _loss(self, batch: MicroBatch, stats: Tensor, features: Tensor | None = None) -> Tensor:
-        """`features`: of the rows, where they are known already."""
+        """This rank's share of the mean loss; adds to `stats`. features: of the rows, if already computed."""
         batch = batch.to(self.device)
         logits = self._call(batch) if features is None else self.learner.classify(features)
-        loss, right, rows = objective(logits, batch)
+        loss, num_correct, num_rows = objective(logits, batch)
         if self.counts_rows:
-            stats[:3] += torch.stack([loss.detach().double(), right.double(), rows.double()])
+            stats[:3] += torch.stack([loss.detach().double(), num_correct.double(), num_rows.double()])
         return loss
 
 
 def nan_gradient_if_nonfinite(loss: Tensor) -> Tensor:
-    """The loss, with a gradient that is not finite where the loss is not: log(0) has one that looks like any
-    other.
-    """
+    """The loss, with a NaN gradient where it is not finite; log(0), for example, has a finite gradient."""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 
 def vjp_loss(features: Tensor, logits: Tensor, cotangent: Tensor) -> Tensor:
-    """<features, cotangent> of a micro-batch; the head takes part with 0, as engines expect of every
-    parameter.
+    """<features, cotangent> of a micro-batch.
+
+    The logits take part with factor 0, since engines expect a gradient of every parameter.
     """
-    return (
-        features.float() * cotangent.to(features.device, torch.float32)
-    ).sum() + 0.0 * logits.float().sum()
+    product = features.float() * cotangent.to(features.device, torch.float32)
+    return product.sum() + 0.0 * logits.float().sum()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.parallel.param_map import TensorSlice
 
 LLAMA = {
     "column": r".*\.(q|k|v|gate|up)_proj\.weight$",
@@ -23,14 +24,12 @@ LLAMA = {
     "partial": r".*\.(q|k)_norm\.weight$",
 }
 PLANS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA)
-Cut = tuple[int, int, int]
-"""Dimension, first index and length of the part that a rank holds."""
 
 
 def tensor_parallel_block(hf_config: Any, size: int) -> dict[str, Any]:
     """The `tensor_parallel` block of a DeepSpeed file.
 
-    Raises `UsageError` for what cannot be cut into `size` equal parts.
+    Raises `UsageError` for a model that cannot be cut into `size` equal parts.
     """
     if hf_config.model_type not in PLANS:
         raise UsageError(
@@ -52,14 +51,14 @@ def tensor_parallel_block(hf_config: Any, size: int) -> dict[str, Any]:
 
 
 def cut_patterns(hf_config: Any) -> Callable[[str], bool]:
-    """Whether a parameter of this name is cut."""
+    """A function of a parameter's name: whether its weight is split."""
     plan = PLANS[hf_config.model_type]
     return lambda name: any(re.match(plan[kind], name) for kind in ("column", "row"))
 
 
-def cut_of(whole: tuple[int, ...], part: tuple[int, ...], rank: int) -> Cut | None:
-    """Which part of a parameter this tensor rank holds, given both shapes; None if it holds all of it."""
+def slice_of(whole: tuple[int, ...], part: tuple[int, ...], rank: int) -> TensorSlice | None:
+    """The part of a parameter that a tensor-parallel rank holds, given both shapes; None if it holds all."""
     if whole == part:
         return None
     (dim,) = [i for i, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
-    return dim, rank * part[dim], part[dim]
+    return TensorSlice(dim, rank * part[dim], part[dim])
