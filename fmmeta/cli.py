@@ -3,8 +3,6 @@
 `launch/train.py` calls `train`, the console script `fmmeta` calls `main`.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib

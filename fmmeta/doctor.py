@@ -4,8 +4,6 @@ It changes nothing. Levels: ok, warning (a run works, but slower or up to a limi
 exit code 0 without problems, else 2.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """The trainer: connects the parts of a run, from a `Config` and a launch to a finished model."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext

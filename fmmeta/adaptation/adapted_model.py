@@ -1,7 +1,5 @@
 """A model in one process, for `adapt` and `predict`: no groups, no DeepSpeed, no process group."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

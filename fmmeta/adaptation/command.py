@@ -7,8 +7,6 @@ The inner loop has the settings of meta-training (stored in fmmeta.json) unless 
 one process.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import shutil

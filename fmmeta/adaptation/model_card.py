@@ -1,7 +1,5 @@
 """The model card of an adapted model (README.md): its base model, its examples and its scores."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -4,8 +4,6 @@
                                   {"input", "output"}                 a greedy answer (causal_lm)
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -5,8 +5,6 @@ adapted = fmmeta.adapt("runs/my-run/model", [("where is my card", "card_arrival"
 adapted.predict(["has my card been sent?"])[0].output
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence

@@ -8,8 +8,6 @@ The copies stay allocated: their first use costs ten times as much as a copy. If
 them, the rank writes at once, and training waits.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ holds the whole model. With LoRA the folder holds adapters, which peft loads on 
 an ordinary model in another folder.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

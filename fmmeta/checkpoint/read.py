@@ -1,7 +1,5 @@
 """Reads slices of parameters from a checkpoint of any layout. No code or pickle is loaded."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from pathlib import Path

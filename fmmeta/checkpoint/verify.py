@@ -3,8 +3,6 @@
 read.py and write.py define the content of the files. Names in a manifest are compared and never followed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

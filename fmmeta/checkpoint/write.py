@@ -13,8 +13,6 @@ checks checkpoints before they are read. A save removes no checkpoint before the
 pickles.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

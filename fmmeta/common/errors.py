@@ -1,7 +1,5 @@
 """Exceptions that end a command with one line on rank 0, and its exit code on every rank."""
 
-from __future__ import annotations
-
 EXIT_FAULT, EXIT_STOPPED = 70, 75
 
 

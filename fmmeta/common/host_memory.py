@@ -1,7 +1,5 @@
 """Memory that this process may still allocate, by the host, its resource limits and its cgroup."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 

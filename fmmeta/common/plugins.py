@@ -3,8 +3,6 @@
 Such names are never read from a model folder, a checkpoint or a data set.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

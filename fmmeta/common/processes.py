@@ -1,7 +1,5 @@
 """Ends child processes with the process that started them."""
 
-from __future__ import annotations
-
 import ctypes
 import signal
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Terminal output of a run: log messages, a progress line with the time left, and tables."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Redacts secrets, refuses links that leave a folder and oversized compressed files, names disk errors."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -1,7 +1,5 @@
 """Values as text: short for messages, and as strict JSON for files."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

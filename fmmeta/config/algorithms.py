@@ -5,8 +5,6 @@ its rule and is imported when a Config names it, so that this module needs no to
 file: `--algorithm my_module:spec`.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Reads a Config's values and nothing else; `validate.py` asks it. Conflicts of on
 (AlgorithmSpec.conflicts), those of one setting in its rule (fields.py: needs, task_type, per_algorithm).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

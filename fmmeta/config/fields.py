@@ -1,7 +1,5 @@
 """How a setting is declared: one line with its default, its help text and its rules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal

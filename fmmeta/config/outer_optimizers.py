@@ -1,7 +1,5 @@
 """The outer optimizers: optimizers of torch that act element by element, so that they work on shards."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ flags, --config files, keyword arguments       refuse: one line with the new nam
 run.json, state.json, fmmeta.json              translated: old folders are read as before
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Owns names, defaults, help texts and rules. It reads and starts nothing, so that `import fmmeta` is cheap.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any

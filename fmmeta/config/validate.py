@@ -4,8 +4,6 @@ Reads a Config's values and nothing else, neither files nor other processes; `se
 raises. Settings that exclude each other are in conflicts.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """Converts values given from Python or a file to the type of their setting, or refuses them in one line."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from numbers import Integral, Real

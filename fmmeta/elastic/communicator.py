@@ -13,8 +13,6 @@ This module does not handle theta: membership.py decides which groups need the s
 state_transfer.py sends it. Messages are JSON, never pickles.
 """
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Callable

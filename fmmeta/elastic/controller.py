@@ -13,8 +13,6 @@ One group writes checkpoints, metrics and the model: the previous writer, else t
 folder's lock.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

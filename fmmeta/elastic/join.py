@@ -1,7 +1,5 @@
 """Joins a launch to an elastic run: lighthouse client, communicators, hash of the settings (--elastic)."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

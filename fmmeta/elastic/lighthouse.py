@@ -1,7 +1,5 @@
 """`fmmeta lighthouse`: runs torchft's lighthouse server, which lists the groups of an elastic run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

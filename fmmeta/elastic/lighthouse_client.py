@@ -11,8 +11,6 @@ torchft's lighthouse has no authentication: any client that reaches it is listed
 Members that do not know the secret of the run are left out by the groups themselves (communicator.py).
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import queue

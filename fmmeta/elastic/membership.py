@@ -4,8 +4,6 @@ Every group computes the same from the same answer of the lighthouse: which grou
 which groups need it (`needs_state`), and which one writes the files (`writer`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

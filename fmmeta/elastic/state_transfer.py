@@ -5,8 +5,6 @@ counters, the last line of metrics.jsonl. It is used only when it is complete, s
 costs another quorum and no more. No pickles: JSON and plain tensors.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from typing import Any

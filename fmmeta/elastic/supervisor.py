@@ -5,8 +5,6 @@ restarted. The supervisor stores no state. If it dies, groups of one rank contin
 lighthouse, if it ran here); larger ones stop after a save, as without any launcher.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -8,8 +8,6 @@ computed in batches that the rows alone determine. Ranks join groups as in train
 evaluated wherever it could be trained.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import closing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The episodes of an evaluation, fixed by data, settings, seed and the training splits of the models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@
 Features are first scaled to unit length. S support rows, Q query rows, D features, C classes.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ The batches depend on the rows alone, so that any number of groups computes the 
 R distinct rows, D features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

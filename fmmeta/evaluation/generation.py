@@ -7,8 +7,6 @@ Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004, equations 2
 runs of letters and digits, case does not count. Both need the whole model on one rank.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

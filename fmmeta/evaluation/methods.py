@@ -4,8 +4,6 @@ The worker holds theta before and after. Every method is a pure function of weig
 any rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

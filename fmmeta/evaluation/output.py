@@ -1,7 +1,5 @@
 """Output files of the commands: checked before the work, complete or absent after it."""
 
-from __future__ import annotations
-
 import os
 import sys
 import uuid

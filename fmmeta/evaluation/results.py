@@ -1,7 +1,5 @@
 """Results of an evaluation: content of results.json, tables, and paired differences from other results."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A setting that an exported model stores in fmmeta.json is None unless the user s
 then used, so that a model is adapted as it was meta-trained; without one, the default of training.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, make_dataclass, replace

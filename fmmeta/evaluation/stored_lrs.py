@@ -1,7 +1,5 @@
 """Inner learning rates of meta-training, read from a model folder for another worker."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -8,8 +8,6 @@ costs nothing. A model with learned rates (by layer, or of the head alone) keeps
 `inner_lr` scales them.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Sequence

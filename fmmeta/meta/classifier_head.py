@@ -13,8 +13,6 @@ gradients flow back through the means:
 One more pass computes the gradient of theta from dL/df.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

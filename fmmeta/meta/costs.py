@@ -3,8 +3,6 @@
 The table of docs/algorithms.md as functions of a Config. Tests count the passes of the real rules.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from fmmeta.config.algorithms import find

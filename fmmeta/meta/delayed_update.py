@@ -14,8 +14,6 @@ A pending meta-gradient is part of the state of a run: a checkpoint stores it, s
 later steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """The inner loop: from theta to a task's phi, by a few steps on its support set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -104,7 +102,7 @@ class InnerLoop:
 
     def variant(
         self, learned: Tensor | None = None, scale: float = 1.0, steps: int | None = None
-    ) -> InnerLoop:
+    ) -> "InnerLoop":
         """The same loop with other rates (see Rates.variant) and another number of steps."""
         steps = self.steps if steps is None else steps
         return replace(self, steps=steps, rates=self.rates.variant(learned, scale, steps))

@@ -8,8 +8,6 @@ Antoniou, Edwards, Storkey, "How to train your MAML", 2019, arXiv 1810.09502, se
 (Meta-SGD: Li, Zhou, Chen, Li 2017, arXiv 1707.09835). Both are changed in place by the outer step alone.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from bisect import bisect_right
@@ -45,7 +43,7 @@ class Layers:
     segments: tuple[tuple[int, int, int], ...]  # begin, end, index of the layer; ascending, no overlaps
 
     @classmethod
-    def of(cls, worker: Worker, head_names: Sequence[str]) -> Layers:
+    def of(cls, worker: Worker, head_names: Sequence[str]) -> "Layers":
         """Collective: group."""
         found = [(f.here.start, f.here.stop, layer_of(f.name, head_names)) for f in worker.params.fragments]
         gathered = worker.group.gather_bytes(json.dumps([name for _, _, name in found]).encode())
@@ -94,7 +92,7 @@ class Rates:
             and not self.table[:, away].any()
         )
 
-    def of_head(self, numel: int) -> Rates:
+    def of_head(self, numel: int) -> "Rates":
         """The rates of the head alone, as a separate vector."""
         column = self.layers.names.index(HEAD)
         return Rates(Layers((HEAD,), ((0, numel, 0),)), self.table[:, [column]])
@@ -103,7 +101,7 @@ class Rates:
     def meta_parameter(self) -> Tensor | None:
         return {"no": None, "layer": self.table, "element": self.element}[self.learned]
 
-    def variant(self, learned: Tensor | None = None, scale: float = 1.0, steps: int | None = None) -> Rates:
+    def variant(self, learned: Tensor | None = None, scale: float = 1.0, steps: int | None = None) -> "Rates":
         """A copy with other `learned` values (where rates are learned), times `scale`; more `steps` repeat
         the last row.
         """

@@ -8,8 +8,6 @@
 An optimizer gets one shard, its gradient and its slice of the vector; it never communicates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

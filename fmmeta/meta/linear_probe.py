@@ -8,8 +8,6 @@ The problem is small, so every rank of a group solves all of it, in fp64 and wit
 Shapes: N rows of a set, D features, C classes of the head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 rules add each task (rule.py)  -->  reduction over `cross`, a mean  -->  outer step (outer_step.py)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -40,7 +38,7 @@ class MetaGradient:
             total.add_((extra or {})[name], alpha=weight)
         self.weight += weight
 
-    def merge(self, other: MetaGradient) -> None:
+    def merge(self, other: "MetaGradient") -> None:
         """Add the sums of another."""
         for name, total in self.sums.items():
             total.add_(other.sums[name])
@@ -53,7 +51,7 @@ class MetaGradient:
 
     def begin_reduce(
         self, cross: Communicator, weight: float, comm_dtype: torch.dtype | None = None
-    ) -> PendingMean | None:
+    ) -> "PendingMean | None":
         """Start the all-reduce of all sums across groups; None if `weight`, that of all groups, is 0.
 
         One reduction of the rank's shard, whatever the number of tasks and inner steps. Add nothing while it

@@ -7,8 +7,6 @@ The same numbers as task by task, up to rounding: a task's rows use its own adap
 optimizer acts element by element, so that N tasks are one long vector to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

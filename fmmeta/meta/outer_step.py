@@ -9,8 +9,6 @@ mean over the tasks. With --offload_outer everything but the learned rates is in
 (parallel/offload.py) and is copied to the device in pieces, once per outer step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

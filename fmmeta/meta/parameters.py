@@ -6,8 +6,6 @@ it on; no code sets other values in the live tensors temporarily, so that a chec
 holds what was learned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,12 +30,12 @@ class MetaParameters:
     kept: InnerState | None = None
 
     @classmethod
-    def of(cls, theta: Tensor, inner: InnerLoop) -> MetaParameters:
+    def of(cls, theta: Tensor, inner: InnerLoop) -> "MetaParameters":
         """Those of a run. The inner loop reads the same rates and moments, and never changes them."""
         return cls(theta, inner.rates.meta_parameter, inner.optimizer.kept)
 
     @classmethod
-    def from_named(cls, tensors: Mapping[str, Tensor]) -> MetaParameters:
+    def from_named(cls, tensors: Mapping[str, Tensor]) -> "MetaParameters":
         return cls(tensors["theta"], tensors.get("rates"))
 
     def named(self) -> dict[str, Tensor]:
@@ -50,22 +48,22 @@ class MetaParameters:
         kept = {} if self.kept is None else dict.fromkeys(KEPT_MOMENTS, self.theta)
         return kept if self.rates is None else {"rates": self.rates, **kept}
 
-    def snapshot(self) -> MetaParameters:
+    def snapshot(self) -> "MetaParameters":
         """A copy in host memory."""
         return self.from_named({name: value.to("cpu", copy=True) for name, value in self.named().items()})
 
-    def interpolated(self, initial: MetaParameters, share: float) -> MetaParameters:
+    def interpolated(self, initial: "MetaParameters", share: float) -> "MetaParameters":
         """share theta_0 + (1 - share) theta in host memory, with these rates."""
         return MetaParameters(self.theta.to("cpu", copy=True).lerp_(initial.theta.cpu(), share), self.rates)
 
-    def add_state(self, state: StateDict) -> None:
+    def add_state(self, state: "StateDict") -> None:
         """Add theta, rates and kept moments, uncopied, to what a checkpoint holds."""
         state.add("", self.named())
         if self.kept is not None:
             state.add("kept.", self.kept.vectors)
             state.numbers["kept.count"] = self.kept.count
 
-    def load_state(self, state: StateDict) -> None:
+    def load_state(self, state: "StateDict") -> None:
         """Set the values that `add_state` gave, in place, on any layout and device."""
         for name, value in self.named().items():
             value.copy_(state.tensors(name)[""])

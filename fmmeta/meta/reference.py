@@ -6,8 +6,6 @@ shared code with the workers, rules or outer step that are tested against it. bf
 masters are updated.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -49,7 +47,7 @@ class ReferenceTask:
     bf16: bool
     rates: dict[str, Tensor]
     outer_step: int
-    memory: Memory
+    memory: "Memory"
 
 
 @dataclass

@@ -7,8 +7,6 @@ pass that is not finite on a rank of the group adds nothing. docs/algorithms.md 
 examples/custom_rule.py is one. A module with a rule needs the names in `__all__`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

@@ -10,8 +10,6 @@ al. 2017, arXiv 1706.04599, equation 3), BINS bins of equal width, rows of all e
 Q query rows, C classes.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

@@ -4,8 +4,6 @@ Names, weights and (up to rounding) numbers of the model do not change. Ansel et
 (ASPLOS). The first passes compile for seconds to minutes; torch caches the compiled code for the next run.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 

@@ -1,7 +1,5 @@
 """Files of a folder or hub id, online or offline; without a network no call waits for the hub."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

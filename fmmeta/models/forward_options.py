@@ -3,8 +3,6 @@
 Options that a model does not support are refused before its weights are read.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -6,8 +6,6 @@ layer is measured with the embeddings, the last one with norm, head and loss. Ne
 the model itself stays on the meta device.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 import time

@@ -5,8 +5,6 @@ checkpoint lacks (a new classifier, adapters) are drawn on every rank as transfo
 the same random stream. Never reads pickles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

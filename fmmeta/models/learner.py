@@ -9,8 +9,6 @@ Three kinds: a sequence classifier as transformers ships it (pooling: model), an
 and a linear head, and a causal language model. `hf` is the part that export saves.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The longest text that a model accepts: the positions of its configuration without the reserved ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Weights come from safetensors, never from pickles.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ layers on top of the base; the base keeps the weights of the checkpoint and is n
 imports peft, and only when adapters are used.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

@@ -3,8 +3,6 @@
 Shapes: B rows of a micro-batch, T tokens, C classes, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -9,8 +9,6 @@ the parameters that they replace; the modules' parameters are neither read nor c
 once per pass for all tasks, through the modules that an engine has hooks on, so that ZeRO 3 gathers it once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ placeholder of the embeddings returns the hidden states of the previous stage, t
 input. Nothing here communicates.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass

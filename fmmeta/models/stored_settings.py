@@ -1,7 +1,5 @@
 """Settings that a model stores in its fmmeta.json: how it learns a task, and what it was trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

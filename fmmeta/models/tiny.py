@@ -3,8 +3,6 @@
 `tiny` is a 2-layer BERT for classification and a 2-layer Llama for causal_lm, both over bytes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 BYTES = 256

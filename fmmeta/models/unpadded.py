@@ -7,8 +7,6 @@ gets padded rows, and its padding is removed again. The numbers are the same up 
 other sizes. Used on CPUs, where arithmetic dominates; on a GPU the host would have to wait for N.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A sum runs in buckets (`Reduction`), so that a caller works on one bucket while 
 Nothing is pickled: tensors and bytes only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Source of each rule: docs/architecture.md, "What DeepSpeed does by itself".
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

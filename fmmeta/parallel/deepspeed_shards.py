@@ -4,8 +4,6 @@ Each wrapper is mapped to its shards, the fragments of parameters in them (param
 refreshes the working weights after a shard was written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal

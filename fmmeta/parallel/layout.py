@@ -1,7 +1,5 @@
 """Assigns ranks to groups from a launcher's environment. Arithmetic only."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ class Launch:
     node: str = ""
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> Launch:
+    def from_env(cls, env: Mapping[str, str]) -> "Launch":
         """Read the variables of deepspeed, torchrun and accelerate, else those of srun, else one process.
 
         Raises `UsageError`.
@@ -54,7 +52,7 @@ class Launch:
         return launch
 
     @classmethod
-    def from_slurm(cls, env: Mapping[str, str]) -> Launch:
+    def from_slurm(cls, env: Mapping[str, str]) -> "Launch":
         """One process per task of `srun`. Without MASTER_ADDR the first node of the step hosts the store."""
         world_size = number(env, *SLURM_TASKS)
         per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world_size)

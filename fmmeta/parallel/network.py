@@ -8,8 +8,6 @@ gloo takes the names of GLOO_SOCKET_IFNAME as they are; NCCL takes prefixes of n
 for exact names and `^` excludes (NCCL's documentation of NCCL_SOCKET_IFNAME and NCCL_IB_HCA).
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import socket

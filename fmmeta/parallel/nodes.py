@@ -4,8 +4,6 @@ A group communicates in every pass, groups with each other once per outer step: 
 wherever it fits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -30,7 +28,7 @@ class Nodes:
     hosts: tuple[str, ...] = ("",)
 
     @classmethod
-    def of(cls, comm: Any, launch: Launch) -> Nodes:
+    def of(cls, comm: Any, launch: Launch) -> "Nodes":
         """Gather the node of every rank. comm: a Communicator. Collective: comm."""
         payload = json.dumps([identity(launch), platform.node()]).encode()
         gathered = [json.loads(text) for text in comm.gather_bytes(payload)]

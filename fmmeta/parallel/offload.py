@@ -8,8 +8,6 @@ Vectors are processed in pieces (`chunk`). Offloading idle state: Ren et al. 202
 everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

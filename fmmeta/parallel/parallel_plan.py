@@ -2,8 +2,6 @@
 `ParallelPlan`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,7 +32,7 @@ class ParallelPlan:
         device_type: str,
         layer_costs: Sequence[float] | None = None,
         reason: str = "",
-    ) -> ParallelPlan:
+    ) -> "ParallelPlan":
         """The plan of groups of `group_size`. Raises `UsageError` if a setting needs another size.
 
         A group of one has nothing to shard. Plain PyTorch does the same there for less, unless DeepSpeed

@@ -9,8 +9,6 @@ Snapshots, meta-gradients, outer moments and reductions are arithmetic on such v
 belongs to no parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ With --elastic a launch is one group: `world` contains its ranks, and `cross` co
 leave (elastic/communicator.py). `all_groups` contains all processes of all groups in both cases.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import socket

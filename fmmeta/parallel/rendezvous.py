@@ -12,8 +12,6 @@ number:
 An old value is never mistaken for a new one, since no number comes twice.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import time

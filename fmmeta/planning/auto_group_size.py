@@ -1,7 +1,5 @@
 """Chooses `--group_size auto` by the memory model, and refuses a group size that cannot hold the model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -12,8 +12,6 @@ The overhead of an engine per pass is not measured and counts as 0. One machine 
 links between nodes count as links inside the node.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -2,8 +2,6 @@
 the best one.
 """
 
-from __future__ import annotations
-
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import to_json
 from fmmeta.planning import show

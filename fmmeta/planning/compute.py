@@ -14,8 +14,6 @@ that a rank passes to a collective or sends, as `comm_bytes` in metrics.jsonl:
 benchmarks/plan.py counts the same in real engines (tests/distributed/test_plan.py).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -95,10 +93,10 @@ class Wire:
     send: int = 0
     collectives: int = 0
 
-    def __add__(self, other: Wire) -> Wire:
+    def __add__(self, other: "Wire") -> "Wire":
         return Wire(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def __mul__(self, times: int) -> Wire:
+    def __mul__(self, times: int) -> "Wire":
         return Wire(*(times * a for a in astuple(self)))
 
     @property

@@ -1,7 +1,5 @@
 """What each strategy needs, and how long its outer step takes: combines memory, work and machine."""
 
-from __future__ import annotations
-
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache

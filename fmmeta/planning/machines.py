@@ -5,8 +5,6 @@ A rate of matrix products from a data sheet is a share of the peak that trainers
 These shares are assumptions; measure them first.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict, dataclass, fields

@@ -17,8 +17,6 @@ it, DeepSpeed's copies to reduce and to step (`gradient_bytes`). Activations: Ko
 benchmarks/plan.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

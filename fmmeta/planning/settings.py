@@ -2,8 +2,6 @@
 planned with every value.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A plan as text (a table of the best layouts, their memory as bars, the best command), JSON and SVG."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, fields

@@ -10,8 +10,6 @@ their actual times differ. docs/scaling.md derives it. Arrays: S steps, G groups
 randomness comes from `seed`, and nothing communicates.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

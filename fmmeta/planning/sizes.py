@@ -1,7 +1,5 @@
 """Parameters and rows of the fullest rank of a group."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every way to shard a model over groups of GPUs that the flags of a run can choose."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product

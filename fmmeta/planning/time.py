@@ -9,8 +9,6 @@ Computing hides the profile's share of ZeRO 3's communication, and nothing else.
 of few flops, loading (in other processes), evaluation and saving.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings

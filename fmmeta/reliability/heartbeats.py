@@ -1,7 +1,5 @@
 """Heartbeats: each rank writes its phase into the shared store, and learns which ranks are silent."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Outliers of training: tasks beyond --max_task_loss or --max_task_norm, and spikes of the loss."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

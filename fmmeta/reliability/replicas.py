@@ -1,7 +1,5 @@
 """Compares vectors that must be equal in all groups, bit for bit."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

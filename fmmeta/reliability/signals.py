@@ -9,8 +9,6 @@ the same signal; a later one ends the process at once. The C level writes a byte
 reads it, because Python calls no handler while the main thread waits for other ranks in C code.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -45,7 +43,7 @@ class Signals:
         self.asked, self.at = "", 0.0
         self.handlers: dict[int, Any] = {}  # to be restored
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
             self.reader, self.writer = socket.socketpair()
             self.writer.setblocking(False)

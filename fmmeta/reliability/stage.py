@@ -1,7 +1,5 @@
 """The stage that the main thread of a rank is in, and how long it may take."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -9,8 +9,6 @@ two. If one group leaves its tasks, all groups abandon the outer step, since the
 meta-batches; if no group does, the step is finished.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fmmeta.checkpoint.async_saver import Saver

@@ -10,8 +10,6 @@ with its bound. When the stage takes longer:
 The threads need no answer from the ranks they watch, and this module's thread none from the store.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Curves over the outer steps, with spikes and skipped tasks marked on them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

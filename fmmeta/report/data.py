@@ -1,7 +1,5 @@
 """What a report shows: run.json and metrics.jsonl of a run, which may still be running."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

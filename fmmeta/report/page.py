@@ -1,7 +1,5 @@
 """The report of a run: report.html, one file that loads nothing and runs no script."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

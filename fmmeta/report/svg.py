@@ -13,8 +13,6 @@ the step under the pointer.
 Coordinates are those of the view box; the style sheet sets the width and the sizes of text.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Where the time of an outer step went: computing, waiting for data, waiting for other groups."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ importable. The seed of `rng` is the task's seed and the example's index: augmen
 and outer steps, and does not depend on the number of loader processes. Held-out episodes are not transformed.
 """
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from collections.abc import Callable, Sequence
@@ -86,7 +84,7 @@ class Transforms:
     tokenizer: Any
 
     @classmethod
-    def of(cls, config: Config, tokenizer: Any) -> Transforms | None:
+    def of(cls, config: Config, tokenizer: Any) -> "Transforms | None":
         """The transforms that the settings name; None if there are none.
 
         Raises `UsageError` for one that cannot be imported or sent to a loader process.

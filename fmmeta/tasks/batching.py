@@ -5,8 +5,6 @@ micro-batches, rows of similar length are together, and the weights make the los
 the whole set. Sets of several tasks are joined where their rows go through a model together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
@@ -57,15 +55,15 @@ class MicroBatch:
     classes: int = 0
     tokens: int = 0
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> "MicroBatch":
         if self.weights.device == device:
             return self
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin_memory(self) -> MicroBatch:
+    def pin_memory(self) -> "MicroBatch":
         return self._each(Tensor.pin_memory)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
         inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
         return replace(self, inputs=inputs, labels=change(self.labels), weights=change(self.weights))
 
@@ -86,7 +84,7 @@ class Episode:
         """Tokens of this rank's support and query rows, without padding."""
         return sum(batch.tokens for batch in (*self.support, *self.query))
 
-    def pin_memory(self) -> Episode:
+    def pin_memory(self) -> "Episode":
         return Episode(
             *([batch.pin_memory() for batch in part] for part in (self.support, self.query, self.prompted))
         )

@@ -8,8 +8,6 @@ folder until it ends, so that a folder with a free lock is left over, in every P
 communicates.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pickle

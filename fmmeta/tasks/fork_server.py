@@ -3,8 +3,6 @@
 Without this each would keep the other alive. No other process may import this module.
 """
 
-from __future__ import annotations
-
 import os
 
 from fmmeta.common.processes import end_with_parent

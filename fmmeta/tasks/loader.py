@@ -9,8 +9,6 @@ Without shared memory the training process loads the episodes. No function here 
 ranks decide together how to handle a bad task (training/episodes.py).
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os
@@ -51,7 +49,7 @@ class LoadResult:
     crash: bool = False
     seconds: float = 0.0  # that loading took, wherever it was done
 
-    def pin_memory(self) -> LoadResult:
+    def pin_memory(self) -> "LoadResult":
         return replace(self, batches=self.batches and self.batches.pin_memory())
 
 

@@ -5,8 +5,6 @@ Attention must not cross rows; models/forward_options.py checks it. A packed seq
 predicted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fmmeta.tasks.batching import IGNORE, Example

@@ -2,8 +2,6 @@
 end of the run.
 """
 
-from __future__ import annotations
-
 import math
 
 from fmmeta.meta.parameters import MetaParameters, StateDict

@@ -4,8 +4,6 @@ What can fail on one rank alone (files, downloads, memory) runs inside `raise_on
 with the same error.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ checkpoint holds the best validated weights. `close` runs in reverse order, sinc
 server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,31 +38,31 @@ class Callback:
     ...             print(run.state.outer_step, metrics["valid_accuracy"])
     """
 
-    def on_train_begin(self, run: Run) -> None:
+    def on_train_begin(self, run: "Run") -> None:
         """Before the first outer step of this process (with --elastic: before the first roll call)."""
 
-    def on_step_begin(self, run: Run) -> None:
+    def on_step_begin(self, run: "Run") -> None:
         """Before the tasks of an outer step. With --elastic also before each retry."""
 
-    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
         """After an outer step, already counted in `run.state.outer_step`. outcome: what it did to theta."""
 
-    def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
+    def on_evaluate(self, run: "Run", metrics: dict[str, float]) -> None:
         """After a validation that is complete. metrics: valid_accuracy in [0, 1] and valid_loss."""
 
-    def on_log(self, run: Run, metrics: dict[str, Any]) -> None:
+    def on_log(self, run: "Run", metrics: dict[str, Any]) -> None:
         """For every line of metrics.jsonl, and for the held-out accuracies at the end.
 
         With --elastic a line may come twice, if its writer group died before writing it.
         """
 
-    def on_save(self, run: Run, folder: Path) -> None:
+    def on_save(self, run: "Run", folder: Path) -> None:
         """When a checkpoint is begun. A background thread may still be writing to `folder`."""
 
-    def on_train_end(self, run: Run) -> None:
+    def on_train_end(self, run: "Run") -> None:
         """After the model is exported and evaluated; not where the run was stopped or failed."""
 
-    def close(self, run: Run) -> None:
+    def close(self, run: "Run") -> None:
         """Release resources, however the run ended. Local: must not communicate."""
 
 
@@ -84,7 +82,7 @@ class CallbackList:
             raise AttributeError(f"{hook} is not a hook of Callback")
         return partial(self._call, hook)
 
-    def close(self, run: Run) -> None:
+    def close(self, run: "Run") -> None:
         """Close all in reverse order; one that raises does not hide how the run ended. Local."""
         for callback in reversed((*self.built_in, *self.users)):
             try:
@@ -92,7 +90,7 @@ class CallbackList:
             except Exception as error:
                 run.progress.notice(f"{failure_of(callback, 'close', error)}; the run is not affected")
 
-    def _call(self, hook: str, run: Run, *arguments: Any) -> None:
+    def _call(self, hook: str, run: "Run", *arguments: Any) -> None:
         for callback in self.built_in:
             getattr(callback, hook)(run, *arguments)
         for callback in self.users:
@@ -115,10 +113,10 @@ def failure_of(callback: Callback, hook: str, error: Exception) -> str:
 class ReportPage(Callback):
     """Writes report.html when training begins and however the run ends."""
 
-    def on_train_begin(self, run: Run) -> None:
+    def on_train_begin(self, run: "Run") -> None:
         self.close(run)
 
-    def close(self, run: Run) -> None:
+    def close(self, run: "Run") -> None:
         if run.ranks.first and run.controller.writes:
             page.write_or_log(run.folder, run.progress.notice)
 
@@ -126,7 +124,7 @@ class ReportPage(Callback):
 class ReplicaCheck(Callback):
     """Compares theta between groups (--check_replicas_steps); with --elastic the quorum does."""
 
-    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
         """Raises `MachineFault`, on all ranks alike."""
         from fmmeta.reliability.replicas import check_replicas  # imports torch
 
@@ -138,7 +136,7 @@ class ReplicaCheck(Callback):
 class NonfiniteLimit(Callback):
     """Ends a run after --max_bad_steps outer steps in a row without a finite task."""
 
-    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
         """Raises `UsageError`, on all ranks alike."""
         if run.state.bad_steps >= run.config.max_bad_steps:
             steps = f"{run.state.bad_steps} outer steps in a row (the last is {run.state.outer_step})"
@@ -151,7 +149,7 @@ class NonfiniteLimit(Callback):
 class Validation(Callback):
     """Scores on validation tasks (--eval_steps); a resumed run repeats a validation that a stop cut short."""
 
-    def on_train_begin(self, run: Run) -> None:
+    def on_train_begin(self, run: "Run") -> None:
         """Validate if due. Collective: world."""
         from fmmeta.training.validation import VALID  # imports torch, which `fmmeta.Callback` does not need
 
@@ -172,14 +170,14 @@ class Validation(Callback):
         if state.best is not None:
             state.best.update(state.meta_params, state.outer_step, accuracy, loss)
 
-    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
         self.on_train_begin(run)
 
 
 class Saving(Callback):
     """Begins a checkpoint every --save_steps; the last one is saved at the end of the run."""
 
-    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
         every, step = run.config.save_steps, run.state.outer_step
         if every and step < run.config.outer_steps:
             run.state.preallocate()

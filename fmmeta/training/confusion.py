@@ -1,7 +1,5 @@
 """The confusion matrix of the first held-out episode, for the report."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ share of the schedule -> loader.fetch -> read                    all ranks of a 
                                                                   tasks, or stop on all ranks
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -73,7 +71,7 @@ class EpisodeReader:
     @classmethod
     def of(
         cls, load: LoadEpisode, ranks: ProcessGroups, config: Config, notice: Callable[[str], None]
-    ) -> EpisodeReader:
+    ) -> "EpisodeReader":
         """A reader that loads in this process."""
         return cls(lambda tasks: [load(task) for task in tasks], ranks, config, notice)
 

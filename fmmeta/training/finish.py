@@ -1,7 +1,5 @@
 """The end of a run: export the model, evaluate it on held-out tasks, show the table, close run.json."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

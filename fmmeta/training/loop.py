@@ -3,8 +3,6 @@
 Files belong to state.py and run_log.py, sharding to parallel/, actions after a step to callbacks.py.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import partial

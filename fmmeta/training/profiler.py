@@ -5,8 +5,6 @@ affected. The time of a nested region counts for the inner one only, so that the
 a GPU the end of each region waits for the device; otherwise a region would measure how long queueing takes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading
@@ -79,11 +77,11 @@ class Profiler(Callback):
         self.clock: Clock | None = None
         self.facts: dict[str, Any] | None = None
 
-    def on_train_begin(self, run: Run) -> None:
+    def on_train_begin(self, run: "Run") -> None:
         if self.enabled:
             self.chosen = min(run.state.outer_step + STEP, run.config.outer_steps - 1)
 
-    def on_step_begin(self, run: Run) -> None:
+    def on_step_begin(self, run: "Run") -> None:
         """Wrap methods of `run` if this step is the chosen one."""
         if run.state.outer_step != self.chosen or self.clock is not None:
             return
@@ -102,7 +100,7 @@ class Profiler(Callback):
                 if hasattr(owner, name):  # a pipeline's worker has neither _loss nor backward
                     self.wrapped.enter_context(wrapped(owner, name, self.clock, kind))
 
-    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
         """Unwrap, write the trace, gather the shares. Collective: world, after the chosen step."""
         if self.clock is None or self.facts is not None:
             return
@@ -120,7 +118,7 @@ class Profiler(Callback):
             "trace": file.name,
         }
 
-    def close(self, run: Run) -> None:
+    def close(self, run: "Run") -> None:
         """Unwrap, however the step ended."""
         self.wrapped.close()
 
@@ -136,7 +134,7 @@ class Profiler(Callback):
         return {"profile": self.facts}
 
 
-def regions(run: Run) -> list[tuple[str, Any, list[str]]]:
+def regions(run: "Run") -> list[tuple[str, Any, list[str]]]:
     """Kind of time, and the methods of an object whose time it is."""
     worker: Any = run.worker
     model = getattr(worker, "model", None) or worker.stage

@@ -7,8 +7,6 @@ No file of a folder is overwritten or removed here; checkpoints that must not be
 named in the log.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -45,7 +43,7 @@ class RunStart:
     finished: bool
     warnings: tuple[str, ...] = ()
     explicit: bool = False
-    lock: FolderLock | None = None
+    lock: "FolderLock | None" = None
 
 
 def open_run(

@@ -1,7 +1,5 @@
 """The log of a run: lines of metrics.jsonl, progress on the terminal, and warnings."""
 
-from __future__ import annotations
-
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +21,14 @@ class RunLogger(Callback):
         self.first, self.warned = 0, False
         self.line: dict[str, Any] | None = None  # the last of metrics.jsonl
 
-    def open(self, run: Run) -> None:
+    def open(self, run: "Run") -> None:
         """Continue metrics.jsonl; lines after the state's outer step are dropped. Local."""
         self.metrics = run_record.Metrics(run.folder, run.state.outer_step, run.ranks.first)
 
-    def on_train_begin(self, run: Run) -> None:
+    def on_train_begin(self, run: "Run") -> None:
         self.first = run.state.outer_step
 
-    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
         """Show the outer step; write a line every logging_steps, and after spikes, skips and retries."""
         config, step, step_metrics, update = run.config, run.state.outer_step, run.metrics, run.update
         membership = run.controller.metrics()
@@ -58,17 +56,17 @@ class RunLogger(Callback):
             self.warned = True
             run.progress.notice(warning)
 
-    def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
+    def on_evaluate(self, run: "Run", metrics: dict[str, float]) -> None:
         self._log(run, {"step": run.state.outer_step, **metrics})
 
-    def write_pending_line(self, run: Run) -> None:
+    def write_pending_line(self, run: "Run") -> None:
         """Append the last line if the previous writer group died before writing it. Collective: world."""
         last = torch.tensor(self.metrics.last if self.metrics else 0)
         last = int(run.ranks.world.broadcast_(last, 0))
         if self.line is not None and last < self.line["step"] <= run.state.outer_step:
             self._log(run, self.line)
 
-    def _log(self, run: Run, values: dict[str, Any]) -> None:
+    def _log(self, run: "Run", values: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(values)
         run.callbacks.on_log(run, values)

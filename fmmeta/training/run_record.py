@@ -2,8 +2,6 @@
 step). Secrets are redacted in both.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess

@@ -14,8 +14,6 @@ The state changes only between two outer steps. Settings, seeds and data are not
 the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which groups take part in an outer step: without --elastic all of them, from the first to the last."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from fmmeta.common.errors import PeerLost
@@ -18,10 +16,10 @@ class StaticController:
 
     writes = True
 
-    def begin_step(self, run: Run) -> None:
+    def begin_step(self, run: "Run") -> None:
         """Form the groups of the next outer step. Raises `PeerLost`. Collective: all groups."""
 
-    def form_again(self, run: Run, lost: PeerLost) -> None:
+    def form_again(self, run: "Run", lost: PeerLost) -> None:
         """Prepare another attempt at an outer step during which a group was lost. Local."""
         raise lost
 
@@ -32,7 +30,7 @@ class StaticController:
         """Values of the outer step that has ended, for metrics.jsonl."""
         return {}
 
-    def finish(self, run: Run) -> None:
+    def finish(self, run: "Run") -> None:
         """After the last outer step. Collective: all groups."""
 
     def leave(self) -> None:

@@ -1,7 +1,5 @@
 """The numbers of one outer step, summed over all groups (a line of metrics.jsonl), and its outcome."""
 
-from __future__ import annotations
-
 import enum
 import math
 import time
@@ -26,7 +24,7 @@ class Outcome(enum.Enum):
     STOP = "the step was abandoned, or the run is finished"
 
     @staticmethod
-    def of(update: OuterStep | None) -> Outcome:
+    def of(update: OuterStep | None) -> "Outcome":
         """update: None where none was due."""
         if update is None:
             return Outcome.PENDING

@@ -6,8 +6,6 @@ call it. Accelerate's trackers need it to find the main process and to log; `mak
 that fails is dropped with a notice; the run continues.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging
@@ -72,10 +70,10 @@ class Trackers(Callback):
         if names:
             (folder / FILE).write_text(json.dumps(known) + "\n", encoding="utf-8")
 
-    def on_log(self, run: Run, metrics: dict[str, Any]) -> None:
+    def on_log(self, run: "Run", metrics: dict[str, Any]) -> None:
         self.log(metrics)
 
-    def close(self, run: Run) -> None:
+    def close(self, run: "Run") -> None:
         self.finish()
 
     def log(self, values: dict[str, Any]) -> None:

@@ -4,8 +4,6 @@ Episodes are fixed by (seed, split) and divided among the groups; the scores do 
 weights are passed in; the worker holds them afterwards.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -55,7 +53,7 @@ class HeldOutScore:
         slot: int,
         task: Task,
         episode: Episode,
-    ) -> HeldOutScore:
+    ) -> "HeldOutScore":
         """Collective: group."""
         before, after = learning.score(worker, theta, episode)
         return cls(slot, task.stratum, before.loss, before.accuracy, after.loss, after.accuracy)
@@ -72,7 +70,7 @@ class StepScores:
     @classmethod
     def of(
         cls, inner: InnerLoop, worker: Worker, theta: Tensor, slot: int, task: Task, episode: Episode
-    ) -> StepScores:
+    ) -> "StepScores":
         """Collective: group."""
         passes = inner.scores_after_each_step(worker, theta, episode.support, episode.query)
         return cls(slot, [one.loss for one in passes], [one.accuracy for one in passes])

@@ -13,8 +13,6 @@ keep (costs.keeps_support); of first order (`--first_order_steps`) a forward of 
 trajectory; the weights are never written. With `--tasks_per_pass` N tasks share these passes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -109,7 +107,7 @@ class Anil:
         support: Sequence[MicroBatch],
         query: Sequence[MicroBatch],
         features: Sequence[Tensor],
-    ) -> HeadSolution:
+    ) -> "HeadSolution":
         """The inner loop of a task. Collective: group."""
         rows = all_gather_features(worker, support, features)
         rows.features.requires_grad_()

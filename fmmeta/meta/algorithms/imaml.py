@@ -11,8 +11,6 @@ direction of negative curvature shows that lambda is too small: the solution so 
 a warning. Cost per task: K + 1 + 2 C + 2 passes for C conjugate-gradient steps, five shards, no trajectory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -48,7 +46,7 @@ class Imaml:
     damping: float
     hvp: HvpOptions = field(default_factory=HvpOptions)
 
-    def with_step_scale(self, scale: float) -> Imaml:
+    def with_step_scale(self, scale: float) -> "Imaml":
         """The same rule with finite differences taken at another step."""
         return replace(self, hvp=replace(self.hvp, scale=scale))
 

@@ -7,8 +7,6 @@ Nothing is trained. Where the model's positions do not suffice, the first pairs 
 one forward of the query set with prompts K + 1 times as long.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

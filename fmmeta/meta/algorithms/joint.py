@@ -9,8 +9,6 @@ with the inner loop, from a head that the task initialises. Cost per task: 2 for
 shard of work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ fine-tuning if set. Cost per task: a forward and backward pass of either set, an
 more where a rank may not keep the activations of both (costs.keeps_support); no shards.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -10,8 +10,6 @@ meta-batch start with the same moments, and the mean of their final moments is k
 and backward passes and one forward; with Adam two shards of moments, four where they are kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

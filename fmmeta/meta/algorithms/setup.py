@@ -1,7 +1,5 @@
 """From settings to the parts that rules are made of: the inner loop, and meta-gradients through it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -29,8 +29,6 @@ Meta-SGD    alpha is a vector like theta and learned: dL/dalpha = - sum_k v_{k+1
             alpha, one for its sum, two for its moments. The rates are exported as model/inner_lr.safetensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

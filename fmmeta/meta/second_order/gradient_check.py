@@ -4,8 +4,6 @@ Truncation falls to a quarter when the step is halved, rounding doubles: if neit
 This measures the error of the differences; the tests compare the formula with autograd.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,7 +18,7 @@ TRUSTED = 0.02  # relative difference above which a meta-gradient is called inex
 class FiniteDifferenceRule(Rule, Protocol):
     """A rule that takes differences, and can take them at another step."""
 
-    def with_step_scale(self, scale: float) -> FiniteDifferenceRule: ...
+    def with_step_scale(self, scale: float) -> "FiniteDifferenceRule": ...
 
 
 @dataclass(frozen=True)

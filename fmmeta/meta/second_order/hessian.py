@@ -11,8 +11,6 @@ The share needs |H d|. The first product of a task measures it with a probe step
 its predecessor. So h is a function of the task alone: not of the layout or of earlier tasks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Vectors are a rank's shards, fp32 [S]. Those that exceed a budget of bytes on th
 memory.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -15,8 +15,6 @@ is the Hessian-free form of Fallah, Mokhtari, Ozdaglar, "On the Convergence Theo
 Model-Agnostic Meta-Learning Algorithms", 2020 (arXiv 1908.10400), for K steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -46,7 +44,7 @@ class Unrolled:
     hvp: HvpOptions = field(default_factory=HvpOptions)
     budget_bytes: int = 2**62
 
-    def with_step_scale(self, scale: float) -> Unrolled:
+    def with_step_scale(self, scale: float) -> "Unrolled":
         """The same rule with finite differences taken at another step."""
         return replace(self, hvp=replace(self.hvp, scale=scale))
 

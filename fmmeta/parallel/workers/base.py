@@ -22,8 +22,6 @@ pass `zeros()` to get the value itself. Every rank of a group calls the same ope
 the same number of micro-batches. No operation waits for another group.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

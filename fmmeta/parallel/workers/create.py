@@ -7,8 +7,6 @@ ZeRO 3       every parameter sharded while it is loaded          one tensor at a
 pipeline     some layers per rank                                only the tensors of its stage
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass

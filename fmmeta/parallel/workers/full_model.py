@@ -3,8 +3,6 @@
 batches --> _call (features, logits) --> loss --> backward --> ... --> apply --> PassStats, over the group
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ and task; the gradients of all tasks are reduced as one tensor. Tasks are indepe
 of one task does not change the others.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

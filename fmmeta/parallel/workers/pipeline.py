@@ -9,8 +9,6 @@ DeepSpeed's engine runs complete training batches only, so `step` is one `train_
 micro-batches and their lengths change from call to call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

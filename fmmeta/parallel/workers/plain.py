@@ -4,8 +4,6 @@ Trainable parameters become views of one flat buffer (fp32), so that reading, wr
 operations on it. With bf16 the model keeps bf16 copies that `refresh` fills from the fp32 buffer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

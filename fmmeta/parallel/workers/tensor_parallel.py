@@ -9,8 +9,6 @@ All other weights (embeddings, norms, heads) are replicated.
 Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ group or per sub-group, and not at all when it finds a non-finite gradient, so e
 and nothing relies on the call.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Columns of a data set by role: text and class, or input and output, task and stratum."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Text to tokens: classification texts, and causal_lm pairs whose labels cover the answer only."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any

@@ -8,8 +8,6 @@ The prompt of an example is exactly the text that a model gets after training: f
 template's generation prompt. The template's text after the answer (the end of the turn) is learned with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

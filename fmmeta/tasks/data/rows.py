@@ -4,8 +4,6 @@ Local files are read line by line, so that an error names the file and the line.
 which raises or counts them; reading continues after a bad line if the start of the next one is known.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

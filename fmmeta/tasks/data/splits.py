@@ -3,8 +3,6 @@
 A unit is what a split lists: a class, or a named task.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ A file gets its name after it is complete, and the name is a digest of all that 
 processes and runs share files without locks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -5,8 +5,6 @@ trained classes it tests on. Data are the same if their contents are equal, or i
 has the same classes.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -35,7 +33,7 @@ class UsedSplits:
     splits: Splits | None = None  # None for more than MOST_NAMES names
 
     @staticmethod
-    def of(name: str, content: str, noun: str, splits: Splits, held_out: int | None) -> UsedSplits:
+    def of(name: str, content: str, noun: str, splits: Splits, held_out: int | None) -> "UsedSplits":
         trained, stored = len(splits.get("train", ())), sum(map(len, splits.values())) <= MOST_NAMES
         return UsedSplits(
             label(name), content, noun, digest(splits), trained, held_out, splits if stored else None
@@ -64,7 +62,7 @@ class UsedSplits:
             same = dataset == self.dataset and names == set(strata)
         return self.splits if same else None
 
-    def doubts(self, other: UsedSplits, splits: Splits) -> Iterator[str]:
+    def doubts(self, other: "UsedSplits", splits: Splits) -> Iterator[str]:
         """Trained classes or tasks in the held-out part of `splits`, those of `other`, if the data are the
         same.
         """

@@ -9,8 +9,6 @@ meta-batch may cross the end of an epoch; no task is dropped or repeated to avoi
 communicates, and a position is restored by arithmetic.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ class Items(Sequence[Item]):
         self.tokens = np.fromiter(tokens, np.int64, len(names))
 
     @classmethod
-    def of(cls, items: Iterable[Item]) -> Items:
+    def of(cls, items: Iterable[Item]) -> "Items":
         listed = list(items)
         return cls(
             [item.name for item in listed],

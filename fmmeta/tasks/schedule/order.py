@@ -9,8 +9,6 @@ drawn completely. Shuffles are hashes of (seed, stream, stratum, pass, task): th
 the same on every machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """The tasks of a schedule as a sampler for torch's DataLoader."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -5,8 +5,6 @@ TaskSource.draw(task) -> Draw    row numbers of support and query, a pure functi
 Draw.episode() -> EpisodeRows    the tokens of these rows
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,7 +38,7 @@ class EpisodeShape:
     all_classes: bool = False
 
     @classmethod
-    def of(cls, config: Config) -> EpisodeShape:
+    def of(cls, config: Config) -> "EpisodeShape":
         n_way, most = (config.n_way, config.most_classes) if config.task_type == "classification" else (1, 1)
         return cls(n_way, config.k_shot, config.num_query, most, config.most_shots)
 

@@ -1,7 +1,5 @@
 """Sources of N-way K-shot episodes, and of episodes that share one numbering of all classes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

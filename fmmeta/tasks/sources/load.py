@@ -6,8 +6,6 @@
 On each node one rank runs this before the others (training/build.py), which then find the finished store.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Several data sets as one source, and the shares of their tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A source of named tasks of (input, output) pairs, for causal language models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Groups the rows of a token store by task and class, and drops tasks and classes with too few rows."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 

@@ -6,8 +6,6 @@ A run over a million files starts soon: only the name, the size and the first li
 before training. After that a node reads the files of its tasks only, and a bad file is one bad task.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,7 +75,7 @@ class FolderSource(TaskSource):
         """A digest of names and sizes: the contents are not read."""
         return digest([(file.name, file.size) for file in self.files])
 
-    def only(self, names: Sequence[str]) -> FolderSource:
+    def only(self, names: Sequence[str]) -> "FolderSource":
         """The source of some of the tasks."""
         files = {file.name: file for file in self.files}
         return FolderSource([files[name] for name in names], self.shape, self.config, self.tokenizer)

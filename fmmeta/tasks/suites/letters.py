@@ -14,8 +14,6 @@ held-out tasks combine other kinds.
     count      0 to 5 letters are of two kinds
 """
 
-from __future__ import annotations
-
 import random
 import string
 from collections.abc import Callable

@@ -12,8 +12,6 @@ a mark on a text is learned only through the gradient of the support set: the fi
 zero for the marks (docs/algorithms.md).
 """
 
-from __future__ import annotations
-
 import random
 
 from fmmeta.common.errors import UsageError
