@@ -1,0 +1,224 @@
+"""Each operation of each worker gives what the plain worker gives, which gives what plain PyTorch gives.
+
+To add an engine: a line in KINDS. To add an operation: a function in exercise.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fmmeta.config.settings import Config
+from fmmeta.models.load import describe, load_learner
+from tests.launch import run_ranks
+from tests.models import save_bert, save_llama, write_classes, write_pairs
+from tests.workers.exercise import LR, OPERATIONS, QUERY_ROWS, ROWS, examples, made_tensor
+
+Results = dict[str, Tensor]
+MODELS = ("llama", "bert")  # tied embeddings; a classifier with LayerNorms and biases
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, settings; stage: of ZeRO
+    "ZeRO 0": (2, {"stage": 0}),
+    "ZeRO 1": (2, {"stage": 1}),
+    "ZeRO 2": (2, {"stage": 2}),
+    "ZeRO 3": (2, {"stage": 3}),
+    "pipeline": (2, {"stage": 1, "pipeline_stages": 2}),
+    "tensor": (2, {"stage": 0, "tensor_parallel_size": 2}),
+    "ZeRO 3 with LoRA": (2, {"stage": 3, "lora_r": 2}),
+}
+TOLERANCE = {"fp32": 2e-6, "bf16": 3e-2}
+EXACT = ("write", "nonfinite step", "nonfinite gradient", "dot")  # no pass of the model changes their vectors
+
+
+def cases(kind: str) -> list[tuple[str, str]]:
+    """Models and precisions that a worker is tried with: AutoTP has no plan for BERT."""
+    models = ("llama",) if kind == "tensor" else MODELS
+    return [(model, dtype) for model in models for dtype in TOLERANCE]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("workers")
+    save_llama(folder / "llama")
+    save_bert(folder / "bert")
+    write_pairs(folder / "pairs.jsonl")
+    write_classes(folder / "classes.jsonl", classes=2 * ROWS)
+    return folder
+
+
+def settings(folder: Path, model: str, dtype: str, stage: int | None = None, **extra: Any) -> dict[str, Any]:
+    data = {
+        "llama": {"dataset": [str(folder / "pairs.jsonl")], "task_type": "causal_lm"},
+        "bert": {"dataset": [str(folder / "classes.jsonl")], "n_way": ROWS, "head_init": "learned"},
+    }
+    shared = {"model_name_or_path": str(folder / model), "bf16": dtype == "bf16", "k_shot": 1, "num_query": 1}
+    engine: dict[str, Any] = {"engine": "plain"}
+    if stage is not None:
+        file = folder / f"zero{stage}.json"
+        file.write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": "auto"}}))
+        engine = {"engine": "deepspeed", "deepspeed": str(file)}
+    return {**shared, **data[model], **engine, **extra}
+
+
+def launch(folder: Path, name: str, ranks: int, listed: dict[str, dict[str, Any]]) -> dict[str, Results]:
+    """Run cases in one launch; results by case."""
+    out = folder / name.replace(" ", "-")
+    out.mkdir()
+    content = [
+        {"id": case, "config": {**config, "group_size": str(ranks)}} for case, config in listed.items()
+    ]
+    (out / "cases.json").write_text(json.dumps(content))
+    run_ranks(["-m", "tests.workers.exercise", str(out / "cases.json"), str(out)], ranks, timeout_s=240).ok()
+    return {case: load_file(out / f"{case}.safetensors") for case in listed}
+
+
+@pytest.fixture(scope="module")
+def plain(folder) -> dict[str, Results]:
+    """The plain worker's results, by model, precision and rank of LoRA."""
+    listed = {
+        f"{model}-{dtype}-{rank}": settings(folder, model, dtype, **({"lora_r": rank} if rank else {}))
+        for model in MODELS
+        for dtype in TOLERANCE
+        for rank in (0, 2)
+    }
+    return launch(folder, "plain", 1, listed)
+
+
+@pytest.fixture(scope="module")
+def results(folder) -> Callable[[str], dict[str, Results]]:
+    """Results of a kind of worker by model and precision; each kind is launched once."""
+
+    @cache
+    def of(kind: str) -> dict[str, Results]:
+        ranks, extra = KINDS[kind]
+        listed = {f"{m}-{d}": settings(folder, m, d, **extra) for m, d in cases(kind)}
+        return launch(folder, kind, ranks, listed)
+
+    return of
+
+
+def apart(found: Results, wanted: Results, operation: str) -> float:
+    """The largest relative error among an operation's tensors, vectors over the whole model."""
+    names = [name for name in wanted if name.split("/")[0] in (operation, f"{operation}, theta")]
+    assert names == [name for name in found if name.split("/")[0] in (operation, f"{operation}, theta")]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name if name.endswith("/stats") else name.split("/")[0], []).append(name)
+    errors = []
+    for members in groups.values():
+        off = sum(float((found[name] - wanted[name]).double().square().sum()) for name in members)
+        size = sum(float(wanted[name].double().square().sum()) for name in members)
+        errors.append((off / (size or 1.0)) ** 0.5)  # the numbers of a pass that is not finite are zeros
+    return max(errors)
+
+
+def tried() -> list[tuple[str, str, str, str]]:
+    """Kind, model, precision, operation. No caller needs the logits of a pipeline."""
+    return [
+        (kind, model, dtype, operation)
+        for kind in KINDS
+        for model, dtype in cases(kind)
+        for operation, (_, classification_only) in OPERATIONS.items()
+        if not (classification_only and model == "llama") and (kind, operation) != ("pipeline", "logits")
+    ]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("kind", "model", "dtype", "operation"), tried())
+def test_an_operation_is_that_of_the_plain_worker(plain, results, kind, model, dtype, operation):
+    wanted = plain[f"{model}-{dtype}-{KINDS[kind][1].get('lora_r', 0)}"]
+    error = apart(results(kind)[f"{model}-{dtype}"], wanted, operation)
+    assert error <= (1e-6 if operation in EXACT else TOLERANCE[dtype])
+
+
+class PlainPyTorch:
+    """The same model and rows with autograd, in fp64, without a line of fmmeta/parallel."""
+
+    def __init__(self, folder: Path, model: str, rank: int) -> None:
+        config = Config(**settings(folder, model, "fp32", lora_r=rank))
+        self.causal = config.task_type == "causal_lm"
+        self.learner = load_learner(config, describe(config)).double()
+        self.names = [name for name, param in self.learner.named_parameters() if param.requires_grad]
+        self.rows = {ROWS: examples(ROWS, self.causal, 0), QUERY_ROWS: examples(QUERY_ROWS, self.causal, 1)}
+
+    def call(self, count: int, want: str = "logits") -> tuple[Tensor, Tensor]:
+        """Output for a set of rows in their order, padded to the longest, and their labels."""
+        rows = self.rows[count]
+        length = max(len(row.input_ids) for row in rows)
+        ids, labels = torch.zeros(count, length, dtype=torch.long), torch.full((count, length), -100)
+        mask = torch.zeros(count, length, dtype=torch.long)
+        for number, row in enumerate(rows):
+            ids[number, : len(row.input_ids)] = torch.tensor(row.input_ids)
+            mask[number, : len(row.input_ids)] = 1
+            if self.causal:
+                labels[number, : len(row.labels)] = torch.tensor(row.labels)
+        wanted = labels if self.causal else torch.arange(count)
+        return self.learner(input_ids=ids, attention_mask=mask, want=want), wanted
+
+    def loss(self, count: int) -> Tensor:
+        logits, labels = self.call(count)
+        if self.causal:
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return F.cross_entropy(logits, labels)
+
+    def gradient(self, value: Tensor) -> dict[str, Tensor]:
+        params = [self.learner.get_parameter(name) for name in self.names]
+        found = torch.autograd.grad(value, params, allow_unused=True)
+        return {
+            name: torch.zeros_like(param) if grad is None else grad
+            for name, param, grad in zip(self.names, params, found, strict=True)
+        }
+
+    @torch.no_grad()
+    def step(self) -> None:
+        with torch.enable_grad():
+            gradient = self.gradient(self.loss(ROWS))
+        for name, grad in gradient.items():
+            self.learner.get_parameter(name).sub_(LR * grad)
+
+    def theta(self) -> dict[str, Tensor]:
+        return {name: self.learner.get_parameter(name).detach().clone() for name in self.names}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_plain_worker_is_plain_pytorch(folder, plain, model, rank):
+    found, torch_model = plain[f"{model}-fp32-{rank}"], PlainPyTorch(folder, model, rank)
+
+    def check(operation: str, wanted: dict[str, Tensor]) -> None:
+        off = sum(
+            float((found[f"{operation}/{name}"] - value).square().sum()) for name, value in wanted.items()
+        )
+        assert (off / sum(float(value.square().sum()) for value in wanted.values())) ** 0.5 < 2e-6, operation
+
+    begin = torch_model.theta()
+    made = {name: made_tensor("sum" + name, tuple(value.shape)) for name, value in begin.items()}
+    check("gradient", torch_model.gradient(torch_model.loss(QUERY_ROWS)))
+    assert float(found["forward/stats"][0]) == pytest.approx(torch_model.loss(QUERY_ROWS).item(), rel=1e-5)
+    check("nonfinite gradient", made)
+    check("nonfinite step, theta", begin)
+    if model == "bert":
+        features, _ = torch_model.call(QUERY_ROWS, "features")
+        check("features", {"rows": features})
+        check("logits", {"rows": torch_model.call(QUERY_ROWS)[0]})
+        other, _ = torch_model.call(ROWS, "features")
+        pulled = (features * made_tensor("of query rows", (ROWS, features.shape[1]))[:QUERY_ROWS]).sum()
+        pulled = pulled + (other * made_tensor("of support rows", tuple(other.shape))).sum()
+        gradient = torch_model.gradient(pulled)
+        check("vjp", {name: made[name] + gradient[name] for name in made})
+    torch_model.step()
+    phi = torch_model.theta()
+    check("displacement", {name: made[name] + 0.5 * (begin[name] - phi[name]) for name in made})
+    gradient = torch_model.gradient(torch_model.loss(QUERY_ROWS))
+    check("weighted gradient that restores", {name: made[name] + 0.25 * gradient[name] for name in made})
+    check("weighted gradient that restores, theta", begin)
+    torch_model.step()
+    check("two steps, theta", torch_model.theta())
