@@ -191,6 +191,9 @@ def parse(argv: list[str], command: str = "train") -> Any:
     """
     from transformers import HfArgumentParser
 
+    # argparse would take it for an empty list, whatever the type of the setting
+    if any(word == "--" or word.endswith("=--") for word in argv):
+        raise UsageError("-- is not a flag; --help lists them")
     settings = import_attribute(COMMANDS[command].settings)
     parser = HfArgumentParser(settings, description=COMMANDS[command].text, allow_abbrev=False)
     parser.__class__ = type("HfParser", (Parser, HfArgumentParser), {})

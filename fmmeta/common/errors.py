@@ -18,6 +18,9 @@ class UsageError(ValueError):
 
     exit_code = 2
 
+    def __init__(self, text: object) -> None:
+        super().__init__(" ".join(str(text).splitlines()))  # values of settings may have line breaks
+
 
 class PeerError(RuntimeError):
     """A rank failed with an error that is not the user's (exit code 1); its own log holds the traceback."""

@@ -300,7 +300,7 @@ def of_several_tasks(c: Any) -> Conflicts:
             ),
             (
                 c.max_task_loss is not None,
-                f"max_task_loss={c.max_task_loss}, which may drop one task",
+                f"max_task_loss={c.max_task_loss}, which may drop a task of several",
             ),
         ]
     else:

@@ -47,7 +47,7 @@ class StepMetrics:
         self.data_seconds, self.failures = 0.0, 0
         self.values: dict[str, Any] = {}
 
-    def add(self, task: TaskResult, tokens: int, exploded: bool) -> None:
+    def add(self, task: TaskResult, tokens: int, exploded: bool = False) -> None:
         """Count a task. exploded: whether it exceeds the outlier bounds, and is skipped."""
         self.tokens += tokens
         self.tasks += 1

@@ -37,7 +37,7 @@ class StopAt:
 
     def __init__(self, monkeypatch, number: int) -> None:
         self.signals, self.number, self.scored = Signals(leave=lambda code: None), number, 0
-        for name in ("score", "path"):
+        for name in ("score", "scores_after_each_step"):
             monkeypatch.setattr(InnerLoop, name, self.counting(getattr(InnerLoop, name)))
 
     def counting(self, original):
