@@ -199,7 +199,7 @@ def limits() -> list[Finding]:
 
 def memory() -> list[Finding]:
     """Memory that a process may allocate."""
-    from fmmeta.common.host_memory import host_bytes
+    from fmmeta.common.processes import host_bytes
 
     free = host_bytes(1) / GIB
     text = f"{free:.1f} GiB that a process may allocate"

@@ -18,8 +18,7 @@ from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.finish import Result, finish
 from fmmeta.training.loop import Run
-from fmmeta.training.run_folder import open_run
-from fmmeta.training.run_record import settings_of
+from fmmeta.training.run_folder import open_run, settings_of
 from fmmeta.training.trackers import check_installed
 
 

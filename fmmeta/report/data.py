@@ -110,7 +110,7 @@ def points(lines: Sequence[Line], key: str) -> list[tuple[int, float | None]]:
 
 
 def spikes(lines: Sequence[Line]) -> list[tuple[int, float]]:
-    """(step, query loss) of lines with `loss_spike`: the run marks them (reliability/outliers.py), since it
+    """(step, query loss) of lines with `loss_spike`: the run marks them (reliability/checks.py), since it
     also has the steps that are not logged.
     """
     marked = points([line for line in lines if "loss_spike" in line], "query_loss")

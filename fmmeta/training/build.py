@@ -41,7 +41,7 @@ from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 from fmmeta.planning.auto_group_size import SizesAt, check_group_size, choose_group_size
 from fmmeta.planning.memory import rank_sizes
 from fmmeta.planning.sizes import count_params, largest_part, micro_batch_rows
-from fmmeta.reliability.replicas import check_replicas
+from fmmeta.reliability.checks import check_replicas
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Batcher
 from fmmeta.tasks.data.prompts import make_prompt

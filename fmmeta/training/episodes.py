@@ -23,7 +23,7 @@ from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode, LoadResult
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task, assign_to_groups
 from fmmeta.tasks.schedule.samplers import TaskSampler
-from fmmeta.training.step_metrics import StepMetrics
+from fmmeta.training.run_log import StepMetrics
 
 # max_bad_fraction is of this many tasks at least, so that the first bad one does not stop a run
 LEAST_SEEN = 100

@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
+from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.common.errors import PeerLost, Stopped, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.algorithms import find
@@ -21,21 +23,80 @@ from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.rule import MultiTaskRule
 from fmmeta.meta.second_order.gradient_check import FiniteDifferenceRule, check
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.reliability.outliers import OutlierBounds
-from fmmeta.reliability.replicas import check_replicas
+from fmmeta.reliability.checks import OutlierBounds, check_replicas
 from fmmeta.reliability.signals import Signals
-from fmmeta.reliability.stage import WatchdogStage
-from fmmeta.reliability.stop import StopAgreement
-from fmmeta.training import build, callbacks, run_record
+from fmmeta.reliability.watchdog import WatchdogStage
+from fmmeta.training import build, callbacks
+from fmmeta.training.callbacks import Outcome
 from fmmeta.training.episodes import EpisodeReader, TrainingEpisodes
 from fmmeta.training.profiler import Profiler
-from fmmeta.training.run_folder import RunStart, newest_complete
-from fmmeta.training.run_log import RunLogger
+from fmmeta.training.run_folder import RunStart, newest_complete, write_run
+from fmmeta.training.run_log import RunLogger, StepMetrics
 from fmmeta.training.state import TrainingState
-from fmmeta.training.static_controller import StaticController
-from fmmeta.training.step_metrics import Outcome, StepMetrics
 from fmmeta.training.trackers import Trackers
 from fmmeta.training.validation import HeldOut
+
+
+class StaticController:
+    """What the loop calls; ElasticController overrides all of it. run: the run that calls.
+
+    writes: whether this group writes the files of the run.
+    """
+
+    writes = True
+
+    def begin_step(self, run: "Run") -> None:
+        """Form the groups of the next outer step. Raises `PeerLost`. Collective: all groups."""
+
+    def form_again(self, run: "Run", lost: PeerLost) -> None:
+        """Prepare another attempt at an outer step during which a group was lost. Local."""
+        raise lost
+
+    def check_task_count(self, tasks: int, expected: int) -> None:
+        """Raises `MachineFault` where the tasks of all groups are not the meta-batch."""
+
+    def metrics(self) -> dict[str, Any]:
+        """Values of the outer step that has ended, for metrics.jsonl."""
+        return {}
+
+    def finish(self, run: "Run") -> None:
+        """After the last outer step. Collective: all groups."""
+
+    def leave(self) -> None:
+        """End the membership of this group."""
+
+
+class StopAgreement:
+    """One for a run. requested: whether all ranks know that the run has to stop."""
+
+    def __init__(self, ranks: ProcessGroups, signals: Signals) -> None:
+        self.ranks, self.signals, self.requested = ranks, signals, False
+
+    def should_leave_tasks(self) -> bool:
+        """Whether a rank of this group has received a stop signal. Collective: group."""
+        asked = torch.tensor([float(bool(self.signals.asked))])
+        return float(self.ranks.group.sum_(asked)) > 0
+
+    def agree_after_tasks(self, left_tasks: bool, saver: Saver) -> bool:
+        """Whether all groups abandon this outer step, because one has left tasks of it.
+
+        left_tasks: whether this group has. The ranks also learn whether a checkpoint in the background is
+        done. Raises `UsageError` if too many checkpoints failed. Collective: world.
+        """
+        saved = saver.folder is not None and saver.done
+        mine = [left_tasks, bool(self.signals.asked), saved, bool(saver.failure)]
+        left, asked, done, failed = self.ranks.world.sum_(torch.tensor(mine, dtype=torch.float64)).tolist()
+        self.requested = asked > 0 or left > 0
+        if done == self.ranks.world.size:
+            saver.judge(failed > 0)
+        return left > 0
+
+    def agree(self) -> bool:
+        """Whether any rank has received a stop signal; all then have its name. Collective: world."""
+        names = [name.decode() for name in self.ranks.world.gather_bytes(self.signals.asked.encode()) if name]
+        self.requested = self.requested or bool(names)
+        self.signals.asked = names[0] if names else ""
+        return self.requested
 
 
 class Run:
@@ -307,7 +368,7 @@ class Run:
 
     def write_run(self, **facts: Any) -> None:
         """Write run.json. Local: the first rank's."""
-        run_record.write_run(
+        write_run(
             self.folder,
             self.config,
             self.inputs.sources.fingerprint,

@@ -19,8 +19,8 @@ from fmmeta.parallel.process_groups import pending_type
 from fmmeta.training.callbacks import Callback
 
 if TYPE_CHECKING:
+    from fmmeta.training.callbacks import Outcome
     from fmmeta.training.loop import Run
-    from fmmeta.training.step_metrics import Outcome
 
 KINDS = (
     "data",

@@ -8,9 +8,11 @@ named in the log.
 """
 
 import fcntl
+import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -20,12 +22,64 @@ from typing import Any
 
 from fmmeta import checkpoint
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import make_folders, remove_empty
-from fmmeta.common.text import as_stored
+from fmmeta.common.security import make_folders, redact, remove_empty
+from fmmeta.common.text import as_stored, to_json
 from fmmeta.config.settings import Config, changed_settings
 from fmmeta.parallel.process_groups import Communicator
 from fmmeta.report.data import read_run
-from fmmeta.training.run_record import NOTHING, settings_of
+
+PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "peft")
+
+NOTHING: Mapping[str, Any] = {}
+
+
+def settings_of(config: Config, fingerprint: str, resolved: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+    """What identifies a run: flags, fingerprint of the data, and `resolved` of build.RunInputs."""
+    return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint, **resolved})
+
+
+def write_run(
+    folder: Path,
+    config: Config,
+    fingerprint: str,
+    layout: str,
+    resolved: Mapping[str, Any] = NOTHING,
+    **facts: Any,
+) -> None:
+    """Write run.json: every resolved setting, versions, git commit, data fingerprint, and `facts`."""
+    versions = {name: version(name) for name in PACKAGES}
+    run = {
+        "settings": settings_of(config, fingerprint, resolved),
+        "layout": layout,
+        "versions": versions,
+        "git_commit": git_commit(),
+        **facts,
+    }
+    temporary = folder / "run.json.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(redact(to_json(run, indent=1)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(folder / "run.json")
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_commit() -> str | None:
+    """Commit of the current folder, if it is in a git checkout."""
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
 
 LOCK = ".lock"
 MOST_LISTED = 100  # times that the checkpoints of a run are listed while others write them

@@ -22,7 +22,7 @@ from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
 from fmmeta.metrics.scores import gather_scores, mean_ci95
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.reliability.replicas import hash_vector
+from fmmeta.reliability.checks import hash_vector
 from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task

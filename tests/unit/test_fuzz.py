@@ -29,8 +29,7 @@ from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.tasks.sources.load import load_sources
-from fmmeta.training.run_folder import open_run
-from fmmeta.training.run_record import write_run
+from fmmeta.training.run_folder import open_run, write_run
 from tests.models import write_classes
 from tests.unit.helpers import one_rank
 from tests.unit.test_checkpoint_export import WHOLE, saved

@@ -37,7 +37,7 @@ from fmmeta.tasks.batching import Batcher, Episode, Example
 from fmmeta.tasks.loader import LoadResult
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.training.episodes import EpisodeReader
-from fmmeta.training.final_table import compare, show
+from fmmeta.training.finish import compare, show
 from fmmeta.training.validation import HeldOut, HeldOutScore, per_stratum
 from tests.unit.helpers import one_rank
 from tests.unit.learners import batches_of, bert, config_of, episode_of, gradient_of, llama, task_gradient

@@ -23,7 +23,8 @@ from fmmeta.tasks import episode_folder, loader
 from fmmeta.tasks.data.rows import data_files, read_file
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.tasks.sources.task_files import task_files
-from fmmeta.training.run_record import Metrics, write_run
+from fmmeta.training.run_folder import write_run
+from fmmeta.training.run_log import Metrics
 from tests import audit
 from tests.models import write_classes
 from tests.unit.helpers import read_rows, refusal
