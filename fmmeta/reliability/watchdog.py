@@ -20,7 +20,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fmmeta.common.errors import EXIT_FAULT
@@ -120,17 +120,14 @@ class Heartbeats:
 
     def _beat_until_closed(self) -> None:
         passed_on = False
-        try:
+        # an error: the host of the store has exited; communicators raise in all ranks that wait for it
+        with suppress(Exception):
             while not self.closed.wait(TICK_S):
                 passed_on = passed_on or self._pass_on_stop_signal()
                 if self.gathering.is_set() or time.monotonic() - self.written_at >= self.every_s:
                     self._write()
                 if self.gathering.is_set():
                     self._read()
-        except (
-            Exception
-        ):  # the host of the store has exited; communicators raise in all ranks that wait for it
-            return
 
     def _pass_on_stop_signal(self) -> bool:
         """Write this rank's stop signal into the store, or take over another's; whether there is one."""
@@ -148,18 +145,14 @@ class Heartbeats:
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _read(self) -> None:
-        now, before = time.monotonic(), self.latest
-        latest = [
-            json.loads(text or "{}")
-            for text in self.store.get_existing([f"beat/{rank}" for rank in range(self.size)])
-        ]
-        if not before:
-            self.changed_at = [now] * self.size
+        keys, now = [f"beat/{rank}" for rank in range(self.size)], time.monotonic()
+        latest = [json.loads(text or "{}") for text in self.store.get_existing(keys)]
+        if self.latest:
+            beats = zip(self.changed_at, self.latest, latest, strict=True)
+            self.changed_at = [at if beat == old else now for at, old, beat in beats]
         else:
-            for rank, beat in enumerate(latest):
-                if beat != before[rank]:
-                    self.changed_at[rank] = now
-        self.latest = latest
+            self.changed_at = [now] * self.size
+        self.latest = latest  # last: the watchdog's thread reads `changed_at` if there are any
 
 
 def stack_of(thread: int | None) -> str:
@@ -223,19 +216,15 @@ class Watchdog:
                 self.signals.receive("the end of the launcher", 128 + signal.SIGTERM)
             if self.stage.is_overdue:
                 self.is_ending = True
-                self._gather_heartbeats()
+                if self.heartbeats:  # learn which ranks are silent; the stage may end meanwhile
+                    self.heartbeats.gathering.set()
+                    time.sleep(2 * self.heartbeats.silent_after_s)
+                    if not self.stage.is_overdue:
+                        self.heartbeats.gathering.clear()
                 if self.stage.is_overdue and not self.closed.is_set():
                     self._end()
                     return
                 self.is_ending = False
-
-    def _gather_heartbeats(self) -> None:
-        """Learn which ranks are silent; the stage may end meanwhile."""
-        if self.heartbeats:
-            self.heartbeats.gathering.set()
-            time.sleep(2 * self.heartbeats.silent_after_s)
-            if not self.stage.is_overdue:
-                self.heartbeats.gathering.clear()
 
     def _end(self) -> None:
         """Log what is known, kill frozen processes of this node, and exit."""

@@ -177,36 +177,35 @@ def training(facts: Facts) -> dict[str, Any]:
     skipped = [line for line in facts.steps if line.get("skipped_tasks")]
     bad = [line for line in facts.steps if line.get("bad_tasks")]
     ticks = (("d", [line["step"] for line in skipped]), ("a", [line["step"] for line in bad]))
-    keys = ("query_loss", "grad_norm")
-    return {
-        "charts": charts_of(facts, ticks),
-        "smoothed": any(len(points(facts.steps, key)) >= SMOOTHED for key in keys),
-        "spikes": len(spikes(facts.steps)),
-        "skipped": len(skipped),
-        "skipped_tasks": sum(line["skipped_tasks"] for line in skipped),
-        "failed_loads": sum(len(line["bad_tasks"]) for line in bad),
-        **numbers(facts),
-    }
-
-
-def charts_of(facts: Facts, ticks: Sequence[tuple[str, Sequence[int]]]) -> list[Chart]:
-    """ticks: steps to mark below the lines, by their look."""
     steps, valid, last = facts.steps, facts.valid, max(facts.outer_step, 1)
-    loss = [
-        *series("support", SUPPORT, points(steps, "support_loss")),
-        *series("query", QUERY, points(steps, "query_loss")),
-        *series("validation", VALIDATION, points(valid, "valid_loss")),
-    ]
-    right = [
-        *series("query", QUERY, percent(points(steps, "accuracy"))),
-        *series("validation", VALIDATION, percent(points(valid, "valid_accuracy"))),
-    ]
     norms = points(steps, "grad_norm")
     known = [value for _, value in norms if value]
     wide = bool(known) and max(known) > 30 * min(known)
-    return [
-        Chart("loss", "Loss", loss, last, short, spikes=spikes(steps), ticks=ticks),
-        Chart("accuracy", "Accuracy %", right, last, short, ticks=ticks),
+    charts = [
+        Chart(
+            "loss",
+            "Loss",
+            [
+                *series("support", SUPPORT, points(steps, "support_loss")),
+                *series("query", QUERY, points(steps, "query_loss")),
+                *series("validation", VALIDATION, points(valid, "valid_loss")),
+            ],
+            last,
+            short,
+            spikes=spikes(steps),
+            ticks=ticks,
+        ),
+        Chart(
+            "accuracy",
+            "Accuracy %",
+            [
+                *series("query", QUERY, percent(points(steps, "accuracy"))),
+                *series("validation", VALIDATION, percent(points(valid, "valid_accuracy"))),
+            ],
+            last,
+            short,
+            ticks=ticks,
+        ),
         Chart(
             "norm",
             "Norm of the meta-gradient" + (" (logarithmic)" if wide else ""),
@@ -218,6 +217,15 @@ def charts_of(facts: Facts, ticks: Sequence[tuple[str, Sequence[int]]]) -> list[
         ),
         Chart("rate", "Outer learning rate", [Series("lr", "a", points(steps, "lr"))], last, short),
     ]
+    return {
+        "charts": charts,
+        "smoothed": any(len(points(facts.steps, key)) >= SMOOTHED for key in ("query_loss", "grad_norm")),
+        "spikes": len(spikes(facts.steps)),
+        "skipped": len(skipped),
+        "skipped_tasks": sum(line["skipped_tasks"] for line in skipped),
+        "failed_loads": sum(len(line["bad_tasks"]) for line in bad),
+        **numbers(facts),
+    }
 
 
 def series(name: str, look: str, values: Points) -> list[Series]:
@@ -280,16 +288,16 @@ def marks_between(low: float, high: float, about: int) -> list[float]:
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     size = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
-    first = math.ceil(low / size - 1e-9)
-    return [count * size for count in range(first, math.floor(high / size + 1e-9) + 1)]
+    return [count * size for count in range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)]
 
 
 def log_marks(low: float, high: float) -> list[float]:
     """Powers of ten between two logarithms, also times 2 and 5 where they are few."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     factors = (1, 2, 5) if high - low < 2 else (1,)
-    every = max(1, len(powers) // 5)
-    marks = [factor * 10.0**power for power in list(powers)[::every] for factor in factors]
+    marks = [
+        factor * 10.0**power for power in list(powers)[:: max(1, len(powers) // 5)] for factor in factors
+    ]
     return [mark for mark in marks if low <= math.log10(mark) <= high]
 
 

@@ -37,9 +37,8 @@ def write(folder: Path) -> Path:
 
     Raises `UsageError` where the folder holds no run.
     """
-    text = page(read(folder), time.strftime("%Y-%m-%d %H:%M %Z"))
     file, temporary = folder / NAME, folder / f"{NAME}.tmp"
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_text(page(read(folder), time.strftime("%Y-%m-%d %H:%M %Z")), encoding="utf-8")
     temporary.replace(file)
     return file
 
@@ -60,11 +59,13 @@ def page(facts: Facts, written: str) -> str:
         "git commit": facts.run.get("git_commit"),
         "layout": facts.run.get("layout"),
     }
+    last, wanted = facts.outer_step, facts.settings.get("outer_steps")
+    unfinished = f"Not finished: logged to outer step {last:,} of {wanted:,}"
     return render(
         Path(__file__).with_name("report.html.j2"),
         facts=facts,
         title=title(facts),
-        state=state(facts),
+        state="Finished" if facts.run.get("finished") else unfinished,
         what=summary(facts),
         shape=shape_of(facts.settings),
         strata=strata(facts),
@@ -85,11 +86,6 @@ def title(facts: Facts) -> str:
     data = facts.settings.get("dataset") or ["?"]
     names = " + ".join(Path(str(name)).name for name in (data if isinstance(data, list) else [data]))
     return f"{facts.settings.get('algorithm')} on {redact(names)}"
-
-
-def state(facts: Facts) -> str:
-    last, wanted = facts.outer_step, facts.settings.get("outer_steps")
-    return "Finished" if facts.finished else f"Not finished: logged to outer step {last:,} of {wanted:,}"
 
 
 def summary(facts: Facts) -> str:
@@ -118,8 +114,10 @@ def strata(facts: Facts) -> list[tuple[str, float | None, float]]:
     """Accuracy after adaptation by stratum, from the start and meta-trained; the largest gain first."""
     trained = facts.held_out.get("per_stratum") or {}
     started = facts.held_out.get("per_stratum_at_start") or {}
-    order = sorted(trained, key=lambda name: started.get(name, 0.0) - trained[name])
-    return [(name, started.get(name), trained[name]) for name in order]
+    return [
+        (name, started.get(name), trained[name])
+        for name in sorted(trained, key=lambda name: started.get(name, 0.0) - trained[name])
+    ]
 
 
 def confusion(facts: Facts) -> dict[str, Any] | None:
@@ -149,28 +147,11 @@ def texts(values: dict[str, Any]) -> dict[str, str]:
 MOST_GROUPS = 24
 
 
-@dataclass(frozen=True)
-class Times:
-    """Mean seconds of an outer step over `steps` logged ones.
+def times(steps: Sequence[Line]) -> dict[str, Any] | None:
+    """Mean seconds of the logged steps with as many groups as the last one.
 
-    whole: of the step; data: waiting for data; waiting: for other groups, by group.
-    """
-
-    steps: int
-    first_left_out: bool
-    whole: float
-    data: float
-    waiting: list[float]
-
-    def computing(self, group: int) -> float:
-        """The remaining seconds: passes, reduction, the outer step."""
-        return max(0.0, self.whole - self.data - self.waiting[group])
-
-
-def times(steps: Sequence[Line]) -> Times | None:
-    """Mean times of the logged steps with as many groups as the last one.
-
-    Of more than three steps the first is left out, since it warms up.
+    steps: their number; whole: of the step; data: waiting for data; by group waiting for other groups, and
+    computing: the remaining seconds. Of more than three steps the first is left out, since it warms up.
     """
     usable = [line for line in steps if number(line.get("seconds")) is not None]
     if not usable:
@@ -181,7 +162,14 @@ def times(steps: Sequence[Line]) -> Times | None:
     whole, data = (
         sum(number(line.get(key)) or 0.0 for line in kept) / len(kept) for key in ("seconds", "data_seconds")
     )
-    return Times(len(kept), len(kept) < len(usable), whole, data, waiting)
+    return {
+        "steps": len(kept),
+        "first_left_out": len(kept) < len(usable),
+        "whole": whole,
+        "data": data,
+        "waiting": waiting,
+        "computing": [max(0.0, whole - data - seconds) for seconds in waiting],
+    }
 
 
 def waits(line: Line) -> list[float]:
@@ -191,21 +179,19 @@ def waits(line: Line) -> list[float]:
 
 def timing(facts: Facts) -> dict[str, Any] | None:
     """Mean times of an outer step, and the parts of it by group: of many groups the extreme ones."""
-    found = times(facts.steps)
-    if found is None or found.whole <= 0:
+    mean = times(facts.steps)
+    if mean is None or mean["whole"] <= 0:
         return None
-    groups = sorted(range(len(found.waiting)), key=lambda group: found.waiting[group])
-    if len(groups) > MOST_GROUPS:
-        groups = groups[: MOST_GROUPS // 2] + groups[-MOST_GROUPS // 2 :]
-    return {"mean": found, "groups": [(group, parts(found, group)) for group in groups]}
-
-
-def parts(found: Times, group: int) -> list[dict[str, Any]]:
-    """Seconds of a group, where they begin on its bar and how wide they are."""
-    shares = [found.computing(group), found.data, found.waiting[group]]
-    total, begin, drawn = sum(shares) or 1.0, 0.0, []
-    for seconds, look in zip(shares, "abd", strict=True):
-        share = 100 * seconds / total
-        drawn.append({"seconds": seconds, "look": look, "begin": f"{begin:.2f}%", "width": f"{share:.2f}%"})
-        begin += share
-    return drawn
+    waiting, groups = mean["waiting"], []
+    shown = sorted(range(len(waiting)), key=waiting.__getitem__)
+    if len(shown) > MOST_GROUPS:
+        shown = shown[: MOST_GROUPS // 2] + shown[-MOST_GROUPS // 2 :]
+    for group in shown:
+        parts, begin, drawn = (mean["computing"][group], mean["data"], waiting[group]), 0.0, []
+        for seconds, look in zip(parts, "abd", strict=True):
+            share = 100 * seconds / (sum(parts) or 1.0)
+            bar = {"begin": f"{begin:.2f}%", "width": f"{share:.2f}%"}
+            drawn.append({"seconds": seconds, "look": look, **bar})
+            begin += share
+        groups.append((group, drawn))
+    return {"mean": mean, "groups": groups}

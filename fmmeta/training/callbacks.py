@@ -34,7 +34,7 @@ class Outcome(enum.Enum):
     STOP = "the step was abandoned, or the run is finished"
 
     @staticmethod
-    def of(update: OuterStep | None) -> "Outcome":
+    def of(update: "OuterStep | None") -> "Outcome":
         """update: None where none was due."""
         if update is None:
             return Outcome.PENDING
@@ -174,8 +174,9 @@ class Validation(Callback):
         """Validate if due. Collective: world."""
         from fmmeta.training.validation import VALID  # imports torch, which `fmmeta.Callback` does not need
 
-        state, source = run.state, run.inputs.sources.valid
-        if source is None or not run.trains or not state.validation_due:
+        state, source, every = run.state, run.inputs.sources.valid, run.config.eval_steps
+        due = every and state.outer_step > state.validated and state.outer_step % every == 0
+        if source is None or not run.trains or not due:
             return
         meta = state.interpolate_with_initial(state.meta_params)
         learning = run.parts.setup.evaluation_method(meta.rates)

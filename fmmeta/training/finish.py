@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,13 +79,17 @@ def _finish(run: Run, result: Result) -> None:
     if test is None:
         run.progress.notice("no held-out tasks: nothing to compare")
     elif config.test_episodes:
-        initial = state.initial if run.trains else None
         gains, facts = against_start(
-            run.held_out, run.inputs.sources, final, initial, run.parts.setup, run.raise_if_stopped
+            run.held_out,
+            run.inputs.sources,
+            final,
+            state.initial if run.trains else None,
+            run.parts.setup,
+            run.raise_if_stopped,
         )
         show(gains, config, run.progress.table)
-        result.before, result.after, result.after_from_start = gains.accuracies
-        run.callbacks.on_log(run, {"step": state.outer_step, "held_out_accuracy": gains.accuracies._asdict()})
+        vars(result).update(gains.accuracies)
+        run.callbacks.on_log(run, {"step": state.outer_step, "held_out_accuracy": gains.accuracies})
     profile = run.profiler.show(run.progress.table)
     with run.ranks.world.raise_on_all("closing the run"):
         if run.ranks.first:
@@ -99,14 +103,6 @@ CHOICE_EPISODES = 20  # validation episodes for each factor, at most
 
 Table = Callable[[str, Sequence[str], Sequence[Sequence[str]]], None]
 """Shows a title, a header and rows (progress.Progress.table)."""
-
-
-class Accuracies(NamedTuple):
-    """Means over held-out episodes: before adaptation, after it, after it from the initial weights."""
-
-    before: float
-    after: float
-    after_from_start: float
 
 
 @dataclass(frozen=True)
@@ -132,8 +128,10 @@ class Compared:
     loop: BaselineLoop | None = None  # of the baseline
 
     @property
-    def accuracies(self) -> Accuracies:
-        return Accuracies(*(self.rows[name][0][0] for name in (BEFORE, AFTER, FROM_START)))
+    def accuracies(self) -> dict[str, float]:
+        """Means by the names of `Result`."""
+        names = {"before": BEFORE, "after": AFTER, "after_from_start": FROM_START}
+        return {name: self.rows[row][0][0] for name, row in names.items()}
 
     def facts(self) -> dict[str, Any]:
         """The entries of run.json."""
@@ -177,8 +175,9 @@ def against_start(
         learning = setup.evaluation_method(initial.rates)
         if isinstance(learning, InnerLoop):
             learning = learning.variant(scale=loop.scale, steps=loop.steps)
-        what = "held-out tasks, weights at the start"
-        started = held_out.scores(sources.test, TEST, what, initial.theta, learning)
+        started = held_out.scores(
+            sources.test, TEST, "held-out tasks, weights at the start", initial.theta, learning
+        )
         between()
     compared = compare(scores, started, loop)
     return compared, {**compared.facts(), "confusion": confused}
@@ -196,9 +195,13 @@ def choose_loop(
     count = min(CHOICE_EPISODES, config.test_episodes)
     found: list[tuple[float, float, float, int]] = []
     for number, scale in enumerate(SCALES, 1):
-        what = f"inner loop of the baseline, rate {number} of {len(SCALES)}, validation tasks"
-        inner = setup.inner.variant(initial.rates, scale, most)
-        scores = held_out.step_scores(source, count, what, initial.theta, inner)
+        scores = held_out.step_scores(
+            source,
+            count,
+            f"inner loop of the baseline, rate {number} of {len(SCALES)}, validation tasks",
+            initial.theta,
+            setup.inner.variant(initial.rates, scale, most),
+        )
         between()
         for step in range(1, most + 1):
             loss = sum(score.losses[step] for score in scores) / len(scores)
@@ -235,8 +238,13 @@ def compare(
     }
     gain = intervals.pop("gain")
     at_start, after = per_stratum([old for _, old in pairs]), per_stratum([new for new, _ in pairs])
-    strata = {name: (at_start[name], accuracy) for name, accuracy in after.items()}
-    return Compared(intervals, gain, strata, len(pairs), loop)
+    return Compared(
+        intervals,
+        gain,
+        {name: (at_start[name], accuracy) for name, accuracy in after.items()},
+        len(pairs),
+        loop,
+    )
 
 
 def show(compared: Compared, config: Config, table: Table) -> None:
@@ -256,8 +264,11 @@ def show(compared: Compared, config: Config, table: Table) -> None:
     )
     table(f"{title}{head}", ["", "accuracy %", "loss"], rows)
     if len(compared.strata) > 1:
-        by_stratum = [[name, *(f"{100 * one:.1f}" for one in pair)] for name, pair in compared.strata.items()]
-        table("after adaptation, by stratum", ["", "start", "meta-trained"], by_stratum)
+        table(
+            "after adaptation, by stratum",
+            ["", "start", "meta-trained"],
+            [[name, *(f"{100 * one:.1f}" for one in pair)] for name, pair in compared.strata.items()],
+        )
 
 
 def percent(interval: Interval) -> str:
@@ -276,8 +287,11 @@ def confusion(
     if config.task_type != "classification":
         return {"left_out": f"task_type={config.task_type} has answers, not classes"}
     if not isinstance(worker, FullModelWorker):
-        reason = f"pipeline_stages={config.pipeline_stages}: only the last stage has the model's answers"
-        return {"left_out": reason}
+        return {
+            "left_out": (
+                f"pipeline_stages={config.pipeline_stages}: only the last stage has the model's answers"
+            )
+        }
     task = held_out.tasks(source, TEST)[0]
     found = held_out.reader(source).read_same_task(task)
     if not found:

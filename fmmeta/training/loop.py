@@ -83,8 +83,12 @@ class StopAgreement:
         left_tasks: whether this group has. The ranks also learn whether a checkpoint in the background is
         done. Raises `UsageError` if too many checkpoints failed. Collective: world.
         """
-        saved = saver.folder is not None and saver.done
-        mine = [left_tasks, bool(self.signals.asked), saved, bool(saver.failure)]
+        mine = [
+            left_tasks,
+            bool(self.signals.asked),
+            saver.folder is not None and saver.done,
+            bool(saver.failure),
+        ]
         left, asked, done, failed = self.ranks.world.sum_(torch.tensor(mine, dtype=torch.float64)).tolist()
         self.requested = asked > 0 or left > 0
         if done == self.ranks.world.size:
@@ -139,17 +143,19 @@ class Run:
         )
         self.profiler = Profiler(config.profile and self.trains)
         self.logger, self.trackers = RunLogger(), Trackers(progress.notice)
-        built_in = (
-            self.profiler,
-            callbacks.ReplicaCheck(),
-            self.logger,
-            self.trackers,
-            callbacks.ReportPage(),
-            callbacks.NonfiniteLimit(),
-            callbacks.Validation(),
-            callbacks.Saving(),
+        self.callbacks = callbacks.CallbackList(
+            (
+                self.profiler,
+                callbacks.ReplicaCheck(),
+                self.logger,
+                self.trackers,
+                callbacks.ReportPage(),
+                callbacks.NonfiniteLimit(),
+                callbacks.Validation(),
+                callbacks.Saving(),
+            ),
+            user_callbacks,
         )
-        self.callbacks = callbacks.CallbackList(built_in, user_callbacks)
 
     @property
     def theta(self) -> Tensor:
@@ -157,19 +163,9 @@ class Run:
         return self.state.meta_params.theta
 
     def resume(self) -> None:
-        """Load the newest checkpoint, if there is one, and open the files of the run. Collective: world."""
-        found = self._load()
-        with self.ranks.world.raise_on_all("opening the files of the run"):
-            if self.controller.writes:
-                self.begin_writing()
-        if found is not None:
-            self.worker.write(self.theta)
-            self.progress.notice(f"resumed from {found}, outer step {self.state.outer_step}")
+        """Load the chosen checkpoint, if there is one, and open the files of the run.
 
-    def _load(self) -> Path | None:
-        """Load the chosen checkpoint, or a newer one where another group has removed it; return its folder.
-
-        Collective: world.
+        With --elastic another group may have removed it: then a newer one is loaded. Collective: world.
         """
         found, tried = self.start.checkpoint, list[Path]()
         while found is not None:
@@ -184,7 +180,12 @@ class Run:
                 found = newest_complete(self.folder, self.ranks.world)[0]
                 if found in tried:
                     raise
-        return found
+        with self.ranks.world.raise_on_all("opening the files of the run"):
+            if self.controller.writes:
+                self.begin_writing()
+        if found is not None:
+            self.worker.write(self.theta)
+            self.progress.notice(f"resumed from {found}, outer step {self.state.outer_step}")
 
     def begin_writing(self) -> None:
         """From here on this group writes the files of the run. Local."""
@@ -313,20 +314,14 @@ class Run:
         self.feed = TrainingEpisodes(
             self.schedule, load, state.outer_step, state.tasks, self.ranks, config, notice
         )
-        if config.check_meta_gradient:
-            self._check_meta_gradient(EpisodeReader.of(load, self.ranks, config, notice))
+        if config.check_meta_gradient:  # of the same task on every group, after any first-order steps
+            assert self.rule_at is not None
+            rule = cast(FiniteDifferenceRule, self.rule_at(config.outer_steps))
+            task = self.schedule.meta_batch(state.outer_step)[0]
+            for _, episode in EpisodeReader.of(load, self.ranks, config, notice).read_same_task(task):
+                precision = self.inputs.deepspeed.precision
+                notice(check(rule, self.worker, state.meta_params, episode, precision).text)
         self.progress.start("outer step")
-
-    def _check_meta_gradient(self, reader: EpisodeReader) -> None:
-        """Log how exact the meta-gradient is; every group uses the same task. Collective: world."""
-        assert self.rule_at is not None
-        task = self.schedule.meta_batch(self.state.outer_step)[0]
-        rule = cast(
-            FiniteDifferenceRule, self.rule_at(self.config.outer_steps)
-        )  # after any first-order steps
-        precision = self.inputs.deepspeed.precision
-        for _, episode in reader.read_same_task(task):
-            self.progress.notice(check(rule, self.worker, self.state.meta_params, episode, precision).text)
 
     def should_leave_evaluation(self) -> bool:
         """Whether this group leaves out the remaining episodes of an evaluation. Collective: group."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from fmmeta import checkpoint
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import make_folders, redact, remove_empty
+from fmmeta.common.security import make_folders, publish, redact, remove_empty
 from fmmeta.common.text import as_stored, to_json
 from fmmeta.config.settings import Config, changed_settings
 from fmmeta.parallel.process_groups import Communicator
@@ -31,6 +31,8 @@ from fmmeta.report.data import read_run
 PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "peft")
 
 NOTHING: Mapping[str, Any] = {}
+LOCK = ".lock"
+MOST_LISTED = 100  # times that the checkpoints of a run are listed while others write them
 
 
 def settings_of(config: Config, fingerprint: str, resolved: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
@@ -47,20 +49,16 @@ def write_run(
     **facts: Any,
 ) -> None:
     """Write run.json: every resolved setting, versions, git commit, data fingerprint, and `facts`."""
-    versions = {name: version(name) for name in PACKAGES}
     run = {
         "settings": settings_of(config, fingerprint, resolved),
         "layout": layout,
-        "versions": versions,
+        "versions": {name: version(name) for name in PACKAGES},
         "git_commit": git_commit(),
         **facts,
     }
     temporary = folder / "run.json.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(redact(to_json(run, indent=1)) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / "run.json")
+    temporary.write_text(redact(to_json(run, indent=1)) + "\n", encoding="utf-8")
+    publish(temporary, folder / "run.json")
 
 
 def version(package: str) -> str | None:
@@ -72,17 +70,10 @@ def version(package: str) -> str | None:
 
 def git_commit() -> str | None:
     """Commit of the current folder, if it is in a git checkout."""
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip() or None
-
-
-LOCK = ".lock"
-MOST_LISTED = 100  # times that the checkpoints of a run are listed while others write them
+    command = ["git", "rev-parse", "HEAD"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip() or None
+    return None
 
 
 @dataclass(frozen=True)
@@ -314,9 +305,13 @@ def find_start(
     explicit = None if wanted in ("latest", "never") else Path(wanted)
     before = read_run(folder)
     if explicit is not None:
-        settings = checkpoint.read_state(explicit)["settings"]
-        where = f"resume_from_checkpoint={explicit}"
-        warnings += accept_changes(settings, config, fingerprint, where, resolved)
+        warnings += accept_changes(
+            checkpoint.read_state(explicit)["settings"],
+            config,
+            fingerprint,
+            f"resume_from_checkpoint={explicit}",
+            resolved,
+        )
     if before is None:
         return RunStart(folder, explicit, False, tuple(warnings), explicit is not None)
     if wanted == "never":
@@ -327,8 +322,13 @@ def find_start(
     warnings += [text for text in changes if text not in warnings]
     accepted = any(text.startswith("accepted") for text in warnings)
     finished = before.get("finished", False) and explicit is None and not accepted
-    newest = next(reversed(checkpoint.list_complete(folder)), None)
-    return RunStart(folder, explicit or newest, finished, tuple(warnings), explicit is not None)
+    return RunStart(
+        folder,
+        explicit or next(reversed(checkpoint.list_complete(folder)), None),
+        finished,
+        tuple(warnings),
+        explicit is not None,
+    )
 
 
 def accept_changes(

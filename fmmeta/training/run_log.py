@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from fmmeta.common.security import redact
 from fmmeta.common.text import to_json
 from fmmeta.config.algorithms import find
 from fmmeta.meta.rule import TaskResult
-from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.report.data import parse_line
 from fmmeta.training.callbacks import Callback, Outcome
@@ -74,9 +73,14 @@ class StepMetrics:
             "tasks": self.tasks,
             **self.sums,
         }
-        of_rank = {"tokens": self.tokens, "data_seconds": self.data_seconds, "failures": self.failures}
-        mine = {**{name: value if counts_group else 0.0 for name, value in of_group.items()}, **of_rank}
-        total = sum_by_name(ranks.all_groups, mine)
+        mine = {
+            **{name: value if counts_group else 0.0 for name, value in of_group.items()},
+            "tokens": self.tokens,
+            "data_seconds": self.data_seconds,
+            "failures": self.failures,
+        }
+        sums = ranks.all_groups.sum_(torch.tensor(list(mine.values()), dtype=torch.float64))
+        total = dict(zip(mine, sums.tolist(), strict=True))
         # [2, groups]: busy and waiting, each a mean over the ranks of a group
         seconds = torch.zeros(2, ranks.cross.size, dtype=torch.float64)
         seconds[:, ranks.cross.rank] = (
@@ -97,12 +101,6 @@ class StepMetrics:
         if total["exploded"]:
             self.values["exploded_tasks"] = int(total["exploded"])
         return weight
-
-
-def sum_by_name(comm: Communicator, values: Mapping[str, float]) -> dict[str, float]:
-    """The sum of each value over the ranks, in float64. Collective: comm."""
-    total = comm.sum_(torch.tensor(list(values.values()), dtype=torch.float64))
-    return dict(zip(values, total.tolist(), strict=True))
 
 
 class RunLogger(Callback):
@@ -174,8 +172,11 @@ class Metrics:
         self.file = folder / "metrics.jsonl"
         self.writes, self.failed, self.last = writes, False, 0
         if writes and self.file.is_file():
-            texts = self.file.read_text(encoding="utf-8").splitlines()
-            lines = [(text, line) for text in texts if (line := parse_line(text))]
+            lines = [
+                (text, line)
+                for text in self.file.read_text(encoding="utf-8").splitlines()
+                if (line := parse_line(text))
+            ]
             kept = [(text, line) for text, line in lines if line["step"] <= outer_step]
             temporary = self.file.with_name("metrics.jsonl.tmp")
             temporary.write_text("".join(f"{text}\n" for text, _ in kept), encoding="utf-8")

@@ -59,8 +59,13 @@ class TrainingState:
     def load(self, found: Path) -> None:
         """Load everything from a complete checkpoint, of this layout or another. Local."""
         facts = checkpoint.read_state(found)
-        vectors = checkpoint.load(found, facts["vectors"], self.param_map, self.meta_params.theta)
-        self.load_state_dict(StateDict(vectors, checkpoint.load_tables(found), facts))
+        self.load_state_dict(
+            StateDict(
+                checkpoint.load(found, facts["vectors"], self.param_map, self.meta_params.theta),
+                checkpoint.load_tables(found),
+                facts,
+            )
+        )
         if found.parent.resolve() == self.folder.resolve():
             self.saver.last = self.folder / found.name
 
@@ -103,12 +108,6 @@ class TrainingState:
         elif outcome is Outcome.SKIPPED_NONFINITE:
             self.bad_steps += 1
 
-    @property
-    def validation_due(self) -> bool:
-        """Whether the validation after this outer step is missing or incomplete."""
-        every = self.config.eval_steps
-        return bool(every) and self.outer_step > self.validated and self.outer_step % every == 0
-
     def interpolate_with_initial(self, meta: MetaParameters) -> MetaParameters:
         """Return the weights to validate and export instead of `meta`: `meta`, or its interpolation with the
         initial weights. Local.
@@ -120,7 +119,7 @@ class TrainingState:
 
     def final(self) -> MetaParameters:
         """The weights to export: the best validated or the last, interpolated if requested. Local."""
-        best = None if self.best is None else self.best.meta_params
+        best = self.best.meta_params if self.best else None
         return self.interpolate_with_initial(best or self.meta_params)
 
     def preallocate(self) -> None:
@@ -142,8 +141,11 @@ class TrainingState:
     def save(self, last: bool) -> None:
         """Begin to write checkpoint-N; with `last` wait until it is complete. Collective: world."""
         state = self.state_dict()
-        settings = settings_of(self.config, self.inputs.sources.fingerprint, self.inputs.resolved)
-        facts = {**state.facts, "layout": str(self.ranks.layout), "settings": settings}
+        facts = {
+            **state.facts,
+            "layout": str(self.ranks.layout),
+            "settings": settings_of(self.config, self.inputs.sources.fingerprint, self.inputs.resolved),
+        }
         self.saver.save(self.checkpoint_path, state.vectors, facts, state.tables, last)
 
 

@@ -667,7 +667,7 @@ def test_gains_are_paired_over_the_episodes_that_both_passes_have():
     compared = compare(trained, started)
     assert compared.episodes == 2
     assert compared.gain[0][0] == pytest.approx((0.3 + 0.4) / 2)
-    assert compared.accuracies == pytest.approx((0, 0.9, 0.55))
+    assert compared.accuracies == pytest.approx({"before": 0, "after": 0.9, "after_from_start": 0.55})
 
 
 def test_summaries_of_scores():

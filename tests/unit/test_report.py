@@ -189,14 +189,14 @@ def test_spikes_are_those_that_the_run_marked():
 def test_the_time_of_a_step_adds_up(run):
     found = times(read(run).steps)
     assert found is not None
-    assert (found.steps, found.first_left_out, found.whole, found.data) == (
+    assert [found[name] for name in ("steps", "first_left_out", "whole", "data")] == [
         99,
         True,
         pytest.approx(2.0),
         pytest.approx(0.3),
-    )
+    ]
     for group in range(2):
-        assert found.computing(group) + found.data + found.waiting[group] == pytest.approx(2.0)
+        assert found["computing"][group] + found["data"] + found["waiting"][group] == pytest.approx(2.0)
     page = page_of(run)
     shown = sorted(value for value, _ in page.numbers("time"))
     assert shown == pytest.approx(sorted([1.65, 0.3, 0.05, 1.6, 0.3, 0.1]))
