@@ -88,7 +88,7 @@ def _finish(run: Run, result: Result) -> None:
             run.raise_if_stopped,
         )
         show(gains, config, run.progress.table)
-        vars(result).update(gains.accuracies)
+        result.before, result.after, result.after_from_start = gains.accuracies.values()
         run.callbacks.on_log(run, {"step": state.outer_step, "held_out_accuracy": gains.accuracies})
     profile = run.profiler.show(run.progress.table)
     with run.ranks.world.raise_on_all("closing the run"):

@@ -161,7 +161,7 @@ class HeldOut:
             self.worker.write(theta)
         known |= {score.slot: score for score in gather_scores(self.ranks, scores, kind)}
         if key is not None and todo:
-            finished = [asdict(known[slot]) for slot in known]
+            finished = [asdict(score) for score in known.values()]
             # JSON cannot hold numbers that are not finite
             self._write({**stored, key: [score for score in finished if strict(score) == score]})
         return [known[slot] for slot in sorted(known)]
