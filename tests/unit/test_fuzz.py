@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pkgutil
 import random
 import shutil
 import signal
