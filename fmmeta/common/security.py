@@ -136,7 +136,9 @@ class Bounded(io.RawIOBase):
 
 
 def import_named(setting: str, name: str, what: str) -> Any:
-    """The object `module:name`; modules in the current folder are found.
+    """The object that the user names as `module:name`; modules in the current folder are found.
+
+    Names come from flags and `--config` files, never from a model folder, a checkpoint or a data set.
 
     setting, what: name of the setting and kind of object, for the message. Raises `UsageError` in one line.
     """

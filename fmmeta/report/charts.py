@@ -1,4 +1,17 @@
-"""Curves over the outer steps, with spikes and skipped tasks marked on them."""
+"""Curves over the outer steps: coordinates for the inline SVG of report.html.j2, and their values as a table.
+
+    +--------------------------- 360 ---------------------------+
+    | values of the step under the pointer                      |
+    | 1.6 |----------- grid                                     |
+    |     |   lines, spikes (triangles)                         |
+    | 1.2 |__________________________________________________   |
+    |      skipped and bad tasks (ticks)                        |
+    |      0            50            100            150        |
+    +-----------------------------------------------------------+
+
+No script: a style sheet shows the values of the step under the pointer. Coordinates are those of the view
+box; the style sheet sets the width and the sizes of text.
+"""
 
 import math
 from collections.abc import Callable, Sequence

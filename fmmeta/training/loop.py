@@ -38,7 +38,9 @@ from fmmeta.training.validation import HeldOut
 
 
 class StaticController:
-    """What the loop calls; ElasticController overrides all of it. run: the run that calls.
+    """Which groups take part in an outer step: without --elastic all of them, from the first to the last.
+
+    ElasticController overrides all of it. run: the run that calls.
 
     writes: whether this group writes the files of the run.
     """
@@ -67,7 +69,16 @@ class StaticController:
 
 
 class StopAgreement:
-    """One for a run. requested: whether all ranks know that the run has to stop."""
+    """Lets all ranks agree to stop at a safe point. requested: whether all know that the run has to stop.
+
+        should_leave_tasks()   between two tasks or episodes: does this group leave the remaining ones?  group
+        agree_after_tasks()    after the tasks of an outer step: is the step abandoned? is a save done?  world
+        agree()                has any rank received a stop signal?                                      world
+
+    A stop costs at most one task of each group, these agreements and a save: tasks are left out, never cut in
+    two. If one group leaves its tasks, all groups abandon the outer step, since theta is a function of whole
+    meta-batches; if no group does, the step is finished.
+    """
 
     def __init__(self, ranks: ProcessGroups, signals: Signals) -> None:
         self.ranks, self.signals, self.requested = ranks, signals, False

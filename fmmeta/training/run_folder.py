@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, the settings it may continue with, the newest complete checkpoint.
+"""The folder of a run: run.json, the lock, the settings it may continue with, the newest complete checkpoint.
 
     find the folder -> lock it -> undo a partial save -> compare settings
     -> verify checkpoints, newest first -> rename those that are newer
@@ -48,7 +48,10 @@ def write_run(
     resolved: Mapping[str, Any] = NOTHING,
     **facts: Any,
 ) -> None:
-    """Write run.json: every resolved setting, versions, git commit, data fingerprint, and `facts`."""
+    """Write run.json: every resolved setting, versions, git commit, data fingerprint, and `facts`.
+
+    Secrets are redacted.
+    """
     run = {
         "settings": settings_of(config, fingerprint, resolved),
         "layout": layout,
@@ -94,7 +97,7 @@ class RunStart:
 def open_run(
     config: Config, fingerprint: str, comm: Communicator, resolved: Mapping[str, Any] = NOTHING
 ) -> RunStart:
-    """Make or find the run's folder; its checkpoint is verified. resolved: see build.Plan.
+    """Make or find the run's folder; its checkpoint is verified. resolved: see build.RunInputs.
 
     Raises `UsageError` where the folder holds a run with other settings, or is in use; then it leaves neither
     a lock nor folders that it made. Collective: comm (world).

@@ -153,7 +153,10 @@ PREFIX = "best "  # of the names of vectors and tables in a checkpoint
 
 
 class Best:
-    """A copy of the best meta-parameters and their score. Local; every rank decides alike."""
+    """A copy of the meta-parameters with the highest validation accuracy so far, and their score.
+
+    It is kept in host memory and in every checkpoint. Local; every rank decides alike.
+    """
 
     def __init__(self) -> None:
         self.meta_params: MetaParameters | None = None
