@@ -5,8 +5,9 @@
 
 import argparse
 import difflib
-import importlib
 import os
+import pkgutil
+import signal
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -19,9 +20,6 @@ from fmmeta.common.security import one_line, printable, redact
 from fmmeta.config.fields import rules
 from fmmeta.config.renamed import refuse
 from fmmeta.reliability.signals import Signals, interrupting
-
-INTERRUPTED = 130  # exit code of shells: 128 + SIGINT
-CUT_OFF = 141  # exit code of shells: 128 + SIGPIPE, the reader of standard output has exited
 
 
 class Command(NamedTuple):
@@ -96,8 +94,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         print(
             "usage: fmmeta COMMAND [--flags]\n\n"
             + "\n".join(f"  {name:10} {one.text}" for name, one in COMMANDS.items())
+            + "\n\n`fmmeta COMMAND --help` lists the flags."
         )
-        print("\n`fmmeta COMMAND --help` lists the flags.")
         sys.exit(0 if argv else 2)
     if argv[0] not in COMMANDS:
         fail(f"command={argv[0]} is unknown{nearest(argv[0], list(COMMANDS))}; use {', '.join(COMMANDS)}")
@@ -114,13 +112,12 @@ def run(command: str, argv: list[str]) -> NoReturn:
     line, code = "", 0
     with listening(command) as signals:
         try:
-            config = parse(argv, command)
-            import_attribute(COMMANDS[command].run)(config, *([signals] if signals else []))
+            pkgutil.resolve_name(COMMANDS[command].run)(parse(argv, command), *([signals] if signals else []))
             sys.stdout.flush()
         except (UsageError, PeerError, MachineFault, Stopped) as error:
             line, code = f"{'' if isinstance(error, Stopped) else 'error: '}{error}", error.exit_code
         except KeyboardInterrupt as interrupt:
-            line, code = "interrupted", INTERRUPTED
+            line, code = "interrupted", 128 + signal.SIGINT  # as shells
             if interrupt.args:
                 line = f"stopped by {interrupt.args[0]}; outputs that were not finished are removed"
                 code = EXIT_STOPPED
@@ -129,7 +126,7 @@ def run(command: str, argv: list[str]) -> NoReturn:
                 raise
             # Python flushes standard output once more
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = CUT_OFF
+            code = 128 + signal.SIGPIPE  # as shells: the reader of standard output has exited
         if signals:
             signals.end()
         leave(line, code)
@@ -151,12 +148,6 @@ def leave_at_once(code: int) -> None:
     if code == EXIT_STOPPED and global_rank() == 0:
         print("fmmeta: stopped by a signal; nothing was written", file=sys.stderr, flush=True)
     os._exit(code)
-
-
-def import_attribute(name: str) -> Any:
-    """The object `module:name`."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def fail(message: str) -> NoReturn:
@@ -194,11 +185,10 @@ def parse(argv: list[str], command: str = "train") -> Any:
     # argparse would take it for an empty list, whatever the type of the setting
     if any(word == "--" or word.endswith("=--") for word in argv):
         raise UsageError("-- is not a flag; --help lists them")
-    settings = import_attribute(COMMANDS[command].settings)
+    settings = pkgutil.resolve_name(COMMANDS[command].settings)
     parser = HfArgumentParser(settings, description=COMMANDS[command].text, allow_abbrev=False)
     parser.__class__ = type("HfParser", (Parser, HfArgumentParser), {})
     parser.add_argument("--config", help="YAML or JSON file with the same names as the flags; flags win")
-    known = [option for action in parser._actions for option in action.option_strings]
     parser.set_defaults(**read_config(argv, settings))
     values, unknown = parser.parse_known_args(argv)
     for flag in unknown:
@@ -206,11 +196,12 @@ def parse(argv: list[str], command: str = "train") -> Any:
         close = ""
         if name.startswith("--"):
             refuse([name[2:].replace("-", "_")], settings.__dataclass_fields__, dashes="--")
-            close = nearest(f"--{own_name(name[2:], settings)}", known)
+            close = nearest(
+                f"--{own_name(name[2:], settings)}",
+                [option for action in parser._actions for option in action.option_strings],
+            )
         raise UsageError(f"{name} is not a flag{close}; --help lists them")
-    given = vars(values)
-    given.pop("config")
-    return settings(**given)
+    return settings(**{name: value for name, value in vars(values).items() if name != "config"})
 
 
 def read_config(argv: list[str], settings: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,10 +61,10 @@ def run(config: DoctorConfig) -> None:
         sys.exit(2)
 
 
-def findings_of(check: Callable[[], list[Finding]]) -> list[Finding]:
+def findings_of(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
     """The findings of a check; its error is a problem, so that a broken driver does not hide the others."""
     try:
-        return check()
+        return list(check())
     except Exception as error:
         text = f"{type(error).__name__}: {one_line(error)}"
         return [Finding(check.__name__, "problem", text, "fix that first")]
@@ -75,29 +75,27 @@ def judge(name: str, good: bool, text: str, fix: str, otherwise: str = "warning"
     return Finding(name, "ok", text) if good else Finding(name, otherwise, text, fix)
 
 
-def python() -> list[Finding]:
+def python() -> Iterator[Finding]:
     """Python's version."""
     fits = (3, 10) <= sys.version_info[:2] < (3, 13)
-    return [judge("python", fits, platform.python_version(), "use 3.10 to 3.12", "problem")]
+    yield judge("python", fits, platform.python_version(), "use 3.10 to 3.12", "problem")
 
 
-def versions() -> list[Finding]:
+def versions() -> Iterator[Finding]:
     """Versions of packages against those that are tested."""
-    found = []
     for package, (least, beyond) in TESTED.items():
         try:
             here = Version(importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            found.append(Finding(package, "problem", "is not installed", f"pip install '{package}>={least}'"))
+            yield Finding(package, "problem", "is not installed", f"pip install '{package}>={least}'")
             continue
         tested = here.release >= Version(least).release
         tested &= not beyond or here.release < Version(beyond).release
         fix = f"tested are {least} to below {beyond or 'any'}; pip install -e ."
-        found.append(judge(package, tested, str(here), fix))
-    return found
+        yield judge(package, tested, str(here), fix)
 
 
-def accelerator() -> list[Finding]:
+def accelerator() -> Iterator[Finding]:
     """GPUs with their memory, and the communication backends of torch."""
     import torch
     import torch.cuda.nccl
@@ -106,36 +104,37 @@ def accelerator() -> list[Finding]:
 
     gloo, nccl = backends()
     official = "install an official build of torch"
-    found = [judge("gloo", gloo, "is there" if gloo else "is missing from this torch", official, "problem")]
     if not torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "no GPU that torch can use" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
         has = shutil.which("nvidia-smi") is not None
         fix = "nvidia-smi is here: install a torch with CUDA" if has else "runs use the CPU, over gloo"
-        return [Finding("accelerator", "warning", why, fix), *found]
-    count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
-    free = [torch.cuda.mem_get_info(number)[0] / GIB for number in range(count)]
-    found.append(Finding("accelerator", "ok", f"{count} x {name}, {min(free):.0f} GiB free at least"))
-    if min(free) < 1:
-        text = f"GPU {free.index(min(free))} has less than 1 GiB free"
-        found.append(Finding("gpu memory", "warning", text, "end what uses it (nvidia-smi)"))
-    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "is missing"
-    return [*found, judge("nccl", nccl, version, official, "problem")]
+        yield Finding("accelerator", "warning", why, fix)
+    yield judge("gloo", gloo, "is there" if gloo else "is missing from this torch", official, "problem")
+    if torch.cuda.is_available():
+        count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
+        free = [torch.cuda.mem_get_info(number)[0] / GIB for number in range(count)]
+        yield Finding("accelerator", "ok", f"{count} x {name}, {min(free):.0f} GiB free at least")
+        if min(free) < 1:
+            text = f"GPU {free.index(min(free))} has less than 1 GiB free"
+            yield Finding("gpu memory", "warning", text, "end what uses it (nvidia-smi)")
+        version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "is missing"
+        yield judge("nccl", nccl, version, official, "problem")
 
 
-def compilers() -> list[Finding]:
+def compilers() -> Iterator[Finding]:
     """fmmeta compiles nothing; DeepSpeed's offload to CPUs and fused optimizers are compiled."""
     missing = [name for name in ("c++", "ninja") if shutil.which(name) is None]
     text = f"{' and '.join(missing)} not found" if missing else "c++ and ninja"
-    return [judge("compilers", not missing, text, "only the ops of DeepSpeed need them")]
+    yield judge("compilers", not missing, text, "only the ops of DeepSpeed need them")
 
 
-def build_locks() -> list[Finding]:
+def build_locks() -> Iterator[Finding]:
     """A process that is killed while it compiles leaves a lock that every later one waits for."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     stale = [lock for lock in root.glob("**/lock") if age_s(lock) > OLD_LOCK_S]
     text = f"{len(stale)} stale, such as {stale[0]}" if stale else "none"
-    return [judge("build locks", not stale, text, f"rm {' '.join(map(str, stale[:3]))}", "problem")]
+    yield judge("build locks", not stale, text, f"rm {' '.join(map(str, stale[:3]))}", "problem")
 
 
 def age_s(file: Path) -> float:
@@ -146,86 +145,78 @@ def age_s(file: Path) -> float:
         return 0.0
 
 
-def disk() -> list[Finding]:
+def disk() -> Iterator[Finding]:
     """Free space here and in the cache."""
     from fmmeta.tasks.data.token_store import cache_folder
 
-    found = []
     for what, folder in (("disk here", Path.cwd()), ("disk of the cache", cache_folder())):
         there = next(path for path in (folder, *folder.parents) if path.exists())
-        free, writable = shutil.disk_usage(there).free / GIB, os.access(there, os.W_OK)
-        fix = "it cannot be written to; choose another --output_dir or HF_DATASETS_CACHE"
-        if writable:
+        text = f"{shutil.disk_usage(there).free / GIB:.1f} GiB free in {there}"
+        if os.access(there, os.W_OK):
             fix = "a checkpoint takes 12 bytes per parameter; free some room"
-        text, level = f"{free:.1f} GiB free in {there}", "warning" if writable else "problem"
-        found.append(judge(what, writable and free > DISK_GIB, text, fix, level))
-    return found
+            yield judge(what, shutil.disk_usage(there).free > DISK_GIB * GIB, text, fix)
+        else:
+            fix = "it cannot be written to; choose another --output_dir or HF_DATASETS_CACHE"
+            yield Finding(what, "problem", text, fix)
 
 
-def shared_memory() -> list[Finding]:
+def shared_memory() -> Iterator[Finding]:
     """Loader processes and NCCL pass data through /dev/shm."""
     from fmmeta.tasks.episode_folder import stale
 
     place, name = Path("/dev/shm"), "shared memory"
     if not place.is_dir():
-        return [Finding(name, "warning", f"{place} is missing", "episodes pass through the temporary folder")]
-    free, left = shutil.disk_usage(place).free / GIB, list(stale())
-    found = [
-        judge(
-            name,
-            free >= SHM_GIB,
-            f"{free:.1f} GiB free in {place}",
-            "start the container with --shm-size=8g",
-        )
-    ]
-    if left:
+        yield Finding(name, "warning", f"{place} is missing", "episodes pass through the temporary folder")
+        return
+    free, fix = shutil.disk_usage(place).free / GIB, "start the container with --shm-size=8g"
+    yield judge(name, free >= SHM_GIB, f"{free:.1f} GiB free in {place}", fix)
+    if left := list(stale()):
         text = f"{len(left)} folders of trainers that were killed"
-        found.append(Finding("left in memory", "warning", text, f"rm -r {left[0]}"))
-    return found
+        yield Finding("left in memory", "warning", text, f"rm -r {left[0]}")
 
 
-def limits() -> list[Finding]:
+def limits() -> Iterator[Finding]:
     """Resource limits of this shell."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= FILES
     fix = f"ulimit -n {min(FILES, hard) if hard > 0 else FILES}"
-    found = [judge("open files", enough, f"{soft} allowed", fix)]
+    yield judge("open files", enough, f"{soft} allowed", fix)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != resource.RLIM_INFINITY:
         text = f"{locked // 1024} KiB allowed"
-        found.append(Finding("locked memory", "warning", text, "InfiniBand needs `ulimit -l unlimited`"))
-    return found
+        yield Finding("locked memory", "warning", text, "InfiniBand needs `ulimit -l unlimited`")
 
 
-def memory() -> list[Finding]:
+def memory() -> Iterator[Finding]:
     """Memory that a process may allocate."""
-    from fmmeta.common.host_memory import host_bytes
+    from fmmeta.common.processes import host_bytes
 
     free = host_bytes(1) / GIB
     text = f"{free:.1f} GiB that a process may allocate"
-    return [judge("host memory", free > 4, text, "end other processes, or raise the cgroup's limit")]
+    yield judge("host memory", free > 4, text, "end other processes, or raise the cgroup's limit")
 
 
-def launchers() -> list[Finding]:
+def launchers() -> Iterator[Finding]:
     """Whether the command `deepspeed` belongs to this Python."""
     here, folder = shutil.which("deepspeed"), Path(sys.executable).parent
     if here is None:
-        return [Finding("launcher", "warning", "`deepspeed` is not on the PATH", f"PATH={folder}:$PATH")]
-    own = folder.resolve() in (Path(here).resolve().parent, Path(here).parent.resolve())
-    return [judge("launcher", own, here, f"it belongs to another Python than {sys.executable}")]
+        yield Finding("launcher", "warning", "`deepspeed` is not on the PATH", f"PATH={folder}:$PATH")
+    else:
+        own = folder.resolve() in (Path(here).resolve().parent, Path(here).parent.resolve())
+        yield judge("launcher", own, here, f"it belongs to another Python than {sys.executable}")
 
 
-def loopback() -> list[Finding]:
+def loopback() -> Iterator[Finding]:
     """Ranks of one node connect over the loopback address."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), 5).close()
+        yield Finding("loopback", "ok", "ranks can connect")
     except OSError as error:
-        return [Finding("loopback", "problem", one_line(error), "allow connections to 127.0.0.1")]
-    return [Finding("loopback", "ok", "ranks can connect")]
+        yield Finding("loopback", "problem", one_line(error), "allow connections to 127.0.0.1")
 
 
-def network() -> list[Finding]:
+def network() -> Iterator[Finding]:
     """Interfaces, timeouts and the flight recorder as the environment sets them; this host's address."""
     import torch
 
@@ -233,15 +224,14 @@ def network() -> list[Finding]:
 
     known = interfaces()
     wrong = list(issues(os.environ, known, torch.cuda.is_available()))
-    found = [Finding("network", "problem" if one.fatal else "warning", one.text, one.fix) for one in wrong]
+    yield from (Finding("network", "problem" if one.fatal else "warning", one.text, one.fix) for one in wrong)
     up = [one.name for one in known if one.up and one.addresses and not any(map(is_loopback, one.addresses))]
-    if not found:
-        found.append(Finding("network", "ok", f"{', '.join(up) or 'no interface but loopback'} up"))
+    if not wrong:
+        yield Finding("network", "ok", f"{', '.join(up) or 'no interface but loopback'} up")
     if not os.environ.get("GLOO_SOCKET_IFNAME") and all(map(is_loopback, own_addresses())):
         text = f"{platform.node()} stands for a loopback address, which other nodes cannot reach"
         fix = "runs on several nodes choose GLOO_SOCKET_IFNAME by MASTER_ADDR, or set it"
-        found.append(Finding("host name", "warning", text, fix))
-    return found
+        yield Finding("host name", "warning", text, fix)
 
 
 CHECKS = (

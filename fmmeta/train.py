@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
@@ -18,8 +18,7 @@ from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.finish import Result, finish
 from fmmeta.training.loop import Run
-from fmmeta.training.run_folder import open_run
-from fmmeta.training.run_record import settings_of
+from fmmeta.training.run_folder import open_run, settings_of
 from fmmeta.training.trackers import check_installed
 
 
@@ -53,29 +52,26 @@ class MetaTrainer:
         misbehaves, `PeerError` where another rank failed, and `Stopped` after a signal, with the state saved.
         Collective: world.
         """
-        launch = Launch.from_env(os.environ)
-        self.progress = Progress(enabled=launch.global_rank == 0)
-        world, self.lock = World(launch, pick_device(launch)), None
-        try:
-            return self._train(world)
-        finally:
-            world.close()
-            if self.lock is not None:
-                self.lock.close()
+        with ExitStack() as closing:
+            return self._train(Launch.from_env(os.environ), closing)
 
-    def _train(self, world: World) -> Result:
-        config, notice = self.config, self.progress.notice
+    def _train(self, launch: Launch, closing: ExitStack) -> Result:
+        config, progress = self.config, Progress(enabled=launch.global_rank == 0)
+        world, notice = World(launch, pick_device(launch)), progress.notice
+        closing.callback(world.close)
         with world.comm.raise_on_all("looking for trackers"):
             if world.comm.rank == 0:
                 check_installed(config)
         cross = join(config, world.comm)
-        what = f"model_name_or_path={config.model_name_or_path} is being read"
         config = world.run_on_first_rank_of_node(
-            what, lambda: fitted(config, describe(config).hf_config), config.prepare_timeout
+            f"model_name_or_path={config.model_name_or_path} is being read",
+            lambda: fitted(config, describe(config).hf_config),
+            config.prepare_timeout,
         )
         inputs = build.read_inputs(config, world, notice)
         start = open_run(config, inputs.sources.fingerprint, world.comm, inputs.resolved)
-        self.lock = start.lock
+        if start.lock is not None:
+            closing.callback(start.lock.close)
         for text in start.warnings:
             notice(text)
         if start.finished:
@@ -84,12 +80,27 @@ class MetaTrainer:
         plan = build.plan_parallel(config, inputs, world, notice)
         ranks = world.split(plan.group_size, plan.engine == "deepspeed")
         parts = build.build(config, inputs, plan, ranks)
-        settings = settings_of(config, inputs.sources.fingerprint, inputs.resolved)
-        ranks = with_other_groups(ranks, cross, config, settings, parts.worker, plan.deepspeed)
+        ranks = with_other_groups(
+            ranks,
+            cross,
+            config,
+            settings_of(config, inputs.sources.fingerprint, inputs.resolved),
+            parts.worker,
+            plan.deepspeed,
+        )
         notice(f"output_dir {start.folder}")
         with nullcontext(self.signals) if self.signals else Signals() as signals:
-            elastic = cross and ElasticController(config, cross, ranks, notice)
-            run = Run(config, inputs, ranks, parts, start, self.progress, signals, elastic, self.callbacks)
+            run = Run(
+                config,
+                inputs,
+                ranks,
+                parts,
+                start,
+                progress,
+                signals,
+                cross and ElasticController(config, cross, ranks, notice),
+                self.callbacks,
+            )
             run.resume()
             signals.run()
             with watching(run.stage, world.shared_store(), ranks, signals):

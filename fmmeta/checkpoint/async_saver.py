@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fmmeta.checkpoint import write
 from fmmeta.common.errors import UsageError
-from fmmeta.common.host_memory import host_bytes
+from fmmeta.common.processes import host_bytes
 from fmmeta.config.settings import Config
 from fmmeta.parallel.param_map import ParamMap
 from fmmeta.parallel.process_groups import Communicator, ProcessGroups

@@ -2,11 +2,14 @@
 
 import contextlib
 import errno
+import importlib
 import io
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from fmmeta.common.errors import UsageError
 
@@ -130,3 +133,21 @@ class Bounded(io.RawIOBase):
             )
         buffer[: len(part)] = part
         return len(part)
+
+
+def import_named(setting: str, name: str, what: str) -> Any:
+    """The object that the user names as `module:name`; modules in the current folder are found.
+
+    Names come from flags and `--config` files, never from a model folder, a checkpoint or a data set.
+
+    setting, what: name of the setting and kind of object, for the message. Raises `UsageError` in one line.
+    """
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise UsageError(
+            f"{setting}={name} cannot be imported ({one_line(error)}); write module:name of {what}"
+        ) from None

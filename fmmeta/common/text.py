@@ -50,11 +50,14 @@ def render(template: Path, **values: Any) -> str:
     """The text of a Jinja2 template; values are escaped for HTML and XML."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
-        autoescape=True,
-        loader=FileSystemLoader(template.parent),
-        lstrip_blocks=True,
-        trim_blocks=True,
-        undefined=StrictUndefined,
+    return (
+        Environment(
+            autoescape=True,
+            loader=FileSystemLoader(template.parent),
+            lstrip_blocks=True,
+            trim_blocks=True,
+            undefined=StrictUndefined,
+        )
+        .get_template(template.name)
+        .render(values)
     )
-    return environment.get_template(template.name).render(values)

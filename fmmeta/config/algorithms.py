@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.plugins import import_named
+from fmmeta.common.security import import_named
 
 
 @dataclass(frozen=True)

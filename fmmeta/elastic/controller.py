@@ -25,11 +25,10 @@ from fmmeta.elastic.join import SECRET
 from fmmeta.elastic.membership import Membership
 from fmmeta.elastic.state_transfer import transfer_state
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.reliability.replicas import check_replicas
+from fmmeta.reliability.checks import check_replicas
 from fmmeta.report.data import read_run
-from fmmeta.training.loop import Run
+from fmmeta.training.loop import Run, StaticController
 from fmmeta.training.run_folder import lock_folder
-from fmmeta.training.static_controller import StaticController
 
 LIGHTHOUSE_S = 120.0  # timeout of a lighthouse that does not answer
 MAX_ATTEMPTS = 100  # at one outer step

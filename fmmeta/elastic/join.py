@@ -20,7 +20,7 @@ from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.rendezvous import PROOF
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.training.run_record import version
+from fmmeta.training.run_folder import version
 
 SECRET = ".elastic-secret"
 
@@ -51,7 +51,7 @@ def with_other_groups(
 ) -> ProcessGroups:
     """Add the communicators across groups to those of this group; without --elastic return `ranks`.
 
-    settings: those of the run (run_record.settings_of). Collective: world.
+    settings: those of the run (run_folder.settings_of). Collective: world.
     """
     if cross is None:
         return ranks

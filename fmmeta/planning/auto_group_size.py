@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.host_memory import host_bytes
+from fmmeta.common.processes import host_bytes
 from fmmeta.common.text import any_of
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import divisors

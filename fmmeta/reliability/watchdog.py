@@ -1,6 +1,6 @@
 """A watchdog: names the ranks that keep a stage from ending, and ends the job instead of waiting for them.
 
-Each rank has two threads: one sends heartbeats (heartbeats.py), one compares the time of its rank's stage
+Each rank has two threads: one sends heartbeats, one compares the time of its rank's stage
 with its bound. When the stage takes longer:
 
     set `gathering`: this rank reads the heartbeats of all ranks, and adds its stack to its heartbeat
@@ -17,17 +17,152 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fmmeta.common.errors import EXIT_FAULT
 from fmmeta.parallel.nodes import link_of
-from fmmeta.parallel.process_groups import ProcessGroups, SharedStore
-from fmmeta.reliability.heartbeats import TICK_S, Heartbeats, stack_of
+from fmmeta.parallel.process_groups import Communicator, ProcessGroups, SharedStore
 from fmmeta.reliability.signals import Launcher, Signals, process_stat
-from fmmeta.reliability.stage import MARGIN_S, WatchdogStage
+
+FIRST_S, FLOOR_S, TIMES = 1800.0, 300.0, 10.0
+MARGIN_S = 60.0  # that communicators wait longer than the watchdog
+
+
+class WatchdogStage:
+    """A stage has one bound: an outer step, a save, an episode of an evaluation. Its phase is for messages.
+
+    An outer step may take `step_timeout` seconds; without it TIMES the slowest so far, FLOOR_S at least, and
+    FIRST_S before one was measured. Any other stage may take FIRST_S, TIMES the slowest step or step_timeout,
+    whichever is longest. communicators: those that wait for other groups; they wait MARGIN_S longer.
+    """
+
+    def __init__(self, step_timeout: float | None, communicators: Sequence[Communicator] = ()) -> None:
+        self.step_timeout, self.communicators = step_timeout, communicators
+        self.slowest_step_s = 0.0
+        self.began = time.monotonic()
+        self.name, self.phase, self.is_step = "starting", "", False
+
+    def begin(self, name: str, is_step: bool = False) -> None:
+        """Begin a stage. is_step: whether the bound of an outer step holds."""
+        self.began, self.name, self.phase, self.is_step = time.monotonic(), name, "", is_step
+        for communicator in self.communicators:
+            communicator.set_timeout(self.bound_s + MARGIN_S)
+
+    def record_step(self) -> None:
+        """Record how long the outer step that is this stage has taken."""
+        self.slowest_step_s = max(self.slowest_step_s, self.elapsed_s)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def bound_s(self) -> float:
+        slowest = TIMES * self.slowest_step_s
+        if not self.is_step:
+            return max(FIRST_S, slowest, self.step_timeout or 0)
+        return self.step_timeout or (max(FLOOR_S, slowest) if slowest else FIRST_S)
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.elapsed_s > self.bound_s
+
+    @property
+    def text(self) -> str:
+        return f"{self.name}, {self.phase}" if self.phase else self.name
+
+
+BEAT_S, TICK_S, GRACE_S = 5.0, 0.5, 3.0
+
+
+class Heartbeats:
+    """A thread that writes this rank's heartbeat every few seconds and passes stop signals to all ranks.
+
+    While `gathering` is set it also writes the stack of the main thread, and reads the heartbeats of all
+    ranks into `latest`: phase and stack by rank, {} for a rank that has written none. The store may keep this
+    thread waiting, so no other thread uses it.
+    """
+
+    def __init__(
+        self, stage: WatchdogStage, store: SharedStore, rank: int, size: int, signals: Signals
+    ) -> None:
+        self.stage, self.store, self.rank, self.size, self.signals = stage, store, rank, size, signals
+        self.gathering, self.closed = threading.Event(), threading.Event()
+        self.latest: list[dict[str, Any]] = []  # empty until the store has answered
+        self.changed_at: list[float] = []  # when the heartbeat of each rank last changed
+        self.count, self.written_at = 0, 0.0
+        store.set(f"beat/{rank}", "{}")
+        threading.Thread(target=self._beat_until_closed, name="heartbeats", daemon=True).start()
+
+    @property
+    def every_s(self) -> float:
+        """Seconds between two heartbeats."""
+        return min(BEAT_S, self.stage.bound_s / 4)
+
+    @property
+    def silent_after_s(self) -> float:
+        """Seconds without a new heartbeat after which a rank counts as silent."""
+        return self.every_s + GRACE_S
+
+    def silent(self) -> list[int]:
+        """Other ranks without a new heartbeat; rank 0, which may host the store, if the store has not
+        answered.
+        """
+        if not self.latest:
+            return [0]
+        now = time.monotonic()
+        late = [rank for rank, at in enumerate(self.changed_at) if now - at > self.silent_after_s]
+        return [rank for rank in late if rank != self.rank]
+
+    def _beat_until_closed(self) -> None:
+        passed_on = False
+        # an error: the host of the store has exited; communicators raise in all ranks that wait for it
+        with suppress(Exception):
+            while not self.closed.wait(TICK_S):
+                passed_on = passed_on or self._pass_on_stop_signal()
+                if self.gathering.is_set() or time.monotonic() - self.written_at >= self.every_s:
+                    self._write()
+                if self.gathering.is_set():
+                    self._read()
+
+    def _pass_on_stop_signal(self) -> bool:
+        """Write this rank's stop signal into the store, or take over another's; whether there is one."""
+        if self.signals.asked:
+            self.store.set("stop", self.signals.asked)
+        elif name := self.store.get("stop"):
+            self.signals.receive(name, 128 + signal.SIGTERM)
+        return bool(self.signals.asked)
+
+    def _write(self) -> None:
+        self.count, self.written_at = self.count + 1, time.monotonic()
+        beat = {"count": self.count, "phase": self.stage.text}
+        if self.gathering.is_set():
+            beat["stack"] = stack_of(threading.main_thread().ident)
+        self.store.set(f"beat/{self.rank}", json.dumps(beat))
+
+    def _read(self) -> None:
+        keys, now = [f"beat/{rank}" for rank in range(self.size)], time.monotonic()
+        latest = [json.loads(text or "{}") for text in self.store.get_existing(keys)]
+        if self.latest:
+            beats = zip(self.changed_at, self.latest, latest, strict=True)
+            self.changed_at = [at if beat == old else now for at, old, beat in beats]
+        else:
+            self.changed_at = [now] * self.size
+        self.latest = latest  # last: the watchdog's thread reads `changed_at` if there are any
+
+
+def stack_of(thread: int | None) -> str:
+    """Where a thread of this process is, innermost frame first, in one line; empty if there is no such
+    thread.
+    """
+    frame = sys._current_frames().get(thread or 0)
+    found = traceback.extract_stack(frame)[::-1] if frame else []
+    return " < ".join(f"{os.path.basename(one.filename)}:{one.lineno} {one.name}" for one in found[:12])
+
 
 SHOWN = 8  # ranks with equal heartbeats that are named one by one
 
@@ -81,19 +216,15 @@ class Watchdog:
                 self.signals.receive("the end of the launcher", 128 + signal.SIGTERM)
             if self.stage.is_overdue:
                 self.is_ending = True
-                self._gather_heartbeats()
+                if self.heartbeats:  # learn which ranks are silent; the stage may end meanwhile
+                    self.heartbeats.gathering.set()
+                    time.sleep(2 * self.heartbeats.silent_after_s)
+                    if not self.stage.is_overdue:
+                        self.heartbeats.gathering.clear()
                 if self.stage.is_overdue and not self.closed.is_set():
                     self._end()
                     return
                 self.is_ending = False
-
-    def _gather_heartbeats(self) -> None:
-        """Learn which ranks are silent; the stage may end meanwhile."""
-        if self.heartbeats:
-            self.heartbeats.gathering.set()
-            time.sleep(2 * self.heartbeats.silent_after_s)
-            if not self.stage.is_overdue:
-                self.heartbeats.gathering.clear()
 
     def _end(self) -> None:
         """Log what is known, kill frozen processes of this node, and exit."""

@@ -39,14 +39,6 @@ class Facts:
         return self.run.get("held_out") or {}
 
     @property
-    def has_table(self) -> bool:
-        return AFTER in self.held_out
-
-    @property
-    def finished(self) -> bool:
-        return bool(self.run.get("finished"))
-
-    @property
     def outer_step(self) -> int:
         """The last one that was logged."""
         return max((line["step"] for line in (*self.steps, *self.valid)), default=0)
@@ -81,22 +73,20 @@ def parse_line(text: str) -> Line | None:
 
 
 def read(folder: Path) -> Facts:
-    """Read a run's folder. Raises `UsageError` where it holds no run."""
-    run = read_run(folder)
+    """Read a run's folder; of two lines of one kind for a step the last counts.
+
+    Raises `UsageError` where the folder holds no run.
+    """
+    run, file = read_run(folder), folder / "metrics.jsonl"
     if run is None:
         raise UsageError(f"output_dir={folder} holds no run.json; give the folder of a run")
-    lines = read_lines(folder / "metrics.jsonl")
-    steps, valid = ([line for line in lines if key in line] for key in ("query_loss", "valid_loss"))
-    return Facts(folder, run, steps, valid)
-
-
-def read_lines(file: Path) -> list[Line]:
-    """The complete lines of metrics.jsonl, by step; of two lines of one kind for a step the last."""
     found: dict[tuple[int, bool], Line] = {}
     for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
         if line := parse_line(text):
             found[line["step"], "valid_loss" in line] = line
-    return [found[key] for key in sorted(found)]
+    lines = [found[key] for key in sorted(found)]
+    steps, valid = ([line for line in lines if key in line] for key in ("query_loss", "valid_loss"))
+    return Facts(folder, run, steps, valid)
 
 
 def number(value: Any) -> float | None:
@@ -110,8 +100,11 @@ def points(lines: Sequence[Line], key: str) -> list[tuple[int, float | None]]:
 
 
 def spikes(lines: Sequence[Line]) -> list[tuple[int, float]]:
-    """(step, query loss) of lines with `loss_spike`: the run marks them (reliability/outliers.py), since it
+    """(step, query loss) of lines with `loss_spike`: the run marks them (reliability/checks.py), since it
     also has the steps that are not logged.
     """
-    marked = points([line for line in lines if "loss_spike" in line], "query_loss")
-    return [(step, value) for step, value in marked if value is not None]
+    return [
+        (step, value)
+        for step, value in points([line for line in lines if "loss_spike" in line], "query_loss")
+        if value is not None
+    ]

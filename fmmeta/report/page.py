@@ -1,7 +1,7 @@
 """The report of a run: report.html, one file that loads nothing and runs no script."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.security import redact
 from fmmeta.common.text import render
 from fmmeta.config.settings import setting
-from fmmeta.report import charts, timing
-from fmmeta.report.data import AFTER, BEFORE, FROM_START, Facts, number, read
+from fmmeta.report import charts
+from fmmeta.report.data import AFTER, BEFORE, FROM_START, Facts, Line, number, read
 
 NAME = "report.html"
 
@@ -37,9 +37,8 @@ def write(folder: Path) -> Path:
 
     Raises `UsageError` where the folder holds no run.
     """
-    text = page(read(folder), time.strftime("%Y-%m-%d %H:%M %Z"))
     file, temporary = folder / NAME, folder / f"{NAME}.tmp"
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_text(page(read(folder), time.strftime("%Y-%m-%d %H:%M %Z")), encoding="utf-8")
     temporary.replace(file)
     return file
 
@@ -60,16 +59,18 @@ def page(facts: Facts, written: str) -> str:
         "git commit": facts.run.get("git_commit"),
         "layout": facts.run.get("layout"),
     }
+    last, wanted = facts.outer_step, facts.settings.get("outer_steps")
+    unfinished = f"Not finished: logged to outer step {last:,} of {wanted:,}"
     return render(
         Path(__file__).with_name("report.html.j2"),
         facts=facts,
         title=title(facts),
-        state=state(facts),
+        state="Finished" if facts.run.get("finished") else unfinished,
         what=summary(facts),
         shape=shape_of(facts.settings),
         strata=strata(facts),
         training=charts.training(facts),
-        time=timing.timing(facts),
+        time=timing(facts),
         confusion=confusion(facts),
         about=[("Settings", texts(facts.settings)), ("Versions", texts(versions))],
         command=redact(f"fmmeta report --output_dir {facts.folder}"),
@@ -85,11 +86,6 @@ def title(facts: Facts) -> str:
     data = facts.settings.get("dataset") or ["?"]
     names = " + ".join(Path(str(name)).name for name in (data if isinstance(data, list) else [data]))
     return f"{facts.settings.get('algorithm')} on {redact(names)}"
-
-
-def state(facts: Facts) -> str:
-    last, wanted = facts.outer_step, facts.settings.get("outer_steps")
-    return "Finished" if facts.finished else f"Not finished: logged to outer step {last:,} of {wanted:,}"
 
 
 def summary(facts: Facts) -> str:
@@ -118,8 +114,10 @@ def strata(facts: Facts) -> list[tuple[str, float | None, float]]:
     """Accuracy after adaptation by stratum, from the start and meta-trained; the largest gain first."""
     trained = facts.held_out.get("per_stratum") or {}
     started = facts.held_out.get("per_stratum_at_start") or {}
-    order = sorted(trained, key=lambda name: started.get(name, 0.0) - trained[name])
-    return [(name, started.get(name), trained[name]) for name in order]
+    return [
+        (name, started.get(name), trained[name])
+        for name in sorted(trained, key=lambda name: started.get(name, 0.0) - trained[name])
+    ]
 
 
 def confusion(facts: Facts) -> dict[str, Any] | None:
@@ -144,3 +142,56 @@ def texts(values: dict[str, Any]) -> dict[str, str]:
     """Settings as text, secrets removed."""
     shown = {key: " ".join(map(str, one)) if isinstance(one, list) else one for key, one in values.items()}
     return {key: "\u2013" if one is None else redact(str(one)) for key, one in shown.items()}
+
+
+MOST_GROUPS = 24
+
+
+def times(steps: Sequence[Line]) -> dict[str, Any] | None:
+    """Mean seconds of the logged steps with as many groups as the last one.
+
+    steps: their number; whole: of the step; data: waiting for data; by group waiting for other groups, and
+    computing: the remaining seconds. Of more than three steps the first is left out, since it warms up.
+    """
+    usable = [line for line in steps if number(line.get("seconds")) is not None]
+    if not usable:
+        return None
+    usable = [line for line in usable if len(waits(line)) == len(waits(usable[-1]))]
+    kept = usable[1:] if len(usable) > 3 else usable
+    waiting = [sum(column) / len(kept) for column in zip(*map(waits, kept), strict=True)]
+    whole, data = (
+        sum(number(line.get(key)) or 0.0 for line in kept) / len(kept) for key in ("seconds", "data_seconds")
+    )
+    return {
+        "steps": len(kept),
+        "first_left_out": len(kept) < len(usable),
+        "whole": whole,
+        "data": data,
+        "waiting": waiting,
+        "computing": [max(0.0, whole - data - seconds) for seconds in waiting],
+    }
+
+
+def waits(line: Line) -> list[float]:
+    """Seconds that each group has waited for others in a logged step."""
+    return [float(one) for one in line.get("wait_seconds_by_group") or [line.get("wait_seconds") or 0.0]]
+
+
+def timing(facts: Facts) -> dict[str, Any] | None:
+    """Mean times of an outer step, and the parts of it by group: of many groups the extreme ones."""
+    mean = times(facts.steps)
+    if mean is None or mean["whole"] <= 0:
+        return None
+    waiting, groups = mean["waiting"], []
+    shown = sorted(range(len(waiting)), key=waiting.__getitem__)
+    if len(shown) > MOST_GROUPS:
+        shown = shown[: MOST_GROUPS // 2] + shown[-MOST_GROUPS // 2 :]
+    for group in shown:
+        parts, begin, drawn = (mean["computing"][group], mean["data"], waiting[group]), 0.0, []
+        for seconds, look in zip(parts, "abd", strict=True):
+            share = 100 * seconds / (sum(parts) or 1.0)
+            bar = {"begin": f"{begin:.2f}%", "width": f"{share:.2f}%"}
+            drawn.append({"seconds": seconds, "look": look, **bar})
+            begin += share
+        groups.append((group, drawn))
+    return {"mean": mean, "groups": groups}

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.plugins import import_named
+from fmmeta.common.security import import_named
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.encode import encode

@@ -41,7 +41,7 @@ from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 from fmmeta.planning.auto_group_size import SizesAt, check_group_size, choose_group_size
 from fmmeta.planning.memory import rank_sizes
 from fmmeta.planning.sizes import count_params, largest_part, micro_batch_rows
-from fmmeta.reliability.replicas import check_replicas
+from fmmeta.reliability.checks import check_replicas
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Batcher
 from fmmeta.tasks.data.prompts import make_prompt
@@ -136,9 +136,12 @@ def measure_layers(config: Config, inputs: RunInputs, world: World) -> list[floa
         if world.launch.global_rank == 0:
             learner = open_lazy_model(config, inputs.description).learner
             plan_stages(learner, config.pipeline_stages)  # refuses a model that has no stages
-            tokens = min(config.max_length, max_positions(inputs.description.hf_config) or config.max_length)
             seconds = layer_seconds(
-                learner, micro_batch_rows(config), tokens, world.device, inputs.deepspeed.bf16
+                learner,
+                micro_batch_rows(config),
+                min(config.max_length, max_positions(inputs.description.hf_config) or config.max_length),
+                world.device,
+                inputs.deepspeed.bf16,
             )
     return json.loads(world.comm.gather_bytes(json.dumps(seconds).encode())[0])
 
@@ -201,8 +204,10 @@ def log_layout(
         }
         inside = ", ".join(kind for kind, is_sent in kinds.items() if is_sent) or "nothing"
         shard_bytes = 4 * params / (plan.data if plan.engine == "deepspeed" and stage else 1)
-        links = world.nodes.map(plan.group_size, inside, shard_bytes, world.device.type)
-        notice(f"show_layout: {layout} on {len(world.nodes.hosts)} nodes", *links)
+        notice(
+            f"show_layout: {layout} on {len(world.nodes.hosts)} nodes",
+            *world.nodes.map(plan.group_size, inside, shard_bytes, world.device.type),
+        )
     if config.offload_outer and world.device.type == "cpu":
         notice("offload_outer changes nothing on CPUs: the ranks compute in host memory already")
     if config.lora_r:
@@ -270,15 +275,24 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
     worker.write(theta)
     check_replicas(ranks, theta, "although it was broadcast")
     theta = OuterMemory(ranks.device, config.offload_outer).store(theta)
-    outputs = inputs.description.outputs(config)
-    setup = rules.setup(config, worker, created.head_names, outputs, inputs.deepspeed.bf16)
+    setup = rules.setup(
+        config, worker, created.head_names, inputs.description.outputs(config), inputs.deepspeed.bf16
+    )
     prompt = None
     if find(config.algorithm).in_prompt:
-        most = max_positions(inputs.description.hf_config)
-        prompt = partial(prompted, bos_token_id=inputs.tokenizer.bos_token_id, positions=most)
-    coordinates = plan.coordinates(ranks.layout.group_rank)
-    params = MetaParameters.of(theta, setup.inner)
-    return Runtime(worker, params, created.frozen, setup, batcher(config, inputs, coordinates), prompt)
+        prompt = partial(
+            prompted,
+            bos_token_id=inputs.tokenizer.bos_token_id,
+            positions=max_positions(inputs.description.hf_config),
+        )
+    return Runtime(
+        worker,
+        MetaParameters.of(theta, setup.inner),
+        created.frozen,
+        setup,
+        batcher(config, inputs, plan.coordinates(ranks.layout.group_rank)),
+        prompt,
+    )
 
 
 def batcher(config: Config, inputs: RunInputs, coordinates: GroupCoordinates) -> Batcher:

@@ -10,6 +10,7 @@ checkpoint holds the best validated weights. `close` runs in reverse order, sinc
 server.
 """
 
+import enum
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,27 @@ from fmmeta.common.errors import UsageError
 from fmmeta.report import page
 
 if TYPE_CHECKING:
+    from fmmeta.meta.outer_step import OuterStep
     from fmmeta.training.loop import Outcome, Run
+
+
+class Outcome(enum.Enum):
+    """What an outer step did to theta; with --outer_delay 1, what the update applied in this step did."""
+
+    APPLIED = "theta moved"
+    SKIPPED_NONFINITE = "no task was finite, or the meta-gradient was not"
+    NO_DATA = "no task was loaded"
+    PENDING = "the first update of a delayed run is not due yet"
+    STOP = "the step was abandoned, or the run is finished"
+
+    @staticmethod
+    def of(update: "OuterStep | None") -> "Outcome":
+        """update: None where none was due."""
+        if update is None:
+            return Outcome.PENDING
+        if update.applied:
+            return Outcome.APPLIED
+        return Outcome.NO_DATA if update.no_data else Outcome.SKIPPED_NONFINITE
 
 
 class Callback:
@@ -126,7 +147,7 @@ class ReplicaCheck(Callback):
 
     def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
         """Raises `MachineFault`, on all ranks alike."""
-        from fmmeta.reliability.replicas import check_replicas  # imports torch
+        from fmmeta.reliability.checks import check_replicas  # imports torch
 
         every, step = run.config.check_replicas_steps, run.state.outer_step
         if every and step % every == 0 and not run.config.elastic:
@@ -153,8 +174,9 @@ class Validation(Callback):
         """Validate if due. Collective: world."""
         from fmmeta.training.validation import VALID  # imports torch, which `fmmeta.Callback` does not need
 
-        state, source = run.state, run.inputs.sources.valid
-        if source is None or not run.trains or not state.validation_due:
+        state, source, every = run.state, run.inputs.sources.valid, run.config.eval_steps
+        due = every and state.outer_step > state.validated and state.outer_step % every == 0
+        if source is None or not run.trains or not due:
             return
         meta = state.interpolate_with_initial(state.meta_params)
         learning = run.parts.setup.evaluation_method(meta.rates)

@@ -23,7 +23,7 @@ from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode, LoadResult
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task, assign_to_groups
 from fmmeta.tasks.schedule.samplers import TaskSampler
-from fmmeta.training.step_metrics import StepMetrics
+from fmmeta.training.run_log import StepMetrics
 
 # max_bad_fraction is of this many tasks at least, so that the first bad one does not stop a run
 LEAST_SEEN = 100
@@ -117,11 +117,9 @@ class EpisodeReader:
         self.seen += tasks
         if not failures:
             return []
-        gathered = [
-            json.loads(part) for part in self.voting_group.gather_bytes(json.dumps(self.errors).encode())
-        ]
+        gathered = self.voting_group.gather_bytes(json.dumps(self.errors).encode())
         self.errors = []
-        by_slot = {error["slot"]: error for errors in gathered for error in errors}
+        by_slot = {error["slot"]: error for errors in map(json.loads, gathered) for error in errors}
         found = [by_slot[slot] for slot in sorted(by_slot)]
         crash = next((error for error in found if error["crash"]), None)
         if crash:
@@ -129,9 +127,11 @@ class EpisodeReader:
                 f"loading task {crash['task']} failed: {crash['error']}; the log of the rank that loaded it"
                 " has the traceback"
             )
-        first = f"task {found[0]['task']}: {found[0]['error']}"
         if self.config.on_bad_task == "raise":
-            raise UsageError(f"{first}; correct it, or skip such tasks by --on_bad_task skip")
+            raise UsageError(
+                f"task {found[0]['task']}: {found[0]['error']}; correct it, or skip such tasks by"
+                " --on_bad_task skip"
+            )
         self.bad += len(found)
         for error in found:
             self.notice(f"left out: task {error['task']}: {error['error']}")
@@ -160,14 +160,13 @@ class TrainingEpisodes(EpisodeReader):
         notice: Callable[[str], None],
     ) -> None:
         self.schedule, self.layout = schedule, ranks.layout
-        budget = max(0, (os.cpu_count() or 1) // ranks.layout.launch.local_world_size - 1)
         self.loader = EpisodeLoader(
             load,
             self.task_stream,
             config.num_workers,
             config.prefetch_factor,
             pin=ranks.device.type == "cuda",
-            budget=budget,
+            budget=max(0, (os.cpu_count() or 1) // ranks.layout.launch.local_world_size - 1),
         )
         super().__init__(self.loader.fetch, ranks, config, notice)
         self.voting_group = ranks.all_groups

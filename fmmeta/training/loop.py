@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
+from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.common.errors import PeerLost, Stopped, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.algorithms import find
@@ -21,21 +23,95 @@ from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.rule import MultiTaskRule
 from fmmeta.meta.second_order.gradient_check import FiniteDifferenceRule, check
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.reliability.outliers import OutlierBounds
-from fmmeta.reliability.replicas import check_replicas
+from fmmeta.reliability.checks import OutlierBounds, check_replicas
 from fmmeta.reliability.signals import Signals
-from fmmeta.reliability.stage import WatchdogStage
-from fmmeta.reliability.stop import StopAgreement
-from fmmeta.training import build, callbacks, run_record
+from fmmeta.reliability.watchdog import WatchdogStage
+from fmmeta.training import build, callbacks
+from fmmeta.training.callbacks import Outcome
 from fmmeta.training.episodes import EpisodeReader, TrainingEpisodes
 from fmmeta.training.profiler import Profiler
-from fmmeta.training.run_folder import RunStart, newest_complete
-from fmmeta.training.run_log import RunLogger
+from fmmeta.training.run_folder import RunStart, newest_complete, write_run
+from fmmeta.training.run_log import RunLogger, StepMetrics
 from fmmeta.training.state import TrainingState
-from fmmeta.training.static_controller import StaticController
-from fmmeta.training.step_metrics import Outcome, StepMetrics
 from fmmeta.training.trackers import Trackers
 from fmmeta.training.validation import HeldOut
+
+
+class StaticController:
+    """Which groups take part in an outer step: without --elastic all of them, from the first to the last.
+
+    ElasticController overrides all of it. run: the run that calls.
+
+    writes: whether this group writes the files of the run.
+    """
+
+    writes = True
+
+    def begin_step(self, run: "Run") -> None:
+        """Form the groups of the next outer step. Raises `PeerLost`. Collective: all groups."""
+
+    def form_again(self, run: "Run", lost: PeerLost) -> None:
+        """Prepare another attempt at an outer step during which a group was lost. Local."""
+        raise lost
+
+    def check_task_count(self, tasks: int, expected: int) -> None:
+        """Raises `MachineFault` where the tasks of all groups are not the meta-batch."""
+
+    def metrics(self) -> dict[str, Any]:
+        """Values of the outer step that has ended, for metrics.jsonl."""
+        return {}
+
+    def finish(self, run: "Run") -> None:
+        """After the last outer step. Collective: all groups."""
+
+    def leave(self) -> None:
+        """End the membership of this group."""
+
+
+class StopAgreement:
+    """Lets all ranks agree to stop at a safe point. requested: whether all know that the run has to stop.
+
+        should_leave_tasks()   between two tasks or episodes: does this group leave the remaining ones?  group
+        agree_after_tasks()    after the tasks of an outer step: is the step abandoned? is a save done?  world
+        agree()                has any rank received a stop signal?                                      world
+
+    A stop costs at most one task of each group, these agreements and a save: tasks are left out, never cut in
+    two. If one group leaves its tasks, all groups abandon the outer step, since theta is a function of whole
+    meta-batches; if no group does, the step is finished.
+    """
+
+    def __init__(self, ranks: ProcessGroups, signals: Signals) -> None:
+        self.ranks, self.signals, self.requested = ranks, signals, False
+
+    def should_leave_tasks(self) -> bool:
+        """Whether a rank of this group has received a stop signal. Collective: group."""
+        asked = torch.tensor([float(bool(self.signals.asked))])
+        return float(self.ranks.group.sum_(asked)) > 0
+
+    def agree_after_tasks(self, left_tasks: bool, saver: Saver) -> bool:
+        """Whether all groups abandon this outer step, because one has left tasks of it.
+
+        left_tasks: whether this group has. The ranks also learn whether a checkpoint in the background is
+        done. Raises `UsageError` if too many checkpoints failed. Collective: world.
+        """
+        mine = [
+            left_tasks,
+            bool(self.signals.asked),
+            saver.folder is not None and saver.done,
+            bool(saver.failure),
+        ]
+        left, asked, done, failed = self.ranks.world.sum_(torch.tensor(mine, dtype=torch.float64)).tolist()
+        self.requested = asked > 0 or left > 0
+        if done == self.ranks.world.size:
+            saver.judge(failed > 0)
+        return left > 0
+
+    def agree(self) -> bool:
+        """Whether any rank has received a stop signal; all then have its name. Collective: world."""
+        names = [name.decode() for name in self.ranks.world.gather_bytes(self.signals.asked.encode()) if name]
+        self.requested = self.requested or bool(names)
+        self.signals.asked = names[0] if names else ""
+        return self.requested
 
 
 class Run:
@@ -78,17 +154,19 @@ class Run:
         )
         self.profiler = Profiler(config.profile and self.trains)
         self.logger, self.trackers = RunLogger(), Trackers(progress.notice)
-        built_in = (
-            self.profiler,
-            callbacks.ReplicaCheck(),
-            self.logger,
-            self.trackers,
-            callbacks.ReportPage(),
-            callbacks.NonfiniteLimit(),
-            callbacks.Validation(),
-            callbacks.Saving(),
+        self.callbacks = callbacks.CallbackList(
+            (
+                self.profiler,
+                callbacks.ReplicaCheck(),
+                self.logger,
+                self.trackers,
+                callbacks.ReportPage(),
+                callbacks.NonfiniteLimit(),
+                callbacks.Validation(),
+                callbacks.Saving(),
+            ),
+            user_callbacks,
         )
-        self.callbacks = callbacks.CallbackList(built_in, user_callbacks)
 
     @property
     def theta(self) -> Tensor:
@@ -96,19 +174,9 @@ class Run:
         return self.state.meta_params.theta
 
     def resume(self) -> None:
-        """Load the newest checkpoint, if there is one, and open the files of the run. Collective: world."""
-        found = self._load()
-        with self.ranks.world.raise_on_all("opening the files of the run"):
-            if self.controller.writes:
-                self.begin_writing()
-        if found is not None:
-            self.worker.write(self.theta)
-            self.progress.notice(f"resumed from {found}, outer step {self.state.outer_step}")
+        """Load the chosen checkpoint, if there is one, and open the files of the run.
 
-    def _load(self) -> Path | None:
-        """Load the chosen checkpoint, or a newer one where another group has removed it; return its folder.
-
-        Collective: world.
+        With --elastic another group may have removed it: then a newer one is loaded. Collective: world.
         """
         found, tried = self.start.checkpoint, list[Path]()
         while found is not None:
@@ -123,7 +191,12 @@ class Run:
                 found = newest_complete(self.folder, self.ranks.world)[0]
                 if found in tried:
                     raise
-        return found
+        with self.ranks.world.raise_on_all("opening the files of the run"):
+            if self.controller.writes:
+                self.begin_writing()
+        if found is not None:
+            self.worker.write(self.theta)
+            self.progress.notice(f"resumed from {found}, outer step {self.state.outer_step}")
 
     def begin_writing(self) -> None:
         """From here on this group writes the files of the run. Local."""
@@ -252,20 +325,14 @@ class Run:
         self.feed = TrainingEpisodes(
             self.schedule, load, state.outer_step, state.tasks, self.ranks, config, notice
         )
-        if config.check_meta_gradient:
-            self._check_meta_gradient(EpisodeReader.of(load, self.ranks, config, notice))
+        if config.check_meta_gradient:  # of the same task on every group, after any first-order steps
+            assert self.rule_at is not None
+            rule = cast(FiniteDifferenceRule, self.rule_at(config.outer_steps))
+            task = self.schedule.meta_batch(state.outer_step)[0]
+            for _, episode in EpisodeReader.of(load, self.ranks, config, notice).read_same_task(task):
+                precision = self.inputs.deepspeed.precision
+                notice(check(rule, self.worker, state.meta_params, episode, precision).text)
         self.progress.start("outer step")
-
-    def _check_meta_gradient(self, reader: EpisodeReader) -> None:
-        """Log how exact the meta-gradient is; every group uses the same task. Collective: world."""
-        assert self.rule_at is not None
-        task = self.schedule.meta_batch(self.state.outer_step)[0]
-        rule = cast(
-            FiniteDifferenceRule, self.rule_at(self.config.outer_steps)
-        )  # after any first-order steps
-        precision = self.inputs.deepspeed.precision
-        for _, episode in reader.read_same_task(task):
-            self.progress.notice(check(rule, self.worker, self.state.meta_params, episode, precision).text)
 
     def should_leave_evaluation(self) -> bool:
         """Whether this group leaves out the remaining episodes of an evaluation. Collective: group."""
@@ -307,7 +374,7 @@ class Run:
 
     def write_run(self, **facts: Any) -> None:
         """Write run.json. Local: the first rank's."""
-        run_record.write_run(
+        write_run(
             self.folder,
             self.config,
             self.inputs.sources.fingerprint,

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
@@ -19,8 +20,8 @@ from fmmeta.parallel.process_groups import pending_type
 from fmmeta.training.callbacks import Callback
 
 if TYPE_CHECKING:
+    from fmmeta.training.callbacks import Outcome
     from fmmeta.training.loop import Run
-    from fmmeta.training.step_metrics import Outcome
 
 KINDS = (
     "data",
@@ -129,8 +130,9 @@ class Profiler(Callback):
         seconds = self.facts["seconds"]
         whole = sum(seconds.values())
         rows = [[kind, f"{one:.3f}", f"{100 * one / whole:.1f}"] for kind, one in seconds.items()]
-        title = f"where the time of outer step {self.facts['outer_step']} went"
-        table(title, ["", "seconds", "share %"], rows)
+        table(
+            f"where the time of outer step {self.facts['outer_step']} went", ["", "seconds", "share %"], rows
+        )
         return {"profile": self.facts}
 
 
@@ -138,41 +140,35 @@ def regions(run: "Run") -> list[tuple[str, Any, list[str]]]:
     """Kind of time, and the methods of an object whose time it is."""
     worker: Any = run.worker
     model = getattr(worker, "model", None) or worker.stage
-    vectors = ["read", "write", "gradient", "displacement"]
     found = [
         ("data", run.feed, ["episodes"]),
         ("forward", getattr(model, "module", model), ["forward"]),
         ("forward", worker, ["_loss"]),
         ("backward", torch.autograd, ["backward"]),
         ("backward", worker, ["backward"]),
-        ("role switch", worker, ["apply", *vectors]),
+        ("role switch", worker, ["apply", "read", "write", "gradient", "displacement"]),
         ("outer step", run.state.outer, ["step"]),
         ("outer step", MetaGradient, ["add"]),
     ]
     if worker.group.size > 1:  # methods of a communicator of one rank return at once
-        found.append(("group communication", worker.group, ["sum_"]))
-        found.append(("group communication", pending_type(), ["wait"]))
+        found += [
+            ("group communication", worker.group, ["sum_"]),
+            ("group communication", pending_type(), ["wait"]),
+        ]
     if run.ranks.world.size > 1:
-        found.append(("cross-group", run.state.updates, ["step"]))
-        found.append(("cross-group", run.ranks.world, ["sum_", "gather_bytes"]))
+        found += [
+            ("cross-group", run.state.updates, ["step"]),
+            ("cross-group", run.ranks.world, ["sum_", "gather_bytes"]),
+        ]
     return found
 
 
-@contextlib.contextmanager
-def wrapped(owner: Any, name: str, clock: Clock, kind: str) -> Iterator[None]:
+def wrapped(owner: Any, name: str, clock: Clock, kind: str) -> contextlib.AbstractContextManager[Any]:
     """Count the time of `owner.name` for `kind` while the block runs."""
-    # as it is stored: getattr of a compiled class binds the method to no object
-    own, original = vars(owner).get(name), getattr(owner, name)
+    original = getattr(owner, name)
 
     def timed(*arguments: Any, **named: Any) -> Any:
         with clock.region(kind):
             return original(*arguments, **named)
 
-    setattr(owner, name, timed)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
+    return mock.patch.object(owner, name, timed)

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, the settings it may continue with, the newest complete checkpoint.
+"""The folder of a run: run.json, the lock, the settings it may continue with, the newest complete checkpoint.
 
     find the folder -> lock it -> undo a partial save -> compare settings
     -> verify checkpoints, newest first -> rename those that are newer
@@ -8,9 +8,11 @@ named in the log.
 """
 
 import fcntl
+import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -20,15 +22,61 @@ from typing import Any
 
 from fmmeta import checkpoint
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import make_folders, remove_empty
-from fmmeta.common.text import as_stored
+from fmmeta.common.security import make_folders, publish, redact, remove_empty
+from fmmeta.common.text import as_stored, to_json
 from fmmeta.config.settings import Config, changed_settings
 from fmmeta.parallel.process_groups import Communicator
 from fmmeta.report.data import read_run
-from fmmeta.training.run_record import NOTHING, settings_of
 
+PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "peft")
+
+NOTHING: Mapping[str, Any] = {}
 LOCK = ".lock"
 MOST_LISTED = 100  # times that the checkpoints of a run are listed while others write them
+
+
+def settings_of(config: Config, fingerprint: str, resolved: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+    """What identifies a run: flags, fingerprint of the data, and `resolved` of build.RunInputs."""
+    return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint, **resolved})
+
+
+def write_run(
+    folder: Path,
+    config: Config,
+    fingerprint: str,
+    layout: str,
+    resolved: Mapping[str, Any] = NOTHING,
+    **facts: Any,
+) -> None:
+    """Write run.json: every resolved setting, versions, git commit, data fingerprint, and `facts`.
+
+    Secrets are redacted.
+    """
+    run = {
+        "settings": settings_of(config, fingerprint, resolved),
+        "layout": layout,
+        "versions": {name: version(name) for name in PACKAGES},
+        "git_commit": git_commit(),
+        **facts,
+    }
+    temporary = folder / "run.json.tmp"
+    temporary.write_text(redact(to_json(run, indent=1)) + "\n", encoding="utf-8")
+    publish(temporary, folder / "run.json")
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_commit() -> str | None:
+    """Commit of the current folder, if it is in a git checkout."""
+    command = ["git", "rev-parse", "HEAD"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip() or None
+    return None
 
 
 @dataclass(frozen=True)
@@ -49,7 +97,7 @@ class RunStart:
 def open_run(
     config: Config, fingerprint: str, comm: Communicator, resolved: Mapping[str, Any] = NOTHING
 ) -> RunStart:
-    """Make or find the run's folder; its checkpoint is verified. resolved: see build.Plan.
+    """Make or find the run's folder; its checkpoint is verified. resolved: see build.RunInputs.
 
     Raises `UsageError` where the folder holds a run with other settings, or is in use; then it leaves neither
     a lock nor folders that it made. Collective: comm (world).
@@ -260,9 +308,13 @@ def find_start(
     explicit = None if wanted in ("latest", "never") else Path(wanted)
     before = read_run(folder)
     if explicit is not None:
-        settings = checkpoint.read_state(explicit)["settings"]
-        where = f"resume_from_checkpoint={explicit}"
-        warnings += accept_changes(settings, config, fingerprint, where, resolved)
+        warnings += accept_changes(
+            checkpoint.read_state(explicit)["settings"],
+            config,
+            fingerprint,
+            f"resume_from_checkpoint={explicit}",
+            resolved,
+        )
     if before is None:
         return RunStart(folder, explicit, False, tuple(warnings), explicit is not None)
     if wanted == "never":
@@ -273,8 +325,13 @@ def find_start(
     warnings += [text for text in changes if text not in warnings]
     accepted = any(text.startswith("accepted") for text in warnings)
     finished = before.get("finished", False) and explicit is None and not accepted
-    newest = next(reversed(checkpoint.list_complete(folder)), None)
-    return RunStart(folder, explicit or newest, finished, tuple(warnings), explicit is not None)
+    return RunStart(
+        folder,
+        explicit or next(reversed(checkpoint.list_complete(folder)), None),
+        finished,
+        tuple(warnings),
+        explicit is not None,
+    )
 
 
 def accept_changes(

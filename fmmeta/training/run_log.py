@@ -1,34 +1,124 @@
-"""The log of a run: lines of metrics.jsonl, progress on the terminal, and warnings."""
+"""The numbers of a run: sums of an outer step over all groups, lines of metrics.jsonl, terminal output."""
 
+import math
+import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fmmeta.common.security import redact
+from fmmeta.common.text import to_json
 from fmmeta.config.algorithms import find
-from fmmeta.training import run_record
-from fmmeta.training.callbacks import Callback
+from fmmeta.meta.rule import TaskResult
+from fmmeta.parallel.process_groups import ProcessGroups
+from fmmeta.report.data import parse_line
+from fmmeta.training.callbacks import Callback, Outcome
 
 if TYPE_CHECKING:
-    from fmmeta.training.loop import Outcome, Run
+    from fmmeta.training.loop import Run
+
+
+class StepMetrics:
+    """Numbers of this group's tasks in one outer step; `all_reduce` sets `values` from those of all groups.
+
+    names: further numbers of the algorithm's task gradients.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self.began = time.monotonic()
+        self.weight, self.skipped, self.exploded, self.tokens, self.tasks = 0.0, 0, 0, 0, 0
+        # sums over the finite tasks, each times its weight
+        self.sums = dict.fromkeys(("support_loss", "query_loss", "accuracy", *names), 0.0)
+        self.data_seconds, self.failures = 0.0, 0
+        self.values: dict[str, Any] = {}
+
+    def add(self, task: TaskResult, tokens: int, exploded: bool = False) -> None:
+        """Count a task. exploded: whether it exceeds the outlier bounds, and is skipped."""
+        self.tokens += tokens
+        self.tasks += 1
+        self.exploded += exploded
+        if exploded or not task.finite:
+            self.skipped += 1
+            return
+        self.weight += task.weight
+        found = {
+            "support_loss": task.support.loss,
+            "query_loss": task.query.loss,
+            "accuracy": task.query.accuracy,
+            **task.numbers,
+        }
+        for name in self.sums:
+            self.sums[name] += task.weight * found[name]
+
+    def count_missing(self, tasks: int, failures: int, data_seconds: float) -> None:
+        """Count the group's tasks without an episode, this rank's failures, and its wait for data."""
+        self.skipped += tasks
+        self.tasks += tasks
+        self.failures, self.data_seconds = failures, data_seconds
+
+    def all_reduce(self, ranks: ProcessGroups) -> float:
+        """Sum over all groups; return the summed weight of the finite tasks.
+
+        `tasks` then counts those of all groups, with or without an episode. Collective: all groups.
+        """
+        waiting = time.monotonic()
+        counts_group = ranks.layout.group_rank == 0  # these are equal on the ranks of a group
+        of_group = {
+            "weight": self.weight,
+            "skipped": self.skipped,
+            "exploded": self.exploded,
+            "tasks": self.tasks,
+            **self.sums,
+        }
+        mine = {
+            **{name: value if counts_group else 0.0 for name, value in of_group.items()},
+            "tokens": self.tokens,
+            "data_seconds": self.data_seconds,
+            "failures": self.failures,
+        }
+        sums = ranks.all_groups.sum_(torch.tensor(list(mine.values()), dtype=torch.float64))
+        total = dict(zip(mine, sums.tolist(), strict=True))
+        # [2, groups]: busy and waiting, each a mean over the ranks of a group
+        seconds = torch.zeros(2, ranks.cross.size, dtype=torch.float64)
+        seconds[:, ranks.cross.rank] = (
+            torch.tensor([waiting - self.began, time.monotonic() - waiting]) / ranks.layout.group_size
+        )
+        busy, waits = ranks.all_groups.sum_(seconds)
+        weight = total["weight"]
+        self.tasks, self.failures = int(total["tasks"]), int(total["failures"])
+        self.values = {
+            "tokens": int(total["tokens"]),
+            **{name: total[name] / weight if weight else math.nan for name in self.sums},
+            "skipped_tasks": int(total["skipped"]),
+            "data_seconds": total["data_seconds"] / ranks.all_groups.size,
+            "wait_seconds": float(waits.mean()),
+            "wait_seconds_by_group": [round(float(wait), 6) for wait in waits],
+            "imbalance": float(busy.max() / busy.mean()) - 1,
+        }
+        if total["exploded"]:
+            self.values["exploded_tasks"] = int(total["exploded"])
+        return weight
 
 
 class RunLogger(Callback):
     """Logs every outer step and validation; only the first rank writes, from `open` on."""
 
     def __init__(self) -> None:
-        self.metrics: run_record.Metrics | None = None
+        self.metrics: Metrics | None = None
         self.first, self.warned = 0, False
         self.line: dict[str, Any] | None = None  # the last of metrics.jsonl
 
     def open(self, run: "Run") -> None:
         """Continue metrics.jsonl; lines after the state's outer step are dropped. Local."""
-        self.metrics = run_record.Metrics(run.folder, run.state.outer_step, run.ranks.first)
+        self.metrics = Metrics(run.folder, run.state.outer_step, run.ranks.first)
 
     def on_train_begin(self, run: "Run") -> None:
         self.first = run.state.outer_step
 
-    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
+    def on_step_end(self, run: "Run", outcome: Outcome) -> None:
         """Show the outer step; write a line every logging_steps, and after spikes, skips and retries."""
         config, step, step_metrics, update = run.config, run.state.outer_step, run.metrics, run.update
         membership = run.controller.metrics()
@@ -70,3 +160,41 @@ class RunLogger(Callback):
         if self.metrics is not None:
             self.metrics.write(values)
         run.callbacks.on_log(run, values)
+
+
+class Metrics:
+    """metrics.jsonl: one object per logged outer step; only the rank that `writes` opens the file.
+
+    A resumed run drops the lines after outer_step, that of its checkpoint. last: the last step in the file.
+    """
+
+    def __init__(self, folder: Path, outer_step: int, writes: bool) -> None:
+        self.file = folder / "metrics.jsonl"
+        self.writes, self.failed, self.last = writes, False, 0
+        if writes and self.file.is_file():
+            lines = [
+                (text, line)
+                for text in self.file.read_text(encoding="utf-8").splitlines()
+                if (line := parse_line(text))
+            ]
+            kept = [(text, line) for text, line in lines if line["step"] <= outer_step]
+            temporary = self.file.with_name("metrics.jsonl.tmp")
+            temporary.write_text("".join(f"{text}\n" for text, _ in kept), encoding="utf-8")
+            temporary.replace(self.file)
+            self.last = max((line["step"] for _, line in kept), default=0)
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Append a line; while the disk is full lines are lost, and the run continues."""
+        self.last = max(self.last, values["step"])
+        if not self.writes:
+            return
+        try:
+            with self.file.open("a", encoding="utf-8") as file:
+                # a lost line may be written in part
+                file.write("\n" * self.failed + redact(to_json(values)) + "\n")
+            self.failed = False
+        except OSError as error:
+            if not self.failed:
+                text = f"{self.file} cannot be written ({error.strerror}); its lines are lost until it can"
+                print(f"fmmeta: {text}", file=sys.stderr, flush=True)
+            self.failed = True

@@ -14,6 +14,7 @@ The state changes only between two outer steps. Settings, seeds and data are not
 the run.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,10 +25,10 @@ from fmmeta.meta.delayed_update import DelayedUpdate
 from fmmeta.meta.outer_step import OuterOptimizer
 from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.reliability.outliers import Spikes
-from fmmeta.training import build, run_record
-from fmmeta.training.best import Best
-from fmmeta.training.step_metrics import Outcome
+from fmmeta.reliability.checks import Spikes
+from fmmeta.training import build
+from fmmeta.training.callbacks import Outcome
+from fmmeta.training.run_folder import settings_of
 
 
 class TrainingState:
@@ -58,8 +59,13 @@ class TrainingState:
     def load(self, found: Path) -> None:
         """Load everything from a complete checkpoint, of this layout or another. Local."""
         facts = checkpoint.read_state(found)
-        vectors = checkpoint.load(found, facts["vectors"], self.param_map, self.meta_params.theta)
-        self.load_state_dict(StateDict(vectors, checkpoint.load_tables(found), facts))
+        self.load_state_dict(
+            StateDict(
+                checkpoint.load(found, facts["vectors"], self.param_map, self.meta_params.theta),
+                checkpoint.load_tables(found),
+                facts,
+            )
+        )
         if found.parent.resolve() == self.folder.resolve():
             self.saver.last = self.folder / found.name
 
@@ -102,12 +108,6 @@ class TrainingState:
         elif outcome is Outcome.SKIPPED_NONFINITE:
             self.bad_steps += 1
 
-    @property
-    def validation_due(self) -> bool:
-        """Whether the validation after this outer step is missing or incomplete."""
-        every = self.config.eval_steps
-        return bool(every) and self.outer_step > self.validated and self.outer_step % every == 0
-
     def interpolate_with_initial(self, meta: MetaParameters) -> MetaParameters:
         """Return the weights to validate and export instead of `meta`: `meta`, or its interpolation with the
         initial weights. Local.
@@ -119,7 +119,7 @@ class TrainingState:
 
     def final(self) -> MetaParameters:
         """The weights to export: the best validated or the last, interpolated if requested. Local."""
-        best = None if self.best is None else self.best.meta_params
+        best = self.best.meta_params if self.best else None
         return self.interpolate_with_initial(best or self.meta_params)
 
     def preallocate(self) -> None:
@@ -141,6 +141,53 @@ class TrainingState:
     def save(self, last: bool) -> None:
         """Begin to write checkpoint-N; with `last` wait until it is complete. Collective: world."""
         state = self.state_dict()
-        settings = run_record.settings_of(self.config, self.inputs.sources.fingerprint, self.inputs.resolved)
-        facts = {**state.facts, "layout": str(self.ranks.layout), "settings": settings}
+        facts = {
+            **state.facts,
+            "layout": str(self.ranks.layout),
+            "settings": settings_of(self.config, self.inputs.sources.fingerprint, self.inputs.resolved),
+        }
         self.saver.save(self.checkpoint_path, state.vectors, facts, state.tables, last)
+
+
+PREFIX = "best "  # of the names of vectors and tables in a checkpoint
+
+
+class Best:
+    """A copy of the meta-parameters with the highest validation accuracy so far, and their score.
+
+    It is kept in host memory and in every checkpoint. Local; every rank decides alike.
+    """
+
+    def __init__(self) -> None:
+        self.meta_params: MetaParameters | None = None
+        self.step, self.accuracy, self.loss = 0, -math.inf, math.inf
+
+    def update(self, meta_params: MetaParameters, step: int, accuracy: float, loss: float) -> None:
+        """Copy the meta-parameters if they score higher than the best before (of equals, if their loss is
+        lower).
+        """
+        loss = loss if math.isfinite(loss) else math.inf  # the worst, and equal to itself
+        if (accuracy, -loss) > (self.accuracy, -self.loss):
+            self.step, self.accuracy, self.loss = step, accuracy, loss
+            self.meta_params = meta_params.snapshot()
+
+    @property
+    def text(self) -> str:
+        """Which weights are exported."""
+        if self.meta_params is None:
+            return "load_best_model_at_end: no validation was done; the last weights are exported"
+        return f"best of the validated weights: outer step {self.step}, accuracy {100 * self.accuracy:.1f} %"
+
+    def add_state(self, state: StateDict) -> None:
+        """Add the copy and its score to what a checkpoint holds."""
+        if self.meta_params is not None:
+            state.add(PREFIX, self.meta_params.named())
+            state.facts["best"] = {"step": self.step, "accuracy": self.accuracy, "loss": self.loss}
+
+    def load_state(self, state: StateDict) -> None:
+        """Restore what `add_state` gave, if there was a copy."""
+        saved, copy = state.facts["best"], state.tensors(PREFIX)
+        self.meta_params = MetaParameters.from_named(copy).snapshot() if copy else None
+        if saved:
+            self.step, self.accuracy = saved["step"], saved["accuracy"]
+            self.loss = math.inf if saved["loss"] is None else saved["loss"]  # JSON has no infinity

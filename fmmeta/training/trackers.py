@@ -64,25 +64,19 @@ class Trackers(Callback):
             except Exception as error:
                 text = f"cannot start ({describe_error(error)})"
                 if not outer_step:
-                    self.finish()
+                    self.close()
                     raise UsageError(f"report_to={name} {text}; correct that, or leave it out") from error
                 self.notice(f"{name} {text}; the run continues without it")
         if names:
             (folder / FILE).write_text(json.dumps(known) + "\n", encoding="utf-8")
 
     def on_log(self, run: "Run", metrics: dict[str, Any]) -> None:
-        self.log(metrics)
-
-    def close(self, run: "Run") -> None:
-        self.finish()
-
-    def log(self, values: dict[str, Any]) -> None:
         """Log the numbers of a line of metrics.jsonl."""
-        numbers = flat(values)
+        numbers = flat(metrics)
         step = numbers.pop("step", None)
         self._call("log", numbers, step=None if step is None else int(step))
 
-    def finish(self) -> None:
+    def close(self, run: "Run | None" = None) -> None:
         """End the trackers."""
         self._call("finish")
         self.running.clear()
@@ -105,16 +99,14 @@ def make(name: str, folder: Path, outer_step: int, known: str | None) -> Any:
     from accelerate import tracking
 
     tracking.logger = Quiet(logging.getLogger("accelerate.tracking"), {})  # type: ignore[assignment]
-    run = folder.resolve().name
+    run, project = folder.resolve().name, os.environ.get(f"{name.upper()}_PROJECT", "fmmeta")
     if name == "tensorboard":  # lines that a stopped run logged after its checkpoint are hidden
         tracker = tracking.TensorBoardTracker("tensorboard", str(folder), purge_step=outer_step + 1)
     elif name == "wandb":
-        project = os.environ.get("WANDB_PROJECT", "fmmeta")
         tracker = tracking.WandBTracker(project, name=run, dir=str(folder), id=known, resume="allow")
     elif name == "mlflow":
         tracker = tracking.MLflowTracker(experiment_name="fmmeta", run_name=run, run_id=known)
     else:
-        project = os.environ.get("TRACKIO_PROJECT", "fmmeta")
         tracker = tracking.TrackioTracker(project, name=run, resume="allow")
     tracker.main_process_only = False  # only the first rank has it
     return tracker
@@ -137,13 +129,12 @@ def read_ids(folder: Path) -> dict[str, str | None]:
 
 def settings(config: Config) -> dict[str, Any]:
     """Settings that are set, as numbers or redacted text; secrets are left out."""
-    given = {name: one for name, one in config.as_dict().items() if one is not None}
-    texts = {name: " ".join(map(str, one)) if isinstance(one, list) else one for name, one in given.items()}
-    return {
-        name: redact(one) if isinstance(one, str) else one
-        for name, one in texts.items()
-        if not SECRET_NAME.search(name)
+    texts = {
+        name: " ".join(map(str, one)) if isinstance(one, list) else one
+        for name, one in config.as_dict().items()
+        if one is not None and not SECRET_NAME.search(name)
     }
+    return {name: redact(one) if isinstance(one, str) else one for name, one in texts.items()}
 
 
 def flat(values: dict[str, Any]) -> dict[str, float]:
@@ -159,8 +150,7 @@ def flat(values: dict[str, Any]) -> dict[str, float]:
         elif isinstance(value, dict):
             numbers |= {f"{name}/{key}": one for key, one in flat(value).items()}
         elif isinstance(value, list):
-            each = flat({f"{name}/{place}": one for place, one in enumerate(value)})
-            numbers |= each or {name: len(value)}
+            numbers |= flat({f"{name}/{place}": one for place, one in enumerate(value)}) or {name: len(value)}
     return numbers
 
 

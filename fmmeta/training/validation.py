@@ -22,7 +22,7 @@ from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
 from fmmeta.metrics.scores import gather_scores, mean_ci95
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.reliability.replicas import hash_vector
+from fmmeta.reliability.checks import hash_vector
 from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
@@ -161,19 +161,18 @@ class HeldOut:
             self.worker.write(theta)
         known |= {score.slot: score for score in gather_scores(self.ranks, scores, kind)}
         if key is not None and todo:
-            self._write({**stored, key: [asdict(score) for score in known.values() if is_finite(score)]})
+            finished = [asdict(score) for score in known.values()]
+            # JSON cannot hold numbers that are not finite
+            self._write({**stored, key: [score for score in finished if strict(score) == score]})
         return [known[slot] for slot in sorted(known)]
 
     def _key(self, kind: type, theta: Tensor, learning: Any) -> str:
         """Hash of all that determines the scores bit for bit, on every rank. Collective: world."""
         here: list[Any] = [hash_vector(theta)]
         if isinstance(learning, InnerLoop):
-            element = learning.rates.element
-            here += [
-                learning.steps,
-                learning.rates.table.tolist(),
-                element is not None and hash_vector(element),
-            ]
+            rates = learning.rates
+            element = rates.element is not None and hash_vector(rates.element)
+            here += [learning.steps, rates.table.tolist(), element]
         settings = {
             name: value for name, value in self.config.as_dict().items() if name not in HIDDEN_ON_RESUME
         }
@@ -199,11 +198,6 @@ class HeldOut:
                 self.progress.notice(
                     f"{temporary} cannot be written ({error.strerror}); a stopped evaluation would start over"
                 )
-
-
-def is_finite(score: Any) -> bool:
-    """Whether JSON can hold all numbers of a score."""
-    return strict(asdict(score)) == asdict(score)
 
 
 def per_stratum(scores: Sequence[HeldOutScore]) -> dict[str, float]:

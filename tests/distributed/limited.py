@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.host_memory import status_bytes
+from fmmeta.common.processes import status_bytes
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.parallel.layout import Launch

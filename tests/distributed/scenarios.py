@@ -25,7 +25,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.parallel.workers import create
 from fmmeta.parallel.workers.create import check_equal, fingerprint
-from fmmeta.reliability.replicas import check_replicas, hash_vector
+from fmmeta.reliability.checks import check_replicas, hash_vector
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.episodes import EpisodeReader

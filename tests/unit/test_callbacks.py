@@ -11,8 +11,8 @@ import fmmeta
 from fmmeta import Callback, Config, MetaTrainer
 from fmmeta.common.errors import Stopped
 from fmmeta.reliability.signals import Signals
+from fmmeta.training.callbacks import Outcome
 from fmmeta.training.loop import Run
-from fmmeta.training.step_metrics import Outcome
 from tests.launch import run_ranks
 from tests.unit.helpers import refusal
 

@@ -26,8 +26,8 @@ from fmmeta.parallel.param_map import Fragment, ParamMap, param_groups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.create import frozen_tensors
 from fmmeta.parallel.workers.plain import PlainWorker
-from fmmeta.training.run_folder import find_start, lock_folder
-from fmmeta.training.run_record import Metrics, write_run
+from fmmeta.training.run_folder import find_start, lock_folder, write_run
+from fmmeta.training.run_log import Metrics
 from tests.models import WORDS, save_bert, save_llama
 from tests.unit.helpers import one_rank, refusal
 

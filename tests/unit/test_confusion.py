@@ -14,7 +14,7 @@ from fmmeta.config.settings import Config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.training import build
-from fmmeta.training.confusion import confusion
+from fmmeta.training.finish import confusion
 from fmmeta.training.validation import TEST, HeldOut
 from tests.models import save_bert, save_llama, write_classes, write_pairs
 

@@ -14,7 +14,7 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.common.errors import Stopped
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.reliability.signals import Signals
-from fmmeta.training import final_table, validation
+from fmmeta.training import finish, validation
 from fmmeta.training.validation import HeldOut
 from tests.models import save_bert, write_classes
 
@@ -92,7 +92,7 @@ def test_a_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkey
     with monkeypatch.context() as patch:
         whole = StopAt(patch, 10**9)
         MetaTrainer(config_of(tmp_path, "whole", **settings)).train()
-    confused, rates = 1, len(final_table.SCALES)
+    confused, rates = 1, len(finish.SCALES)
     for number in (whole.scored - 3 * rates - 3 - confused - 2, whole.scored - 4, whole.scored):
         name, command = f"stopped-{number}", {**settings}
         with monkeypatch.context() as patch:
@@ -158,7 +158,7 @@ def test_the_baseline_gets_the_inner_loop_that_serves_it_best(tmp_path, capsys):
     loop = table_of(tmp_path / "run")["baseline_inner_loop"]
     assert loop["episodes"] == 3
     assert loop["steps"] in (1, 2)
-    assert loop["scale"] in final_table.SCALES
+    assert loop["scale"] in finish.SCALES
     rate = f"inner_lr {1e-4 * loop['scale']:.3g}, {loop['steps']} steps"
     assert f"after adaptation, weights at the start ({rate})" in capsys.readouterr().out
 
@@ -199,7 +199,7 @@ def test_the_choice_is_the_highest_accuracy_then_the_lowest_loss():
         theta = rates = None
 
     chosen = [
-        final_table.choose_loop(Scored(), None, Initial(), Setup(kind), lambda: None)
+        finish.choose_loop(Scored(), None, Initial(), Setup(kind), lambda: None)
         for kind in ("classification", "causal_lm")
     ]  # type: ignore[arg-type]
     assert [(one.scale, one.steps) for one in chosen] == [(0.3, 2), (1.0, 2)]

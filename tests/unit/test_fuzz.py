@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pkgutil
 import random
 import shutil
 import signal
@@ -22,15 +23,14 @@ from hypothesis import strategies as st
 from fmmeta import checkpoint
 from fmmeta.adaptation.command import leave_out, read_task
 from fmmeta.adaptation.predict import open_lines, read_texts
-from fmmeta.cli import COMMANDS, import_attribute, parse
+from fmmeta.cli import COMMANDS, parse
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.tasks.sources.load import load_sources
-from fmmeta.training.run_folder import open_run
-from fmmeta.training.run_record import write_run
+from fmmeta.training.run_folder import open_run, write_run
 from tests.models import write_classes
 from tests.unit.helpers import one_rank
 from tests.unit.test_checkpoint_export import WHOLE, saved
@@ -144,7 +144,7 @@ OTHERS = ("evaluate", "tune", "adapt", "predict", "report", "doctor")
 @FEW
 @given(command=st.sampled_from(OTHERS), data=st.data())
 def test_flags_of_other_commands(command, data, apart):
-    names = [item.name for item in fields(import_attribute(COMMANDS[command].settings))]
+    names = [item.name for item in fields(pkgutil.resolve_name(COMMANDS[command].settings))]
     pair = st.tuples(st.sampled_from([*names, "config", "x" * 9]), TEXTS, st.booleans())
     pairs = data.draw(st.lists(pair, max_size=4))
     argv = [

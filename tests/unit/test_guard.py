@@ -22,11 +22,9 @@ import torch
 from fmmeta.config.settings import Config
 from fmmeta.meta.rule import TaskResult
 from fmmeta.parallel.workers.base import PassStats
-from fmmeta.reliability.heartbeats import stack_of
-from fmmeta.reliability.outliers import OutlierBounds, Spikes
+from fmmeta.reliability.checks import OutlierBounds, Spikes
 from fmmeta.reliability.signals import Launcher, Signals, process_stat
-from fmmeta.reliability.stage import WatchdogStage
-from fmmeta.reliability.watchdog import identity_of, this_process
+from fmmeta.reliability.watchdog import WatchdogStage, identity_of, stack_of, this_process
 from tests.unit.helpers import refusal
 
 
@@ -132,7 +130,7 @@ def test_bounds_follow_the_slowest_step():
 
 
 def test_a_stack_names_file_and_line():
-    assert stack_of(threading.get_ident()).startswith("heartbeats.py:")
+    assert stack_of(threading.get_ident()).startswith("watchdog.py:")
     assert "test_guard.py:" in stack_of(threading.get_ident())
     assert stack_of(12345) == ""
 

@@ -37,7 +37,7 @@ from fmmeta.tasks.batching import Batcher, Episode, Example
 from fmmeta.tasks.loader import LoadResult
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.training.episodes import EpisodeReader
-from fmmeta.training.final_table import compare, show
+from fmmeta.training.finish import compare, show
 from fmmeta.training.validation import HeldOut, HeldOutScore, per_stratum
 from tests.unit.helpers import one_rank
 from tests.unit.learners import batches_of, bert, config_of, episode_of, gradient_of, llama, task_gradient
@@ -667,7 +667,7 @@ def test_gains_are_paired_over_the_episodes_that_both_passes_have():
     compared = compare(trained, started)
     assert compared.episodes == 2
     assert compared.gain[0][0] == pytest.approx((0.3 + 0.4) / 2)
-    assert compared.accuracies == pytest.approx((0, 0.9, 0.55))
+    assert compared.accuracies == pytest.approx({"before": 0, "after": 0.9, "after_from_start": 0.55})
 
 
 def test_summaries_of_scores():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmmeta.common import host_memory
+from fmmeta.common import processes
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, first_host
 from fmmeta.parallel.nodes import Nodes
@@ -340,25 +340,25 @@ def test_limits_of_a_process(monkeypatch, tmp_path):
 
     import psutil
 
-    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
-    monkeypatch.setattr(host_memory, "STATUS", tmp_path / "status")
+    monkeypatch.setattr(processes, "CGROUP", tmp_path)
+    monkeypatch.setattr(processes, "STATUS", tmp_path / "status")
     (tmp_path / "status").write_text("VmSize:\t 900 kB\nVmData:\t 300 kB\n")
     soft = {resource.RLIMIT_DATA: resource.RLIM_INFINITY, resource.RLIMIT_AS: resource.RLIM_INFINITY}
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft[which], resource.RLIM_INFINITY))
-    assert host_memory.cgroup_room() is None
-    assert host_memory.host_bytes(4) <= psutil.virtual_memory().total // 4
+    assert processes.cgroup_room() is None
+    assert processes.host_bytes(4) <= psutil.virtual_memory().total // 4
     soft[resource.RLIMIT_DATA] = 400 * 1024
-    assert host_memory.host_bytes(1) == 100 * 1024
+    assert processes.host_bytes(1) == 100 * 1024
     soft[resource.RLIMIT_AS] = 950 * 1024
-    assert host_memory.host_bytes(1) == 50 * 1024
+    assert processes.host_bytes(1) == 50 * 1024
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("1000\n")
-    assert host_memory.cgroup_room() is None
+    assert processes.cgroup_room() is None
     (tmp_path / "memory.max").write_text("9000\n")
-    assert host_memory.cgroup_room() == 8000
-    assert host_memory.host_bytes(4) == 2000
+    assert processes.cgroup_room() == 8000
+    assert processes.host_bytes(4) == 2000
     (tmp_path / "memory.max").unlink()
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("5000")
     (tmp_path / "memory" / "memory.usage_in_bytes").write_text("6000")
-    assert host_memory.cgroup_room() == 0
+    assert processes.cgroup_room() == 0

@@ -19,8 +19,8 @@ from fmmeta.meta.meta_gradient import MetaGradient
 from fmmeta.meta.reference import set_gradient, set_loss
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.tasks.batching import collate
-from fmmeta.training import final_table
-from fmmeta.training.step_metrics import StepMetrics
+from fmmeta.training import finish
+from fmmeta.training.run_log import StepMetrics
 from tests.unit import learners
 from tests.unit.helpers import one_rank
 from tests.unit.learners import (
@@ -495,7 +495,7 @@ def run_of(tmp_path, **settings):
 
 @pytest.mark.timeout(120)
 def test_none_trains_nothing_and_evaluates(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(final_table, "choose_loop", lambda *of: final_table.BaselineLoop(1.0, 2))
+    monkeypatch.setattr(finish, "choose_loop", lambda *of: finish.BaselineLoop(1.0, 2))
     result, held_out = run_of(tmp_path, algorithm="none")
     assert "algorithm=none trains nothing: the weights are evaluated as they are" in capsys.readouterr().out
     assert (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 
 import fmmeta
 from fmmeta import Config, MetaTrainer
-from fmmeta.cli import COMMANDS, import_attribute, parse
+from fmmeta.cli import COMMANDS, parse
 from fmmeta.common.progress import Progress
 from fmmeta.config.renamed import RENAMED, translated
 from fmmeta.evaluation.settings import TuneConfig
@@ -184,10 +185,10 @@ def test_old_names_are_refused(tmp_path, old, new):
     """As a flag, in a file and as a keyword, by every command that has the setting."""
     note = " 0.6 for start_share 0.4: it is 1 - start_share" if old == "start_share" else ""
     commands = [
-        name for name in COMMANDS if new in import_attribute(COMMANDS[name].settings).__dataclass_fields__
+        name for name in COMMANDS if new in pkgutil.resolve_name(COMMANDS[name].settings).__dataclass_fields__
     ]
     for command in commands:
-        settings = import_attribute(COMMANDS[command].settings)
+        settings = pkgutil.resolve_name(COMMANDS[command].settings)
         if old in settings.__dataclass_fields__:
             continue
         said = f"--{old} was renamed; use --{new}{note}"

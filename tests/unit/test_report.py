@@ -15,10 +15,9 @@ import pytest
 
 from fmmeta import cli
 from fmmeta.report import data as facts_of
+from fmmeta.report.charts import extremes, marks_between, smooth
 from fmmeta.report.data import read, spikes
-from fmmeta.report.page import write, write_or_log
-from fmmeta.report.svg import extremes, marks_between, smooth
-from fmmeta.report.timing import times
+from fmmeta.report.page import times, write, write_or_log
 from tests.runs import BAD, NOT_FINITE, SKIPPED, SPIKE, held_out, metrics, write_run
 from tests.support.report_style import DARK, LIGHT, TEXTS
 
@@ -190,14 +189,14 @@ def test_spikes_are_those_that_the_run_marked():
 def test_the_time_of_a_step_adds_up(run):
     found = times(read(run).steps)
     assert found is not None
-    assert (found.steps, found.first_left_out, found.whole, found.data) == (
+    assert [found[name] for name in ("steps", "first_left_out", "whole", "data")] == [
         99,
         True,
         pytest.approx(2.0),
         pytest.approx(0.3),
-    )
+    ]
     for group in range(2):
-        assert found.computing(group) + found.data + found.waiting[group] == pytest.approx(2.0)
+        assert found["computing"][group] + found["data"] + found["waiting"][group] == pytest.approx(2.0)
     page = page_of(run)
     shown = sorted(value for value, _ in page.numbers("time"))
     assert shown == pytest.approx(sorted([1.65, 0.3, 0.05, 1.6, 0.3, 0.1]))

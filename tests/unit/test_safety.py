@@ -23,7 +23,8 @@ from fmmeta.tasks import episode_folder, loader
 from fmmeta.tasks.data.rows import data_files, read_file
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.tasks.sources.task_files import task_files
-from fmmeta.training.run_record import Metrics, write_run
+from fmmeta.training.run_folder import write_run
+from fmmeta.training.run_log import Metrics
 from tests import audit
 from tests.models import write_classes
 from tests.unit.helpers import read_rows, refusal
@@ -187,9 +188,9 @@ def test_doctor_has_a_line_and_a_fix_for_each_question(tmp_path, monkeypatch, ca
     lock = tmp_path / "op" / "lock"
     lock.parent.mkdir()
     lock.touch()
-    assert doctor.build_locks()[0].level == "ok"  # a compiler may be at work
+    assert next(doctor.build_locks()).level == "ok"  # a compiler may be at work
     os.utime(lock, (time.time() - 4000,) * 2)
-    assert str(doctor.build_locks()[0]) == f"problem  build locks: 1 stale, such as {lock}; rm {lock}"
+    assert str(next(doctor.build_locks())) == f"problem  build locks: 1 stale, such as {lock}; rm {lock}"
     with pytest.raises(SystemExit) as ended:
         main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
@@ -230,7 +231,7 @@ def test_doctor_knows_the_tested_range(monkeypatch):
     monkeypatch.setattr(
         "importlib.metadata.version", lambda package: {"torch": "2.14.1+cu128"}.get(package, "5.0")
     )
-    torch = doctor.versions()[0]
+    torch = next(doctor.versions())
     assert str(torch) == "warning  torch: 2.14.1+cu128; tested are 2.6 to below 2.14; pip install -e ."
     lines = (Path(doctor.__file__).parents[1] / "setup.py").read_text().splitlines()
     ranges = {line.split(">=")[0].strip(' "'): line for line in lines if ">=" in line}

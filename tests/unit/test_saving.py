@@ -23,8 +23,7 @@ from fmmeta import checkpoint
 from fmmeta.checkpoint import verify, write
 from fmmeta.checkpoint.async_saver import Saver
 from fmmeta.config.settings import Config
-from fmmeta.training.run_folder import accept_changes, find_start, lock_folder, open_run
-from fmmeta.training.run_record import write_run
+from fmmeta.training.run_folder import accept_changes, find_start, lock_folder, open_run, write_run
 from tests.launch import ROOT, environment
 from tests.unit.helpers import one_rank, refusal
 from tests.unit.test_checkpoint_export import (

@@ -14,9 +14,9 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.report import page
 from fmmeta.train import train
-from fmmeta.training.best import Best
-from fmmeta.training.run_folder import find_start
-from fmmeta.training.run_record import Metrics, write_run
+from fmmeta.training.run_folder import find_start, write_run
+from fmmeta.training.run_log import Metrics
+from fmmeta.training.state import Best
 from fmmeta.training.trackers import flat
 
 

@@ -17,8 +17,7 @@ from fmmeta.config.settings import Config
 from fmmeta.elastic import supervisor as module
 from fmmeta.elastic.supervisor import ElasticConfig, Group, Supervisor
 from fmmeta.reliability.signals import process_stat
-from fmmeta.training.run_folder import lock_folder
-from fmmeta.training.run_record import write_run
+from fmmeta.training.run_folder import lock_folder, write_run
 from tests.distributed.short import until
 
 FINISH = """

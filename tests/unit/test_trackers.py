@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,8 @@ SMALL = {
     "logging_steps": 1,
     "save_steps": 2,
 }
+
+NO_RUN: Any = None  # the trackers do not use it
 
 
 def installed(name: str) -> pytest.MarkDecorator:
@@ -175,8 +178,8 @@ def test_one_that_cannot_start_is_refused_at_the_start_and_noticed_later(monkeyp
     running = Trackers(said.append)
     running.start(config, tmp_path, 7)
     assert said == ["wandb cannot start (ConnectionError: no route to host); the run continues without it"]
-    running.log({"step": 8, "loss": 1.0})
-    running.finish()
+    running.on_log(NO_RUN, {"step": 8, "loss": 1.0})
+    running.close()
     assert stub.told == []
 
 
@@ -257,8 +260,8 @@ def test_mlflow_keeps_one_run(tmp_path, monkeypatch):
     for first, step in ((0, 1), (5, 6)):
         running = Trackers(pytest.fail)
         running.start(Config(report_to=["mlflow"]), tmp_path, first)
-        running.log({"step": step, "loss": 0.5 * step, "waits": [1.0]})
-        running.finish()
+        running.on_log(NO_RUN, {"step": step, "loss": 0.5 * step, "waits": [1.0]})
+        running.close()
     (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
     assert run.data.params["inner_lr"] == "0.1"
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
@@ -272,9 +275,9 @@ def test_wandb_writes_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     running = Trackers(pytest.fail)
     running.start(Config(report_to=["wandb"]), tmp_path, 0)
-    running.log({"step": 1, "loss": 0.5})
+    running.on_log(NO_RUN, {"step": 1, "loss": 0.5})
     known = running.running["wandb"].tracker.id
-    running.finish()
+    running.close()
     assert json.loads((tmp_path / "trackers.json").read_text()) == {"wandb": known}
     assert list((tmp_path / "wandb").glob(f"offline-run-*-{known}/*.wandb"))
 
@@ -284,6 +287,6 @@ def test_trackio_writes_locally(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     running = Trackers(pytest.fail)
     running.start(Config(report_to=["trackio"]), tmp_path, 0)
-    running.log({"step": 1, "loss": 0.5})
-    running.finish()
+    running.on_log(NO_RUN, {"step": 1, "loss": 0.5})
+    running.close()
     assert list((tmp_path / "trackio").glob("fmmeta*"))
