@@ -12,13 +12,13 @@ from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from fmmeta.adaptation import command as adapt_command
-from fmmeta.adaptation.adapted_model import AdaptedModel
 from fmmeta.adaptation.command import Examples
+from fmmeta.adaptation.predict import AdaptedModel
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.text import shortened
+from fmmeta.config.fields import of_type
 from fmmeta.config.renamed import refuse
-from fmmeta.config.values import of_type
 from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.results import EvaluationResults
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.config.fields import setting
+from fmmeta.config.fields import check_values, hints_of, setting
 from fmmeta.config.settings import (
     HEAD_INITS,
     REMEMBERED,
@@ -22,8 +22,6 @@ from fmmeta.config.settings import (
     RowConfig,
     TaskConfig,
 )
-from fmmeta.config.validate import check_values
-from fmmeta.config.values import hints_of
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe
 from fmmeta.models.stored_settings import remembered

@@ -20,11 +20,10 @@ import torch
 from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import REMEMBERED, Config
-from fmmeta.evaluation.episodes import plan_evaluation
-from fmmeta.evaluation.methods import scores_by_step
-from fmmeta.evaluation.output import check_output, write_json
+from fmmeta.evaluation.command import plan_evaluation
+from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
+from fmmeta.evaluation.results import check_output, write_json
 from fmmeta.evaluation.settings import TuneConfig
-from fmmeta.evaluation.stored_lrs import with_stored_rates
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.models.load import Description, empty_learner
 from fmmeta.models.stored_settings import remembered

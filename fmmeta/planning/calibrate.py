@@ -38,8 +38,8 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.planning.compute import count_matmuls
 from fmmeta.planning.machines import Profile
+from fmmeta.planning.memory import micro_batches
 from fmmeta.planning.settings import PlanConfig
-from fmmeta.planning.sizes import micro_batches
 
 VECTOR, LINK, REPEATS, ROWS = 2**24, 2**23, 5, 8  # elements, elements, times, most rows of a micro-batch
 TIMEOUT_S = 600

@@ -8,7 +8,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import find
 from fmmeta.config.conflicts import Conflicts
-from fmmeta.config.fields import setting
+from fmmeta.config.fields import check_values, setting
 from fmmeta.config.settings import (
     Config,
     InnerConfig,
@@ -17,7 +17,6 @@ from fmmeta.config.settings import (
     ParallelConfig,
     TaskConfig,
 )
-from fmmeta.config.validate import check_values
 
 EVERY = " (default: every value is planned)"
 LORA_R = 8  # rank of the adapters that are planned beside training all weights

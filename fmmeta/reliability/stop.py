@@ -11,7 +11,7 @@ meta-batches; if no group does, the step is finished.
 
 import torch
 
-from fmmeta.checkpoint.async_saver import Saver
+from fmmeta.checkpoint.write import Saver
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.signals import Signals
 
