@@ -28,9 +28,10 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import make_folders, printable, remove_empty
 from fmmeta.common.text import render, shortened
+from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
-from fmmeta.evaluation.settings import AdaptConfig, refuse_first
+from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.models.stored_settings import remembered, trained_with
@@ -95,8 +96,8 @@ def adapt(
     with new_folder(settings.output_dir) as folder:
         adapted = learn(settings, support, labels, progress)
         answers = adapted.predict(query.input, settings.max_new_tokens)
-        for answer, truth in zip(answers, query.target, strict=True):
-            adapted.predictions.append(replace(answer, truth=truth))
+        pairs = zip(answers, query.target, strict=True)
+        adapted.predictions = [replace(answer, truth=truth) for answer, truth in pairs]
         if folder is not None:
             write_folder(adapted, folder, settings, support, config.inner_steps)
     return adapted
@@ -143,8 +144,7 @@ def write_folder(
     fmmeta.json stores `inner_steps`, not the number of steps that was chosen for this task.
     """
     model = adapted.loaded
-    stored = remembered(settings.model_name_or_path)
-    learned_rates = stored.get("inner_rates") is not None and not settings.sets_inner_lr
+    has_rates = remembered(settings.model_name_or_path).get("inner_rates") is not None
     export(
         folder,
         model.worker.read(),
@@ -154,7 +154,7 @@ def write_folder(
         model.description,
         model.tokenizer,
         model.ranks,
-        inner_loop(settings, model).rates if learned_rates else None,
+        inner_loop(settings, model).rates if has_rates and not settings.sets_inner_lr else None,
         folder / "merged",
         trained_with([settings.model_name_or_path]),
     )
@@ -203,8 +203,9 @@ def read_task(
         return Table([], [], [], [], [])
     name = source if isinstance(source, str) else setting
     rows = read_file(Path(source)) if isinstance(source, str) else rows_of(setting, source, config)
-    unique = setting == "support"
-    return tabulate(name, rows, config, lambda text: notice(f"{name}: {text}"), one_task=True, unique=unique)
+    return tabulate(
+        name, rows, config, lambda text: notice(f"{name}: {text}"), one_task=True, unique=setting == "support"
+    )
 
 
 def rows_of(setting: str, examples: Examples, config: Config) -> list[Row]:
@@ -269,8 +270,9 @@ def choose_steps(
     for done, fold in enumerate(folds):
         progress.line("examples left out", done, len(folds))
         support = [example for index, example in enumerate(examples) if index not in fold]
-        query = [examples[index] for index in fold]
-        episode = Episode(model.batcher.split(support), model.batcher.split(query))
+        episode = Episode(
+            model.batcher.split(support), model.batcher.split([examples[index] for index in fold])
+        )
         scores.append(scores_by_step(inner, model.worker, theta, episode))
     loss, accuracy = torch.stack(scores).mean(0).tolist()
     best = min(range(1, inner.steps + 1), key=lambda step: loss[step])
@@ -295,20 +297,21 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, suppo
     source = code(Path(settings.support).name) if settings.support else "given in Python"
     classes = f" of {len(labels)} classes" if labels else ""
     adapters = f", LoRA of rank {config.lora_r}" if config.lora_r else ""
-    steps = f"{adapted.inner_steps} steps of {config.inner_optimizer}"
     facts = {
         "base model": code(base),
         "meta-training": meta_training(base),
         "support": f"{source}: {len(support.input)} examples{classes}",
-        "inner loop": f"{steps}, inner_lr {config.inner_lr:g}{adapters}",
+        "inner loop": (
+            f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}{adapters}"
+        ),
     }
     if adapted.left_out is not None:
-        share = f"{100 * adapted.left_out:.1f} %"
-        facts["accuracy on examples left out"] = f"{share}; the steps were chosen on them"
+        facts["accuracy on examples left out"] = (
+            f"{100 * adapted.left_out:.1f} %; the steps were chosen on them"
+        )
     if adapted.accuracy is not None:
-        share = f"{100 * adapted.accuracy:.1f} %"
         facts[f"accuracy on {code(Path(str(settings.query)).name)}"] = (
-            f"{share} of {len(adapted.predictions)}"
+            f"{100 * adapted.accuracy:.1f} % of {len(adapted.predictions)}"
         )
     text = render(
         Path(__file__).with_name("card.md.j2"),

@@ -23,10 +23,11 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import printable
 from fmmeta.common.text import shortened, to_json
+from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.generation import generate
 from fmmeta.evaluation.results import open_output
-from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig, refuse_first
+from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
 from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import Description, describe, load_tokenizer
@@ -100,7 +101,7 @@ class LoadedModel:
                 )
         if causal:
             outputs = generate(self.worker, self.tokenizer, prompts, max_new_tokens, config.micro_batch_size)
-            return [Answer(text, output) for text, output in zip(texts, outputs, strict=True)]
+            return list(map(Answer, texts, outputs))
         answers = []
         for text, probabilities in zip(texts, self.class_logits(examples).softmax(1), strict=True):
             if not probabilities.isfinite().all():
@@ -194,9 +195,15 @@ def load_single_process(
     plan = ParallelPlan(1, "plain", deepspeed_config.read(None, bf16, progress.notice))
     created = create_worker(config, description, plan, ranks)
     assert isinstance(created.worker, PlainWorker)
-    batcher = Batcher(description.hf_config.pad_token_id, config.micro_batch_size)
     return LoadedModel(
-        config, description, tokenizer, ranks, created.worker, created.head_names, created.frozen, batcher
+        config,
+        description,
+        tokenizer,
+        ranks,
+        created.worker,
+        created.head_names,
+        created.frozen,
+        Batcher(description.hf_config.pad_token_id, config.micro_batch_size),
     )
 
 
@@ -254,20 +261,25 @@ def refuse_untrained_head(config: Config, description: Description, stored: dict
             kind.endswith("ForSequenceClassification") for kind in kinds
         )
     adapted = bool(stored.get("labels"))
-    if adapted and pooling != expected:
-        raise UsageError(
-            f"pooling={pooling} does not fit the head of model_name_or_path={name}, which was trained with"
-            f" {expected}; use --pooling {expected}"
-        )
-    if adapted and not trained:
-        raise UsageError(
-            f"model_name_or_path={name} holds no {HEAD_FILE}, where its classes are; fetch it again"
-        )
-    if not trained or ("algorithm" in stored and not adapted):  # of a meta-trained run, or of no task
-        raise UsageError(
-            f"model_name_or_path={name} has no trained head, and would answer at random; run fmmeta adapt"
-            " first, and give the folder that it writes"
-        )
+    refuse_first(
+        [
+            (
+                adapted and pooling != expected,
+                f"pooling={pooling} does not fit the head of model_name_or_path={name}, which was trained"
+                f" with {expected}; use --pooling {expected}",
+            ),
+            (
+                adapted and not trained,
+                f"model_name_or_path={name} holds no {HEAD_FILE}, where its classes are; fetch it again",
+            ),
+            (
+                not trained
+                or ("algorithm" in stored and not adapted),  # of a meta-trained run, or of no task
+                f"model_name_or_path={name} has no trained head, and would answer at random; run fmmeta adapt"
+                " first, and give the folder that it writes",
+            ),
+        ]
+    )
 
 
 def texts_of(settings: PredictConfig) -> Iterator[str]:
@@ -326,11 +338,12 @@ def text_in(values: dict[str, Any], origin: str, settings: PredictConfig) -> str
     """The text of a row. Raises `UsageError`."""
     keys = [settings.text_column] if settings.text_column else KEYS
     key = next((key for key in keys if isinstance(values.get(key), str)), "")
-    problems = [
-        (not key, f"{origin} has no text under {', '.join(keys)}; name the key with --text_column"),
-        (not values.get(key), f"{origin} has no text in {key}, which is empty; fix it"),
-    ]
-    refuse_first(problems)
+    refuse_first(
+        [
+            (not key, f"{origin} has no text under {', '.join(keys)}; name the key with --text_column"),
+            (not values.get(key), f"{origin} has no text in {key}, which is empty; fix it"),
+        ]
+    )
     if wrong := broken_text(values[key]):
         raise UsageError(f"{origin} has {wrong} in {key}; fix it")
     return values[key]

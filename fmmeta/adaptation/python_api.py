@@ -80,8 +80,9 @@ def adapt(
     if examples["support"] is None and not files["support"]:
         raise UsageError(f"support={shortened(support)} names no file; give one, or pairs of text and class")
     values = {"model_name_or_path": model_name_or_path, "output_dir": output_dir or "", **files, **settings}
-    config = settings_of(AdaptConfig, values)
-    return adapt_command.adapt(config, Progress(enabled=not quiet), examples["support"], examples["query"])
+    return adapt_command.adapt(
+        settings_of(AdaptConfig, values), Progress(enabled=not quiet), examples["support"], examples["query"]
+    )
 
 
 def listed(name: str, examples: Any) -> Examples:

@@ -7,7 +7,7 @@ file: `--algorithm my_module:spec`.
 
 The outer optimizers are optimizers of torch that act element by element, so that they work on shards."""
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,8 +79,7 @@ BUILT_IN = {
 def find(name: str) -> AlgorithmSpec:
     """The spec of a built-in name or of `module:spec`. Raises `UsageError` in one line."""
     if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return pkgutil.resolve_name(BUILT_IN[name])
     if ":" not in name:
         raise UsageError(f"algorithm={name} is unknown; use {', '.join(BUILT_IN)}, or module:spec of another")
     found = import_named("algorithm", name, "an AlgorithmSpec")

@@ -89,23 +89,23 @@ def problems(c: Any) -> Iterator[str]:
         [(True, text) for text in find(c.algorithm).conflicts(c)],
         of_inner_loop(c),
         of_outer_step(c),
-        of_elastic(c),
-        of_several_tasks(c),
+        of_elastic(c) if c.elastic else [],
+        of_several_tasks(c) if c.tasks_per_pass != "1" else [],
         of_compile(c),
     ):
         yield from (text for is_there, text in conflicts if is_there)
 
 
 def of_run(c: Any) -> Conflicts:
-    trackers = "no tracker" if not c.report_to else "a tracker twice"
     return [
         (
             c.load_best_model_at_end and not (c.eval_steps and c.eval_episodes),
             "load_best_model_at_end=True needs validation scores; give --eval_steps and --eval_episodes",
         ),
+        (not c.report_to, "report_to= names no tracker; name each once, or none"),
         (
-            not c.report_to or len(set(c.report_to)) < len(c.report_to),
-            f"report_to={shown(c.report_to)} names {trackers}; name each once, or none",
+            len(set(c.report_to)) < len(c.report_to),
+            f"report_to={shown(c.report_to)} names a tracker twice; name each once, or none",
         ),
         (
             "none" in c.report_to and len(c.report_to) > 1,
@@ -317,7 +317,7 @@ def of_elastic(c: Any) -> Conflicts:
         "load_best_model_at_end": (False, "the best weights are not in the state that a group receives"),
         "accept_changed_settings": ([], "groups that are running cannot change theirs"),
     }
-    conflicts: Conflicts = [
+    return [
         (
             c.output_dir is None,
             "elastic=True needs output_dir: every group must find the same folder; give one on a disk that"
@@ -336,14 +336,11 @@ def of_elastic(c: Any) -> Conflicts:
             " the newest state; leave it out",
         ),
     ]
-    return conflicts if c.elastic else []
 
 
 def of_several_tasks(c: Any) -> Conflicts:
     """One pass for several tasks."""
     spec = find(c.algorithm)
-    if c.tasks_per_pass == "1":
-        return []
     if spec.frozen_body:
         excluded: Conflicts = [
             (

@@ -3,7 +3,7 @@ converted to its type and checked by its rules.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
@@ -130,3 +130,10 @@ def out_of_bounds(name: str, value: Any, rule: SettingRule) -> Iterator[str]:
         above = "no number to compute with" if rule.most == LARGEST else f"above {rule.most}"
         least = "one" if rule.least is None else f"{rule.least} or more,"
         yield f"{name}={value} is {above}; use {least} up to {rule.most}"
+
+
+def refuse_first(problems: Iterable[tuple[bool, str]]) -> None:
+    """Raise `UsageError` with the message of the first pair whose condition holds."""
+    for holds, message in problems:
+        if holds:
+            raise UsageError(message)

@@ -13,9 +13,7 @@ from fmmeta.config.algorithms import OUTER_OPTIMIZERS
 from fmmeta.config.fields import check_values, names_where, of_type, setting
 from fmmeta.config.renamed import RefusesOldNames
 
-POOLINGS = ("auto", "model", "mean", "cls")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
-ENGINES = ("auto", "deepspeed", "plain")
 HEAD_INITS = ("zero", "learned", "prototype")
 POSITIVE = "such as 0.1 for inner SGD"
 NO_LIMIT = "or leave it out"
@@ -38,7 +36,7 @@ class ModelConfig(RefusesOldNames):
         "auto",
         "Sentence vector of an encoder: the model's pooler, the mean of its token vectors, or that of [CLS];"
         " auto: as stored in the folder, else model",
-        POOLINGS,
+        ("auto", "model", "mean", "cls"),
         task_type=CLASSIFICATION,
     )
     feature_norm: float = setting(
@@ -537,7 +535,7 @@ class ParallelConfig:
         "auto",
         "Engine of a group; auto: plain PyTorch in a group of one that does not offload from a GPU, else"
         " DeepSpeed",
-        ENGINES,
+        ("auto", "deepspeed", "plain"),
         resume="free",
     )
     compile: bool = setting(

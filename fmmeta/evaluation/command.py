@@ -82,8 +82,8 @@ def evaluate(
         del model  # frees the weights before another model is loaded
         if settings.compare is not None:
             if others is None:
-                other = with_model(settings, settings.compare)
-                others = EvaluatedModel(other, world, progress, models, cells, ranks).cells()
+                with_other = with_model(settings, settings.compare)
+                others = EvaluatedModel(with_other, world, progress, models, cells, ranks).cells()
             results["compare"] = {"with": settings.compare, "cells": differences(cells, others)}
         if signals:
             signals.run()
@@ -180,8 +180,7 @@ def episodes_of(
     """Read the data from the prepared store and choose the episodes. Raises `UsageError`."""
     config = settings.run_config(k_shot=k_shot)
     trained = trained_with(models or [settings.model_name_or_path])
-    sources = load_sources(config, tokenizer, lambda text: None, trained)
-    source = {"train": sources.train, "valid": sources.valid, "test": sources.test}[settings.eval_split]
+    source = getattr(load_sources(config, tokenizer, lambda text: None, trained), settings.eval_split)
     if source is None:
         raise UsageError(
             f"eval_split={settings.eval_split} of dataset={' '.join(config.dataset)} is empty; give another"
@@ -222,8 +221,8 @@ def drop_unreadable(
                 episodes.source.draw(task).store.check()
             except (OSError, UsageError) as error:
                 here[index] = f"task {task.name}: {one_line(error)}"
-    gathered = world.comm.gather_bytes(json.dumps(here).encode())
-    errors = {int(index): text for part in reversed(gathered) for index, text in json.loads(part).items()}
+    parts = reversed(world.comm.gather_bytes(json.dumps(here).encode()))
+    errors = {int(index): text for part in parts for index, text in json.loads(part).items()}
     if not errors:
         return episodes
     bad, total = len(errors), len(episodes.tasks)
@@ -287,8 +286,8 @@ class EvaluatedModel:
                     ]
                 else:
                     scores = self.scores_of_share(method, k, episodes)
-                gathered = gather_scores(self.ranks, scores, EpisodeScore)
-                cells.append(EvalCell(method, k, self.prints[k], gathered))
+                scores = gather_scores(self.ranks, scores, EpisodeScore)
+                cells.append(EvalCell(method, k, self.prints[k], scores))
         return cells
 
     def scores_of_share(self, method: str, k_shot: int, episodes: Episodes) -> list[EpisodeScore]:
@@ -301,8 +300,9 @@ class EvaluatedModel:
         if method == "in_context":
             positions = getattr(self.inputs.description.hf_config, "max_position_embeddings", None)
             load.prompt = partial(prompted, bos_token_id=tokenizer.bos_token_id, positions=positions)
-        reader = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice)
-        share = reader.read_share(episodes.tasks)
+        share = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice).read_share(
+            episodes.tasks
+        )
         inner = with_stored_rates(settings, self.config, self.parts.setup.inner, worker)
         metrics = LanguageMetrics(
             settings.metrics, worker, tokenizer, self.config, self.parts.batcher, settings.max_new_tokens

@@ -17,6 +17,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import make_folders, publish, remove_empty
 from fmmeta.common.text import to_json
+from fmmeta.config.fields import refuse_first
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.metrics.scores import EpisodeScore, format_interval, paired, summary
 
@@ -60,9 +61,6 @@ def results_of(settings: EvaluateConfig, cells: Sequence[EvalCell], task_type: s
     `task_type`: of the run, whether from a flag or from the model.
     """
     listed = [cell.as_dict() for cell in cells]
-    first = {
-        name: value for name, value in listed[0].items() if name not in ("scores", "episodes_fingerprint")
-    }
     return EvaluationResults(
         {
             "model": settings.model_name_or_path,
@@ -72,7 +70,11 @@ def results_of(settings: EvaluateConfig, cells: Sequence[EvalCell], task_type: s
             "n_way_max": settings.n_way_max,
             "k_shot_max": settings.k_shot_max,
             "seed": settings.seed,
-            **first,
+            **{
+                name: value
+                for name, value in listed[0].items()
+                if name not in ("scores", "episodes_fingerprint")
+            },
             "cells": listed,
         }
     )
@@ -110,26 +112,33 @@ def check_comparable(
     if others is None:
         return
     common = [cell for cell in others if cell.method in settings.method and cell.k_shot in prints]
-    if not common:
-        raise UsageError(
-            f"compare={settings.compare}: the other results have none of these methods and k_shot; evaluate"
-            " the same ones"
-        )
-    for cell in common:
-        if cell.episodes != prints[cell.k_shot]:
-            raise UsageError(
-                f"compare={settings.compare}: the other results are of other {cell.k_shot}-shot episodes; use"
-                " the same data, --seed, --episodes, --n_way and --num_query"
-            )
+    refuse_first(
+        [
+            (
+                not common,
+                f"compare={settings.compare}: the other results have none of these methods and k_shot;"
+                " evaluate the same ones",
+            ),
+            *(
+                (
+                    cell.episodes != prints[cell.k_shot],
+                    f"compare={settings.compare}: the other results are of other {cell.k_shot}-shot episodes;"
+                    " use the same data, --seed, --episodes, --n_way and --num_query",
+                )
+                for cell in common
+            ),
+        ]
+    )
 
 
 def differences(cells: Sequence[EvalCell], others: Sequence[EvalCell]) -> list[dict[str, Any]]:
     """Paired differences of the cells that both models have, with a verdict and the other model's scores."""
     by_name = {(other.method, other.k_shot): other for other in others}
-    pairs = [
-        (cell, by_name[cell.method, cell.k_shot]) for cell in cells if (cell.method, cell.k_shot) in by_name
+    compared = [
+        (cell, other, paired(cell.scores, other.scores))
+        for cell in cells
+        if (other := by_name.get((cell.method, cell.k_shot)))
     ]
-    compared = [(cell, other, paired(cell.scores, other.scores)) for cell, other in pairs]
     return [
         {
             "method": cell.method,

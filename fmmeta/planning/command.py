@@ -12,8 +12,9 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.text import render, to_json
 from fmmeta.config.fields import default_of
 from fmmeta.config.settings import Config
+from fmmeta.planning.compute import Profile
 from fmmeta.planning.layouts import PlannedLayout, Planner, Strategy
-from fmmeta.planning.machines import Profile, find, save, write
+from fmmeta.planning.machines import find, measure, write
 from fmmeta.planning.memory import GIB, Estimate
 from fmmeta.planning.settings import PlanConfig
 
@@ -28,9 +29,12 @@ def run(plan: PlanConfig) -> None:
     elif fits:
         print(text(planner, layouts))
     if plan.picture is not None and layouts:
-        drawn = [one for ways in best(layouts).values() for one in ways[: plan.top]]
-        title = f"Memory of {plan.model_name_or_path} by layout"
-        write(plan.picture, "picture", svg(drawn or layouts[: plan.top], plan.gpu_memory_gib, title))
+        drawn = [one for ways in best(layouts).values() for one in ways[: plan.top]] or layouts[: plan.top]
+        write(
+            plan.picture,
+            "picture",
+            svg(drawn, plan.gpu_memory_gib, f"Memory of {plan.model_name_or_path} by layout"),
+        )
     if not fits:
         raise UsageError(lacking(planner, layouts))
 
@@ -38,11 +42,9 @@ def run(plan: PlanConfig) -> None:
 def profile_of(plan: PlanConfig) -> Profile:
     if not plan.calibrate:
         return find(plan.machine or "h100")
-    from fmmeta.planning.calibrate import measure
-
     profile = measure(plan)
     if plan.save_profile is not None:
-        save(profile, plan.save_profile)
+        write(plan.save_profile, "save_profile", to_json(asdict(profile), indent=1) + "\n")
     return profile
 
 
@@ -81,7 +83,6 @@ def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     (trained, _), _ = planner.counts(0, 1, 1)
     classes = base.most_classes or 1
     nodes = f" ({plan.gpus_per_node} a node)" if plan.gpus > plan.gpus_per_node else ""
-    fitting = sum(not one.lacking for one in layouts)
     lines = [
         f"{plan.model_name_or_path}: {trained:,} parameters; {plan.gpus} GPUs of {plan.gpu_memory_gib:g} GiB"
         f"{nodes}",
@@ -89,7 +90,8 @@ def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
         f" {plan.num_query * classes} rows of up to {plan.max_length} tokens,"
         f" {'bf16' if plan.bf16_planned else 'fp32'}",
         f"profile {planner.profile}",
-        f"{fitting} of {len(layouts)} layouts fit into 90 % of the memory; the fastest of each kind:",
+        f"{sum(not one.lacking for one in layouts)} of {len(layouts)} layouts fit into 90 % of the memory;"
+        " the fastest of each kind:",
     ]
     for trained, ways in found.items():
         lines += ["", trained, *table(ways[: plan.top])]
@@ -135,23 +137,24 @@ def bar(one: PlannedLayout, gpu_memory_gib: float) -> str:
     for name, size in bar_of(one.memory).items():
         end += BAR * size / (gpu_memory_gib * GIB)
         drawn += KINDS[name][0] * (round(end) - len(drawn))
-    named = f"group of {one.strategy.group_size}, {one.strategy}"
-    return f"|{drawn.ljust(BAR)}| {one.memory.total / GIB:5.1f}  {named}"
+    return (
+        f"|{drawn.ljust(BAR)}| {one.memory.total / GIB:5.1f}  group of {one.strategy.group_size},"
+        f" {one.strategy}"
+    )
 
 
 def svg(layouts: Sequence[PlannedLayout], gpu_memory_gib: float, title: str) -> str:
     """A bar of memory for each layout, and the line of what a GPU has."""
-    gib = {
-        f"{one.groups} x {one.strategy.group_size}: {one.strategy}": [
-            (KINDS[name][1], size / GIB) for name, size in bar_of(one.memory).items() if size
-        ]
-        for one in layouts
-    }
     return render(
         Path(__file__).with_name("memory.svg.j2"),
         colours={name: colour for name, (_, colour, _) in KINDS.items()},
         gpu_memory_gib=gpu_memory_gib,
-        bars=gib,
+        bars={
+            f"{one.groups} x {one.strategy.group_size}: {one.strategy}": [
+                (KINDS[name][1], size / GIB) for name, size in bar_of(one.memory).items() if size
+            ]
+            for one in layouts
+        },
         most=max([gpu_memory_gib, *(one.memory.total / GIB for one in layouts)]),
         title=title,
     )

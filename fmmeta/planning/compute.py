@@ -35,7 +35,6 @@ from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.workers.tensor_parallel import cut_patterns
-from fmmeta.planning.machines import Profile
 from fmmeta.planning.memory import Sizes, micro_batch_rows, micro_batches
 
 # products split by columns in a layer (parallel/workers/tensor_parallel.py): queries, keys, values, gate, up
@@ -147,9 +146,9 @@ def task_work(
     row_tokens: int,
 ) -> TaskCost:
     """The work of one task. data: data-parallel ranks of the group."""
+    # as FullModelWorker.can_defer_backward
     one_rank = config.pipeline_stages * config.tensor_parallel_size == 1
-    defers = one_rank and (precision.zero_stage < 3 or data == 1)  # as FullModelWorker.can_defer_backward
-    many = passes(config, data, defers)
+    many = passes(config, data, one_rank and (precision.zero_stage < 3 or data == 1))
     support, query = rows_of(config)
     kinds = [
         (many.support, support, True),
@@ -169,10 +168,10 @@ def needed_flops(config: Config, matmuls: MatmulCounts, tokens: int) -> float:
     """Flops of one task on one rank that keeps all activations: the least of all layouts."""
     many = passes(config)
     support, query = rows_of(config)
-    trained = many.support * support + many.query * query
-    forwarded = many.support_forwards * support + many.query_forwards * query
     return tokens * (
-        matmuls.flops(tokens, True, False) * trained + matmuls.flops(tokens, False, False) * forwarded
+        matmuls.flops(tokens, True, False) * (many.support * support + many.query * query)
+        + matmuls.flops(tokens, False, False)
+        * (many.support_forwards * support + many.query_forwards * query)
     )
 
 
@@ -189,15 +188,12 @@ def one_pass(
     """A pass over `rows` rows of `tokens` tokens that `data` ranks share."""
     stages, width = config.pipeline_stages, 2 if precision.bf16 else 4
     rounds, each = micro_batches(rows, data, micro_batch_rows(config, data))
-    per_token = matmuls.flops(tokens, backward, config.gradient_checkpointing)
-    one = each * tokens * per_token * matmuls.fullest
-    flops = (rounds + stages - 1) * one  # a pipeline fills and empties
+    one = each * tokens * matmuls.flops(tokens, backward, config.gradient_checkpointing) * matmuls.fullest
     hidden = each * tokens * sizes.hidden * width
     wire = Wire()
     if stages > 1:
-        ids = each * tokens * 16
-        wire += Wire(
-            send=rounds * (hidden + ids + (hidden if backward else 0)),
+        wire += Wire(  # ids and mask have 16 bytes a token
+            send=rounds * (hidden + each * tokens * 16 + (hidden if backward else 0)),
             collectives=rounds * (2 if backward else 1),
         )
     if config.tensor_parallel_size > 1:
@@ -205,8 +201,8 @@ def one_pass(
         sums = sizes.layers * (forward + (COLUMNS if backward else 0))
         wire += Wire(tensor=rounds * sums * hidden, collectives=rounds * sums)
     held, stage = sizes.params + sizes.frozen, precision.zero_stage if data > 1 else 0
-    kept = held <= precision.live  # parameters stay gathered until the backward pass
-    gathers = rounds * (1 if kept or not backward else 2)
+    # the backward pass gathers again, unless so many parameters stay gathered
+    gathers = rounds * (1 if held <= precision.live or not backward else 2)
     if stage == 3:
         wire += Wire(gather=gathers * held * width, collectives=gathers * matmuls.matrices)
     if backward and data > 1:
@@ -215,7 +211,8 @@ def one_pass(
         wire += Wire(reduce=each_time * 4 * sizes.params, collectives=each_time * buckets) + refresh(
             precision, sizes, data
         )
-    return PassCost(flops, wire, backward, gathers * held * width // data if precision.offload_param else 0)
+    fetched = gathers * held * width // data if precision.offload_param else 0
+    return PassCost((rounds + stages - 1) * one, wire, backward, fetched)  # a pipeline fills and empties
 
 
 def refresh(precision: DeepSpeedSettings, sizes: Sizes, data: int) -> Wire:
@@ -237,6 +234,45 @@ OUTER_ALLOCATED = 8  # the part of it that AdamW allocates
 # gloo, and by ZeRO 3 as the parameters. A reduction: as the flattened copy, and from ZeRO 1 on as the bucket.
 GATHERED_COPIES = {0: 0, 1: 1, 2: 1, 3: 2}
 REDUCED_COPIES = {0: 1, 1: 2, 2: 2, 3: 2}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Rates of one rank while all ranks of its node work: flop/s, bytes/s, seconds.
+
+    matmul_bf16, matmul_fp32: through the layers of a model. memory: read and written by vector arithmetic on
+    the device; host_memory: the same by a rank's share of the host. group_link: to another rank of the node;
+    cross_link: to another node; host_link: between device and host. latency: of a collective; step_overhead:
+    of a pass with an update, beside its work. hidden: share of ZeRO 3's gathers that computing hides.
+    page_in: seconds per byte of newly allocated memory, besides writing to it: page faults of a CPU;
+    0 for an allocator that reuses freed memory, as on GPUs. device: cuda, or cpu, where untouched memory
+    costs nothing and gloo implements a reduce-scatter as an all-reduce.
+    """
+
+    name: str
+    device: str
+    matmul_bf16: float
+    matmul_fp32: float
+    memory: float
+    group_link: float
+    cross_link: float
+    host_link: float
+    host_memory: float = 20e9
+    latency: float = 30e-6
+    step_overhead: float = 5e-3
+    hidden: float = 0.5
+    page_in: float = 0.0
+    source: str = "from data sheets"
+
+    def matmul(self, bf16: bool) -> float:
+        return self.matmul_bf16 if bf16 else self.matmul_fp32
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.matmul_bf16 / 1e12:.3g} Tflop/s bf16, {self.matmul_fp32 / 1e12:.3g} fp32,"
+            f" memory {self.memory / 1e9:.3g} GB/s, links {self.group_link / 1e9:.3g} GB/s in a node,"
+            f" {self.cross_link / 1e9:.3g} between nodes, {self.latency * 1e6:.3g} us; {self.source}"
+        )
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from fmmeta.parallel.layout import divisors
 from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 from fmmeta.planning.compute import (
     MatmulCounts,
+    Profile,
     Seconds,
     Topology,
     Wire,
@@ -31,7 +32,6 @@ from fmmeta.planning.compute import (
     task_seconds,
     task_work,
 )
-from fmmeta.planning.machines import Profile
 from fmmeta.planning.memory import GIB, HEADROOM, Estimate, Sizes, at_size, estimate, largest_part, rank_sizes
 from fmmeta.planning.settings import LORA_R, ROWS, PlanConfig
 from fmmeta.planning.simulate import SimulatedCluster, simulate
@@ -242,7 +242,6 @@ class Planner:
         )
         simulated = simulate(cluster, plan.simulate_steps, plan.seed)
         seconds = simulated.step * task.total / (1 - simulated.failing)
-        flops = plan.tasks * needed_flops(config, of_one_rank, tokens)
         return PlannedLayout(
             strategy,
             topology.groups,
@@ -255,7 +254,10 @@ class Planner:
             task=task,
             step=step,
             step_seconds=seconds,
-            efficiency=flops / profile.matmul(precision.bf16) / (plan.gpus * seconds),
+            efficiency=plan.tasks
+            * needed_flops(config, of_one_rank, tokens)
+            / profile.matmul(precision.bf16)
+            / (plan.gpus * seconds),
         )
 
     def config_of(self, strategy: Strategy) -> Config:
@@ -274,14 +276,17 @@ class Planner:
             read = deepspeed_config.check(strategy.deepspeed(), "the plan's file", self.plan.bf16_planned)
         else:
             read = deepspeed_config.read(self.plan.deepspeed, self.plan.bf16_planned)
-        settings = deepspeed_config.with_model_ranks(read, strategy.stages, strategy.tensor)
         if strategy.tensor > 1:
             tensor_parallel_block(self.description.hf_config, strategy.tensor)
-        return at_size(settings, strategy.group_size)
+        return at_size(
+            deepspeed_config.with_model_ranks(read, strategy.stages, strategy.tensor), strategy.group_size
+        )
 
     def _learner(self, lora_r: int) -> Learner:
-        alone = {"pipeline_stages": 1, "tensor_parallel_size": 1, "gradient_checkpointing": False}
-        return empty_learner(self._config(lora_r=lora_r, **alone), self.description)
+        alone = self._config(
+            lora_r=lora_r, pipeline_stages=1, tensor_parallel_size=1, gradient_checkpointing=False
+        )
+        return empty_learner(alone, self.description)
 
     def _counts(self, lora_r: int, stages: int, tensor: int) -> tuple[tuple[int, int], MatmulCounts]:
         """Trained and frozen parameters of the largest rank's part, and matrix products."""

@@ -168,8 +168,8 @@ def gradient_bytes(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> t
         return 4 * params, 0 if sizes.lazy else 4 * made, 4 * made + 4 * part
     copied = (4 if stage == 3 or not bf16 else 6) * used  # flattened; in fp32 too for ZeRO 2 in bf16
     bucket = (4 if stage == 3 else grad) * made
-    step = 4 * (min(part, settings.sub_group) if stage == 3 else part)
-    return 4 * part, bucket + (copied if early else 0), max(bucket + copied, step)
+    stepped = min(part, settings.sub_group) if stage == 3 else part
+    return 4 * part, bucket + (copied if early else 0), max(bucket + copied, 4 * stepped)
 
 
 def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimate:
@@ -287,9 +287,8 @@ def needed_at(sizes_at: SizesAt, settings: DeepSpeedSettings, group_size: int, m
 def least_free(world: World) -> tuple[int, int]:
     """Free bytes of device and host memory, the least of all ranks. Collective: world."""
     local = world.launch.local_world_size
-    mine = (free_bytes(world.device, local), host_bytes(local))
-    gathered = [json.loads(text) for text in world.comm.gather_bytes(json.dumps(mine).encode())]
-    free, host = (min(values) for values in zip(*gathered, strict=True))
+    mine = json.dumps([free_bytes(world.device, local), host_bytes(local)]).encode()
+    free, host = map(min, zip(*map(json.loads, world.comm.gather_bytes(mine)), strict=True))
     return free, host
 
 

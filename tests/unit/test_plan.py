@@ -26,6 +26,7 @@ from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.planning import command, machines
 from fmmeta.planning.compute import (
     MatmulCounts,
+    Profile,
     Topology,
     count_matmuls,
     needed_flops,
@@ -34,7 +35,7 @@ from fmmeta.planning.compute import (
     task_work,
 )
 from fmmeta.planning.layouts import Planner, Strategy, strategies
-from fmmeta.planning.machines import PROFILES, Profile
+from fmmeta.planning.machines import PROFILES
 from fmmeta.planning.memory import estimate, largest_part, micro_batches, rank_sizes
 from fmmeta.planning.settings import PlanConfig
 from fmmeta.tasks.batching import Batcher, Example
@@ -617,7 +618,7 @@ def test_settings_that_no_layout_goes_with(capfd, folders):
 
 def test_profiles_from_files(tmp_path):
     path = tmp_path / "mine.json"
-    machines.save(PROFILES["a100"], str(path))
+    machines.write(str(path), "save_profile", json.dumps(asdict(PROFILES["a100"])))
     assert machines.find(str(path)) == PROFILES["a100"]
     values = asdict(PROFILES["a100"])
     listed = ", ".join(values)
@@ -637,6 +638,6 @@ def test_profiles_from_files(tmp_path):
     for text in ("[]", "3"):
         path.write_text(text)
         assert refusal(machines.find, str(path)) == f"machine={path} lacks name; it holds {listed}"
-    assert refusal(machines.save, PROFILES["a100"], str(tmp_path)).startswith(
+    assert refusal(machines.write, str(tmp_path), "save_profile", "{}").startswith(
         f"save_profile={tmp_path} cannot be written ("
     )

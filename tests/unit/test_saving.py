@@ -333,7 +333,7 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
 def test_an_unexpected_error_of_the_thread_is_told(tmp_path, monkeypatch):
     said = []
     saver = Saver(WHOLE, Config(), one_rank(), said.append)
-    monkeypatch.setattr(write, "shapes", lambda params: 1 / 0)
+    monkeypatch.setattr(write, "param_shapes", lambda params: 1 / 0)
     saver.save(tmp_path / "checkpoint-1", {"theta": torch.zeros(WHOLE.numel)}, state_of(1), {})
     saver.wait()
     assert said == [
