@@ -275,9 +275,8 @@ class EvaluatedModel:
             draws = [draw for episodes in self.episodes.values() for draw in episodes.draws()]
             on_progress = partial(self.progress.line, "rows embedded")
             features = embed(parts.worker, draws, parts.batcher, self.ranks, on_progress)
-        layout = self.ranks.layout
+        share = slice(self.ranks.layout.group_index, None, self.ranks.layout.num_groups)
         for k, episodes in self.episodes.items():
-            share = slice(layout.group_index, None, layout.num_groups)
             for method in self.settings.method:
                 if method in classifiers:
                     scores = [

@@ -73,15 +73,12 @@ def scores_by_step(inner: InnerLoop, worker: Worker, theta: Tensor, episode: Epi
     return torch.tensor([losses, [one.accuracy for one in passes]], dtype=torch.float64)
 
 
-Key = tuple[Path, int]
-
-
 @dataclass(frozen=True)
 class Features:
     """Features of rows, fp32 [R, D] in host memory. `index`: row of the table by store and row."""
 
     table: Tensor
-    index: dict[Key, int]
+    index: dict[tuple[Path, int], int]
 
     def of(self, store: TokenStore, rows: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """Features [N, D] and labels [N] of the N rows of a support or query set."""
