@@ -132,7 +132,7 @@ def out_of_bounds(name: str, value: Any, rule: SettingRule) -> Iterator[str]:
         yield f"{name}={value} is {above}; use {least} up to {rule.most}"
 
 
-def refuse_first(problems: Iterable[tuple[bool, str]]) -> None:
+def refuse_first(problems: Iterable[tuple[Any, str]]) -> None:
     """Raise `UsageError` with the message of the first pair whose condition holds."""
     for holds, message in problems:
         if holds:
