@@ -264,7 +264,7 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
 
     from fmmeta.models import layer_timing
     from fmmeta.parallel.collectives import Communicator
-    from fmmeta.planning import calibrate
+    from fmmeta.planning import machines
     from fmmeta.planning.settings import PlanConfig
 
     plan = PlanConfig(
@@ -276,15 +276,15 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
         **{**TASK, **TIMED},
     )
     given = SimpleNamespace(perf_counter=CLOCKS[clock])
-    ordinary = layer_timing.time, calibrate.time
-    layer_timing.time = calibrate.time = given  # type: ignore[assignment]
+    ordinary = layer_timing.time, machines.time
+    layer_timing.time = machines.time = given  # type: ignore[assignment]
     try:
         link: Communicator = ranks.group if ranks.group.size > 1 else ranks.cross
-        return calibrate.measure_together(
+        return machines.measure_together(
             plan, SimpleNamespace(world=ranks.world, group=link, device=ranks.device)
         )
     finally:
-        layer_timing.time, calibrate.time = ordinary
+        layer_timing.time, machines.time = ordinary
 
 
 def train(run: Any, steps: int = 3) -> dict[str, list[float]]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import spread, table, write_json
-from fmmeta.checkpoint.async_saver import Saver
+from fmmeta.checkpoint.write import Saver
 from fmmeta.config.settings import Config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.param_map import Fragment, ParamMap

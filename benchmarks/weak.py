@@ -33,8 +33,7 @@ from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
-from fmmeta.planning.memory import rank_sizes
-from fmmeta.planning.sizes import largest_part
+from fmmeta.planning.memory import largest_part, rank_sizes
 
 ROOT = Path(__file__).parent.parent
 REDUCTIONS = 5

@@ -8,7 +8,10 @@ one process.
 """
 
 import copy
+import json
 import math
+import re
+import shlex
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,17 +22,16 @@ from typing import Any
 
 import torch
 
-from fmmeta.adaptation.adapted_model import AdaptedModel, LoadedModel, load_single_process
-from fmmeta.adaptation.model_card import write_card
+from fmmeta.adaptation.predict import AdaptedModel, LoadedModel, load_single_process
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
-from fmmeta.common.security import make_folders, remove_empty
-from fmmeta.common.text import shortened
+from fmmeta.common.security import make_folders, printable, remove_empty
+from fmmeta.common.text import render, shortened
+from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
-from fmmeta.evaluation.methods import scores_by_step
-from fmmeta.evaluation.settings import AdaptConfig, refuse_first
-from fmmeta.evaluation.stored_lrs import with_stored_rates
+from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
+from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.models.stored_settings import remembered, trained_with
@@ -94,8 +96,8 @@ def adapt(
     with new_folder(settings.output_dir) as folder:
         adapted = learn(settings, support, labels, progress)
         answers = adapted.predict(query.input, settings.max_new_tokens)
-        for answer, truth in zip(answers, query.target, strict=True):
-            adapted.predictions.append(replace(answer, truth=truth))
+        pairs = zip(answers, query.target, strict=True)
+        adapted.predictions = [replace(answer, truth=truth) for answer, truth in pairs]
         if folder is not None:
             write_folder(adapted, folder, settings, support, config.inner_steps)
     return adapted
@@ -142,8 +144,7 @@ def write_folder(
     fmmeta.json stores `inner_steps`, not the number of steps that was chosen for this task.
     """
     model = adapted.loaded
-    stored = remembered(settings.model_name_or_path)
-    learned_rates = stored.get("inner_rates") is not None and not settings.sets_inner_lr
+    has_rates = remembered(settings.model_name_or_path).get("inner_rates") is not None
     export(
         folder,
         model.worker.read(),
@@ -153,7 +154,7 @@ def write_folder(
         model.description,
         model.tokenizer,
         model.ranks,
-        inner_loop(settings, model).rates if learned_rates else None,
+        inner_loop(settings, model).rates if has_rates and not settings.sets_inner_lr else None,
         folder / "merged",
         trained_with([settings.model_name_or_path]),
     )
@@ -202,8 +203,9 @@ def read_task(
         return Table([], [], [], [], [])
     name = source if isinstance(source, str) else setting
     rows = read_file(Path(source)) if isinstance(source, str) else rows_of(setting, source, config)
-    unique = setting == "support"
-    return tabulate(name, rows, config, lambda text: notice(f"{name}: {text}"), one_task=True, unique=unique)
+    return tabulate(
+        name, rows, config, lambda text: notice(f"{name}: {text}"), one_task=True, unique=setting == "support"
+    )
 
 
 def rows_of(setting: str, examples: Examples, config: Config) -> list[Row]:
@@ -268,8 +270,9 @@ def choose_steps(
     for done, fold in enumerate(folds):
         progress.line("examples left out", done, len(folds))
         support = [example for index, example in enumerate(examples) if index not in fold]
-        query = [examples[index] for index in fold]
-        episode = Episode(model.batcher.split(support), model.batcher.split(query))
+        episode = Episode(
+            model.batcher.split(support), model.batcher.split([examples[index] for index in fold])
+        )
         scores.append(scores_by_step(inner, model.worker, theta, episode))
     loss, accuracy = torch.stack(scores).mean(0).tolist()
     best = min(range(1, inner.steps + 1), key=lambda step: loss[step])
@@ -279,3 +282,107 @@ def choose_steps(
             f"{inner.steps} inner steps; lower --inner_lr"
         )
     return best, accuracy[best]
+
+
+def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, support: Table) -> None:
+    """Write README.md into the adapted model's folder."""
+    config, base, labels = adapted.loaded.config, settings.model_name_or_path, adapted.labels
+    library, pipeline, usage = how_to_use(adapted)
+    header = {
+        "base_model": base,
+        "library_name": library,
+        "pipeline_tag": pipeline,
+        "tags": ["fmmeta", "few-shot"],
+    }
+    source = code(Path(settings.support).name) if settings.support else "given in Python"
+    classes = f" of {len(labels)} classes" if labels else ""
+    adapters = f", LoRA of rank {config.lora_r}" if config.lora_r else ""
+    facts = {
+        "base model": code(base),
+        "meta-training": meta_training(base),
+        "support": f"{source}: {len(support.input)} examples{classes}",
+        "inner loop": (
+            f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}{adapters}"
+        ),
+    }
+    if adapted.left_out is not None:
+        facts["accuracy on examples left out"] = (
+            f"{100 * adapted.left_out:.1f} %; the steps were chosen on them"
+        )
+    if adapted.accuracy is not None:
+        facts[f"accuracy on {code(Path(str(settings.query)).name)}"] = (
+            f"{100 * adapted.accuracy:.1f} % of {len(adapted.predictions)}"
+        )
+    text = render(
+        Path(__file__).with_name("card.md.j2"),
+        header={
+            key: printable(json.dumps(value, ensure_ascii=False)) for key, value in header.items() if value
+        },
+        title=escaped(folder.resolve().name),
+        facts={cell(name): cell(value) for name, value in facts.items()},
+        classes=list(map(code, labels)),
+        folder=shlex.quote(printable(str(folder))),
+        usage=usage,
+    )
+    (folder / "README.md").write_text(text + "\n", encoding="utf-8")
+
+
+def how_to_use(adapted: AdaptedModel) -> tuple[str, str | None, str]:
+    """The library and the pipeline that read the folder, and a text about them.
+
+    No pipeline is named that would use a random head.
+    """
+    model, names = adapted.loaded, dict(enumerate(adapted.labels))
+    pipeline = "text-classification" if names else "text-generation"
+    if names and model.description.pooling != "model":
+        return (
+            "fmmeta",
+            None,
+            "`fmmeta predict` serves it: the classes are in `head.safetensors`, which transformers alone"
+            " does not read; `AutoModel` gives the encoder without them, and a `text-classification`"
+            " pipeline would give it a random head.",
+        )
+    if names and model.config.lora_r:
+        return (
+            "peft",
+            None,
+            "The folder holds adapters; transformers puts them on the base with\n\n```python\n"
+            "AutoModelForSequenceClassification.from_pretrained(\n"
+            f"    folder, num_labels={len(names)}, id2label={names}, ignore_mismatched_sizes=True\n)\n```",
+        )
+    library = "peft" if model.config.lora_r else "transformers"
+    return library, pipeline, f"transformers reads it as it is (`{pipeline}`)."
+
+
+def meta_training(base: str) -> str:
+    """How the base was meta-trained, from its folder and the run.json beside it."""
+    stored: dict[str, Any] = remembered(base)
+    if stored.get("algorithm", "none") == "none":  # `tune` writes fmmeta.json too
+        return "none"
+    text = f"{escaped(stored['algorithm'])}, {escaped(stored.get('k_shot'))} shots"
+    try:
+        run = json.loads((Path(base).parent / "run.json").read_text(encoding="utf-8"))["settings"]
+        return (
+            f"{text}, on {' '.join(map(code, run['dataset']))}, {escaped(run['outer_steps'])} outer steps of"
+            f" {escaped(run['meta_batch_size'])} tasks"
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return text  # no such file, or a file of another program
+
+
+def code(text: str) -> str:
+    """A name as a code span, which holds neither Markdown nor HTML."""
+    text = printable(" ".join(text.split())) or " "
+    fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
+    space = " " if "`" in (text[0], text[-1]) else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def escaped(text: Any) -> str:
+    """A value as text, its Markdown and HTML characters escaped."""
+    return re.sub(r"[!-,/:-@\[-^`{-~]", r"\\\g<0>", printable(" ".join(str(text).split())))
+
+
+def cell(text: str) -> str:
+    """Markdown as a cell of a table: a bar would end the cell."""
+    return re.sub(r"(\\*)\|", lambda bar: rf"{bar[1]}\|" if len(bar[1]) % 2 == 0 else bar[0], text)

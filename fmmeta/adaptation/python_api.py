@@ -12,13 +12,13 @@ from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from fmmeta.adaptation import command as adapt_command
-from fmmeta.adaptation.adapted_model import AdaptedModel
 from fmmeta.adaptation.command import Examples
+from fmmeta.adaptation.predict import AdaptedModel
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.text import shortened
+from fmmeta.config.fields import of_type
 from fmmeta.config.renamed import refuse
-from fmmeta.config.values import of_type
 from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.results import EvaluationResults
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig
@@ -80,8 +80,9 @@ def adapt(
     if examples["support"] is None and not files["support"]:
         raise UsageError(f"support={shortened(support)} names no file; give one, or pairs of text and class")
     values = {"model_name_or_path": model_name_or_path, "output_dir": output_dir or "", **files, **settings}
-    config = settings_of(AdaptConfig, values)
-    return adapt_command.adapt(config, Progress(enabled=not quiet), examples["support"], examples["query"])
+    return adapt_command.adapt(
+        settings_of(AdaptConfig, values), Progress(enabled=not quiet), examples["support"], examples["query"]
+    )
 
 
 def listed(name: str, examples: Any) -> Examples:

@@ -1,10 +1,11 @@
 """Checkpoints: written completely or not at all, verified, and read on any layout."""
 
-from fmmeta.checkpoint.read import load, load_tables
-from fmmeta.checkpoint.verify import (
+from fmmeta.checkpoint.read import (
     MANIFEST,
     find_corruption,
     list_complete,
+    load,
+    load_tables,
     read_state,
     rename_aside,
     undo_partial_save,

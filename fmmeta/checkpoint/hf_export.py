@@ -213,8 +213,7 @@ def write_index(folder: Path, hf: Any, files: dict[str, tuple[int, list[str]]]) 
 
 def plan_files(hf: Any, worker: Worker) -> dict[str, tuple[int, list[str]]]:
     """By file name, the rank of the group that writes it and the names of its tensors, tied ones once."""
-    untied = {name for name, _ in hf.named_parameters()} | {name for name, _ in hf.named_buffers()}
-    saved = untied - set(hf._keys_to_ignore_on_save or ())
+    saved = {*dict(hf.named_parameters()), *dict(hf.named_buffers())} - {*(hf._keys_to_ignore_on_save or ())}
     tensors = {f"hf.{key}": value.numel() * 4 for key, value in hf.state_dict().items() if key in saved}
     limit = min(FILE_BYTES[1], max(FILE_BYTES[0], sum(tensors.values()) // worker.group.size))
     files: list[tuple[int, list[str]]] = []

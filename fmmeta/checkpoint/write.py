@@ -8,16 +8,24 @@
       state.json                 outer step, optimizer steps, settings
       manifest.json              bytes and sha256 of every other file; written last
 
-Each rank writes into tmp-checkpoint-N; one rank renames the folder when all ranks have finished. verify.py
+Each rank writes into tmp-checkpoint-N; one rank renames the folder when all ranks have finished. read.py
 checks checkpoints before they are read. A save removes no checkpoint before the new one is complete. No
-pickles.
+pickles. `Saver` writes while training continues:
+
+    save:    wait for the previous write -> copy this rank's slices (training waits) -> start the thread
+    thread:  `write` over a separate communicator, which training does not use
+    judge:   once the thread of every rank has ended, all ranks agree at the same outer step whether it failed
+
+The copies stay allocated: their first use costs ten times as much as a copy. If host memory has no room for
+them, the rank writes at once, and training waits.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -26,19 +34,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.checkpoint.verify import MANIFEST, STATE, TABLES, Entry, list_complete
+from fmmeta.checkpoint.read import MANIFEST, STATE, TABLES, Entry, list_complete
 from fmmeta.common.errors import UsageError
+from fmmeta.common.processes import host_bytes
 from fmmeta.common.security import sync
 from fmmeta.common.text import to_json
-from fmmeta.parallel.collectives import Communicator
+from fmmeta.config.settings import Config
 from fmmeta.parallel.param_map import Fragment, ParamMap
-from fmmeta.parallel.process_groups import ProcessGroups
+from fmmeta.parallel.process_groups import Communicator, ProcessGroups
+
+EXIT_WAIT_S = 60.0  # for a pending write, when a run fails
+MEMORY_SHARE = 0.5  # of the free host memory, which the copies may take
+
 
 DTYPES = {torch.float32: "F32", torch.float64: "F64"}  # of vectors and tables
 CHUNK_BYTES = 2**24  # written and hashed at a time
 
 
-def pieces(vectors: Mapping[str, Tensor], params: ParamMap, ranks: ProcessGroups) -> dict[str, Tensor]:
+def rank_slices(vectors: Mapping[str, Tensor], params: ParamMap, ranks: ProcessGroups) -> dict[str, Tensor]:
     """The slices that this rank writes, not copied, by key in its shard file."""
     if ranks.layout.group_index or (ranks.layout.group_rank and params.replicated):
         return {}
@@ -56,7 +69,7 @@ def key_of(fragment: Fragment) -> str:
     return f"{fragment.name}@{fragment.offset}{part}"
 
 
-def shapes(params: ParamMap) -> dict[str, list[int]]:
+def param_shapes(params: ParamMap) -> dict[str, list[int]]:
     """The shape of each parameter that this rank holds."""
     return {fragment.name: list(fragment.shape) for fragment in params.fragments}
 
@@ -168,3 +181,127 @@ def write_file(file: Path, parts: Iterable[bytes | memoryview]) -> Entry:
         opened.flush()
         os.fsync(opened.fileno())
     return {"bytes": size, "sha256": checksum.hexdigest()}
+
+
+class Saver:
+    """Writes the checkpoints of a run. Ranks outside the first group only agree on the outcome."""
+
+    def __init__(
+        self, params: ParamMap, config: Config, ranks: ProcessGroups, notice: Callable[[str], None]
+    ) -> None:
+        self.params, self.config, self.ranks, self.notice = params, config, ranks, notice
+        self.copies: dict[str, Tensor] = {}
+        self.thread: threading.Thread | None = None
+        self.warming: threading.Thread | None = None
+        self.folder: Path | None = None  # being written, or written and not judged yet
+        self.last: Path | None = None  # the newest complete checkpoint that this process wrote or loaded
+        self.failure, self.failed = "", 0  # error of the current write; failed writes in a row
+
+    def save(
+        self,
+        folder: Path,
+        vectors: Mapping[str, Tensor],
+        state: dict[str, Any],
+        tables: Mapping[str, Tensor],
+        last: bool = False,
+    ) -> None:
+        """Start to write checkpoint-N; with `last`, wait for it and raise `UsageError` if it fails.
+
+        Collective: world.
+        """
+        self.wait()
+        if self.warming is not None:
+            self.warming.join()
+        pieces = rank_slices(vectors, self.params, self.ranks)
+        copies = self.config.save_async and not last and self.allocate(pieces)
+        if copies:
+            for name, piece in pieces.items():
+                self.copies[name].copy_(piece)
+            pieces = self.copies
+            tables = {name: table.to("cpu", copy=True) for name, table in tables.items()}
+        self.folder, self.failure = folder, ""
+        if self.ranks.background is not None:
+            self.thread = threading.Thread(
+                target=self._write,
+                args=(folder, self.ranks.background, pieces, state, tables),
+                name="saver",
+                daemon=True,
+            )
+            self.thread.start()
+            if not copies:
+                self.thread.join()
+        if last:
+            self.wait(last=True)
+
+    def warm(self, vectors: Mapping[str, Tensor]) -> None:
+        """Allocate the copies before the first save, in a thread."""
+        if self.config.save_async and self.warming is None:
+            pieces = rank_slices(vectors, self.params, self.ranks)
+            self.warming = threading.Thread(target=self.allocate, args=(pieces,), name="saver", daemon=True)
+            self.warming.start()
+
+    def allocate(self, pieces: Mapping[str, Tensor]) -> bool:
+        """Allocate copies of the sizes of `pieces`; False if host memory has no room for them."""
+        if {name: piece.numel() for name, piece in pieces.items()} != {
+            name: copy.numel() for name, copy in self.copies.items()
+        }:
+            self.copies = {}
+            if 4 * sum(piece.numel() for piece in pieces.values()) > MEMORY_SHARE * host_bytes(
+                self.ranks.layout.launch.local_world_size
+            ):
+                return False
+            on_gpu = self.ranks.device.type == "cuda"
+            self.copies = {
+                name: torch.empty(piece.numel(), pin_memory=on_gpu).zero_() for name, piece in pieces.items()
+            }
+        return True
+
+    def close(self) -> None:
+        """Wait for the pending write of this rank alone, at most EXIT_WAIT_S. Local."""
+        if self.thread is not None:
+            self.thread.join(EXIT_WAIT_S)
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has no pending write."""
+        return self.thread is None or not self.thread.is_alive()
+
+    def wait(self, last: bool = False) -> None:
+        """Wait for the pending write on all ranks, and judge it. Collective: world."""
+        if self.folder is not None:
+            if self.thread is not None:
+                self.thread.join()
+            self.judge(self.ranks.world.sum_(torch.tensor([float(bool(self.failure))])).item() > 0, last)
+
+    def judge(self, failed: bool, last: bool = False) -> None:
+        """Record a write that has ended on all ranks; `failed`: whether it failed on one of them.
+
+        Raises `UsageError` on all ranks for the last write, or for too many failures in a row.
+        """
+        folder, self.folder, self.thread = self.folder, None, None
+        if not failed:
+            self.last, self.failed = folder, 0
+            return
+        self.failed += 1
+        newest = f"the last complete one is {self.last}" if self.last else "there is no complete one"
+        failure = self.failure or f"{folder} could not be written"
+        if last or self.failed >= self.config.max_failed_saves:
+            raise UsageError(f"{failure}; {self.failed} in a row, {newest}")
+        self.notice(f"{failure}; training continues, {newest}")
+
+    def _write(
+        self,
+        folder: Path,
+        comm: Communicator,
+        pieces: Mapping[str, Tensor],
+        state: dict[str, Any],
+        tables: Mapping[str, Tensor],
+    ) -> None:
+        """Write in the thread; an error is stored for the ranks that train."""
+        try:
+            keep = self.config.save_total_limit
+            write(folder, pieces, param_shapes(self.params), state, tables, keep, comm)
+        except UsageError as error:
+            self.failure = str(error)
+        except Exception as error:
+            self.failure = f"{folder}: {type(error).__name__}: {error}"

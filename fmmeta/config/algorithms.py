@@ -3,9 +3,11 @@
 No other module compares an algorithm's name: all read the fields of `find(name)`. A spec is in the file of
 its rule and is imported when a Config names it, so that this module needs no torch and a new algorithm is one
 file: `--algorithm my_module:spec`.
-"""
 
-import importlib
+
+The outer optimizers are optimizers of torch that act element by element, so that they work on shards."""
+
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,8 +79,7 @@ BUILT_IN = {
 def find(name: str) -> AlgorithmSpec:
     """The spec of a built-in name or of `module:spec`. Raises `UsageError` in one line."""
     if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return pkgutil.resolve_name(BUILT_IN[name])
     if ":" not in name:
         raise UsageError(f"algorithm={name} is unknown; use {', '.join(BUILT_IN)}, or module:spec of another")
     found = import_named("algorithm", name, "an AlgorithmSpec")
@@ -93,3 +94,29 @@ def find(name: str) -> AlgorithmSpec:
 def supporting(setting: str) -> list[str]:
     """Names of the built-in algorithms that support a setting."""
     return [name for name in BUILT_IN if setting in find(name).supports]
+
+
+@dataclass(frozen=True)
+class OuterOptimizerSpec:
+    """torch_class: name in `torch.optim`. moments: vectors that it stores per parameter, by torch's names.
+    options: arguments of torch, and the settings that give them. fixed: other arguments.
+    """
+
+    torch_class: str
+    moments: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=lambda: {"eps": "adam_epsilon"})
+    fixed: Mapping[str, bool] = field(default_factory=dict)
+
+
+OUTER_OPTIMIZERS = {
+    "adamw": OuterOptimizerSpec("AdamW", ("exp_avg", "exp_avg_sq")),
+    "sgd": OuterOptimizerSpec("SGD", options={}),
+    "nesterov": OuterOptimizerSpec(
+        "SGD", ("momentum_buffer",), {"momentum": "outer_momentum"}, {"nesterov": True}
+    ),
+    "adagrad": OuterOptimizerSpec("Adagrad", ("sum",)),
+    "adamax": OuterOptimizerSpec("Adamax", ("exp_avg", "exp_inf")),
+    "nadam": OuterOptimizerSpec("NAdam", ("exp_avg", "exp_avg_sq")),
+    "radam": OuterOptimizerSpec("RAdam", ("exp_avg", "exp_avg_sq")),
+    "rmsprop": OuterOptimizerSpec("RMSprop", ("square_avg",)),
+}

@@ -1,17 +1,68 @@
-"""Settings that exclude each other, with the reasons. A conflict is a pair (whether it is there, its line).
+"""Defaults of settings that were left open, and settings that exclude each other, with the reasons.
 
-Reads a Config's values and nothing else; `validate.py` asks it. Conflicts of one algorithm are in its spec
+A conflict is a pair (whether it is there, its line). Reads a Config's values and nothing else, neither files
+nor other processes; `settings.py` calls it and raises. Conflicts of one algorithm are in its spec
 (AlgorithmSpec.conflicts), those of one setting in its rule (fields.py: needs, task_type, per_algorithm).
 """
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from fmmeta.common.text import any_of
-from fmmeta.config.algorithms import find
-from fmmeta.config.outer_optimizers import OUTER_OPTIMIZERS
-from fmmeta.config.values import LARGEST, shown
+from fmmeta.config.algorithms import OUTER_OPTIMIZERS, find, supporting
+from fmmeta.config.fields import LARGEST, default_of, rules, shown
+
+# Settings of a run beside the flags and the data's fingerprint (build.RunInputs.resolved).
+RESOLVED = (
+    "precision",
+    "float32_matmul_precision",
+    "deepspeed_values",
+    "deepspeed_layout",
+    "transforms_fingerprint",
+)
+
+
+def resolved(c: Any) -> dict[str, Any]:
+    """Values for the settings that were left open."""
+    builtin = c.model_name_or_path == "tiny"
+    adamw = 2e-3 if builtin else 2e-4 if c.lora_r else 2e-5
+    open_settings = {
+        "outer_lr": {"sgd": 1.0, "nesterov": 0.7}.get(c.outer_optimizer, adamw),
+        "adam_epsilon": 1e-3 if builtin else 1e-6,
+        "test_episodes": c.eval_episodes,
+        "lora_alpha": 2.0 * c.lora_r if c.lora_r else None,
+        "head_init": "zero",
+        "inner_steps": 5,
+        "inner_lr_learned": "no",
+        **find(c.algorithm).defaults,
+    }
+    return {name: value for name, value in open_settings.items() if getattr(c, name) is None}
+
+
+def without_effect(c: Any) -> Iterator[str]:
+    """Settings that were changed and that no code would read."""
+    supports, known = find(c.algorithm).supports, rules(c)
+    for item in fields(c):
+        name, rule, value = item.name, known[item.name], getattr(c, item.name)
+        if value in (default_of(item), None):
+            continue
+        given = f"{name}={shown(value)}"
+        if rule.task_type not in ("", c.task_type):
+            yield f"{given} means nothing for task_type={c.task_type}; leave it out"
+        if rule.needs:
+            other, *values = rule.needs
+            found = getattr(c, other)
+            if not (found in values if values else found):
+                use = f"use --{other} {' or '.join(values)}" if values else f"give --{other}"
+                yield f"{given} means nothing for {other}={found}; leave it out, or {use}"
+        if rule.per_algorithm and value != "no" and name not in supports:
+            yield (
+                f"{given} is not supported by algorithm={c.algorithm}; leave it out, or use"
+                f" {' or '.join(supporting(name))}"
+            )
+
 
 Conflicts = list[tuple[Any, str]]
 
@@ -28,7 +79,8 @@ NOT_ELEMENTWISE = {
 
 
 def problems(c: Any) -> Iterator[str]:
-    """One line for every conflict."""
+    """One line for each setting without effect and each conflict."""
+    yield from without_effect(c)
     for conflicts in (
         of_run(c),
         of_data(c),
@@ -37,23 +89,23 @@ def problems(c: Any) -> Iterator[str]:
         [(True, text) for text in find(c.algorithm).conflicts(c)],
         of_inner_loop(c),
         of_outer_step(c),
-        of_elastic(c),
-        of_several_tasks(c),
+        of_elastic(c) if c.elastic else [],
+        of_several_tasks(c) if c.tasks_per_pass != "1" else [],
         of_compile(c),
     ):
         yield from (text for is_there, text in conflicts if is_there)
 
 
 def of_run(c: Any) -> Conflicts:
-    trackers = "no tracker" if not c.report_to else "a tracker twice"
     return [
         (
             c.load_best_model_at_end and not (c.eval_steps and c.eval_episodes),
             "load_best_model_at_end=True needs validation scores; give --eval_steps and --eval_episodes",
         ),
+        (not c.report_to, "report_to= names no tracker; name each once, or none"),
         (
-            not c.report_to or len(set(c.report_to)) < len(c.report_to),
-            f"report_to={shown(c.report_to)} names {trackers}; name each once, or none",
+            len(set(c.report_to)) < len(c.report_to),
+            f"report_to={shown(c.report_to)} names a tracker twice; name each once, or none",
         ),
         (
             "none" in c.report_to and len(c.report_to) > 1,
@@ -265,7 +317,7 @@ def of_elastic(c: Any) -> Conflicts:
         "load_best_model_at_end": (False, "the best weights are not in the state that a group receives"),
         "accept_changed_settings": ([], "groups that are running cannot change theirs"),
     }
-    conflicts: Conflicts = [
+    return [
         (
             c.output_dir is None,
             "elastic=True needs output_dir: every group must find the same folder; give one on a disk that"
@@ -284,14 +336,11 @@ def of_elastic(c: Any) -> Conflicts:
             " the newest state; leave it out",
         ),
     ]
-    return conflicts if c.elastic else []
 
 
 def of_several_tasks(c: Any) -> Conflicts:
     """One pass for several tasks."""
     spec = find(c.algorithm)
-    if c.tasks_per_pass == "1":
-        return []
     if spec.frozen_body:
         excluded: Conflicts = [
             (

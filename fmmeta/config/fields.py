@@ -1,10 +1,56 @@
-"""How a setting is declared: one line with its default, its help text and its rules."""
+"""How a setting is declared (one line with its default, its help text and its rules), and how a value is
+converted to its type and checked by its rules.
+"""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal
+from functools import cache
+from numbers import Integral, Real
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from fmmeta.config.values import LARGEST
+from fmmeta.common.errors import UsageError
+from fmmeta.common.text import any_of, shortened
+
+LARGEST = 3.4e38  # what fp32 holds
+WANTED = {bool: "True or False", str: "a text", int: "a whole number", float: "a number"}
+
+hints_of = cache(get_type_hints)
+"""The types of a dataclass's fields, by name."""
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it: lists as the flag takes them."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def of_type(settings: Any, name: str, value: Any) -> Any:
+    """A value of a dataclass's field, converted as the flag's text is. Raises `UsageError`.
+
+    A single value for a list becomes a list of one; None is accepted if it is the default.
+    """
+    if value is None and settings.__dataclass_fields__[name].default is None:
+        return None
+    hint = hints_of(settings)[name]
+    kind = next(one for one in get_args(hint) or (hint,) if one is not type(None))
+    if get_origin(hint) is list:
+        return [_of_kind(kind, name, one) for one in (value if isinstance(value, (list, tuple)) else [value])]
+    return _of_kind(kind, name, value)
+
+
+def _of_kind(kind: type, name: str, value: Any) -> Any:
+    if isinstance(value, bool) or kind is bool:
+        if isinstance(value, bool) and kind is bool:
+            return value
+    elif kind is str and isinstance(value, (str, os.PathLike, int)):
+        return str(value)
+    elif (kind is int and isinstance(value, Integral)) or (kind is float and isinstance(value, Real)):
+        try:
+            number = float(value)
+        except OverflowError:
+            raise UsageError(f"{name} is no number to compute with; use one up to {LARGEST:g}") from None
+        return int(value) if isinstance(value, Integral) and kind is int else number
+    raise UsageError(f"{name}={shortened(value)} is not {WANTED[kind]}; give one")
 
 
 @dataclass(frozen=True)
@@ -52,3 +98,42 @@ def rules(settings: Any) -> dict[str, SettingRule]:
 
 def names_where(settings: Any, holds: Callable[[SettingRule], bool]) -> tuple[str, ...]:
     return tuple(name for name, rule in rules(settings).items() if holds(rule))
+
+
+def check_values(c: Any) -> None:
+    """Check each setting of a dataclass by its choices and bounds. Raises `UsageError`."""
+    for item in fields(c):
+        choices, given = item.metadata.get("choices"), getattr(c, item.name)
+        for value in given if isinstance(given, list) else [given]:
+            if choices and value is not None and value not in choices:
+                raise UsageError(f"{item.name}={value} is unknown; use {any_of(choices)}")
+    for name, rule in rules(c).items():
+        for problem in out_of_bounds(name, getattr(c, name), rule):
+            raise UsageError(problem)
+
+
+def out_of_bounds(name: str, value: Any, rule: SettingRule) -> Iterator[str]:
+    """A line for each bound that a value breaks; None is always accepted."""
+    if value is None:
+        return
+    if rule.or_auto is not None:
+        if value != "auto" and (not value.isdecimal() or int(value) < rule.or_auto):
+            yield f"{name}={value} is neither auto nor a number; use auto, or {rule.or_auto} or more"
+        return
+    if rule.below is not None and not 0 <= value < rule.below:
+        yield f"{name}={value} is not in [0, {rule.below:g}); use 0.9, say"
+    if rule.least is not None and value < rule.least:
+        yield f"{name}={value} is below {rule.least}; use {rule.least} or more"
+    if rule.positive and not value > 0:
+        yield f"{name}={value} is no positive number; use one, {rule.positive}"
+    if (rule.least is not None or rule.positive) and not value <= rule.most:
+        above = "no number to compute with" if rule.most == LARGEST else f"above {rule.most}"
+        least = "one" if rule.least is None else f"{rule.least} or more,"
+        yield f"{name}={value} is {above}; use {least} up to {rule.most}"
+
+
+def refuse_first(problems: Iterable[tuple[Any, str]]) -> None:
+    """Raise `UsageError` with the message of the first pair whose condition holds."""
+    for holds, message in problems:
+        if holds:
+            raise UsageError(message)

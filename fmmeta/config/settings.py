@@ -8,15 +8,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.config import algorithms, validate
-from fmmeta.config.fields import names_where, setting
-from fmmeta.config.outer_optimizers import OUTER_OPTIMIZERS
+from fmmeta.config import algorithms, conflicts
+from fmmeta.config.algorithms import OUTER_OPTIMIZERS
+from fmmeta.config.fields import check_values, names_where, of_type, setting
 from fmmeta.config.renamed import RefusesOldNames
-from fmmeta.config.values import of_type
 
-POOLINGS = ("auto", "model", "mean", "cls")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
-ENGINES = ("auto", "deepspeed", "plain")
 HEAD_INITS = ("zero", "learned", "prototype")
 POSITIVE = "such as 0.1 for inner SGD"
 NO_LIMIT = "or leave it out"
@@ -39,7 +36,7 @@ class ModelConfig(RefusesOldNames):
         "auto",
         "Sentence vector of an encoder: the model's pooler, the mean of its token vectors, or that of [CLS];"
         " auto: as stored in the folder, else model",
-        POOLINGS,
+        ("auto", "model", "mean", "cls"),
         task_type=CLASSIFICATION,
     )
     feature_norm: float = setting(
@@ -538,7 +535,7 @@ class ParallelConfig:
         "auto",
         "Engine of a group; auto: plain PyTorch in a group of one that does not offload from a GPU, else"
         " DeepSpeed",
-        ENGINES,
+        ("auto", "deepspeed", "plain"),
         resume="free",
     )
     compile: bool = setting(
@@ -647,15 +644,15 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         """Resolve settings that were left open, then refuse values that cannot work."""
         for item in fields(self):
             setattr(self, item.name, of_type(type(self), item.name, getattr(self, item.name)))
-        validate.check_values(self)
-        for name, value in validate.resolved(self).items():
+        check_values(self)
+        for name, value in conflicts.resolved(self).items():
             setattr(self, name, value)
         for name in self.accept_changed_settings:
-            if name not in (*type(self).__dataclass_fields__, "dataset_fingerprint", *validate.RESOLVED):
+            if name not in (*type(self).__dataclass_fields__, "dataset_fingerprint", *conflicts.RESOLVED):
                 raise UsageError(
                     f"accept_changed_settings={name} is no setting; name those that the refusal names"
                 )
-        for problem in validate.problems(self):
+        for problem in conflicts.problems(self):
             raise UsageError(problem)
 
     @property
@@ -697,10 +694,10 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any], free: bool = F
 
     RESOLVED settings are compared only if both sides have them; runs of 0.1.0 do not.
     """
-    known = {name for name in validate.RESOLVED if name in before and name in now}
+    known = {name for name in conflicts.RESOLVED if name in before and name in now}
     unbound = FREE_ON_RESUME | {"deepspeed_layout"} | ({"bf16"} if "precision" in known else set())
     keys = unbound - HIDDEN_ON_RESUME if free else (set(before) | set(now)) - unbound
-    keys -= set(validate.RESOLVED) - known
+    keys -= set(conflicts.RESOLVED) - known
     return {
         key: f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in sorted(keys)

@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fmmeta.common.errors import UsageError
+from fmmeta.config.fields import check_values
 from fmmeta.config.settings import setting
-from fmmeta.config.validate import check_values
 from fmmeta.elastic.lighthouse_client import coordination, first_line
 from fmmeta.parallel.network import listen
 

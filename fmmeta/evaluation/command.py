@@ -8,27 +8,48 @@ computed in batches that the rows alone determine. Ranks join groups as in train
 evaluated wherever it could be trained.
 """
 
+import json
 import os
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
-from fmmeta.evaluation.methods import EvaluatedModel
-from fmmeta.evaluation.output import check_output, write_json
+from fmmeta.common.security import one_line
+from fmmeta.config.settings import Config
+from fmmeta.evaluation.generation import LanguageMetrics
+from fmmeta.evaluation.methods import CLASSIFIERS, classifier_score, embed, query_score, with_stored_rates
 from fmmeta.evaluation.results import (
+    EvalCell,
     EvaluationResults,
+    check_comparable,
+    check_output,
     differences,
     read_cells,
     results_of,
     show,
+    write_json,
 )
 from fmmeta.evaluation.settings import EvaluateConfig
+from fmmeta.meta.algorithms.in_context import prompted
+from fmmeta.metrics.scores import EpisodeScore, gather_scores
 from fmmeta.models.load import describe, empty_learner
+from fmmeta.models.stored_settings import trained_with
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.process_groups import World, pick_device
+from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.reliability.signals import Signals
+from fmmeta.tasks.data.token_store import digest
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task
+from fmmeta.tasks.sources.base import Draw, TaskSource
+from fmmeta.tasks.sources.classification import ClassSource
+from fmmeta.tasks.sources.load import load_sources
+from fmmeta.tasks.sources.mixture import Mixture
+from fmmeta.training import build
+from fmmeta.training.episodes import LEAST_SEEN, EpisodeReader
 
 
 def run(settings: EvaluateConfig, signals: Signals | None = None) -> None:
@@ -61,8 +82,8 @@ def evaluate(
         del model  # frees the weights before another model is loaded
         if settings.compare is not None:
             if others is None:
-                other = with_model(settings, settings.compare)
-                others = EvaluatedModel(other, world, progress, models, cells, ranks).cells()
+                with_other = with_model(settings, settings.compare)
+                others = EvaluatedModel(with_other, world, progress, models, cells, ranks).cells()
             results["compare"] = {"with": settings.compare, "cells": differences(cells, others)}
         if signals:
             signals.run()
@@ -94,3 +115,207 @@ def check_compare_model(settings: EvaluateConfig, model: str) -> None:
         f" model_name_or_path={settings.model_name_or_path} one for task_type={first.task_type}; give"
         " another model, or --task_type"
     )
+
+
+STREAM = 2  # of the schedule; training is 0, validation 1
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """The episodes of one k_shot. `most_classes`: of the largest of them; 0 for causal_lm."""
+
+    source: TaskSource
+    tasks: list[Task]
+    most_classes: int
+
+    def draws(self) -> list[Draw]:
+        return [self.source.draw(task) for task in self.tasks]
+
+    def fingerprint(self) -> str:
+        """Digest of the texts of all episodes; two evaluations are paired only if it is the same."""
+        return digest(
+            [
+                [
+                    draw.classes,
+                    draw.support,
+                    draw.query,
+                    [[draw.store.text(side, row) for side in ("input", "target")] for row, _ in draw.query],
+                ]
+                for draw in self.draws()
+            ]
+        )
+
+
+def plan_evaluation(
+    settings: EvaluateConfig,
+    world: World,
+    notice: Callable[..., None],
+    models: Sequence[str] = (),
+    **values: Any,
+) -> tuple[Config, build.RunInputs, dict[int, Episodes]]:
+    """Read and check everything but the weights; returns the run's settings, its inputs, episodes by k_shot.
+
+    models: see `build.read_inputs`. values: settings of the run in place of those of the command. Raises
+    `UsageError`. Collective: world.
+    """
+    with world.comm.raise_on_all("reading settings"):
+        config = settings.run_config(**values)
+        settings.check_run(config)
+    inputs = build.read_inputs(config, world, notice, models)
+    with world.comm.raise_on_all("choosing episodes"):
+        chosen = {k: episodes_of(settings, k, inputs.tokenizer, models) for k in settings.k_shot}
+    if config.on_bad_task == "skip":
+        chosen = {k: drop_unreadable(k, one, config, world, notice) for k, one in chosen.items()}
+    most = max(episodes.most_classes for episodes in chosen.values())
+    if most > config.most_classes:
+        config = settings.run_config(n_way_max=most, **values)
+    if message := settings.unusable_head(config):
+        notice(message)
+    return config, inputs, chosen
+
+
+def episodes_of(
+    settings: EvaluateConfig, k_shot: int, tokenizer: Any, models: Sequence[str] = ()
+) -> Episodes:
+    """Read the data from the prepared store and choose the episodes. Raises `UsageError`."""
+    config = settings.run_config(k_shot=k_shot)
+    trained = trained_with(models or [settings.model_name_or_path])
+    source = getattr(load_sources(config, tokenizer, lambda text: None, trained), settings.eval_split)
+    if source is None:
+        raise UsageError(
+            f"eval_split={settings.eval_split} of dataset={' '.join(config.dataset)} is empty; give another"
+            " --eval_split, or a file of splits"
+        )
+    most = config.most_classes
+    if settings.n_way == "all" and config.task_type == "classification":
+        most = use_every_class(source)
+    schedule = Schedule(
+        source.items, settings.episodes, config.seed, STREAM, shuffle=False, sizes=source.size
+    )
+    return Episodes(source, schedule.meta_batch(0), most)
+
+
+def use_every_class(source: TaskSource) -> int:
+    """Change a source to draw episodes of every class; return the classes of its largest episode."""
+    if isinstance(source, Mixture):
+        return max(use_every_class(one) for one in source.sources)
+    if not isinstance(source, ClassSource):
+        raise UsageError(
+            "n_way=all needs every class, which a folder of task files does not list; give a number"
+        )
+    source.shape = replace(source.shape, all_classes=True)
+    return max(len(pool) for pool, _ in source.draws)
+
+
+def drop_unreadable(
+    k_shot: int, episodes: Episodes, config: Config, world: World, notice: Callable[[str], None]
+) -> Episodes:
+    """The episodes that every rank can load; logs how many are left out. Raises `UsageError` for too many.
+
+    Collective: world.
+    """
+    here: dict[int, str] = {}
+    with world.comm.raise_on_all("looking at episodes"):
+        for index, task in enumerate(episodes.tasks):
+            try:
+                episodes.source.draw(task).store.check()
+            except (OSError, UsageError) as error:
+                here[index] = f"task {task.name}: {one_line(error)}"
+    parts = reversed(world.comm.gather_bytes(json.dumps(here).encode()))
+    errors = {int(index): text for part in parts for index, text in json.loads(part).items()}
+    if not errors:
+        return episodes
+    bad, total = len(errors), len(episodes.tasks)
+    message = f"{bad} of {total} {k_shot}-shot episodes failed to load; the first: {errors[min(errors)]}"
+    if bad == total or bad > config.max_bad_fraction * max(total, LEAST_SEEN):
+        raise UsageError(f"max_bad_fraction={config.max_bad_fraction}: {message}")
+    notice(f"{message}; left out")
+    return replace(episodes, tasks=[one for index, one in enumerate(episodes.tasks) if index not in errors])
+
+
+class EvaluatedModel:
+    """A model on the ranks of a launch, with the episodes that it is scored on.
+
+    models: all models of the comparison; the episodes avoid the training classes of each. others: cells of
+    the other model, which must be of the same episodes. ranks: groups of an earlier model. Raises
+    `UsageError`. Collective: world.
+    """
+
+    def __init__(
+        self,
+        settings: EvaluateConfig,
+        world: World,
+        progress: Progress,
+        models: Sequence[str],
+        others: Sequence[EvalCell] | None = None,
+        ranks: ProcessGroups | None = None,
+    ) -> None:
+        self.settings, self.progress = settings, progress
+        self.config, self.inputs, self.episodes = plan_evaluation(settings, world, progress.notice, models)
+        with world.comm.raise_on_all("comparing episodes"):
+            self.prints = {k: episodes.fingerprint() for k, episodes in self.episodes.items()}
+            check_comparable(settings, self.prints, others)
+        if ranks is None:
+            plan = build.plan_parallel(self.config, self.inputs, world, progress.notice)
+            ranks = world.split(plan.group_size, plan.engine == "deepspeed")
+        else:
+            plan = self.inputs.parallel_plan(self.config, ranks.layout.group_size, world.device.type)
+        self.ranks = ranks
+        if settings.metrics and self.ranks.layout.group_size > 1:
+            raise UsageError(
+                f"metrics={' '.join(settings.metrics)} need the whole model on one rank, and group_size="
+                f"{self.ranks.layout.group_size}; use --group_size 1, or leave them out"
+            )
+        self.parts = build.build(self.config, self.inputs, plan, self.ranks)
+
+    def cells(self) -> list[EvalCell]:
+        """The scores of every method and k_shot. Collective: world."""
+        parts, classifiers, cells = self.parts, CLASSIFIERS.keys() & self.settings.method, []
+        if classifiers:
+            draws = [draw for episodes in self.episodes.values() for draw in episodes.draws()]
+            on_progress = partial(self.progress.line, "rows embedded")
+            features = embed(parts.worker, draws, parts.batcher, self.ranks, on_progress)
+        share = slice(self.ranks.layout.group_index, None, self.ranks.layout.num_groups)
+        for k, episodes in self.episodes.items():
+            for method in self.settings.method:
+                if method in classifiers:
+                    scores = [
+                        classifier_score(method, slot, task, episodes.source.draw(task), features)
+                        for slot, task in list(enumerate(episodes.tasks))[share]
+                    ]
+                else:
+                    scores = self.scores_of_share(method, k, episodes)
+                scores = gather_scores(self.ranks, scores, EpisodeScore)
+                cells.append(EvalCell(method, k, self.prints[k], scores))
+        return cells
+
+    def scores_of_share(self, method: str, k_shot: int, episodes: Episodes) -> list[EpisodeScore]:
+        """This group's scores by the inner loop, or with the support set in the prompt. Collective: world."""
+        settings, worker, tokenizer = self.settings, self.parts.worker, self.inputs.tokenizer
+        what = f"{k_shot}-shot {method}"
+        slots = {task.seed: slot for slot, task in enumerate(episodes.tasks)}
+        self.progress.start(what)
+        load = self.parts.load(episodes.source)
+        if method == "in_context":
+            positions = getattr(self.inputs.description.hf_config, "max_position_embeddings", None)
+            load.prompt = partial(prompted, bos_token_id=tokenizer.bos_token_id, positions=positions)
+        share = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice).read_share(
+            episodes.tasks
+        )
+        inner = with_stored_rates(settings, self.config, self.parts.setup.inner, worker)
+        metrics = LanguageMetrics(
+            settings.metrics, worker, tokenizer, self.config, self.parts.batcher, settings.max_new_tokens
+        )
+        scores = []
+        for done, (task, episode) in enumerate(share):
+            self.progress.line(what, done, len(share))
+            if method == "in_context":
+                score = query_score(worker, slots[task.seed], task, episode.prompted, has_classes=False)
+            else:
+                inner.adapt(worker, self.parts.meta_params.theta, episode.support)
+                score = query_score(worker, slots[task.seed], task, episode.query, bool(inner.head.names))
+                if settings.metrics:
+                    score.metrics.update(metrics.of(episodes.source.draw(task)))
+                worker.write(self.parts.meta_params.theta)
+            scores.append(score)
+        return scores

@@ -21,7 +21,6 @@ from fmmeta.models.lengths import max_positions
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.data.encode import encode_pairs
-from fmmeta.tasks.data.token_store import TokenStore
 from fmmeta.tasks.sources.base import Draw
 
 
@@ -70,11 +69,12 @@ class LanguageMetrics:
         return {name: getattr(self, f"_{name}")(draw) for name in self.names}
 
     def _rouge_l(self, draw: Draw) -> float:
-        prompts = [prompt_of(draw.store, row) for row, _ in draw.query]
+        store = draw.store
+        prompts = [store.input_ids(row)[: store.labels(row).count(IGNORE)] for row, _ in draw.query]
         answers = generate(
             self.worker, self.tokenizer, prompts, self.max_new_tokens, self.batcher.micro_batch_size
         )
-        truth = [draw.store.text("target", row) for row, _ in draw.query]
+        truth = [store.text("target", row) for row, _ in draw.query]
         return sum(map(rouge_l, answers, truth)) / len(truth)
 
     def _options(self, draw: Draw) -> float:
@@ -110,11 +110,6 @@ class LanguageMetrics:
             by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i].input_ids))
             likelihoods += [-loss for _, loss in sorted(zip(by_length, losses, strict=True))]
         return likelihoods
-
-
-def prompt_of(store: TokenStore, row: int) -> list[int]:
-    """Tokens of a row up to its answer."""
-    return store.input_ids(row)[: store.labels(row).count(IGNORE)]
 
 
 @torch.no_grad()

@@ -1,14 +1,23 @@
-"""Results of an evaluation: content of results.json, tables, and paired differences from other results."""
+"""Results of an evaluation: content of results.json, tables, and paired differences from other results; and
+output files of the commands, checked before the work, complete or absent after it.
+"""
 
 import json
 import math
-from collections.abc import Sequence
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
+from fmmeta.common.security import make_folders, publish, remove_empty
+from fmmeta.common.text import to_json
+from fmmeta.config.fields import refuse_first
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.metrics.scores import EpisodeScore, format_interval, paired, summary
 
@@ -52,9 +61,6 @@ def results_of(settings: EvaluateConfig, cells: Sequence[EvalCell], task_type: s
     `task_type`: of the run, whether from a flag or from the model.
     """
     listed = [cell.as_dict() for cell in cells]
-    first = {
-        name: value for name, value in listed[0].items() if name not in ("scores", "episodes_fingerprint")
-    }
     return EvaluationResults(
         {
             "model": settings.model_name_or_path,
@@ -64,7 +70,11 @@ def results_of(settings: EvaluateConfig, cells: Sequence[EvalCell], task_type: s
             "n_way_max": settings.n_way_max,
             "k_shot_max": settings.k_shot_max,
             "seed": settings.seed,
-            **first,
+            **{
+                name: value
+                for name, value in listed[0].items()
+                if name not in ("scores", "episodes_fingerprint")
+            },
             "cells": listed,
         }
     )
@@ -102,26 +112,33 @@ def check_comparable(
     if others is None:
         return
     common = [cell for cell in others if cell.method in settings.method and cell.k_shot in prints]
-    if not common:
-        raise UsageError(
-            f"compare={settings.compare}: the other results have none of these methods and k_shot; evaluate"
-            " the same ones"
-        )
-    for cell in common:
-        if cell.episodes != prints[cell.k_shot]:
-            raise UsageError(
-                f"compare={settings.compare}: the other results are of other {cell.k_shot}-shot episodes; use"
-                " the same data, --seed, --episodes, --n_way and --num_query"
-            )
+    refuse_first(
+        [
+            (
+                not common,
+                f"compare={settings.compare}: the other results have none of these methods and k_shot;"
+                " evaluate the same ones",
+            ),
+            *(
+                (
+                    cell.episodes != prints[cell.k_shot],
+                    f"compare={settings.compare}: the other results are of other {cell.k_shot}-shot episodes;"
+                    " use the same data, --seed, --episodes, --n_way and --num_query",
+                )
+                for cell in common
+            ),
+        ]
+    )
 
 
 def differences(cells: Sequence[EvalCell], others: Sequence[EvalCell]) -> list[dict[str, Any]]:
     """Paired differences of the cells that both models have, with a verdict and the other model's scores."""
     by_name = {(other.method, other.k_shot): other for other in others}
-    pairs = [
-        (cell, by_name[cell.method, cell.k_shot]) for cell in cells if (cell.method, cell.k_shot) in by_name
+    compared = [
+        (cell, other, paired(cell.scores, other.scores))
+        for cell in cells
+        if (other := by_name.get((cell.method, cell.k_shot)))
     ]
-    compared = [(cell, other, paired(cell.scores, other.scores)) for cell, other in pairs]
     return [
         {
             "method": cell.method,
@@ -208,3 +225,62 @@ def show(results: dict[str, Any], progress: Progress) -> None:
 
 def percent(mean: float, half: float, sign: str = "") -> str:
     return format_interval((mean, half), f"{sign}.2f", 100)
+
+
+def check_output(path: Path) -> None:
+    """Raise `UsageError` for a file that cannot be written, before its content is computed."""
+    if path.is_dir():
+        raise UsageError(f"output={path} is a folder; give a file in it, such as {path / 'results.json'}")
+    new = not path.exists()
+    if not new and not path.is_file():
+        return  # opening a pipe or a device would disturb its reader
+    try:
+        made = make_folders(path.parent)
+        path.open("a").close()
+        if new:
+            path.resolve().unlink()
+        remove_empty(made)
+    except FileExistsError:
+        raise UsageError(
+            f"output={path} cannot be written ({path.parent} is no folder); give another file"
+        ) from None
+    except OSError as error:
+        raise unwritable(path, error) from None
+
+
+@contextmanager
+def open_output(path: str | Path, create_folder: bool = False) -> Iterator[TextIO]:
+    """A text file that appears under its name when the block ends without an error; - is standard output.
+
+    Pipes and devices are written directly. Raises `UsageError` for a file that cannot be written.
+    """
+    if path == "-":
+        yield sys.stdout
+        return
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    replaceable = not target.exists() or (target.is_file() and os.access(target, os.W_OK))
+    try:
+        if create_folder:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        with (temporary if replaceable else target).open("w", encoding="utf-8") as file:
+            yield file
+        if replaceable:
+            publish(temporary, target)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise unwritable(path, error) from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write results or settings as strict JSON; its folder is created. Raises `UsageError`."""
+    with open_output(path, create_folder=True) as file:
+        file.write(to_json(values, indent=1) + "\n")
+
+
+def unwritable(path: str | Path, error: OSError) -> UsageError:
+    return UsageError(f"output={path} cannot be written ({error.strerror}); give another file")

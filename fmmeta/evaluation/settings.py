@@ -5,13 +5,11 @@ then used, so that a model is adapted as it was meta-trained; without one, the d
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fmmeta.common.errors import UsageError
-from fmmeta.config.fields import setting
+from fmmeta.config.fields import check_values, hints_of, refuse_first, setting
 from fmmeta.config.settings import (
     HEAD_INITS,
     REMEMBERED,
@@ -22,8 +20,6 @@ from fmmeta.config.settings import (
     RowConfig,
     TaskConfig,
 )
-from fmmeta.config.validate import check_values
-from fmmeta.config.values import hints_of
 from fmmeta.models.lengths import fitted
 from fmmeta.models.load import describe
 from fmmeta.models.stored_settings import remembered
@@ -35,22 +31,6 @@ EVAL_SPLITS = ("train", "valid", "test")
 # stored settings that are not used with another inner optimizer, or with other adapters
 OF_OPTIMIZER = {"inner_momentum", "inner_beta1", "inner_beta2", "inner_epsilon", "inner_weight_decay"}
 OF_ADAPTERS = {"lora_alpha", "lora_target_modules"}
-
-
-def check(settings: Any, problems: Iterable[tuple[bool, str]] = ()) -> None:
-    """Raise `UsageError` for a value that is no choice or out of bounds, then for the first of `problems`.
-
-    problems: pairs of a condition and a message, as `refuse_first` takes them.
-    """
-    check_values(settings)
-    refuse_first(problems)
-
-
-def refuse_first(problems: Iterable[tuple[bool, str]]) -> None:
-    """Raise `UsageError` with the message of the first pair whose condition holds."""
-    for holds, message in problems:
-        if holds:
-            raise UsageError(message)
 
 
 def settings_of_training(*names: str) -> Any:
@@ -131,23 +111,25 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
         self.n_way = str(self.n_way)
         self.method, self.k_shot = list(dict.fromkeys(self.method)), list(dict.fromkeys(self.k_shot))
         n_way, n_way_max, k_shot_max, shots = self.n_way, self.n_way_max, self.k_shot_max, len(self.k_shot)
-        problems = [
-            (not self.method, "method names nothing; give one or more"),
-            (not shots, "k_shot names nothing; give one or more"),
-            (
-                n_way != "all" and not n_way.isdigit(),
-                f"n_way={n_way} is neither a number nor all; use 5, say",
-            ),
-            (
-                n_way == "all" and n_way_max is not None,
-                f"n_way_max={n_way_max} means nothing for n_way=all; leave it out",
-            ),
-            (
-                k_shot_max is not None and shots > 1,
-                f"k_shot_max={k_shot_max} goes with one k_shot, and here are {shots}; give one",
-            ),
-        ]
-        check(self, problems)
+        check_values(self)
+        refuse_first(
+            [
+                (not self.method, "method names nothing; give one or more"),
+                (not shots, "k_shot names nothing; give one or more"),
+                (
+                    n_way != "all" and not n_way.isdigit(),
+                    f"n_way={n_way} is neither a number nor all; use 5, say",
+                ),
+                (
+                    n_way == "all" and n_way_max is not None,
+                    f"n_way_max={n_way_max} means nothing for n_way=all; leave it out",
+                ),
+                (
+                    k_shot_max is not None and shots > 1,
+                    f"k_shot_max={k_shot_max} goes with one k_shot, and here are {shots}; give one",
+                ),
+            ]
+        )
 
     @property
     def compare_model(self) -> str | None:
@@ -163,16 +145,15 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
         """Raise `UsageError` for settings that have no effect on these methods or this kind of task."""
         causal, in_context = config.task_type == "causal_lm", "in_context" in self.method
         methods, metrics = " ".join(self.method), " ".join(self.metrics)
-        inner = {name: getattr(self, name) for name in ("head_init", *InnerConfig.__dataclass_fields__)}
         refuse_first(
             [
                 *(
                     (
-                        "finetune" not in self.method and value not in (None, []),
-                        f"{name}={value} is of the inner loop, and method={methods} has none; leave it out,"
-                        " or use finetune",
+                        "finetune" not in self.method and getattr(self, name) not in (None, []),
+                        f"{name}={getattr(self, name)} is of the inner loop, and method={methods} has none;"
+                        " leave it out, or use finetune",
                     )
-                    for name, value in inner.items()
+                    for name in ("head_init", *InnerConfig.__dataclass_fields__)
                 ),
                 *(
                     (
@@ -233,16 +214,15 @@ class TuneConfig(EvaluateConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         unused = ("method", "compare", "metrics", "inner_lr", "inner_steps", "head_init", "inner_lr_groups")
-        given = {name: getattr(self, name) for name in unused}
         shots = " ".join(map(str, self.k_shot))
         refuse_first(
             [
                 *(
                     (
-                        value not in (None, [], ["finetune"]),
-                        f"{name}={value} means nothing for tune; leave it out",
+                        getattr(self, name) not in (None, [], ["finetune"]),
+                        f"{name}={getattr(self, name)} means nothing for tune; leave it out",
                     )
-                    for name, value in given.items()
+                    for name in unused
                 ),
                 (len(self.k_shot) > 1, f"k_shot={shots}: tune chooses for one number of shots; give one"),
                 (not self.inner_lrs, "inner_lrs names nothing to try; give one or more"),
@@ -275,13 +255,19 @@ class AdaptConfig(FewShotConfig):
 
     def __post_init__(self) -> None:
         for name, path in (("support", self.support), ("query", self.query)):
-            if path and not Path(path).is_file():
-                raise UsageError(f"{name}={path} is not a file; give a .jsonl, .csv or .parquet file")
-            if path and not ending(Path(path)):
-                raise UsageError(
-                    f"{name}={path} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them"
-                )
-        check(self)
+            refuse_first(
+                [
+                    (
+                        bool(path) and not Path(str(path)).is_file(),
+                        f"{name}={path} is not a file; give a .jsonl, .csv or .parquet file",
+                    ),
+                    (
+                        bool(path) and not ending(Path(str(path))),
+                        f"{name}={path} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them",
+                    ),
+                ]
+            )
+        check_values(self)
 
 
 SHARED_BY_PREDICT = (
@@ -321,18 +307,20 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
     def __post_init__(self) -> None:
         source, target = Path(self.input), Path(self.output)
         from_file = self.input != "-"
-        problems = [
-            (
-                not self.model_name_or_path,
-                "model_name_or_path is missing; give the folder that fmmeta adapt wrote",
-            ),
-            (
-                from_file and not source.is_file(),
-                f"input={self.input} is not a file; give one, or - for standard input",
-            ),
-            (
-                from_file and source.is_file() and target.is_file() and target.samefile(source),
-                f"output={self.output} is the input too; give another file",
-            ),
-        ]
-        check(self, problems)
+        check_values(self)
+        refuse_first(
+            [
+                (
+                    not self.model_name_or_path,
+                    "model_name_or_path is missing; give the folder that fmmeta adapt wrote",
+                ),
+                (
+                    from_file and not source.is_file(),
+                    f"input={self.input} is not a file; give one, or - for standard input",
+                ),
+                (
+                    from_file and source.is_file() and target.is_file() and target.samefile(source),
+                    f"output={self.output} is the input too; give another file",
+                ),
+            ]
+        )

@@ -19,12 +19,12 @@ import torch
 
 from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress
+from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import REMEMBERED, Config
-from fmmeta.evaluation.episodes import plan_evaluation
-from fmmeta.evaluation.methods import scores_by_step
-from fmmeta.evaluation.output import check_output, write_json
+from fmmeta.evaluation.command import plan_evaluation
+from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
+from fmmeta.evaluation.results import check_output, write_json
 from fmmeta.evaluation.settings import TuneConfig
-from fmmeta.evaluation.stored_lrs import with_stored_rates
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.models.load import Description, empty_learner
 from fmmeta.models.stored_settings import remembered
@@ -126,9 +126,13 @@ class TuneRun:
         Of losses that tie in the table, the model's current rate comes first, then the smallest rate, then
         the head that was tried first.
         """
-        current = self.config.inner_lr
         return sorted(
-            self.tried, key=lambda one: (round(one.loss, DECIMALS), one.inner_lr != current, one.inner_lr)
+            self.tried,
+            key=lambda one: (
+                round(one.loss, DECIMALS),
+                one.inner_lr != self.config.inner_lr,
+                one.inner_lr,
+            ),
         )
 
     def show(self, tried: Sequence[Choice]) -> None:
@@ -214,8 +218,10 @@ class TuneRun:
         low, high = min(self.settings.inner_lrs), max(self.settings.inner_lrs)
         for _ in range(self.settings.trials):
             trial = study.ask()
-            head = trial.suggest_categorical("head_init", self.heads)
-            choice = self.score(head, trial.suggest_float("inner_lr", low, high, log=True))
+            choice = self.score(
+                trial.suggest_categorical("head_init", self.heads),
+                trial.suggest_float("inner_lr", low, high, log=True),
+            )
             study.tell(trial, min(choice.loss, 1e9))
             yield choice
 
@@ -239,8 +245,7 @@ class TuneRun:
             sums.zero_()  # all ranks of a group have the same sums
         loss, accuracy, scored, stopped = self.ranks.world.sum_(sums)
         if stopped[0]:
-            signals = self.ranks.world.gather_bytes(self.signal.encode())
-            raise Stopped(next(name.decode() for name in signals if name))
+            raise Stopped(next(filter(None, self.ranks.world.gather_bytes(self.signal.encode()))).decode())
         loss = torch.where(loss / scored <= DIVERGED, loss / scored, float("inf"))  # NaN too
         steps = 1 + int(loss[1:].round(decimals=DECIMALS).argmin())  # the fewest of those that tie
         return Choice(head, rate, steps, float(loss[steps]), float(accuracy[steps] / scored[steps]))
@@ -252,9 +257,12 @@ class TuneRun:
 
     def inner_loop(self, head: str, rate: float) -> InnerLoop:
         """The model's inner loop with another head, its rates scaled so that `inner_lr` becomes `rate`."""
-        table = self.inner.rates.table * (rate / self.config.inner_lr)
-        head_init = replace(self.inner.head, kind=head, reset_to_zero=head == "zero")
-        return replace(self.inner, rates=replace(self.inner.rates, table=table), head=head_init)
+        rates = self.inner.rates
+        return replace(
+            self.inner,
+            rates=replace(rates, table=rates.table * (rate / self.config.inner_lr)),
+            head=replace(self.inner.head, kind=head, reset_to_zero=head == "zero"),
+        )
 
 
 def heads_of(settings: TuneConfig, config: Config, description: Description) -> list[str]:
@@ -280,11 +288,17 @@ def output_file(settings: TuneConfig) -> Path:
     if settings.output:
         return Path(settings.output)
     folder = Path(settings.model_name_or_path)
-    if not folder.is_dir():
-        raise UsageError(
-            f"model_name_or_path={settings.model_name_or_path} is no folder to store the choice in; give"
-            " --output FILE"
-        )
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"model_name_or_path={folder} cannot be written to; give --output FILE")
+    refuse_first(
+        [
+            (
+                not folder.is_dir(),
+                f"model_name_or_path={settings.model_name_or_path} is no folder to store the choice in; give"
+                " --output FILE",
+            ),
+            (
+                not os.access(folder, os.W_OK),
+                f"model_name_or_path={folder} cannot be written to; give --output FILE",
+            ),
+        ]
+    )
     return folder / "fmmeta.json"

@@ -5,8 +5,7 @@ The table of docs/algorithms.md as functions of a Config. Tests count the passes
 
 from typing import NamedTuple
 
-from fmmeta.config.algorithms import find
-from fmmeta.config.outer_optimizers import OUTER_OPTIMIZERS
+from fmmeta.config.algorithms import OUTER_OPTIMIZERS, find
 from fmmeta.config.settings import Config
 
 WORK = 5  # vectors that a Hessian-vector product and the backward recursion need besides v

@@ -3,7 +3,7 @@
     reduce across groups (meta_gradient.py) -> per bucket: wait, divide, norm -> optimizer on the shard
 
 Every vector is this rank's shard: theta, the sum, the optimizer's moments. Nothing is gathered, so the
-optimizer must act element by element (config/outer_optimizers.py). Learned inner rates are meta-parameters
+optimizer must act element by element (config/algorithms.py). Learned inner rates are meta-parameters
 too (not clipped, not decayed, with the rate `inner_lr_outer_lr`); kept inner moments are replaced by their
 mean over the tasks. With --offload_outer everything but the learned rates is in host memory
 (parallel/offload.py) and is copied to the device in pieces, once per outer step.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.config.outer_optimizers import OUTER_OPTIMIZERS
+from fmmeta.config.algorithms import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
 from fmmeta.meta.meta_gradient import PendingMean
 from fmmeta.meta.parameters import KEPT_MOMENTS, MetaParameters, StateDict

@@ -62,10 +62,8 @@ def prediction_stats(log_probabilities: Tensor, labels: Tensor) -> Tensor:
         1, place, torch.stack([confidence, (guess == labels).double(), torch.ones_like(confidence)])
     )
     losses = -log_probabilities.double().gather(1, labels[:, None])[:, 0]
-    loss = losses.where(valid, math.inf).sum()
-    return torch.cat(
-        [torch.stack([loss, torch.tensor(float(len(labels)), dtype=torch.float64)]), bins.flatten()]
-    )
+    loss, rows = losses.where(valid, math.inf).sum(), torch.tensor(float(len(labels)), dtype=torch.float64)
+    return torch.cat([torch.stack([loss, rows]), bins.flatten()])
 
 
 def episode_score(slot: int, task: str, stratum: str, stats: Tensor) -> EpisodeScore:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from fmmeta.config.fields import of_type
 from fmmeta.config.renamed import translated
 from fmmeta.config.settings import REMEMBERED, Config
-from fmmeta.config.values import of_type
 from fmmeta.models.files import read_json
 from fmmeta.tasks.data import used_splits
 

@@ -1,12 +1,21 @@
 """`fmmeta plan`: from a config.json and a number of GPUs to the layouts that fit, and the command that runs
-the best one.
+the best one; as text, JSON and SVG.
 """
 
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
 from fmmeta.common.errors import UsageError
-from fmmeta.common.text import to_json
-from fmmeta.planning import show
-from fmmeta.planning.layouts import Planner
-from fmmeta.planning.machines import Profile, find, save, write
+from fmmeta.common.text import render, to_json
+from fmmeta.config.fields import default_of
+from fmmeta.config.settings import Config
+from fmmeta.planning.compute import Profile
+from fmmeta.planning.layouts import PlannedLayout, Planner, Strategy
+from fmmeta.planning.machines import find, measure, write
+from fmmeta.planning.memory import GIB, Estimate
 from fmmeta.planning.settings import PlanConfig
 
 
@@ -16,23 +25,220 @@ def run(plan: PlanConfig) -> None:
     layouts = planner.layouts()
     fits = bool(layouts) and not layouts[0].lacking
     if plan.json:
-        print(to_json(show.as_json(planner, layouts), indent=1))
+        print(to_json(as_json(planner, layouts), indent=1))
     elif fits:
-        print(show.text(planner, layouts))
+        print(text(planner, layouts))
     if plan.picture is not None and layouts:
-        drawn = [one for ways in show.best(layouts).values() for one in ways[: plan.top]]
-        title = f"Memory of {plan.model_name_or_path} by layout"
-        write(plan.picture, "picture", show.svg(drawn or layouts[: plan.top], plan.gpu_memory_gib, title))
+        drawn = [one for ways in best(layouts).values() for one in ways[: plan.top]] or layouts[: plan.top]
+        write(
+            plan.picture,
+            "picture",
+            svg(drawn, plan.gpu_memory_gib, f"Memory of {plan.model_name_or_path} by layout"),
+        )
     if not fits:
-        raise UsageError(show.lacking(planner, layouts))
+        raise UsageError(lacking(planner, layouts))
 
 
 def profile_of(plan: PlanConfig) -> Profile:
     if not plan.calibrate:
         return find(plan.machine or "h100")
-    from fmmeta.planning.calibrate import measure
-
     profile = measure(plan)
     if plan.save_profile is not None:
-        save(profile, plan.save_profile)
+        write(plan.save_profile, "save_profile", to_json(asdict(profile), indent=1) + "\n")
     return profile
+
+
+KINDS = {  # parts of a bar: letter, colour (Okabe and Ito 2008), kinds of the estimate
+    "weights": ("W", "#0072b2", ("weights", "gathered")),
+    "masters": ("M", "#56b4e9", ("master",)),
+    "theta": ("T", "#009e73", ("theta",)),
+    "meta-gradient": ("D", "#7fcab5", ("meta_gradient", "direction")),
+    "moments": ("O", "#e69f00", ("moments",)),
+    "kept": ("K", "#b88a1e", ("kept",)),
+    "gradients": ("G", "#d55e00", ("gradients",)),
+    "activations": ("A", "#cc79a7", ("activations", "logits")),
+    "buffers": ("B", "#8c8c8c", ("buffers", "staging")),
+}
+BAR, BARS = 60, 5  # letters of a GPU's memory; bars of each kind of training
+
+
+def best(layouts: Sequence[PlannedLayout]) -> dict[str, list[PlannedLayout]]:
+    """The fastest layout that fits for each group size, ZeRO stage and model split, by what is trained."""
+    found: dict[str, dict[tuple[int, ...], PlannedLayout]] = {"all weights": {}, "adapters (LoRA)": {}}
+    for one in layouts:
+        way = one.strategy
+        if not one.lacking:
+            trained = "adapters (LoRA)" if way.lora_r else "all weights"
+            found[trained].setdefault((way.group_size, way.zero_stage, way.stages, way.tensor), one)
+    return {trained: list(ways.values()) for trained, ways in found.items() if ways}
+
+
+def bar_of(memory: Estimate) -> dict[str, int]:
+    """Bytes at the peak by the parts of a bar."""
+    return {name: sum(memory.peak.get(kind, 0) for kind in kinds) for name, (*_, kinds) in KINDS.items()}
+
+
+def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
+    plan, base, found = planner.plan, planner.base, best(layouts)
+    (trained, _), _ = planner.counts(0, 1, 1)
+    classes = base.most_classes or 1
+    nodes = f" ({plan.gpus_per_node} a node)" if plan.gpus > plan.gpus_per_node else ""
+    lines = [
+        f"{plan.model_name_or_path}: {trained:,} parameters; {plan.gpus} GPUs of {plan.gpu_memory_gib:g} GiB"
+        f"{nodes}",
+        f"{plan.algorithm}, {plan.tasks} tasks an outer step, {base.most_shots * classes} +"
+        f" {plan.num_query * classes} rows of up to {plan.max_length} tokens,"
+        f" {'bf16' if plan.bf16_planned else 'fp32'}",
+        f"profile {planner.profile}",
+        f"{sum(not one.lacking for one in layouts)} of {len(layouts)} layouts fit into 90 % of the memory;"
+        " the fastest of each kind:",
+    ]
+    for trained, ways in found.items():
+        lines += ["", trained, *table(ways[: plan.top])]
+    if found:
+        lines += ["", "memory of a rank, GiB: " + ", ".join(f"{KINDS[name][0]} {name}" for name in KINDS)]
+        lines += [bar(one, plan.gpu_memory_gib) for ways in found.values() for one in ways[:BARS]] + [""]
+        lines += [f"# {trained}\n{run_command(planner, ways[0].strategy)}" for trained, ways in found.items()]
+    return "\n".join(lines)
+
+
+def table(shown: Sequence[PlannedLayout]) -> list[str]:
+    rows = [
+        {
+            "group": str(one.strategy.group_size),
+            "groups": str(one.groups),
+            "layout": str(one.strategy),
+            "rows": str(one.rows),
+            "GiB": f"{one.memory.total / GIB:.1f}",
+            "host GiB": f"{one.host_bytes / GIB:.0f}",
+            "step s": number(one.step_seconds),
+            "efficiency": f"{100 * one.efficiency:.0f} %",
+            "GB in group": number(one.wire.total / 1e9),
+            "GB across": number(one.cross_bytes / 1e9),
+        }
+        for one in shown
+    ]
+    rows.insert(0, {name: name for name in rows[0]})
+    widths = {name: max(len(row[name]) for row in rows) for name in rows[0]}
+    return [
+        "  ".join(f"{cell:{'<' if name == 'layout' else '>'}{widths[name]}}" for name, cell in row.items())
+        for row in rows
+    ]
+
+
+def number(value: float) -> str:
+    """Three digits, without powers of ten."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def bar(one: PlannedLayout, gpu_memory_gib: float) -> str:
+    """A line of letters, as long as the share of the GPU that each kind takes."""
+    drawn, end = "", 0.0
+    for name, size in bar_of(one.memory).items():
+        end += BAR * size / (gpu_memory_gib * GIB)
+        drawn += KINDS[name][0] * (round(end) - len(drawn))
+    return (
+        f"|{drawn.ljust(BAR)}| {one.memory.total / GIB:5.1f}  group of {one.strategy.group_size},"
+        f" {one.strategy}"
+    )
+
+
+def svg(layouts: Sequence[PlannedLayout], gpu_memory_gib: float, title: str) -> str:
+    """A bar of memory for each layout, and the line of what a GPU has."""
+    return render(
+        Path(__file__).with_name("memory.svg.j2"),
+        colours={name: colour for name, (_, colour, _) in KINDS.items()},
+        gpu_memory_gib=gpu_memory_gib,
+        bars={
+            f"{one.groups} x {one.strategy.group_size}: {one.strategy}": [
+                (KINDS[name][1], size / GIB) for name, size in bar_of(one.memory).items() if size
+            ]
+            for one in layouts
+        },
+        most=max([gpu_memory_gib, *(one.memory.total / GIB for one in layouts)]),
+        title=title,
+    )
+
+
+def run_command(planner: Planner, strategy: Strategy) -> str:
+    """What starts the run: `deepspeed` on one node, `torchrun` on each of several."""
+    plan = planner.plan
+    start = f"deepspeed --num_gpus {plan.gpus}"
+    if plan.gpus > plan.gpus_per_node:
+        start = (
+            f"torchrun --nnodes {plan.gpus // plan.gpus_per_node} --nproc_per_node {plan.gpus_per_node}"
+            " --rdzv_backend c10d --rdzv_endpoint $HEAD:29500"
+        )
+    return f"{start} launch/train.py {shlex.join(flags(planner, strategy))}"
+
+
+def flags(planner: Planner, strategy: Strategy) -> list[str]:
+    """Flags of the run that are not the defaults: those given to the plan, and those of the layout."""
+    values = {**planner.plan.run_settings(), **strategy.settings(planner.plan.bf16_planned)}
+    plain = strategy.group_size == 1 and not strategy.offload
+    values["deepspeed"] = planner.plan.deepspeed or (None if plain else strategy.deepspeed_file)
+    words = []
+    for item in fields(Config):
+        value = values.get(item.name)
+        if value is None or (value == default_of(item) and item.name != "group_size"):
+            continue
+        words += [f"--{item.name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+        if isinstance(value, bool):
+            words[-1:] = [] if value else ["false"]
+    return words
+
+
+def as_json(planner: Planner, layouts: Sequence[PlannedLayout]) -> dict[str, Any]:
+    plan = planner.plan
+    counted, _ = planner.counts(0, 1, 1)
+    return {
+        "model": plan.model_name_or_path,
+        "parameters": sum(counted),
+        "gpus": plan.gpus,
+        "gpu_memory_gib": plan.gpu_memory_gib,
+        "tasks": plan.tasks,
+        "profile": asdict(planner.profile),
+        "left_out": planner.refused,
+        "layouts": [layout_json(planner, one) for one in layouts],
+    }
+
+
+def layout_json(planner: Planner, one: PlannedLayout) -> dict[str, Any]:
+    strategy = one.strategy
+    wire = {kind: size for kind, size in asdict(one.wire).items() if kind != "collectives"}
+    return {
+        "fits": not one.lacking,
+        **strategy.settings(planner.plan.bf16_planned),
+        "group_size": strategy.group_size,
+        "num_groups": one.groups,
+        "rows": one.rows,
+        "zero_stage": strategy.zero_stage,
+        "offload": strategy.offload,
+        "bytes_per_rank": {**asdict(one.memory), "total": one.memory.total},
+        "lacking_bytes": round(one.lacking),
+        "host_bytes_per_node": one.host_bytes,
+        "bytes_per_outer_step": {**wire, "cross": one.cross_bytes},
+        "step_seconds": one.step_seconds,
+        "seconds": asdict(one.step),
+        "efficiency": one.efficiency,
+        "command": run_command(planner, strategy),
+    }
+
+
+def lacking(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
+    """One line for a model that fits nowhere: the nearest layout, and what it lacks."""
+    plan = planner.plan
+    if not layouts:
+        why = next(iter(planner.refused), "nothing was left to plan")
+        return f"gpus={plan.gpus}: no layout is possible with these settings ({why})"
+    one, strategy = layouts[0], layouts[0].strategy
+    where, has, needs = "gpu", plan.gpu_memory_gib, f"{one.memory} per rank"
+    if one.memory.total <= planner.gpu_bytes:
+        where, has = "host", plan.host_memory_gib or 0.0
+        needs = f"{one.host_bytes / GIB:.3g} GiB of a node's host"
+    nearest = f"group_size {strategy.group_size}, {strategy}, micro_batch_size {strategy.micro_batch_size}"
+    return (
+        f"{where}_memory_gib={has:g} holds no layout of {plan.model_name_or_path} on {plan.gpus} GPUs; the"
+        f" nearest ({nearest}) needs {needs}, {one.lacking / GIB:.3g} GiB more than 90 % of it; use more GPUs"
+        " or memory, a shorter --max_length, or --lora_r"
+    )

@@ -1,4 +1,5 @@
-"""Counts the work of one task on one rank: flops, bytes on the wire, bytes of vector arithmetic.
+"""Counts the work of one task on one rank (flops, bytes on the wire, bytes of vector arithmetic), and turns
+it into seconds of an outer step on a machine.
 
 Passes are those of meta/costs.py, micro-batches those of tasks/batching.py. Bytes on the wire are the payload
 that a rank passes to a collective or sends, as `comm_bytes` in metrics.jsonl:
@@ -12,6 +13,14 @@ that a rank passes to a collective or sends, as `comm_bytes` in metrics.jsonl:
     cross      one reduction of the shard per outer step
 
 benchmarks/plan.py counts the same in real engines (tests/distributed/test_plan.py).
+
+    step = tasks of the fullest group x task + outer step + cross
+    task = sum over passes (flops / matmul + wire / link + offloaded weights / PCIe
+                            + shard arithmetic / memory + allocated * page_in)
+
+A ring all-reduce of n bytes over M ranks sends 2 (M - 1) / M n per rank; gather and scatter send half of it.
+Computing hides the profile's share of ZeRO 3's communication, and nothing else. Not counted: Python, kernels
+of few flops, loading (in other processes), evaluation and saving.
 """
 
 import re
@@ -26,8 +35,7 @@ from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.workers.tensor_parallel import cut_patterns
-from fmmeta.planning.memory import Sizes
-from fmmeta.planning.sizes import micro_batch_rows, micro_batches
+from fmmeta.planning.memory import Sizes, micro_batch_rows, micro_batches
 
 # products split by columns in a layer (parallel/workers/tensor_parallel.py): queries, keys, values, gate, up
 COLUMNS = 5
@@ -138,9 +146,9 @@ def task_work(
     row_tokens: int,
 ) -> TaskCost:
     """The work of one task. data: data-parallel ranks of the group."""
+    # as FullModelWorker.can_defer_backward
     one_rank = config.pipeline_stages * config.tensor_parallel_size == 1
-    defers = one_rank and (precision.zero_stage < 3 or data == 1)  # as FullModelWorker.can_defer_backward
-    many = passes(config, data, defers)
+    many = passes(config, data, one_rank and (precision.zero_stage < 3 or data == 1))
     support, query = rows_of(config)
     kinds = [
         (many.support, support, True),
@@ -160,10 +168,10 @@ def needed_flops(config: Config, matmuls: MatmulCounts, tokens: int) -> float:
     """Flops of one task on one rank that keeps all activations: the least of all layouts."""
     many = passes(config)
     support, query = rows_of(config)
-    trained = many.support * support + many.query * query
-    forwarded = many.support_forwards * support + many.query_forwards * query
     return tokens * (
-        matmuls.flops(tokens, True, False) * trained + matmuls.flops(tokens, False, False) * forwarded
+        matmuls.flops(tokens, True, False) * (many.support * support + many.query * query)
+        + matmuls.flops(tokens, False, False)
+        * (many.support_forwards * support + many.query_forwards * query)
     )
 
 
@@ -180,15 +188,12 @@ def one_pass(
     """A pass over `rows` rows of `tokens` tokens that `data` ranks share."""
     stages, width = config.pipeline_stages, 2 if precision.bf16 else 4
     rounds, each = micro_batches(rows, data, micro_batch_rows(config, data))
-    per_token = matmuls.flops(tokens, backward, config.gradient_checkpointing)
-    one = each * tokens * per_token * matmuls.fullest
-    flops = (rounds + stages - 1) * one  # a pipeline fills and empties
+    one = each * tokens * matmuls.flops(tokens, backward, config.gradient_checkpointing) * matmuls.fullest
     hidden = each * tokens * sizes.hidden * width
     wire = Wire()
     if stages > 1:
-        ids = each * tokens * 16
-        wire += Wire(
-            send=rounds * (hidden + ids + (hidden if backward else 0)),
+        wire += Wire(  # ids and mask have 16 bytes a token
+            send=rounds * (hidden + each * tokens * 16 + (hidden if backward else 0)),
             collectives=rounds * (2 if backward else 1),
         )
     if config.tensor_parallel_size > 1:
@@ -196,8 +201,8 @@ def one_pass(
         sums = sizes.layers * (forward + (COLUMNS if backward else 0))
         wire += Wire(tensor=rounds * sums * hidden, collectives=rounds * sums)
     held, stage = sizes.params + sizes.frozen, precision.zero_stage if data > 1 else 0
-    kept = held <= precision.live  # parameters stay gathered until the backward pass
-    gathers = rounds * (1 if kept or not backward else 2)
+    # the backward pass gathers again, unless so many parameters stay gathered
+    gathers = rounds * (1 if held <= precision.live or not backward else 2)
     if stage == 3:
         wire += Wire(gather=gathers * held * width, collectives=gathers * matmuls.matrices)
     if backward and data > 1:
@@ -206,7 +211,8 @@ def one_pass(
         wire += Wire(reduce=each_time * 4 * sizes.params, collectives=each_time * buckets) + refresh(
             precision, sizes, data
         )
-    return PassCost(flops, wire, backward, gathers * held * width // data if precision.offload_param else 0)
+    fetched = gathers * held * width // data if precision.offload_param else 0
+    return PassCost((rounds + stages - 1) * one, wire, backward, fetched)  # a pipeline fills and empties
 
 
 def refresh(precision: DeepSpeedSettings, sizes: Sizes, data: int) -> Wire:
@@ -214,3 +220,160 @@ def refresh(precision: DeepSpeedSettings, sizes: Sizes, data: int) -> Wire:
     if data == 1 or precision.zero_stage not in (1, 2):
         return Wire()
     return Wire(gather=sizes.params * (2 if precision.bf16 else 4), collectives=1)
+
+
+# Bytes that are read and written per element of a shard, or of the gradients, in fp32:
+UPDATE = 24  # theta -= lr g: 12; is g finite: 4; zeros: 4; a low-precision copy: 4
+CAPTURED = 28  # a direction: zeros, copy, restore, added to the sum
+REDUCED = 24  # of all gradients: flattened, divided, copied back
+PLACED = {0: 0, 1: 16, 2: 16, 3: 24}  # of the shard: into the partition, flattened, into the weights
+WRITTEN = 8
+OUTER = 140  # mean, norm in fp64, AdamW's dozen reads and writes, write, zeros
+OUTER_ALLOCATED = 8  # the part of it that AdamW allocates
+# How often the payload of a collective is allocated (counted as page faults, docs/scaling.md). A gather: by
+# gloo, and by ZeRO 3 as the parameters. A reduction: as the flattened copy, and from ZeRO 1 on as the bucket.
+GATHERED_COPIES = {0: 0, 1: 1, 2: 1, 3: 2}
+REDUCED_COPIES = {0: 1, 1: 2, 2: 2, 3: 2}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Rates of one rank while all ranks of its node work: flop/s, bytes/s, seconds.
+
+    matmul_bf16, matmul_fp32: through the layers of a model. memory: read and written by vector arithmetic on
+    the device; host_memory: the same by a rank's share of the host. group_link: to another rank of the node;
+    cross_link: to another node; host_link: between device and host. latency: of a collective; step_overhead:
+    of a pass with an update, beside its work. hidden: share of ZeRO 3's gathers that computing hides.
+    page_in: seconds per byte of newly allocated memory, besides writing to it: page faults of a CPU;
+    0 for an allocator that reuses freed memory, as on GPUs. device: cuda, or cpu, where untouched memory
+    costs nothing and gloo implements a reduce-scatter as an all-reduce.
+    """
+
+    name: str
+    device: str
+    matmul_bf16: float
+    matmul_fp32: float
+    memory: float
+    group_link: float
+    cross_link: float
+    host_link: float
+    host_memory: float = 20e9
+    latency: float = 30e-6
+    step_overhead: float = 5e-3
+    hidden: float = 0.5
+    page_in: float = 0.0
+    source: str = "from data sheets"
+
+    def matmul(self, bf16: bool) -> float:
+        return self.matmul_bf16 if bf16 else self.matmul_fp32
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.matmul_bf16 / 1e12:.3g} Tflop/s bf16, {self.matmul_fp32 / 1e12:.3g} fp32,"
+            f" memory {self.memory / 1e9:.3g} GB/s, links {self.group_link / 1e9:.3g} GB/s in a node,"
+            f" {self.cross_link / 1e9:.3g} between nodes, {self.latency * 1e6:.3g} us; {self.source}"
+        )
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of a group, and which of them share a node."""
+
+    data: int
+    size: int
+    groups: int
+    group_in_node: bool  # each group is inside one node
+    all_in_node: bool  # all groups are inside the same node
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of a task, or of an outer step of the fullest group."""
+
+    compute: float
+    group: float  # communication inside the group
+    shards: float  # arithmetic on shards
+    cross: float  # reduction across groups
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.group + self.shards + self.cross
+
+
+def task_seconds(
+    task: TaskCost, sizes: Sizes, precision: DeepSpeedSettings, topology: Topology, profile: Profile
+) -> Seconds:
+    """Seconds of one task."""
+    stage, on_host = precision.zero_stage, precision.offload and not sizes.lazy
+    compute = 0.0
+    group = task.writes * wire_seconds(task.refresh, stage, topology, profile)
+    for times, one in task.passes:
+        took = one.flops / profile.matmul(precision.bf16)
+        wire = wire_seconds(one.wire, stage, topology, profile)
+        if not sizes.lazy:
+            wire += one.fetched / profile.host_link
+        if stage == 3:
+            wire -= profile.hidden * min(wire, took)
+        compute += times * (took + (profile.step_overhead if one.update else 0.0))
+        group += times * wire
+    shard = shard_of(sizes, precision, topology)
+    moved = (task.updates * UPDATE + CAPTURED + task.writes * WRITTEN) * shard
+    if topology.size > 1 or precision.offload:
+        moved += task.updates * ((REDUCED * sizes.params if topology.data > 1 else 0) + PLACED[stage] * shard)
+    offloaded = 0.0  # bytes between device and host
+    if on_host:  # gradients and weights of each update
+        offloaded = task.updates * (4 + (2 if precision.bf16 else 4)) * shard
+    elif sizes.offload_outer and not sizes.lazy:  # theta, to restore it, and the direction
+        offloaded = 8.0 * shard
+    allocated = GATHERED_COPIES[stage] * task.wire.gather + REDUCED_COPIES[stage] * task.wire.reduce
+    shards = moved / (profile.host_memory if on_host else profile.memory)
+    shards += offloaded / profile.host_link + allocated * profile.page_in
+    return Seconds(compute, group, shards, 0.0)
+
+
+def step_seconds(
+    one: Seconds,
+    tasks: float,
+    sizes: Sizes,
+    precision: DeepSpeedSettings,
+    topology: Topology,
+    profile: Profile,
+) -> Seconds:
+    """Seconds of an outer step in which the fullest group runs `tasks` tasks."""
+    shard, new = shard_of(sizes, precision, topology), refresh(precision, sizes, topology.data)
+    on_host, outer_on_host = precision.offload and not sizes.lazy, sizes.offload_outer and not sizes.lazy
+    cross = 0.0
+    if topology.groups > 1:
+        link = profile.group_link if topology.all_in_node else profile.cross_link
+        cross = 2 * ring(topology.groups) * sizes.crossing * shard / link + profile.latency
+        if on_host or outer_on_host:
+            cross += 8 * shard / profile.host_link
+    if sizes.sums > 1:  # --outer_delay: behind the inner loops of the next outer step
+        cross = max(0.0, cross - tasks * one.compute)
+    outer = OUTER * shard / (profile.host_memory if on_host else profile.memory)
+    outer += (OUTER_ALLOCATED * shard + GATHERED_COPIES[precision.zero_stage] * new.gather) * profile.page_in
+    if sizes.offload_outer:
+        outer += 2 * 4 * (2 + sizes.moments) * shard / profile.host_link
+    group = tasks * one.group + wire_seconds(new, precision.zero_stage, topology, profile)
+    return Seconds(tasks * one.compute, group, tasks * one.shards + outer, cross)
+
+
+def wire_seconds(wire: Wire, stage: int, topology: Topology, profile: Profile) -> float:
+    """Seconds of one rank's collectives, one after the other.
+
+    DeepSpeed reduces by all-reduce, except ZeRO 3, which scatters (gloo implements it as an all-reduce).
+    Tensor ranks are neighbours inside a node.
+    """
+    link = profile.group_link if topology.group_in_node else profile.cross_link
+    sums = 1 if stage == 3 and profile.device != "cpu" else 2
+    across = ring(topology.data) * (wire.gather + sums * wire.reduce) + wire.send
+    inside = 2 * ring(topology.size // topology.data) * wire.tensor
+    return across / link + inside / profile.group_link + wire.collectives * profile.latency
+
+
+def ring(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def shard_of(sizes: Sizes, precision: DeepSpeedSettings, topology: Topology) -> int:
+    return sizes.params // (topology.data if precision.zero_stage > 0 else 1)

@@ -1,8 +1,12 @@
-"""What each strategy needs, and how long its outer step takes: combines memory, work and machine."""
+"""Every way to shard a model over groups of GPUs that the flags of a run can choose, what each needs, and how
+long its outer step takes: combines memory, work and machine.
+"""
 
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -12,16 +16,134 @@ from fmmeta.models.learner import Learner
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.layout import divisors
 from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
-from fmmeta.planning.auto_group_size import at_size
-from fmmeta.planning.compute import MatmulCounts, Wire, count_matmuls, needed_flops, refresh, task_work
-from fmmeta.planning.machines import Profile
-from fmmeta.planning.memory import GIB, HEADROOM, Estimate, Sizes, estimate, rank_sizes
-from fmmeta.planning.settings import ROWS, PlanConfig
+from fmmeta.planning.compute import (
+    MatmulCounts,
+    Profile,
+    Seconds,
+    Topology,
+    Wire,
+    count_matmuls,
+    needed_flops,
+    refresh,
+    shard_of,
+    step_seconds,
+    task_seconds,
+    task_work,
+)
+from fmmeta.planning.memory import GIB, HEADROOM, Estimate, Sizes, at_size, estimate, largest_part, rank_sizes
+from fmmeta.planning.settings import LORA_R, ROWS, PlanConfig
 from fmmeta.planning.simulate import SimulatedCluster, simulate
-from fmmeta.planning.sizes import largest_part
-from fmmeta.planning.strategies import Strategy, strategies
-from fmmeta.planning.time import Seconds, Topology, shard_of, step_seconds, task_seconds
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to shard a model over a group, as flags of a run."""
+
+    group_size: int
+    zero_stage: int
+    stages: int = 1
+    tensor: int = 1
+    lora_r: int = 0
+    offload: bool = False
+    offload_outer: bool = False
+    checkpointing: bool = False
+    micro_batch_size: int = 32
+
+    @property
+    def data(self) -> int:
+        return self.group_size // (self.stages * self.tensor)
+
+    def settings(self, bf16: bool) -> dict[str, Any]:
+        return {
+            "group_size": str(self.group_size),
+            "pipeline_stages": self.stages,
+            "tensor_parallel_size": self.tensor,
+            "lora_r": self.lora_r,
+            "offload_outer": self.offload_outer,
+            "gradient_checkpointing": self.checkpointing,
+            "micro_batch_size": self.micro_batch_size,
+            "bf16": bf16,
+        }
+
+    def deepspeed(self) -> dict[str, Any]:
+        """The contents of `deepspeed_file`."""
+        zero: dict[str, Any] = {"stage": self.zero_stage}
+        if self.offload:
+            zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+        return {"zero_optimization": zero}
+
+    @property
+    def deepspeed_file(self) -> str:
+        """The shipped DeepSpeed file."""
+        return f"ds_configs/zero{self.zero_stage}{'_offload' if self.offload else ''}.json"
+
+    def __str__(self) -> str:
+        parts = {
+            f"ZeRO {self.zero_stage}": self.data > 1 or self.offload,
+            f"{self.stages} stages": self.stages > 1,
+            f"{self.tensor} tensor": self.tensor > 1,
+            f"LoRA {self.lora_r}": self.lora_r > 0,
+            "offload": self.offload,
+            "offload_outer": self.offload_outer,
+            "checkpointing": self.checkpointing,
+        }
+        return ", ".join(part for part, holds in parts.items() if holds) or "whole"
+
+
+def strategies(plan: PlanConfig) -> Iterator[Strategy]:
+    """All combinations that differ; a setting that was given keeps its value. Raises `UsageError`."""
+    per_node = min(plan.gpus, plan.gpus_per_node)
+    sizes = [size for size in divisors(plan.gpus) if per_node % size == 0 or size % per_node == 0]
+    if plan.group_size != "auto":
+        sizes = [int(plan.group_size)]
+        if plan.gpus % sizes[0]:
+            use = ", ".join(map(str, divisors(plan.gpus)))
+            raise UsageError(f"group_size={sizes[0]} does not divide gpus={plan.gpus}; use {use}")
+    ranks = [0, LORA_R] if plan.lora_r is None else [plan.lora_r]
+    for size in sizes:
+        for stages, tensor in model_splits(plan, size, per_node):
+            for (stage, offload), lora_r, outer, checkpointing in product(
+                zero_options(plan, size, stages * tensor),
+                ranks,
+                option_values(plan.offload_outer),
+                option_values(plan.gradient_checkpointing),
+            ):
+                if not (outer and offload and plan.offload_outer is None):  # DeepSpeed's offload moves it too
+                    yield Strategy(size, stage, stages, tensor, lora_r, offload, outer, checkpointing)
+
+
+def option_values(given: bool | None) -> tuple[bool, ...]:
+    return (False, True) if given is None else (given,)
+
+
+def model_splits(plan: PlanConfig, size: int, per_node: int) -> Iterator[tuple[int, int]]:
+    """Pipeline stages and tensor ranks of a group; tensor ranks stay inside a node."""
+    for count in divisors(size):
+        for stages, tensor in dict.fromkeys([(count, 1), (1, count)]):
+            fits = plan.pipeline_stages in (None, stages) and plan.tensor_parallel_size in (None, tensor)
+            if fits and tensor <= per_node:
+                yield stages, tensor
+
+
+def zero_options(plan: PlanConfig, size: int, model_ranks: int) -> Iterator[tuple[int, bool]]:
+    """ZeRO stages, each with and without DeepSpeed's offload; one data rank has nothing to share.
+
+    model_ranks: pipeline stages x tensor ranks.
+    """
+    if plan.deepspeed is not None:
+        given = deepspeed_config.read(plan.deepspeed, plan.bf16_planned)
+        yield given.zero_stage, given.offload
+        return
+    stages = plan.zero_stage or [0, 1, 2, 3]
+    for stage in stages:
+        shares = size > model_ranks or stage == min(stages)
+        if shares and (stage < 2 or model_ranks == 1) and plan.offload is not True:
+            yield stage, False
+        if stage == 3 and model_ranks == 1 and plan.offload is not False:
+            yield stage, True
+
 
 YEAR_S = 365.25 * 86400
 INTERVAL_S = 1800  # between checkpoints, where failures are simulated
@@ -120,7 +242,6 @@ class Planner:
         )
         simulated = simulate(cluster, plan.simulate_steps, plan.seed)
         seconds = simulated.step * task.total / (1 - simulated.failing)
-        flops = plan.tasks * needed_flops(config, of_one_rank, tokens)
         return PlannedLayout(
             strategy,
             topology.groups,
@@ -133,7 +254,10 @@ class Planner:
             task=task,
             step=step,
             step_seconds=seconds,
-            efficiency=flops / profile.matmul(precision.bf16) / (plan.gpus * seconds),
+            efficiency=plan.tasks
+            * needed_flops(config, of_one_rank, tokens)
+            / profile.matmul(precision.bf16)
+            / (plan.gpus * seconds),
         )
 
     def config_of(self, strategy: Strategy) -> Config:
@@ -152,14 +276,17 @@ class Planner:
             read = deepspeed_config.check(strategy.deepspeed(), "the plan's file", self.plan.bf16_planned)
         else:
             read = deepspeed_config.read(self.plan.deepspeed, self.plan.bf16_planned)
-        settings = deepspeed_config.with_model_ranks(read, strategy.stages, strategy.tensor)
         if strategy.tensor > 1:
             tensor_parallel_block(self.description.hf_config, strategy.tensor)
-        return at_size(settings, strategy.group_size)
+        return at_size(
+            deepspeed_config.with_model_ranks(read, strategy.stages, strategy.tensor), strategy.group_size
+        )
 
     def _learner(self, lora_r: int) -> Learner:
-        alone = {"pipeline_stages": 1, "tensor_parallel_size": 1, "gradient_checkpointing": False}
-        return empty_learner(self._config(lora_r=lora_r, **alone), self.description)
+        alone = self._config(
+            lora_r=lora_r, pipeline_stages=1, tensor_parallel_size=1, gradient_checkpointing=False
+        )
+        return empty_learner(alone, self.description)
 
     def _counts(self, lora_r: int, stages: int, tensor: int) -> tuple[tuple[int, int], MatmulCounts]:
         """Trained and frozen parameters of the largest rank's part, and matrix products."""

@@ -17,14 +17,25 @@ it, DeepSpeed's copies to reduce and to step (`gradient_bytes`). Activations: Ko
 benchmarks/plan.py.
 """
 
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fmmeta.config.outer_optimizers import OUTER_OPTIMIZERS
+import torch
+
+from fmmeta.common.errors import UsageError
+from fmmeta.common.processes import host_bytes
+from fmmeta.common.text import any_of
+from fmmeta.config.algorithms import OUTER_OPTIMIZERS, find
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs
+from fmmeta.models.learner import Learner
+from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.planning.sizes import forward_rows
+from fmmeta.parallel.layout import divisors
+from fmmeta.parallel.process_groups import World
+from fmmeta.parallel.workers.tensor_parallel import cut_patterns
 
 GIB = 2**30
 HEADROOM = 0.9  # share of the free memory for a layout; allocators and the runtime need the rest
@@ -60,7 +71,7 @@ class Sizes:
 def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: bool, data: int = 1) -> Sizes:
     """Sizes of the largest rank's part of the model and of its micro-batches.
 
-    counted: trained and frozen parameters of that part (sizes.py: `largest_part`). lazy: whether the device
+    counted: trained and frozen parameters of that part (`largest_part`). lazy: whether the device
     is a CPU. data: ranks that share the rows of a set.
     """
     text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
@@ -157,8 +168,8 @@ def gradient_bytes(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> t
         return 4 * params, 0 if sizes.lazy else 4 * made, 4 * made + 4 * part
     copied = (4 if stage == 3 or not bf16 else 6) * used  # flattened; in fp32 too for ZeRO 2 in bf16
     bucket = (4 if stage == 3 else grad) * made
-    step = 4 * (min(part, settings.sub_group) if stage == 3 else part)
-    return 4 * part, bucket + (copied if early else 0), max(bucket + copied, step)
+    stepped = min(part, settings.sub_group) if stage == 3 else part
+    return 4 * part, bucket + (copied if early else 0), max(bucket + copied, 4 * stepped)
 
 
 def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimate:
@@ -192,3 +203,146 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
     }
     host = sum(size for size, moved in kinds.values() if moved) + (sizes.trajectory - near) * shard
     return Estimate(**{kind: 0 if moved else size for kind, (size, moved) in kinds.items()}, host=host)
+
+
+def largest_part(
+    config: Config, learner: Learner, hf_config: Any, layer_costs: Sequence[float] | None = None
+) -> tuple[int, int]:
+    """Trained and frozen parameters of the largest rank's part.
+
+    layer_costs: seconds of each layer, if stages are balanced by time. Raises `UsageError` for a model that
+    cannot be split.
+    """
+    depth = config.pipeline_stages
+    params, frozen = count_params(learner)
+    if depth > 1:  # the most trained parameters of a stage, and the most frozen ones of a stage
+        cut = plan_stages(learner, depth, layer_costs)
+        params = max(cut.trained)
+        frozen = max(size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True))
+    elif config.tensor_parallel_size > 1:
+        ranks, is_cut = config.tensor_parallel_size, cut_patterns(hf_config)
+        params -= sum(
+            p.numel() - p.numel() // ranks for name, p in learner.named_parameters() if is_cut(name)
+        )
+    return params, frozen
+
+
+def count_params(learner: Learner) -> tuple[int, int]:
+    """Trained and frozen parameters."""
+    trained = sum(param.numel() for param in learner.parameters() if param.requires_grad)
+    return trained, sum(param.numel() for param in learner.parameters()) - trained
+
+
+def micro_batch_rows(config: Config, data: int = 1) -> int:
+    """Most rows of a micro-batch; in a pipeline so few that there is one for every stage.
+
+    data: ranks that share the rows of a set.
+    """
+    if config.pipeline_stages == 1:
+        return config.micro_batch_size
+    share = -(-costs.rows_of(config)[0] // (data * config.pipeline_stages))
+    return min(config.micro_batch_size, max(1, share))
+
+
+def forward_rows(config: Config, data: int = 1) -> int:
+    """Most rows of a forward pass on one of `data` ranks: a micro-batch of each task that shares it."""
+    most = micro_batch_rows(config, data)
+    tasks = 1 if config.tasks_per_pass == "auto" else int(config.tasks_per_pass)
+    largest = [micro_batches(rows, data, most)[1] for rows in costs.rows_of(config)]
+    if find(config.algorithm).frozen_body and costs.keeps_support(config, data):
+        return tasks * sum(largest)  # the support set's activations wait for the query set
+    return tasks * max(largest)
+
+
+def micro_batches(rows: int, data: int, most: int) -> tuple[int, int]:
+    """Micro-batches that a rank gets of a set that `data` ranks share, and the rows of the largest
+    (tasks/batching.py).
+    """
+    rounds = -(-rows // (data * most))
+    return rounds, max(1, -(-rows // (data * rounds)))
+
+
+SizesAt = Callable[[int], Sizes]
+"""Sizes of the largest rank's part of the model, by the number of data ranks of a group."""
+
+
+def free_bytes(device: torch.device, local_world_size: int) -> int:
+    """Free memory of one rank's device: of its GPU, or its share of the host's within its limits."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return host_bytes(local_world_size)
+
+
+def at_size(settings: DeepSpeedSettings, group_size: int) -> DeepSpeedSettings:
+    """The settings of a group of this size: a group of one runs plain PyTorch and needs what ZeRO 0 needs."""
+    return replace(settings, zero_stage=0) if group_size == 1 and not settings.offload else settings
+
+
+def needed_at(sizes_at: SizesAt, settings: DeepSpeedSettings, group_size: int, model_ranks: int) -> Estimate:
+    """Peak bytes of one rank. model_ranks: pipeline stages x tensor ranks."""
+    data = group_size // model_ranks
+    return estimate(sizes_at(data), at_size(settings, group_size), data)
+
+
+def least_free(world: World) -> tuple[int, int]:
+    """Free bytes of device and host memory, the least of all ranks. Collective: world."""
+    local = world.launch.local_world_size
+    mine = json.dumps([free_bytes(world.device, local), host_bytes(local)]).encode()
+    free, host = map(min, zip(*map(json.loads, world.comm.gather_bytes(mine)), strict=True))
+    return free, host
+
+
+def check_group_size(
+    world: World, sizes_at: SizesAt, settings: DeepSpeedSettings, group_size: int, model_ranks: int = 1
+) -> None:
+    """Raise `UsageError` on every rank if groups of `group_size` cannot hold the model. Collective: world.
+
+    model_ranks: pipeline stages x tensor ranks. With offload no size is refused.
+    """
+    free, _ = least_free(world)
+    needed = needed_at(sizes_at, settings, group_size, model_ranks)
+    if needed.total <= free or settings.offload:
+        return
+    enough = [
+        str(size)
+        for size in divisors(world.launch.world_size)
+        if size % model_ranks == 0
+        and needed_at(sizes_at, settings, size, model_ranks).total <= HEADROOM * free
+    ]
+    instead = f"group_size {any_of(enough)}" if enough else "ZeRO 3, --pipeline_stages or more ranks"
+    raise UsageError(
+        f"group_size={group_size} needs {needed} per rank at ZeRO {at_size(settings, group_size).zero_stage},"
+        f" and {free / GIB:.3g} GiB are free; use {instead}"
+    )
+
+
+def choose_group_size(
+    world: World, sizes_at: SizesAt, settings: DeepSpeedSettings, model_ranks: int = 1
+) -> tuple[int, str]:
+    """The smallest group size that fits, stays inside a node and is a multiple of `model_ranks` (pipeline
+    stages x tensor ranks), and the arithmetic. Collective: world.
+
+    Raises `UsageError` on every rank if none does.
+    """
+    local, (free, host) = min(world.nodes.sizes), least_free(world)
+    candidates = [
+        size
+        for size in divisors(world.launch.world_size)
+        if size <= local and world.nodes.are_groups_on_nodes(size) and size % model_ranks == 0
+    ]
+    if not candidates:
+        raise UsageError(
+            f"group_size=auto finds no group: pipeline_stages x tensor_parallel_size={model_ranks} divides no"
+            f" group size for world_size={world.launch.world_size} inside a node of {local} ranks; give"
+            " --group_size, or use other stages or tensor ranks"
+        )
+    for size in candidates:
+        needed = needed_at(sizes_at, settings, size, model_ranks)
+        if needed.total <= HEADROOM * free and needed.host <= HEADROOM * host:
+            return size, f"group_size {size} (auto): {needed}, of {free / GIB:.3g} GiB free per rank"
+    in_host = f" (and {host / GIB:.3g} in host memory)" if needed.host else ""
+    raise UsageError(
+        f"group_size=auto finds no room: {local} ranks of a group need {needed} each at ZeRO"
+        f" {settings.zero_stage}, and {free / GIB:.3g} GiB are free{in_host}; use a higher ZeRO stage,"
+        " offload, more GPUs or a smaller --micro_batch_size"
+    )

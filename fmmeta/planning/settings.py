@@ -5,10 +5,8 @@ planned with every value.
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import find
-from fmmeta.config.conflicts import Conflicts
-from fmmeta.config.fields import setting
+from fmmeta.config.fields import check_values, refuse_first, setting
 from fmmeta.config.settings import (
     Config,
     InnerConfig,
@@ -17,7 +15,6 @@ from fmmeta.config.settings import (
     ParallelConfig,
     TaskConfig,
 )
-from fmmeta.config.validate import check_values
 
 EVERY = " (default: every value is planned)"
 LORA_R = 8  # rank of the adapters that are planned beside training all weights
@@ -88,50 +85,51 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
 
     def __post_init__(self) -> None:
         self.dataset = [self.dataset] if isinstance(self.dataset, str) else self.dataset
-        for name in ("gpus", "gpu_memory_gib"):
-            if getattr(self, name) is None:
-                raise UsageError(f"{name} is not given; give it, such as --gpus 8 --gpu_memory_gib 80")
+        refuse_first(
+            (
+                getattr(self, name) is None,
+                f"{name} is not given; give it, such as --gpus 8 --gpu_memory_gib 80",
+            )
+            for name in ("gpus", "gpu_memory_gib")
+        )
         check_values(self)
-        for is_there, problem in self._conflicts():
-            if is_there:
-                raise UsageError(problem)
+        refuse_first(
+            [
+                *(
+                    (stage not in (0, 1, 2, 3), f"zero_stage={stage} is unknown; use 0, 1, 2 or 3")
+                    for stage in self.zero_stage
+                ),
+                (
+                    self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node,
+                    f"gpus={self.gpus} is not a multiple of gpus_per_node={self.gpus_per_node}; give complete"
+                    " nodes",
+                ),
+                (
+                    self.calibrate and self.machine is not None,
+                    f"machine={self.machine} and calibrate=True both choose the profile; leave one out",
+                ),
+                (
+                    self.save_profile is not None and not self.calibrate,
+                    f"save_profile={self.save_profile} needs a measurement; add --calibrate, or leave it out",
+                ),
+                (
+                    self.deepspeed is not None and (self.zero_stage or self.offload is not None),
+                    f"deepspeed={self.deepspeed} sets the ZeRO stage and the offload; leave out zero_stage"
+                    " and offload",
+                ),
+                (
+                    self.elastic,
+                    "elastic=True is a setting of a launch; use --on_failure elastic to plan for groups that"
+                    " join and leave",
+                ),
+                (
+                    find(self.algorithm).trains_nothing,
+                    f"algorithm={self.algorithm} trains nothing, so that there is no outer step to plan;"
+                    " use fomaml",
+                ),
+            ]
+        )
         Config(**self.run_settings())  # its checks hold here too
-
-    def _conflicts(self) -> Conflicts:
-        return [
-            *(
-                (stage not in (0, 1, 2, 3), f"zero_stage={stage} is unknown; use 0, 1, 2 or 3")
-                for stage in self.zero_stage
-            ),
-            (
-                self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node,
-                f"gpus={self.gpus} is not a multiple of gpus_per_node={self.gpus_per_node}; give complete"
-                " nodes",
-            ),
-            (
-                self.calibrate and self.machine is not None,
-                f"machine={self.machine} and calibrate=True both choose the profile; leave one out",
-            ),
-            (
-                self.save_profile is not None and not self.calibrate,
-                f"save_profile={self.save_profile} needs a measurement; add --calibrate, or leave it out",
-            ),
-            (
-                self.deepspeed is not None and (self.zero_stage or self.offload is not None),
-                f"deepspeed={self.deepspeed} sets the ZeRO stage and the offload; leave out zero_stage and"
-                " offload",
-            ),
-            (
-                self.elastic,
-                "elastic=True is a setting of a launch; use --on_failure elastic to plan for groups that join"
-                " and leave",
-            ),
-            (
-                find(self.algorithm).trains_nothing,
-                f"algorithm={self.algorithm} trains nothing, so that there is no outer step to plan; use"
-                " fomaml",
-            ),
-        ]
 
     @property
     def bf16_planned(self) -> bool:

@@ -38,9 +38,15 @@ from fmmeta.parallel.process_groups import ProcessGroups, World
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.create import create_worker
 from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
-from fmmeta.planning.auto_group_size import SizesAt, check_group_size, choose_group_size
-from fmmeta.planning.memory import rank_sizes
-from fmmeta.planning.sizes import count_params, largest_part, micro_batch_rows
+from fmmeta.planning.memory import (
+    SizesAt,
+    check_group_size,
+    choose_group_size,
+    count_params,
+    largest_part,
+    micro_batch_rows,
+    rank_sizes,
+)
 from fmmeta.reliability.checks import check_replicas
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Batcher

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fmmeta import checkpoint
-from fmmeta.checkpoint.async_saver import Saver
+from fmmeta.checkpoint.write import Saver
 from fmmeta.config.settings import Config
 from fmmeta.meta.delayed_update import DelayedUpdate
 from fmmeta.meta.outer_step import OuterOptimizer

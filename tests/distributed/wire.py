@@ -82,8 +82,7 @@ def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any
     from fmmeta.config.settings import Config
     from fmmeta.models.load import empty_learner
     from fmmeta.planning.compute import count_matmuls, one_pass
-    from fmmeta.planning.memory import rank_sizes
-    from fmmeta.planning.sizes import largest_part
+    from fmmeta.planning.memory import largest_part, rank_sizes
     from fmmeta.training import build
 
     given = dict(CASES[name])

@@ -89,7 +89,7 @@ def save(
 ) -> None:
     """Write a checkpoint on one rank."""
     ranks = one_rank()
-    pieces, shapes = write.pieces(vectors, params, ranks), write.shapes(params)
+    pieces, shapes = write.rank_slices(vectors, params, ranks), write.param_shapes(params)
     write.write(folder, pieces, shapes, state, tables or {}, keep, ranks.world)
 
 

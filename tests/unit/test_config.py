@@ -10,7 +10,7 @@ from dataclasses import fields
 import numpy
 import pytest
 
-from fmmeta.config.fields import rules
+from fmmeta.config.fields import of_type, rules
 from fmmeta.config.settings import (
     FREE_ON_RESUME,
     HIDDEN_ON_RESUME,
@@ -20,7 +20,6 @@ from fmmeta.config.settings import (
     InnerConfig,
     changed_settings,
 )
-from fmmeta.config.values import of_type
 from tests.unit.helpers import refusal
 
 COMPANIONS = {  # settings without which a choice is refused

@@ -17,11 +17,10 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.evaluation import command
-from fmmeta.evaluation.episodes import episodes_of
-from fmmeta.evaluation.feature_classifiers import knn, linear
+from fmmeta.evaluation.command import episodes_of
 from fmmeta.evaluation.generation import LanguageMetrics, longest_common, rouge_l
-from fmmeta.evaluation.output import write_json
-from fmmeta.evaluation.results import EvalCell, differences, read_cells, results_of, show
+from fmmeta.evaluation.methods import knn, linear
+from fmmeta.evaluation.results import EvalCell, differences, read_cells, results_of, show, write_json
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.metrics.scores import EpisodeScore, calibration_error, episode_score, paired, prediction_stats
 from fmmeta.models.files import hub_answers
@@ -376,7 +375,7 @@ def test_a_broken_task_file_is_left_out_of_both_models(llama, tmp_path, capsys):
 def test_greedy_answers_are_those_of_transformers(llama):
     from transformers import AutoModelForCausalLM
 
-    from fmmeta.adaptation.adapted_model import load_single_process
+    from fmmeta.adaptation.predict import load_single_process
     from fmmeta.evaluation.generation import generate
 
     single = load_single_process(
@@ -398,7 +397,7 @@ def test_answers_end_where_the_positions_do(tmp_path):
     """Each with the tokens that it would have alone, whatever shares its batch."""
     from transformers import AutoModelForCausalLM
 
-    from fmmeta.adaptation.adapted_model import load_single_process
+    from fmmeta.adaptation.predict import load_single_process
     from fmmeta.evaluation.generation import generate
 
     folder = save_family(tmp_path / "gpt2", "gpt2")  # 128 learned positions

@@ -18,7 +18,7 @@ from fmmeta.parallel import offload
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.offload import OuterMemory
 from fmmeta.parallel.workers.plain import PlainWorker
-from fmmeta.planning import auto_group_size, memory
+from fmmeta.planning import memory
 from tests.models import save_bert, write_classes
 from tests.unit.helpers import refusal
 from tests.unit.test_inner_outer import encoder, worker_of
@@ -143,17 +143,15 @@ def test_the_host_needs_room_too(monkeypatch):
         params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1, offload_outer=True
     )
     world = world_of(monkeypatch, 2, 2, 2**35)
-    monkeypatch.setattr(auto_group_size, "host_bytes", lambda local: 2**33)
-    size, why = auto_group_size.choose_group_size(
+    monkeypatch.setattr(memory, "host_bytes", lambda local: 2**33)
+    size, why = memory.choose_group_size(
         world_of(monkeypatch, 4, 4, 2**35), lambda data: sizes, DeepSpeedSettings(1, False, False)
     )
     assert (size, "(and 4 in host memory)" in why) == (
         4,
         True,
     )  # 16 and 8 GiB of outer state would not fit into 8
-    said = refusal(
-        auto_group_size.choose_group_size, world, lambda data: sizes, DeepSpeedSettings(1, False, False)
-    )
+    said = refusal(memory.choose_group_size, world, lambda data: sizes, DeepSpeedSettings(1, False, False))
     assert (
         "= 13.9 GiB (and 8 in host memory) each at ZeRO 1, and 32 GiB are free (and 8 in host memory); use a"
         " higher" in said

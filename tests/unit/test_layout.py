@@ -14,9 +14,8 @@ from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, first_host
 from fmmeta.parallel.nodes import Nodes
 from fmmeta.parallel.process_groups import World
-from fmmeta.planning import auto_group_size
-from fmmeta.planning.auto_group_size import check_group_size, choose_group_size
-from fmmeta.planning.memory import HEADROOM, Sizes, estimate
+from fmmeta.planning import memory
+from fmmeta.planning.memory import HEADROOM, Sizes, check_group_size, choose_group_size, estimate
 from tests.unit.helpers import refusal
 
 TORCHRUN = {
@@ -224,7 +223,7 @@ def world_of(monkeypatch, world_size: int, local_world_size: int, free: int) -> 
         tuple(rank // local_world_size for rank in range(world_size)),
         ("n",) * (world_size // local_world_size),
     )
-    monkeypatch.setattr(auto_group_size, "free_bytes", lambda device, local: free)
+    monkeypatch.setattr(memory, "free_bytes", lambda device, local: free)
     return world
 
 
@@ -261,7 +260,7 @@ def test_no_room_at_all(monkeypatch):
 def test_memory_of_the_host_is_shared_by_its_ranks():
     import psutil
 
-    assert auto_group_size.free_bytes(torch.device("cpu"), 1000) <= psutil.virtual_memory().total // 1000
+    assert memory.free_bytes(torch.device("cpu"), 1000) <= psutil.virtual_memory().total // 1000
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))

@@ -134,7 +134,7 @@ def test_sizes_read_well():
 
 def test_groups_chosen_automatically_stay_inside_nodes():
     from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-    from fmmeta.planning import auto_group_size, memory
+    from fmmeta.planning import memory
     from tests.unit.test_layout import SIZES
 
     for sizes in ((6, 6), (4, 4), (3, 3), (4, 2), (1, 1)):
@@ -150,7 +150,7 @@ def test_groups_chosen_automatically_stay_inside_nodes():
                 "Comm", (), {"gather_bytes": lambda self, own, free=free: [json.dumps(free).encode()]}
             )()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(auto_group_size, "free_bytes", lambda device, local: 1)
+                patch.setattr(memory, "free_bytes", lambda device, local: 1)
                 wanted = [
                     s
                     for s in divisors(sum(sizes))
@@ -158,14 +158,14 @@ def test_groups_chosen_automatically_stay_inside_nodes():
                 ]
                 if wanted:
                     assert (
-                        auto_group_size.choose_group_size(
+                        memory.choose_group_size(
                             world, lambda data: SIZES, DeepSpeedSettings(3, False, False)
                         )[0]
                         == wanted[0]
                     )
                 else:
                     refusal(
-                        auto_group_size.choose_group_size,
+                        memory.choose_group_size,
                         world,
                         lambda data: SIZES,
                         DeepSpeedSettings(3, False, False),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from fmmeta import cli
-from fmmeta.config.outer_optimizers import OUTER_OPTIMIZERS
+from fmmeta.config.algorithms import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs
 from fmmeta.meta.meta_gradient import MetaGradient, PendingMean
@@ -23,15 +23,21 @@ from fmmeta.meta.outer_step import OuterOptimizer
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.planning import machines, show
-from fmmeta.planning.compute import MatmulCounts, count_matmuls, needed_flops, task_work
-from fmmeta.planning.layouts import Planner
-from fmmeta.planning.machines import PROFILES, Profile
-from fmmeta.planning.memory import estimate, rank_sizes
+from fmmeta.planning import command, machines
+from fmmeta.planning.compute import (
+    MatmulCounts,
+    Profile,
+    Topology,
+    count_matmuls,
+    needed_flops,
+    step_seconds,
+    task_seconds,
+    task_work,
+)
+from fmmeta.planning.layouts import Planner, Strategy, strategies
+from fmmeta.planning.machines import PROFILES
+from fmmeta.planning.memory import estimate, largest_part, micro_batches, rank_sizes
 from fmmeta.planning.settings import PlanConfig
-from fmmeta.planning.sizes import largest_part, micro_batches
-from fmmeta.planning.strategies import Strategy, strategies
-from fmmeta.planning.time import Topology, step_seconds, task_seconds
 from fmmeta.tasks.batching import Batcher, Example
 from tests.models import save_family
 from tests.unit.helpers import ROOT, refusal
@@ -378,12 +384,13 @@ def test_less_memory_leaves_fewer_layouts(folders):
 def test_every_command_is_one_that_train_takes(planned):
     planner, layouts = planned
     for one in layouts:
-        config = cli.parse(show.flags(planner, one.strategy))
+        config = cli.parse(command.flags(planner, one.strategy))
         wanted = planner.config_of(one.strategy)
         assert replace(config, deepspeed=None) == replace(wanted, deepspeed=None), one.strategy
         assert (config.deepspeed is None) == (one.strategy.group_size == 1 and not one.strategy.offload)
     starts = {
-        gpus: show.command(Planner(plan_of(gpus=gpus), PROFILES["h100"]), Strategy(1, 0)) for gpus in (4, 16)
+        gpus: command.run_command(Planner(plan_of(gpus=gpus), PROFILES["h100"]), Strategy(1, 0))
+        for gpus in (4, 16)
     }
     assert starts[4].startswith("deepspeed --num_gpus 4 launch/train.py ")
     assert starts[16].startswith(
@@ -477,8 +484,8 @@ def test_json_says_all_of_it(capfd, folders):
 def test_bars_add_up(planned):
     planner, layouts = planned
     for one in layouts:
-        assert sum(show.bar_of(one.memory).values()) == one.memory.total
-    drawn = show.svg(layouts[:3], 1.0, "memory")
+        assert sum(command.bar_of(one.memory).values()) == one.memory.total
+    drawn = command.svg(layouts[:3], 1.0, "memory")
     widths = [
         float(part.get("width", 0)) for part in ElementTree.fromstring(drawn) if part.tag.endswith("rect")
     ]
@@ -611,7 +618,7 @@ def test_settings_that_no_layout_goes_with(capfd, folders):
 
 def test_profiles_from_files(tmp_path):
     path = tmp_path / "mine.json"
-    machines.save(PROFILES["a100"], str(path))
+    machines.write(str(path), "save_profile", json.dumps(asdict(PROFILES["a100"])))
     assert machines.find(str(path)) == PROFILES["a100"]
     values = asdict(PROFILES["a100"])
     listed = ", ".join(values)
@@ -631,6 +638,6 @@ def test_profiles_from_files(tmp_path):
     for text in ("[]", "3"):
         path.write_text(text)
         assert refusal(machines.find, str(path)) == f"machine={path} lacks name; it holds {listed}"
-    assert refusal(machines.save, PROFILES["a100"], str(tmp_path)).startswith(
+    assert refusal(machines.write, str(tmp_path), "save_profile", "{}").startswith(
         f"save_profile={tmp_path} cannot be written ("
     )

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from fmmeta.config.settings import Config
-from fmmeta.evaluation.output import check_output
+from fmmeta.evaluation.results import check_output
 from fmmeta.train import train
 from fmmeta.training.run_folder import lock_folder, open_run
 from tests.unit.helpers import one_rank, refusal

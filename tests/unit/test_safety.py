@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fmmeta import doctor
-from fmmeta.adaptation.adapted_model import Answer
+from fmmeta.adaptation.predict import Answer
 from fmmeta.cli import main
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import CONTROL, disk_trouble, redact

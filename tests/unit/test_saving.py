@@ -20,8 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fmmeta import checkpoint
-from fmmeta.checkpoint import verify, write
-from fmmeta.checkpoint.async_saver import Saver
+from fmmeta.checkpoint import read, write
+from fmmeta.checkpoint.write import Saver
 from fmmeta.config.settings import Config
 from fmmeta.training.run_folder import accept_changes, find_start, lock_folder, open_run, write_run
 from tests.launch import ROOT, environment
@@ -141,14 +141,14 @@ def test_a_checkpoint_that_another_group_removes_is_not_the_last_word(tmp_path, 
     run.mkdir()
     write_run(run, config, "f", "", finished=False)
     saved(run, WHOLE, 4)
-    original, steps = verify.find_file_corruption, [5, 6]
+    original, steps = read.find_file_corruption, [5, 6]
 
     def while_others_save(file, entry):
         if steps:
             saved(run, WHOLE, steps.pop(0), keep=1)
         return original(file, entry)
 
-    monkeypatch.setattr(verify, "find_file_corruption", while_others_save)
+    monkeypatch.setattr(read, "find_file_corruption", while_others_save)
     start = open_run(config, "f", one_rank().world)
     assert (start.checkpoint, start.warnings) == (run / "checkpoint-6", ())
     assert sorted(path.name for path in run.glob("*checkpoint*")) == ["checkpoint-6"]
@@ -235,7 +235,7 @@ def test_a_full_disk_costs_the_save_and_nothing_else(tmp_path):
     """A real one: a file system of 64 KiB in a namespace of its own."""
     code = f"""
 from pathlib import Path
-from fmmeta.checkpoint.async_saver import Saver
+from fmmeta.checkpoint.write import Saver
 from fmmeta.config.settings import Config
 from fmmeta.common.errors import UsageError
 from fmmeta import checkpoint
@@ -320,7 +320,7 @@ def test_training_goes_on_while_a_thread_writes_what_was(tmp_path, monkeypatch):
 
 
 def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr("fmmeta.checkpoint.async_saver.host_bytes", lambda ranks: 100)
+    monkeypatch.setattr("fmmeta.checkpoint.write.host_bytes", lambda ranks: 100)
     saver = Saver(WHOLE, Config(), one_rank(), pytest.fail)
     vectors = {"theta": laid_out(WHOLE, parameters(100)), "exp_avg": laid_out(WHOLE, parameters(500))}
     saver.save(tmp_path / "checkpoint-1", vectors, state_of(1, vectors), {})
@@ -332,7 +332,7 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
 def test_an_unexpected_error_of_the_thread_is_told(tmp_path, monkeypatch):
     said = []
     saver = Saver(WHOLE, Config(), one_rank(), said.append)
-    monkeypatch.setattr(write, "shapes", lambda params: 1 / 0)
+    monkeypatch.setattr(write, "param_shapes", lambda params: 1 / 0)
     saver.save(tmp_path / "checkpoint-1", {"theta": torch.zeros(WHOLE.numel)}, state_of(1), {})
     saver.wait()
     assert said == [
@@ -395,4 +395,4 @@ def test_the_bare_command_goes_on_in_its_own_folder(tmp_path, monkeypatch):
 
 
 def test_shapes_are_those_of_the_parameters():
-    assert {name: tuple(shape) for name, shape in write.shapes(CUT).items()} == SHAPES
+    assert {name: tuple(shape) for name, shape in write.param_shapes(CUT).items()} == SHAPES

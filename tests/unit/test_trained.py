@@ -15,7 +15,7 @@ import fmmeta
 from fmmeta import Config, MetaTrainer
 from fmmeta.adaptation.command import adapt
 from fmmeta.common.progress import Progress
-from fmmeta.evaluation.episodes import episodes_of
+from fmmeta.evaluation.command import episodes_of
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig, TuneConfig
 from fmmeta.evaluation.tune import tune
 from fmmeta.models.tiny import byte_tokenizer
@@ -121,7 +121,7 @@ def test_more_classes_than_were_held_out_are_refused_and_not_taken_from_the_trai
 def test_tune_chooses_on_the_models_own_validation_classes(model, classes, tmp_path, monkeypatch):
     seen, folder = [], shutil.copytree(model, tmp_path / "model")
     monkeypatch.setattr(
-        "fmmeta.evaluation.episodes.episodes_of", lambda *args: seen.append(episodes_of(*args)) or seen[-1]
+        "fmmeta.evaluation.command.episodes_of", lambda *args: seen.append(episodes_of(*args)) or seen[-1]
     )
     settings = TuneConfig(
         model_name_or_path=str(folder),
