@@ -262,7 +262,7 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
     """The machine's profile by one of the clocks."""
     from types import SimpleNamespace
 
-    from fmmeta.models import layer_timing
+    from fmmeta.models import pipeline_split
     from fmmeta.parallel.collectives import Communicator
     from fmmeta.planning import calibrate
     from fmmeta.planning.settings import PlanConfig
@@ -276,15 +276,15 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
         **{**TASK, **TIMED},
     )
     given = SimpleNamespace(perf_counter=CLOCKS[clock])
-    ordinary = layer_timing.time, calibrate.time
-    layer_timing.time = calibrate.time = given  # type: ignore[assignment]
+    ordinary = pipeline_split.time, calibrate.time
+    pipeline_split.time = calibrate.time = given  # type: ignore[assignment]
     try:
         link: Communicator = ranks.group if ranks.group.size > 1 else ranks.cross
         return calibrate.measure_together(
             plan, SimpleNamespace(world=ranks.world, group=link, device=ranks.device)
         )
     finally:
-        layer_timing.time, calibrate.time = ordinary
+        pipeline_split.time, calibrate.time = ordinary
 
 
 def train(run: Any, steps: int = 3) -> dict[str, list[float]]:

@@ -164,7 +164,7 @@ def disk() -> list[Finding]:
 
 def shared_memory() -> list[Finding]:
     """Loader processes and NCCL pass data through /dev/shm."""
-    from fmmeta.tasks.episode_folder import stale
+    from fmmeta.tasks.loader import stale
 
     place, name = Path("/dev/shm"), "shared memory"
     if not place.is_dir():

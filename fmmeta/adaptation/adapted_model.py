@@ -21,8 +21,8 @@ from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.parallel.workers.create import create_worker
 from fmmeta.parallel.workers.plain import PlainWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
-from fmmeta.tasks.data.columns import broken_text
 from fmmeta.tasks.data.encode import encode
+from fmmeta.tasks.data.rows import broken_text
 
 
 @dataclass(frozen=True)

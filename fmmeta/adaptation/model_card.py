@@ -10,8 +10,8 @@ from fmmeta.adaptation.adapted_model import AdaptedModel
 from fmmeta.common.security import printable
 from fmmeta.common.text import render
 from fmmeta.evaluation.settings import AdaptConfig
-from fmmeta.models.stored_settings import remembered
-from fmmeta.tasks.data.columns import Table
+from fmmeta.models.files import remembered
+from fmmeta.tasks.data.rows import Table
 
 
 def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, support: Table) -> None:

@@ -20,12 +20,9 @@ from fmmeta.common.progress import Progress
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.output import open_output
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig, refuse_first
-from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file
-from fmmeta.models.lengths import fitted
-from fmmeta.models.load import Description, describe
-from fmmeta.models.stored_settings import remembered
-from fmmeta.tasks.data.columns import broken_text
-from fmmeta.tasks.data.rows import MOST_GIB, ending, read_file, unpacked
+from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file, remembered
+from fmmeta.models.load import Description, describe, fitted
+from fmmeta.tasks.data.rows import MOST_GIB, broken_text, ending, read_file, unpacked
 
 KEYS = ("text", "sentence", "utterance", "input", "prompt", "question")
 

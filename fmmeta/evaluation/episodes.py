@@ -9,14 +9,12 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import EvaluateConfig
-from fmmeta.models.stored_settings import trained_with
+from fmmeta.models.files import trained_with
 from fmmeta.parallel.process_groups import World
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
-from fmmeta.tasks.sources.base import Draw, TaskSource
-from fmmeta.tasks.sources.classification import ClassSource
+from fmmeta.tasks.sources.base import ClassSource, Draw, Mixture, TaskSource
 from fmmeta.tasks.sources.load import load_sources
-from fmmeta.tasks.sources.mixture import Mixture
 from fmmeta.training import build
 from fmmeta.training.episodes import LEAST_SEEN
 

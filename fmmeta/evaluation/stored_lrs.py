@@ -10,8 +10,7 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import FewShotConfig
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.inner_lrs import HEAD, RATES_FILE, Rates
-from fmmeta.models.files import cached_file
-from fmmeta.models.stored_settings import remembered
+from fmmeta.models.files import cached_file, remembered
 from fmmeta.parallel.workers.base import Worker
 
 

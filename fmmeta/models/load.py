@@ -5,7 +5,7 @@ Weights come from safetensors, never from pickles.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,51 @@ from fmmeta.models.files import (
 )
 from fmmeta.models.forward_options import check_packing, check_position_ids, checkpoint_layers
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
-from fmmeta.models.lengths import DEFAULT, max_positions
 from fmmeta.models.lora import import_peft, inject, merged, restore_adapters
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
+
+DEFAULT = Config.max_length
+AFTER_PADDING = {
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "roberta-prelayernorm",
+    "camembert",
+    "longformer",
+    "mpnet",
+    "esm",
+    "data2vec-text",
+    "ibert",
+    "xmod",
+    "luke",
+    "layoutlmv3",
+}
+"""Model types that count positions from pad_token_id + 1."""
+
+
+def max_positions(hf_config: Any) -> int | None:
+    """Largest number of tokens of a text; None if the configuration sets no limit."""
+    most = getattr(hf_config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most <= 0:
+        return None
+    return most - (hf_config.pad_token_id + 1 if hf_config.model_type in AFTER_PADDING else 0)
+
+
+def fitted(config: Config, hf_config: Any) -> Config:
+    """The settings with the default max_length lowered to the model's positions.
+
+    Raises `UsageError` if a given max_length is larger.
+    """
+    most = max_positions(hf_config)
+    if most is None or config.max_length <= most:
+        return config
+    if config.max_length != DEFAULT:
+        raise UsageError(
+            f"max_length={config.max_length} is above the {most} positions of model_name_or_path="
+            f"{config.model_name_or_path}; use {most} or less"
+        )
+    return replace(config, max_length=most)
+
 
 DROPOUTS = ("dropout", "pdrop", "layerdrop")  # in the names of dropout probabilities
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")

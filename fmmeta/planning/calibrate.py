@@ -1,7 +1,7 @@
 """Measures a machine for the plan. `--calibrate` starts one rank per GPU (two on a machine without), and all
 ranks measure at the same time:
 
-    matmul        flop/s of a forward and backward pass through each kind of layer (models/layer_timing.py),
+    matmul        flop/s of a forward and backward pass through each kind of layer (models/pipeline_split.py),
                   in the precision that is planned
     memory        bytes/s of theta <- theta - lr gradient on vectors that no cache holds
     page_in       seconds to allocate and fill a vector, less those to fill an existing one
@@ -30,10 +30,9 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import end_with_parent
 from fmmeta.config.settings import Config
 from fmmeta.meta.costs import rows_of
-from fmmeta.models.layer_timing import layer_seconds
 from fmmeta.models.lazy_weights import initialize, wrap_lazily
 from fmmeta.models.load import describe, empty_hf
-from fmmeta.models.pipeline_split import FAMILIES
+from fmmeta.models.pipeline_split import FAMILIES, layer_seconds
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.planning.compute import count_matmuls

@@ -24,7 +24,7 @@ PADDING = {"input_ids": 0, "attention_mask": 0, "position_ids": 1}
 class Example:
     """One row: its tokens, and its class or (causal_lm) one label per token, IGNORE on the prompt.
 
-    position_ids: of several rows that share a sequence (packing.py), each from 0; empty for a single row.
+    position_ids: of several rows that share a sequence (`pack`), each from 0; empty for a single row.
     """
 
     input_ids: Sequence[int]
@@ -231,3 +231,33 @@ def widen(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
         labels=wider(batch.labels, IGNORE if batch.labels.ndim == 2 else None),
         weights=F.pad(batch.weights, (0, more)),
     )
+
+
+def pack(rows: Sequence[Example], least: int, length: int) -> list[Example]:
+    """Pack `rows` (longest first) into sequences of at most `length` tokens, at least `least` of them if
+    there are as many rows.
+
+    Each row joins the shortest sequence if it has room, so that sequences are about equally long (Graham
+    1969, longest processing time first). The same rows give the same sequences on every rank.
+    """
+    tokens = sum(len(row.input_ids) for row in rows)
+    bins: list[list[Example]] = [[] for _ in range(max(-(-tokens // length), min(least, len(rows))))]
+    filled = [0] * len(bins)
+    for row in rows:
+        shortest = min(range(len(bins)), key=filled.__getitem__)
+        if filled[shortest] and filled[shortest] + len(row.input_ids) > length:
+            shortest = len(bins)
+            bins.append([])
+            filled.append(0)
+        bins[shortest].append(row)
+        filled[shortest] += len(row.input_ids)
+    packed = [concat_rows(members) for members in bins if members]
+    return sorted(packed, key=lambda sequence: len(sequence.input_ids), reverse=True)
+
+
+def concat_rows(rows: Sequence[Example]) -> Example:
+    """One sequence; no loss is taken on the first token of a row."""
+    ids = [token for row in rows for token in row.input_ids]
+    position_ids = [position for row in rows for position in range(len(row.input_ids))]
+    labels = [label for row in rows for label in (IGNORE, *row.labels[1:])]  # type: ignore[index]
+    return Example(ids, labels, position_ids)

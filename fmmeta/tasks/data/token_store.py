@@ -21,9 +21,8 @@ import numpy as np
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import publish
 from fmmeta.config.settings import KEYED, Config
-from fmmeta.tasks.data.columns import Table, tabulate
 from fmmeta.tasks.data.encode import encode
-from fmmeta.tasks.data.rows import Bad, Row, ending
+from fmmeta.tasks.data.rows import Bad, Row, Table, ending, tabulate
 
 # part of every key: raise it when the columns, their meaning or the way texts become tokens change
 FORMAT = 3
