@@ -6,7 +6,6 @@ do not change. The first passes compile for seconds to minutes; torch caches the
 run (Ansel et al., "PyTorch 2", ASPLOS 2024).
 """
 
-import inspect
 import os
 import shutil
 from typing import Any
@@ -58,15 +57,6 @@ def checkpoint_layers(hf: Any) -> None:
     hf.disable_input_require_grads()  # transformers turns it on for reentrant checkpointing
 
 
-def check_position_ids(hf: Any) -> None:
-    """Refuse a model without position_ids, by which attention keeps packed rows apart."""
-    if "position_ids" not in inspect.signature(hf.forward).parameters:
-        raise UsageError(
-            f"packing=True: {type(hf).__name__} takes no position_ids, which keep packed rows apart; leave"
-            " it out"
-        )
-
-
 @torch.no_grad()
 def check_packing(learner: Learner) -> None:
     """Refuse a model whose logits change when rows share a sequence: recurrent and convolutional layers
@@ -91,8 +81,7 @@ def check_packing(learner: Learner) -> None:
             off.append(float((packed - torch.cat([alone[i] for i in order], 1)).abs().max()) / scale)
     finally:
         learner.hf.config._attn_implementation = chosen
-    wrong = [each for each in off if not each < 1e-3]
-    if wrong:
+    if wrong := [each for each in off if not each < 1e-3]:
         raise UsageError(
             f"packing=True: rows that share a sequence see each other in {type(learner.hf).__name__}"
             f" (logits move by {wrong[0]:.1e} of their spread); leave it out"

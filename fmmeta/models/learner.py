@@ -187,7 +187,12 @@ class PooledClassifier(Learner):
 
     def forward(self, *, want: str = "logits", **inputs: Tensor) -> Any:
         mask = inputs["attention_mask"]
-        features = pool(self.hf(**inputs, **self.unpadded.of(mask)).last_hidden_state, mask, self.pooling)
+        hidden = self.hf(**inputs, **self.unpadded.of(mask)).last_hidden_state
+        if self.pooling == "cls":
+            features = hidden[:, 0]
+        else:
+            mask = mask.unsqueeze(-1).to(hidden.dtype)
+            features = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
         if self.norm:
             features = self.norm * F.normalize(features, dim=1)
         if want == "features":
@@ -237,14 +242,6 @@ class NativeClassifier(Learner):
 
     def classify(self, features: Tensor) -> Tensor:
         return self.get_submodule(self.head_path)(features)
-
-
-def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
-    """[B, T, D] and [B, T] -> [B, D]: mean over the tokens, or the first token."""
-    if pooling == "cls":
-        return hidden[:, 0]
-    mask = mask.unsqueeze(-1).to(hidden.dtype)
-    return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def objective(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:

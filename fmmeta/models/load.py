@@ -3,6 +3,7 @@
 Weights come from safetensors, never from pickles.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from fmmeta.models.files import (
     read_json,
     read_tensors,
 )
-from fmmeta.models.forward_options import check_packing, check_position_ids, checkpoint_layers
+from fmmeta.models.forward_options import check_packing, checkpoint_layers
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
 from fmmeta.models.lora import import_peft, inject, merged, restore_adapters
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
@@ -364,8 +365,11 @@ def wrap(hf: Any, config: Config, description: Description) -> Learner:
     outputs = description.outputs(config)
     if config.gradient_checkpointing:
         checkpoint_layers(hf)
-    if config.packing:
-        check_position_ids(hf)
+    if config.packing and "position_ids" not in inspect.signature(hf.forward).parameters:
+        raise UsageError(
+            f"packing=True: {type(hf).__name__} takes no position_ids, which keep packed rows apart; leave"
+            " it out"
+        )
     if config.task_type == "causal_lm":
         learner: Learner = CausalLearner(hf)
     elif description.pooling == "model":

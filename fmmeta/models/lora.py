@@ -19,9 +19,8 @@ per pass for all tasks, through the modules that an engine has hooks on, so that
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -218,30 +217,20 @@ Counts = Callable[[Tensor], "list[int] | None"]
 """Tokens of each task in an input without padding; None for one that has rows."""
 
 
-@dataclass(frozen=True)
-class LoraLayer:
+def lora_forward(
+    layer: Any, names: Sequence[str], values: Values, counts: Counts, x: Tensor, *rest: Any, **named: Any
+) -> Tensor:
     """A frozen layer with an adapter; names of A [r, in] and B [out, r]."""
-
-    layer: Any
-    names: tuple[str, ...]
-
-    def call(self, values: Values, counts: Counts, x: Tensor, *rest: Any, **named: Any) -> Tensor:
-        y = self.layer.base_layer(x, *rest, **named)
-        down, up = (values[name] for name in self.names)
-        low = per_task(x.to(down.dtype), down, None, counts(x))
-        return y + per_task(low, up, None, counts(x)).view(y.shape).to(y.dtype) * self.layer.scaling[ADAPTER]
+    y = layer.base_layer(x, *rest, **named)
+    down, up = (values[name] for name in names)
+    low = per_task(x.to(down.dtype), down, None, counts(x))
+    return y + per_task(low, up, None, counts(x)).view(y.shape).to(y.dtype) * layer.scaling[ADAPTER]
 
 
-@dataclass(frozen=True)
-class LinearLayer:
+def linear_forward(layer: Any, names: Sequence[str], values: Values, counts: Counts, x: Tensor) -> Tensor:
     """A linear layer that is trained in full: names of its weight [out, in] and bias [out], if any."""
-
-    layer: Any
-    names: tuple[str, ...]
-
-    def call(self, values: Values, counts: Counts, x: Tensor) -> Tensor:
-        weight, *bias = (values[name] for name in self.names)
-        return per_task(x.to(weight.dtype), weight, *(bias or [None]), counts=counts(x))
+    weight, *bias = (values[name] for name in names)
+    return per_task(x.to(weight.dtype), weight, *(bias or [None]), counts=counts(x))
 
 
 def per_task(x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int] | None = None) -> Tensor:
@@ -265,7 +254,7 @@ class TaskAxis:
     """
 
     def __init__(self, learner: Learner) -> None:
-        self.layers: list[LoraLayer | LinearLayer] = []
+        self.layers: list[tuple[Any, tuple[str, ...], Callable[..., Tensor]]] = []  # with names, forward
         self.unpadded = learner.unpadded
         trained = [name for name, param in learner.named_parameters() if param.requires_grad]
         for name, module in learner.named_modules():
@@ -273,12 +262,11 @@ class TaskAxis:
             direct = tuple(f"{name}.{part}" for part, _ in module.named_parameters(recurse=False))
             linear = type(module) is nn.Linear and ".lora_" not in name
             if hasattr(module, "base_layer") and set(adapter) <= set(trained):
-                self.layers.append(LoraLayer(module, adapter))
+                self.layers.append((module, adapter, lora_forward))
             elif linear and direct and set(direct) <= set(trained):
-                self.layers.append(LinearLayer(module, direct))
-        self.names = [name for layer in self.layers for name in layer.names]
-        missing = [name for name in trained if name not in self.names]
-        if missing:
+                self.layers.append((module, direct, linear_forward))
+        self.names = [name for _, names, _ in self.layers for name in names]
+        if missing := [name for name in trained if name not in self.names]:
             raise UsageError(
                 f"tasks_per_pass: {missing[0]} is trained, and belongs to no linear layer nor to an adapter"
                 " of one; use --tasks_per_pass 1"
@@ -291,10 +279,10 @@ class TaskAxis:
         Backward passes with recomputation belong inside, too.
         """
         counts = partial(self.unpadded.counts, tasks=len(next(iter(values.values()))))
-        for each in self.layers:
-            each.layer.forward = partial(each.call, values, counts)
+        for layer, names, forward in self.layers:
+            layer.forward = partial(forward, layer, names, values, counts)
         try:
             yield
         finally:
-            for each in self.layers:
-                del each.layer.forward
+            for layer, _, _ in self.layers:
+                del layer.forward

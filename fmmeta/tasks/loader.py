@@ -283,13 +283,11 @@ class EpisodeLoader:
 
     def close(self) -> None:
         """End the loader processes."""
-        stream, self.stream = self.stream, None
-        shutdown = getattr(stream, "_shutdown_workers", None)
-        if shutdown:
-            shutdown()
-        if self.folder:
-            self.folder.close()
-            self.folder = None
+        stream, self.stream, folder, self.folder = self.stream, None, self.folder, None
+        if hasattr(stream, "_shutdown_workers"):
+            stream._shutdown_workers()  # type: ignore[union-attr]
+        if folder:
+            folder.close()
 
     def _fetch_one(self, task: Task) -> LoadResult:
         try:
@@ -317,8 +315,12 @@ class EpisodeLoader:
             return loaded
         if not self.deaths[task.seed]:
             return self.load(task)
-        died = f"loader processes died {self.deaths[task.seed]} times while they prepared it"
-        return LoadResult(task, None, f"task {task.name}: {died}, last: {self.cause}")
+        return LoadResult(
+            task,
+            None,
+            f"task {task.name}: loader processes died {self.deaths[task.seed]} times while they prepared it,"
+            f" last: {self.cause}",
+        )
 
     def _recover(self, error: Exception) -> None:
         """End the loader processes after a failure, to start others; after DEATHS failures in a row start no
@@ -330,14 +332,17 @@ class EpisodeLoader:
         blamed = self.folder.prepared_by(ended) if self.folder else []
         self.deaths.update(blamed)
         self.failures += not blamed
-        self.cause = ", ".join(map(how_ended, ended, ended.values())) or one_line(error)
+        ends = (
+            f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            for code in ended.values()
+        )
+        self.cause = ", ".join(map("process {} {}".format, ended, ends)) or one_line(error)
         if isinstance(error, RuntimeError):
             self.warnings.append(f"a loader process died and was replaced: {self.cause}")
         if self.failures >= DEATHS:
-            wrong = f"loader processes failed {self.failures} times in a row, last: {self.cause}"
             self.warnings.append(
-                f"num_workers={self.num_workers}: {wrong}; the training process loads all episodes;"
-                f" {remedy()}"
+                f"num_workers={self.num_workers}: loader processes failed {self.failures} times in a row,"
+                f" last: {self.cause}; the training process loads all episodes; {remedy()}"
             )
             self.num_workers = 0
         self.close()
@@ -353,9 +358,10 @@ class EpisodeLoader:
             self.close()
         elif not self.full:
             self.full = True
-            wrong = f"loader processes cannot write to {root()} ({error.strerror})"
-            what = "the training process loads missing episodes"
-            self.warnings.append(f"num_workers={self.num_workers}: {wrong}; {what}; {remedy()}")
+            self.warnings.append(
+                f"num_workers={self.num_workers}: loader processes cannot write to {root()}"
+                f" ({error.strerror}); the training process loads missing episodes; {remedy()}"
+            )
 
     def _start(self, task: Task) -> Iterator[tuple[str, int]]:
         self.folder = EpisodeFolder()
@@ -408,16 +414,9 @@ def exit_codes(stream: Any) -> dict[int, int]:
         time.sleep(0.02)
 
 
-def how_ended(pid: int, code: int) -> str:
-    return f"process {pid} " + (
-        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    )
-
-
 def remedy() -> str:
     """What to do where loader processes cannot work."""
-    free, there = shutil.disk_usage(root()).free // 2**20, root()
     return (
-        f"{there} has {free} MiB free: free room there, start the container with --shm-size=8g, or use"
-        " --num_workers 0"
+        f"{root()} has {shutil.disk_usage(root()).free // 2**20} MiB free: free room there, start the"
+        " container with --shm-size=8g, or use --num_workers 0"
     )

@@ -56,15 +56,13 @@ class Prompt:
 
 
 def make_prompt(template: str, tokenizer: Any) -> Prompt:
-    """The prompt of `--prompt_template`. Raises `UsageError` if the tokenizer has no usable chat template."""
+    """The prompt of `--prompt_template`. Raises `UsageError` if the tokenizer has no usable chat template.
+
+    A format string may have the escapes `\\n` and `\\t`. Braces in inputs are plain text.
+    """
     if template == "chat":
         return chat_prompt(tokenizer)
-    return text_prompt(PLAIN if template == "plain" else template)
-
-
-def text_prompt(template: str) -> Prompt:
-    """The prompt of a format string with the escapes `\\n` and `\\t`. Braces in inputs are plain text."""
-    template = template.replace("\\n", "\n").replace("\\t", "\t")
+    template = PLAIN if template == "plain" else template.replace("\\n", "\n").replace("\\t", "\t")
     if "{output}" not in template:
         template += "{output}" if template[-1:].isspace() else " {output}"
     before, after = template.split("{output}", 1)
@@ -142,7 +140,12 @@ def encode_pairs(
     inputs, outputs = [text[-reach:] for text in inputs], [text[:reach] for text in outputs]
     prompt = make_prompt(template, tokenizer)
     if not prompt.specials:
-        refuse_long_frame(tokenizer, prompt, max_length)
+        frame = len(plain_tokens(tokenizer, prompt.before("")))
+        if frame >= max_length:
+            raise UsageError(
+                f"max_length={max_length} leaves no room: the chat template takes {frame} tokens by itself;"
+                " raise it"
+            )
         return [
             encode_chat(tokenizer, prompt, *pair, max_length) for pair in zip(inputs, outputs, strict=True)
         ]
@@ -175,16 +178,6 @@ def encode_chat(tokenizer: Any, prompt: Prompt, text: str, output: str, max_leng
         text = shorter if len(shorter) < len(text) else text[1:]
     common = takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False))
     return labelled(ids[:max_length], len(list(common)))
-
-
-def refuse_long_frame(tokenizer: Any, prompt: Prompt, max_length: int) -> None:
-    """Raise `UsageError` if the tokens of a chat template alone fill `max_length`."""
-    frame = len(plain_tokens(tokenizer, prompt.before("")))
-    if frame >= max_length:
-        raise UsageError(
-            f"max_length={max_length} leaves no room: the chat template takes {frame} tokens by itself;"
-            " raise it"
-        )
 
 
 def plain_tokens(tokenizer: Any, text: str) -> list[int]:

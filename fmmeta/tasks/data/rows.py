@@ -225,9 +225,9 @@ def tabulate(
         except UsageError as error:
             bad(error)
             wrong += 1
-            continue
-        key = (values.get("task"), values["input"], values["target"]) if unique else number
-        found.setdefault(key, values)
+        else:
+            key = (values.get("task"), values["input"], values["target"]) if unique else number
+            found.setdefault(key, values)
     if duplicates := len(rows) - len(found) - wrong:
         notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
     return Table(
@@ -244,11 +244,9 @@ def pick(
 ) -> str | None:
     """The column that a setting names, else the first usual one, else None unless it is required."""
     asked = getattr(config, setting)
-    if asked is not None:
-        if asked not in columns:
-            raise UsageError(f"{setting}={asked} is no column of dataset={name}; it has {', '.join(columns)}")
-        return asked
-    found = next((column for column in USUAL[setting] if column in columns), None)
+    if asked is not None and asked not in columns:
+        raise UsageError(f"{setting}={asked} is no column of dataset={name}; it has {', '.join(columns)}")
+    found = asked or next((column for column in USUAL[setting] if column in columns), None)
     if found is None and required:
         raise UsageError(
             f"dataset={name} has none of the columns {', '.join(USUAL[setting])}; it has "

@@ -154,27 +154,8 @@ class UsedSplits:
             return made if digest(made) == self.digest else None
         names = {name for units in self.splits.values() for name in units}
         if content == self.content:
-            same = names <= set(strata)
-        else:
-            same = dataset == self.dataset and names == set(strata)
-        return self.splits if same else None
-
-    def doubts(self, other: "UsedSplits", splits: Splits) -> Iterator[str]:
-        """Trained classes or tasks in the held-out part of `splits`, those of `other`, if the data are the
-        same.
-        """
-        if other.noun != self.noun or (other.content != self.content and other.dataset != self.dataset):
-            return
-        nouns = "classes" if self.noun == "class" else f"{self.noun}s"
-        if self.splits is None and other.digest != self.digest:
-            what = f"{self.trained} {nouns} of dataset={self.dataset}"
-            yield f"the model was trained on {what} by other splits, whose names are not stored"
-        for split in ("valid", "test"):
-            if shared := sorted(self.trained_names(self.noun) & set(splits.get(split, ()))):
-                yield (
-                    f"{len(shared)} of {len(splits[split])} {split} {nouns} ({few(shared)}) were trained"
-                    f" on with dataset={self.dataset}"
-                )
+            return self.splits if names <= set(strata) else None
+        return self.splits if dataset == self.dataset and names == set(strata) else None
 
 
 def label(name: str) -> str:
@@ -188,33 +169,42 @@ def few(names: Sequence[str]) -> str:
 
 
 def doubts(trained: Sequence[UsedSplits], config: Config, used: UsedSplits, splits: Splits) -> Iterator[str]:
-    """Warnings about held-out classes of `splits` (those of `used`) that a model was trained on."""
+    """Warnings about held-out classes or tasks of `splits` (those of `used`) that a model was trained on."""
     settings = [f"{name}={value}" for name in SPLIT_SETTINGS if (value := getattr(config, name))]
     given = settings[0] if settings else f"dataset={used.dataset}"
-    setting = "class_splits" if used.noun == "class" else "task_splits"
+    setting, nouns = ("class_splits", "classes") if used.noun == "class" else ("task_splits", f"{used.noun}s")
     for before in trained:
+        same = used.content == before.content or used.dataset == before.dataset
+        if used.noun != before.noun or not same:
+            continue
         file = f"its fmmeta.json as --{setting}" if before.splits else "the file that it was trained with"
-        for text in before.doubts(used, splits):
+        advice = f"use the model's splits: leave {setting} and class_split out, or give {file}"
+        if before.splits is None and used.digest != before.digest:
+            what = f"{before.trained} {nouns} of dataset={before.dataset}"
             yield (
-                f"{given}: {text}; use the model's splits: leave {setting} and class_split out, or give"
-                f" {file}"
+                f"{given}: the model was trained on {what} by other splits, whose names are not stored;"
+                f" {advice}"
             )
+        for split in ("valid", "test"):
+            if shared := sorted(before.trained_names(used.noun) & set(splits.get(split, ()))):
+                yield (
+                    f"{given}: {len(shared)} of {len(splits[split])} {split} {nouns} ({few(shared)}) were"
+                    f" trained on with dataset={before.dataset}; {advice}"
+                )
 
 
 def read_used_splits(memory: Mapping[str, Any]) -> list[UsedSplits]:
     """`datasets` of an fmmeta.json; empty for those of 0.1.0. Raises `ValueError`."""
     listed = memory.get("datasets", [])
-    if not isinstance(listed, list) or not all(map(is_record, listed)):
+    kinds = {"dataset": str, "content": str, "noun": str, "digest": str, "trained": int}
+    if not isinstance(listed, list) or not all(
+        isinstance(one, dict)
+        and all(isinstance(one.get(name), kind) for name, kind in kinds.items())
+        and isinstance(one.get("held_out", 1), int)
+        and lists_by_name(one.get("splits", {}))
+        and all(isinstance(unit, str) for units in one.get("splits", {}).values() for unit in units)
+        for one in listed
+    ):
         raise ValueError("datasets should list splits")
     known = [item.name for item in fields(UsedSplits)]
     return [UsedSplits(**{name: value for name, value in one.items() if name in known}) for one in listed]
-
-
-def is_record(one: Any) -> bool:
-    """Whether a JSON value has the types of `UsedSplits`."""
-    kinds = {"dataset": str, "content": str, "noun": str, "digest": str, "trained": int}
-    if not isinstance(one, dict) or not lists_by_name(splits := one.get("splits", {})):
-        return False
-    named = all(isinstance(name, str) for units in splits.values() for name in units)
-    typed = all(isinstance(one.get(name), kind) for name, kind in kinds.items())
-    return named and typed and isinstance(one.get("held_out", 1), int)

@@ -145,9 +145,6 @@ class TaskSource(ABC):
     def episode(self, task: Task) -> EpisodeRows:
         return self.draw(task).episode()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self.items)} items, {len(self.items.strata)} strata)"
-
 
 class ClassSource(TaskSource):
     """N-way episodes over labelled rows, from named tasks or from one set of classes, which has the name "".
