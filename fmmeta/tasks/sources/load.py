@@ -49,8 +49,7 @@ from fmmeta.tasks.sources.base import (
     TaskSource,
     short_names,
 )
-from fmmeta.tasks.suites.letters import letters
-from fmmeta.tasks.suites.marks import check_episodes, marks, part_of
+from fmmeta.tasks.suites import check_episodes, letters, marks, part_of
 
 
 def strata_of(store: TokenStore) -> dict[str, str]:
