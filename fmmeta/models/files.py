@@ -71,16 +71,23 @@ def reading(model_name_or_path: str, name: str) -> Iterator[None]:
         ) from None
 
 
+def read_stored(model_name_or_path: str, name: str, read: Callable[[str], T]) -> T | None:
+    """`read(path)` of a file of a folder or hub id; None if there is no such file. Raises `UsageError`."""
+    path = cached_file(model_name_or_path, name)
+    if path is None:
+        return None
+    with reading(model_name_or_path, name):
+        return read(path)
+
+
 def read_json(model_name_or_path: str, name: str, parse: Callable[[Any], T]) -> T | None:
     """`parse` of the content of a JSON file of a folder or hub id; None if there is no such file.
 
     Raises `UsageError` for a broken file and for content that `parse` refuses.
     """
-    path = cached_file(model_name_or_path, name)
-    if path is None:
-        return None
-    with reading(model_name_or_path, name):
-        return parse(json.loads(Path(path).read_text(encoding="utf-8")))
+    return read_stored(
+        model_name_or_path, name, lambda path: parse(json.loads(Path(path).read_text(encoding="utf-8")))
+    )
 
 
 def read_tensors(model_name_or_path: str, name: str) -> dict[str, Tensor] | None:
@@ -88,11 +95,7 @@ def read_tensors(model_name_or_path: str, name: str) -> dict[str, Tensor] | None
 
     Raises `UsageError` for a broken file.
     """
-    path = cached_file(model_name_or_path, name)
-    if path is None:
-        return None
-    with reading(model_name_or_path, name):
-        return load_file(path)
+    return read_stored(model_name_or_path, name, load_file)
 
 
 def reachable(model_name_or_path: str) -> bool:

@@ -19,6 +19,7 @@ other sizes. Used on CPUs, where arithmetic dominates; on a GPU the host would h
 """
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ class UnpaddedRows:
     """Positions of the real tokens in a padded batch: `places` [N] among B x T."""
 
     places: Tensor
-    shape: tuple[int, int]
+    shape: torch.Size
 
     def take(self, padded: Tensor) -> Tensor:
         """[B, T, ...] -> [1, N, ...]."""
@@ -48,9 +49,8 @@ class UnpaddedRows:
 
     def put(self, tokens: Tensor) -> Tensor:
         """[1, N, ...] -> [B, T, ...], zeros elsewhere."""
-        rows, length = self.shape
-        empty = tokens.new_zeros(rows * length, *tokens.shape[2:])
-        return empty.index_copy(0, self.places, tokens[0]).view(rows, length, *tokens.shape[2:])
+        empty = tokens.new_zeros(math.prod(self.shape), *tokens.shape[2:])
+        return empty.index_copy(0, self.places, tokens[0]).view(*self.shape, *tokens.shape[2:])
 
 
 class Unpadded:
@@ -86,8 +86,7 @@ class Unpadded:
         if self.works and attention_mask.device.type == "cpu" and not torch.compiler.is_compiling():
             places = attention_mask.flatten().nonzero()[:, 0]
             if len(places) < attention_mask.numel():
-                rows, length = attention_mask.shape
-                self.seen = UnpaddedRows(places, (rows, length))
+                self.seen = UnpaddedRows(places, attention_mask.shape)
         return {ARGUMENT: self.seen} if self.seen else {}
 
     def counts(self, x: Tensor, tasks: int) -> list[int] | None:
@@ -128,12 +127,13 @@ def attention(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    rows = unpadded_rows
-    if rows is None:
+    if unpadded_rows is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-    query, key, value = (rows.put(each.transpose(1, 2)).transpose(1, 2) for each in (query, key, value))
+    query, key, value = (
+        unpadded_rows.put(each.transpose(1, 2)).transpose(1, 2) for each in (query, key, value)
+    )
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-    return rows.take(output), None
+    return unpadded_rows.take(output), None
 
 
 class Learner(nn.Module):

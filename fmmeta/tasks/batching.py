@@ -119,7 +119,9 @@ class Batcher:
             parts = cut_by_tokens(ordered, self.micro_batch_size, self.max_tokens, self.group_size)
         else:
             rounds = -(-len(ordered) // (self.group_size * self.micro_batch_size))
-            parts = even_parts(ordered, rounds * self.group_size)
+            size, longer = divmod(len(ordered), rounds * self.group_size)  # sizes differ by one at most
+            bounds = [i * size + min(i, longer) for i in range(rounds * self.group_size + 1)]
+            parts = [ordered[a:b] for a, b in pairwise(bounds)]
         return [
             collate(part or ordered[-1:], 1 / total if part else 0.0, self.pad_token_id, classes)
             for part in parts[self.group_rank :: self.group_size]
@@ -148,13 +150,6 @@ def cut_by_tokens(rows: Sequence[Example], most: int, tokens: int, multiple: int
         else:
             runs.append(rows[:0])
     return runs
-
-
-def even_parts(rows: Sequence[Example], count: int) -> list[Sequence[Example]]:
-    """Cut into `count` runs whose sizes differ by one at most."""
-    size, extra = divmod(len(rows), count)
-    bounds = [i * size + min(i, extra) for i in range(count + 1)]
-    return [rows[a:b] for a, b in pairwise(bounds)]
 
 
 def collate(rows: Sequence[Example], weight: float, pad_token_id: int, classes: int = 0) -> MicroBatch:

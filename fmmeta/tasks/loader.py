@@ -332,11 +332,13 @@ class EpisodeLoader:
         blamed = self.folder.prepared_by(ended) if self.folder else []
         self.deaths.update(blamed)
         self.failures += not blamed
-        ends = (
-            f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            for code in ended.values()
-        )
-        self.cause = ", ".join(map("process {} {}".format, ended, ends)) or one_line(error)
+        ends = [
+            f"process {pid} exited with code {code}"
+            if code >= 0
+            else f"process {pid} was killed by {signal.Signals(-code).name}"
+            for pid, code in ended.items()
+        ]
+        self.cause = ", ".join(ends) or one_line(error)
         if isinstance(error, RuntimeError):
             self.warnings.append(f"a loader process died and was replaced: {self.cause}")
         if self.failures >= DEATHS:
@@ -366,24 +368,23 @@ class EpisodeLoader:
     def _start(self, task: Task) -> Iterator[tuple[str, int]]:
         self.folder = EpisodeFolder()
         remove_stale()
-        context = multiprocessing.get_context(
-            "forkserver"
-        )  # a fork of this process would copy its threads' locks
+        # a fork of this process would copy its threads' locks
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["fmmeta.tasks.fork_server"])
         # where /dev/shm is full it raises `OSError`; DataLoader's own locks would leave a broken iterator too
         context.Lock()
-        sampler: Any = (one for one in self.task_stream(task) if self.deaths[one.seed] < DEATHS)
-        loader = torch.utils.data.DataLoader(
-            Tasks(self.load, self.folder),
-            batch_size=None,
-            sampler=sampler,
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=True,
-            multiprocessing_context=context,
-            worker_init_fn=serve,
+        return iter(
+            torch.utils.data.DataLoader(
+                Tasks(self.load, self.folder),
+                batch_size=None,
+                sampler=(one for one in self.task_stream(task) if self.deaths[one.seed] < DEATHS),  # type: ignore[arg-type]
+                num_workers=self.num_workers,
+                prefetch_factor=self.prefetch_factor,
+                persistent_workers=True,
+                multiprocessing_context=context,
+                worker_init_fn=serve,
+            )
         )
-        return iter(loader)
 
 
 def serve(worker: int) -> None:

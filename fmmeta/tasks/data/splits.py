@@ -93,8 +93,11 @@ def own_splits(strata: Mapping[str, str], least: int, notice: Callable[[str], No
         f"no split file: {len(units) - 2 * held_out} train, {held_out} valid, {held_out} test, by a hash of"
         " their names"
     )
-    test, valid, train = units[:held_out], units[held_out : 2 * held_out], units[2 * held_out :]
-    return {"test": test, "valid": valid, "train": train}
+    return {
+        "test": units[:held_out],
+        "valid": units[held_out : 2 * held_out],
+        "train": units[2 * held_out :],
+    }
 
 
 def check_splits(splits: Splits, strata: Mapping[str, str], noun: str) -> None:

@@ -173,8 +173,7 @@ class ClassSource(TaskSource):
             mean = float(lengths[np.concatenate(list(classes.values()))].mean())
             tokens = round(shape.mean_rows(len(classes)) * mean)
             for anchor in [None] if task else classes:
-                name = anchor or task
-                items.append(Item(name, strata[name], tokens))
+                items.append(Item(anchor or task, strata[anchor or task], tokens))
                 self.draws.append((classes, anchor))
                 self.row_tokens.append(mean)
         self.items = Items.of(items)

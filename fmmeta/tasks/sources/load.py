@@ -175,11 +175,6 @@ class FolderSource(TaskSource):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "opened": {}}
 
-    @property
-    def fingerprint(self) -> str:
-        """A digest of names and sizes: the contents are not read."""
-        return digest([(file.name, file.size) for file in self.files])
-
     def only(self, names: Sequence[str]) -> "FolderSource":
         """The source of some of the tasks."""
         files = {file.name: file for file in self.files}
@@ -278,9 +273,10 @@ def load_one(
     if task_per_file is not None:
         source = FolderSource(task_per_file, EpisodeShape.of(config), config, tokenizer)
         strata = {item.name: item.stratum for item in source.items}
-        splits, used = choose_splits(name, source.fingerprint, config, strata, True, notice, trained)
+        content = digest([(file.name, file.size) for file in task_per_file])  # the files are not read
+        splits, used = choose_splits(name, content, config, strata, True, notice, trained)
         by_split = {split: source.only(splits[split]) for split in SPLITS if splits.get(split)}
-        fingerprint, size = digest([source.fingerprint, splits]), f"{len(source.items)} task files"
+        fingerprint, size = digest([content, splits]), f"{len(source.items)} task files"
         return summarised(name, by_split, fingerprint, size, "tasks", splits, strata, [used])
     files = data_files(name)
     if files is None:
@@ -306,8 +302,8 @@ def load_suite(name: str, config: Config, tokenizer: Any, notice: Notice) -> Sou
     if name == "marks":
         check_episodes(config)
     rows, splits = SUITES[name]()
-    content = digest([row.values for row in rows])  # the generator may change
-    store = prepare(name, content, lambda bad: rows, config, tokenizer, notice)
+    # part of the key is a digest of the rows, since the generator may change
+    store = prepare(name, digest([row.values for row in rows]), lambda bad: rows, config, tokenizer, notice)
     if any(getattr(config, setting) for setting in SPLIT_SETTINGS):
         raise UsageError(
             f"dataset={name} has its own splits; leave --class_splits, --task_splits and --class_split out"
