@@ -34,7 +34,7 @@ from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, Pool
 from fmmeta.models.lora import import_peft, inject, merged, restore_adapters
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
 
-DEFAULT = Config.max_length
+DEFAULT_LENGTH = Config.max_length
 AFTER_PADDING = {
     "roberta",
     "xlm-roberta",
@@ -69,7 +69,7 @@ def fitted(config: Config, hf_config: Any) -> Config:
     most = max_positions(hf_config)
     if most is None or config.max_length <= most:
         return config
-    if config.max_length != DEFAULT:
+    if config.max_length != DEFAULT_LENGTH:
         raise UsageError(
             f"max_length={config.max_length} is above the {most} positions of model_name_or_path="
             f"{config.model_name_or_path}; use {most} or less"
@@ -221,7 +221,7 @@ def load_tokenizer(config: Config, description: Description, notice: Callable[[s
     Its padding token becomes the model's: sequence classifiers and RoBERTa look for it among the ids.
     """
     name, hf_config = config.model_name_or_path, description.hf_config
-    if config.max_length < DEFAULT and config.max_length == max_positions(hf_config):
+    if config.max_length < DEFAULT_LENGTH and config.max_length == max_positions(hf_config):
         notice(f"max_length {config.max_length}: {name} has no more positions")
     tokenizer = read_tokenizer(config)
     if tokenizer is None:
