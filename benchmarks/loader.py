@@ -28,9 +28,8 @@ from benchmarks.common import plot, spread, table, write_json
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.tasks.batching import Batcher
-from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode
+from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode, TaskSampler
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
-from fmmeta.tasks.schedule.samplers import TaskSampler
 from fmmeta.tasks.sources.load import load_sources
 
 

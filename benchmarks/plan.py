@@ -262,7 +262,7 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
     """The machine's profile by one of the clocks."""
     from types import SimpleNamespace
 
-    from fmmeta.models import layer_timing
+    from fmmeta.models import pipeline_split
     from fmmeta.parallel.collectives import Communicator
     from fmmeta.planning import machines
     from fmmeta.planning.settings import PlanConfig
@@ -276,15 +276,15 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
         **{**TASK, **TIMED},
     )
     given = SimpleNamespace(perf_counter=CLOCKS[clock])
-    ordinary = layer_timing.time, machines.time
-    layer_timing.time = machines.time = given  # type: ignore[assignment]
+    ordinary = pipeline_split.time, machines.time
+    pipeline_split.time = machines.time = given  # type: ignore[assignment]
     try:
         link: Communicator = ranks.group if ranks.group.size > 1 else ranks.cross
         return machines.measure_together(
             plan, SimpleNamespace(world=ranks.world, group=link, device=ranks.device)
         )
     finally:
-        layer_timing.time, machines.time = ordinary
+        pipeline_split.time, machines.time = ordinary
 
 
 def train(run: Any, steps: int = 3) -> dict[str, list[float]]:

@@ -162,7 +162,7 @@ def disk() -> Iterator[Finding]:
 
 def shared_memory() -> Iterator[Finding]:
     """Loader processes and NCCL pass data through /dev/shm."""
-    from fmmeta.tasks.episode_folder import stale
+    from fmmeta.tasks.loader import stale
 
     place, name = Path("/dev/shm"), "shared memory"
     if not place.is_dir():

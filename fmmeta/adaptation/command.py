@@ -34,12 +34,11 @@ from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.models.stored_settings import remembered, trained_with
+from fmmeta.models.files import remembered, trained_with
 from fmmeta.tasks.batching import Episode, Example
-from fmmeta.tasks.data.columns import Table, tabulate
 from fmmeta.tasks.data.encode import encode
-from fmmeta.tasks.data.rows import Row, read_file
-from fmmeta.tasks.data.used_splits import few
+from fmmeta.tasks.data.rows import Row, Table, read_file, tabulate
+from fmmeta.tasks.data.splits import few
 
 Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
 """Pairs of text and class, or of input and output; or rows as a file has them."""

@@ -28,10 +28,8 @@ from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.generation import generate
 from fmmeta.evaluation.results import open_output
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
-from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file
-from fmmeta.models.lengths import fitted
-from fmmeta.models.load import Description, describe, load_tokenizer
-from fmmeta.models.stored_settings import remembered
+from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file, remembered
+from fmmeta.models.load import Description, describe, fitted, load_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.parallel_plan import ParallelPlan
@@ -39,9 +37,8 @@ from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.parallel.workers.create import create_worker
 from fmmeta.parallel.workers.plain import PlainWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
-from fmmeta.tasks.data.columns import broken_text
 from fmmeta.tasks.data.encode import encode
-from fmmeta.tasks.data.rows import MOST_GIB, ending, read_file, unpacked
+from fmmeta.tasks.data.rows import MOST_GIB, broken_text, ending, read_file, unpacked
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from fmmeta.models.load import Description, empty_learner, load_hf
 from fmmeta.models.lora import merged, save_adapter
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.tasks.data.used_splits import UsedSplits
+from fmmeta.tasks.data.splits import UsedSplits
 
 FILE_BYTES = (2**26, 2**30)  # smallest and largest safetensors file of a model of several files
 WEIGHTS = (

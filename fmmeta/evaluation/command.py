@@ -37,17 +37,15 @@ from fmmeta.evaluation.results import (
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.metrics.scores import EpisodeScore, gather_scores
+from fmmeta.models.files import trained_with
 from fmmeta.models.load import describe, empty_learner
-from fmmeta.models.stored_settings import trained_with
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.reliability.signals import Signals
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
-from fmmeta.tasks.sources.base import Draw, TaskSource
-from fmmeta.tasks.sources.classification import ClassSource
+from fmmeta.tasks.sources.base import ClassSource, Draw, Mixture, TaskSource
 from fmmeta.tasks.sources.load import load_sources
-from fmmeta.tasks.sources.mixture import Mixture
 from fmmeta.training import build
 from fmmeta.training.episodes import LEAST_SEEN, EpisodeReader
 

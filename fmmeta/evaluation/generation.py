@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.models.lengths import max_positions
+from fmmeta.models.load import max_positions
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.data.encode import encode_pairs

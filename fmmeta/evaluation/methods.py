@@ -34,8 +34,7 @@ from fmmeta.evaluation.settings import FewShotConfig
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.inner_lrs import HEAD, RATES_FILE, Rates
 from fmmeta.metrics.scores import STATS, EpisodeScore, episode_score, prediction_stats
-from fmmeta.models.files import cached_file
-from fmmeta.models.stored_settings import remembered
+from fmmeta.models.files import cached_file, remembered
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker

@@ -20,9 +20,8 @@ from fmmeta.config.settings import (
     RowConfig,
     TaskConfig,
 )
-from fmmeta.models.lengths import fitted
-from fmmeta.models.load import describe
-from fmmeta.models.stored_settings import remembered
+from fmmeta.models.files import remembered
+from fmmeta.models.load import describe, fitted
 from fmmeta.tasks.data.rows import ENDINGS, ending
 
 METHODS = ("finetune", "prototype", "linear", "knn", "in_context")

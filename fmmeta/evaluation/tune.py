@@ -26,8 +26,8 @@ from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
 from fmmeta.evaluation.results import check_output, write_json
 from fmmeta.evaluation.settings import TuneConfig
 from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.models.files import remembered
 from fmmeta.models.load import Description, empty_learner
-from fmmeta.models.stored_settings import remembered
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.reliability.signals import Signals

@@ -16,7 +16,7 @@ from fmmeta.meta.classifier_head import class_means, nearest_mean_head
 from fmmeta.meta.costs import rows_of
 from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
 from fmmeta.models.learner import Learner
-from fmmeta.models.multi_task_layers import TaskAxis
+from fmmeta.models.lora import TaskAxis
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.parallel.workers.multi_task import TaskBatch

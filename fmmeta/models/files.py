@@ -1,8 +1,11 @@
-"""Files of a folder or hub id, online or offline; without a network no call waits for the hub."""
+"""Files of a folder or hub id, online or offline, and the settings in a model's fmmeta.json.
+
+Without a network no call waits for the hub.
+"""
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,6 +17,10 @@ from torch import Tensor
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
+from fmmeta.config.fields import of_type
+from fmmeta.config.renamed import translated
+from fmmeta.config.settings import REMEMBERED, Config
+from fmmeta.tasks.data.splits import UsedSplits, read_used_splits
 
 BUILTIN = "tiny"
 BASE_FOLDER = (
@@ -64,16 +71,23 @@ def reading(model_name_or_path: str, name: str) -> Iterator[None]:
         ) from None
 
 
+def read_stored(model_name_or_path: str, name: str, read: Callable[[str], T]) -> T | None:
+    """`read(path)` of a file of a folder or hub id; None if there is no such file. Raises `UsageError`."""
+    path = cached_file(model_name_or_path, name)
+    if path is None:
+        return None
+    with reading(model_name_or_path, name):
+        return read(path)
+
+
 def read_json(model_name_or_path: str, name: str, parse: Callable[[Any], T]) -> T | None:
     """`parse` of the content of a JSON file of a folder or hub id; None if there is no such file.
 
     Raises `UsageError` for a broken file and for content that `parse` refuses.
     """
-    path = cached_file(model_name_or_path, name)
-    if path is None:
-        return None
-    with reading(model_name_or_path, name):
-        return parse(json.loads(Path(path).read_text(encoding="utf-8")))
+    return read_stored(
+        model_name_or_path, name, lambda path: parse(json.loads(Path(path).read_text(encoding="utf-8")))
+    )
 
 
 def read_tensors(model_name_or_path: str, name: str) -> dict[str, Tensor] | None:
@@ -81,11 +95,7 @@ def read_tensors(model_name_or_path: str, name: str) -> dict[str, Tensor] | None
 
     Raises `UsageError` for a broken file.
     """
-    path = cached_file(model_name_or_path, name)
-    if path is None:
-        return None
-    with reading(model_name_or_path, name):
-        return load_file(path)
+    return read_stored(model_name_or_path, name, load_file)
 
 
 def reachable(model_name_or_path: str) -> bool:
@@ -147,3 +157,33 @@ def adapter_folder(model_name_or_path: str) -> Path:
             " adapters to safetensors"
         )
     return Path(str(paths[0])).parent
+
+
+def trained_with(models: Sequence[str]) -> list[UsedSplits]:
+    """The splits that these models were trained with. Raises `UsageError`."""
+    return [one for model in models for one in read_used_splits(remembered(model))]
+
+
+def remembered(model_name_or_path: str) -> dict[str, Any]:
+    """The settings and facts in a model's fmmeta.json. Raises `UsageError` for a broken one."""
+    return read_json(model_name_or_path, "fmmeta.json", checked) or {}
+
+
+def checked(facts: Any) -> dict[str, Any]:
+    """The content of an fmmeta.json without its nulls and NaNs. Raises `ValueError` for wrong content.
+
+    Facts that are checked where they are used are returned as they are.
+    """
+    if not isinstance(facts, dict):
+        raise ValueError("it holds no settings")
+    facts = translated(facts, Config.__dataclass_fields__)
+    facts = {name: value for name, value in facts.items() if value is not None and value == value}
+    for name in {*REMEMBERED, "n_way"} & set(facts):
+        facts[name] = of_type(Config, name, facts[name])
+    labels = facts.get("labels", [])
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        raise ValueError("labels is not a list of texts")
+    if not isinstance(facts.get("classes", 0), int):
+        raise ValueError("classes is not a whole number")
+    read_used_splits(facts)
+    return facts

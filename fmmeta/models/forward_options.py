@@ -1,12 +1,17 @@
-"""Options of the forward pass: attention implementation, gradient checkpointing, packed rows.
+"""Options of the forward pass: attention implementation, gradient checkpointing, packed rows, torch.compile.
 
-Options that a model does not support are refused before its weights are read.
+Options that a model does not support are refused before its weights are read. `--compile` compiles the
+transformer once for rows of any number and length; names, weights and (up to rounding) numbers of the model
+do not change. The first passes compile for seconds to minutes; torch caches the compiled code for the next
+run (Ansel et al., "PyTorch 2", ASPLOS 2024).
 """
 
-import inspect
+import os
+import shutil
 from typing import Any
 
 import torch
+from torch import nn
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
@@ -52,15 +57,6 @@ def checkpoint_layers(hf: Any) -> None:
     hf.disable_input_require_grads()  # transformers turns it on for reentrant checkpointing
 
 
-def check_position_ids(hf: Any) -> None:
-    """Refuse a model without position_ids, by which attention keeps packed rows apart."""
-    if "position_ids" not in inspect.signature(hf.forward).parameters:
-        raise UsageError(
-            f"packing=True: {type(hf).__name__} takes no position_ids, which keep packed rows apart; leave"
-            " it out"
-        )
-
-
 @torch.no_grad()
 def check_packing(learner: Learner) -> None:
     """Refuse a model whose logits change when rows share a sequence: recurrent and convolutional layers
@@ -85,9 +81,34 @@ def check_packing(learner: Learner) -> None:
             off.append(float((packed - torch.cat([alone[i] for i in order], 1)).abs().max()) / scale)
     finally:
         learner.hf.config._attn_implementation = chosen
-    wrong = [each for each in off if not each < 1e-3]
-    if wrong:
+    if wrong := [each for each in off if not each < 1e-3]:
         raise UsageError(
             f"packing=True: rows that share a sequence see each other in {type(learner.hf).__name__}"
             f" (logits move by {wrong[0]:.1e} of their spread); leave it out"
         )
+
+
+BACKEND = "inductor"
+
+
+def check_compiler(device: str) -> None:
+    """Raise `UsageError` if there is no C++ compiler, which code compiled for a CPU needs."""
+    wanted = os.environ.get("CXX")
+    names = [wanted] if wanted else ["g++", "clang++"]
+    if device == "cpu" and not any(map(shutil.which, names)):
+        where = f"CXX={wanted} is not there" if wanted else "neither g++ nor clang++ is there"
+        raise UsageError(f"compile=True needs a C++ compiler, and {where}; install one, or leave it out")
+
+
+def compile_model(learner: Learner, device: torch.device) -> None:
+    """Compile the HF model of a worker's `learner` in place.
+
+    It computes with padding, because the number of real tokens would be one more size that changes, and with
+    dense gradients of embeddings.
+    """
+    check_compiler(device.type)
+    learner.unpadded.works = False
+    for module in learner.modules():
+        if isinstance(module, nn.Embedding):
+            module.sparse = False
+    learner.hf.compile(dynamic=True, backend=BACKEND)

@@ -1,14 +1,26 @@
-"""The trained module: a Hugging Face model, and a head for classification, behind one forward.
+"""The trained module and its loss: a Hugging Face model, and a head for classification, behind one forward.
 
     learner(**inputs)                      -> logits [B, C] or [B, T, V]
     learner(**inputs, want="features")     -> [B, D], what the classifier head sees
     learner(**inputs, want="both")         -> features and logits
+    objective(logits, micro_batch)         -> this micro-batch's part of the mean loss over a whole set
 
 `inputs` are those of a MicroBatch (input_ids [B, T], attention_mask [B, T], ...); they go to the HF model.
 Three kinds: a sequence classifier as transformers ships it (pooling: model), an encoder with fmmeta's pooling
 and a linear head, and a causal language model. `hf` is the part that export saves.
+
+Encoder layers run without padding: between the embeddings and the last layer only real tokens are computed.
+
+    embeddings [B, T, H] --> [1, N, H] --> layers --> [B, T, H], zeros on padding
+
+N: real tokens of the micro-batch. Every operation of a layer but attention works token by token. Attention
+gets padded rows, and its padding is removed again. The numbers are the same up to the rounding of products of
+other sizes. Used on CPUs, where arithmetic dominates; on a GPU the host would have to wait for N.
 """
 
+import copy
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +28,112 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
-from fmmeta.models.unpadded import Unpadded
+from fmmeta.tasks.batching import IGNORE, MicroBatch
+
+# Their models pass keyword arguments on to `encoder(hidden, ...)`, and that to attention.
+MODELS = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
+ATTENTION = "fmmeta_unpadded"  # its name in transformers, in place of sdpa
+ARGUMENT = "unpadded_rows"
+
+
+@dataclass(frozen=True)
+class UnpaddedRows:
+    """Positions of the real tokens in a padded batch: `places` [N] among B x T."""
+
+    places: Tensor
+    shape: torch.Size
+
+    def take(self, padded: Tensor) -> Tensor:
+        """[B, T, ...] -> [1, N, ...]."""
+        return padded.flatten(0, 1).index_select(0, self.places)[None]
+
+    def put(self, tokens: Tensor) -> Tensor:
+        """[1, N, ...] -> [B, T, ...], zeros elsewhere."""
+        empty = tokens.new_zeros(math.prod(self.shape), *tokens.shape[2:])
+        return empty.index_copy(0, self.places, tokens[0]).view(*self.shape, *tokens.shape[2:])
+
+
+class Unpadded:
+    """Hooks around the encoder of `hf`, if it is one of MODELS with torch's attention; else nothing changes.
+
+    In a pipeline only the last stage computes without padding.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        self.seen: UnpaddedRows | None = None  # of the last pass: its layers may be recomputed in backward
+        config = hf.config
+        self.works = (
+            config.model_type in MODELS and config._attn_implementation == "sdpa" and not config.is_decoder
+        )
+        if self.works:
+            from transformers import AttentionInterface
+
+            AttentionInterface.register(ATTENTION, attention)
+            encoder = getattr(hf, hf.base_model_prefix, hf).encoder
+            changed = copy.copy(config)  # the model makes masks and is saved with its original one
+            changed._attn_implementation = ATTENTION
+            for module in encoder.modules():
+                if getattr(module, "config", None) is config:
+                    module.config = changed
+            encoder.register_forward_pre_hook(remove_padding, with_kwargs=True)
+            encoder.register_forward_hook(restore_padding, with_kwargs=True)
+
+    def of(self, attention_mask: Tensor) -> dict[str, UnpaddedRows]:
+        """Arguments for the HF model, with which a pass over rows [B, T] leaves out the zeros of
+        `attention_mask`.
+        """
+        self.seen = None
+        if self.works and attention_mask.device.type == "cpu" and not torch.compiler.is_compiling():
+            places = attention_mask.flatten().nonzero()[:, 0]
+            if len(places) < attention_mask.numel():
+                self.seen = UnpaddedRows(places, attention_mask.shape)
+        return {ARGUMENT: self.seen} if self.seen else {}
+
+    def counts(self, x: Tensor, tasks: int) -> list[int] | None:
+        """Tokens of each of `tasks` equal runs of rows, if `x` [1, N, ...] is inside the encoder in the last
+        pass, else None.
+        """
+        if self.seen is None or x.shape[:2] != (1, len(self.seen.places)):
+            return None
+        rows, length = self.seen.shape
+        return torch.bincount(self.seen.places // (rows // tasks * length), minlength=tasks).tolist()
+
+
+def remove_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pre-hook of the encoder. Its layers get the same rows as an argument, also when they are recomputed."""
+    if ARGUMENT in kwargs:
+        hidden, *others = args
+        return (kwargs[ARGUMENT].take(hidden), *others), kwargs
+    return None
+
+
+def restore_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    if ARGUMENT in kwargs:
+        output.last_hidden_state = kwargs[ARGUMENT].put(output.last_hidden_state)
+    return output
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    unpadded_rows: UnpaddedRows | None = None,
+    **named: Any,
+) -> tuple[Tensor, None]:
+    """transformers' sdpa on [B, heads, T, D]; with `unpadded_rows` on [1, heads, N, D], as if it were
+    padded.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if unpadded_rows is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+    query, key, value = (
+        unpadded_rows.put(each.transpose(1, 2)).transpose(1, 2) for each in (query, key, value)
+    )
+    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+    return unpadded_rows.take(output), None
 
 
 class Learner(nn.Module):
@@ -70,7 +187,12 @@ class PooledClassifier(Learner):
 
     def forward(self, *, want: str = "logits", **inputs: Tensor) -> Any:
         mask = inputs["attention_mask"]
-        features = pool(self.hf(**inputs, **self.unpadded.of(mask)).last_hidden_state, mask, self.pooling)
+        hidden = self.hf(**inputs, **self.unpadded.of(mask)).last_hidden_state
+        if self.pooling == "cls":
+            features = hidden[:, 0]
+        else:
+            mask = mask.unsqueeze(-1).to(hidden.dtype)
+            features = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
         if self.norm:
             features = self.norm * F.normalize(features, dim=1)
         if want == "features":
@@ -122,9 +244,35 @@ class NativeClassifier(Learner):
         return self.get_submodule(self.head_path)(features)
 
 
-def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
-    """[B, T, D] and [B, T] -> [B, D]: mean over the tokens, or the first token."""
-    if pooling == "cls":
-        return hidden[:, 0]
-    mask = mask.unsqueeze(-1).to(hidden.dtype)
-    return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
+def objective(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return this micro-batch's part of the set's mean loss, its number of correct rows, and its number of
+    rows.
+
+    Summed over all micro-batches of all ranks the loss is the mean over the set: over rows for [B, C] logits,
+    over label tokens for [B, T, V] ones. A causal_lm row is correct when each of its label tokens is the most
+    likely one. NaN logits count as wrong.
+    """
+    losses, right, rows = per_row(logits, batch)
+    return losses.sum(), right.sum(), rows.sum()
+
+
+def per_row(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """`objective` before its sums: [B] each. Packed rows that share a sequence share an element."""
+    counted = batch.weights > 0
+    if logits.ndim == 2:
+        logits = logits[:, : batch.classes or None]  # an episode of fewer classes than the head has
+        losses = F.cross_entropy(logits.float(), batch.labels, reduction="none")
+        rows, right = counted.long(), ((logits.argmax(-1) == batch.labels) & ~losses.isnan()).long()
+    else:
+        logits, labels = logits[:, :-1].float(), batch.labels[:, 1:]
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
+        wrong = ((logits.argmax(-1) != labels) & (labels != IGNORE)) | losses.isnan()
+        single = torch.arange(batch.labels.shape[1], device=labels.device).expand_as(batch.labels)
+        # the row of each token in its sequence, from 1; more than one where packed rows restart at position 0
+        numbers = (batch.inputs.get("position_ids", single) == 0).cumsum(1)
+        failed = numbers.new_zeros(len(numbers), numbers.shape[1] + 1).scatter_reduce(
+            1, numbers[:, 1:], wrong.long(), "amax"
+        )
+        losses, rows = losses.sum(1), numbers[:, -1]
+        right = rows - failed.sum(1)
+    return losses * batch.weights, right * counted, rows * counted

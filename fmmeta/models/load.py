@@ -3,9 +3,10 @@
 Weights come from safetensors, never from pickles.
 """
 
+import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,53 @@ from fmmeta.models.files import (
     read_json,
     read_tensors,
 )
-from fmmeta.models.forward_options import check_packing, check_position_ids, checkpoint_layers
+from fmmeta.models.forward_options import check_packing, checkpoint_layers
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
-from fmmeta.models.lengths import DEFAULT, max_positions
 from fmmeta.models.lora import import_peft, inject, merged, restore_adapters
 from fmmeta.models.tiny import byte_tokenizer, tiny_config
+
+DEFAULT_LENGTH = Config.max_length
+AFTER_PADDING = {
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "roberta-prelayernorm",
+    "camembert",
+    "longformer",
+    "mpnet",
+    "esm",
+    "data2vec-text",
+    "ibert",
+    "xmod",
+    "luke",
+    "layoutlmv3",
+}
+"""Model types that count positions from pad_token_id + 1."""
+
+
+def max_positions(hf_config: Any) -> int | None:
+    """Largest number of tokens of a text; None if the configuration sets no limit."""
+    most = getattr(hf_config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most <= 0:
+        return None
+    return most - (hf_config.pad_token_id + 1 if hf_config.model_type in AFTER_PADDING else 0)
+
+
+def fitted(config: Config, hf_config: Any) -> Config:
+    """The settings with the default max_length lowered to the model's positions.
+
+    Raises `UsageError` if a given max_length is larger.
+    """
+    most = max_positions(hf_config)
+    if most is None or config.max_length <= most:
+        return config
+    if config.max_length != DEFAULT_LENGTH:
+        raise UsageError(
+            f"max_length={config.max_length} is above the {most} positions of model_name_or_path="
+            f"{config.model_name_or_path}; use {most} or less"
+        )
+    return replace(config, max_length=most)
+
 
 DROPOUTS = ("dropout", "pdrop", "layerdrop")  # in the names of dropout probabilities
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
@@ -178,7 +221,7 @@ def load_tokenizer(config: Config, description: Description, notice: Callable[[s
     Its padding token becomes the model's: sequence classifiers and RoBERTa look for it among the ids.
     """
     name, hf_config = config.model_name_or_path, description.hf_config
-    if config.max_length < DEFAULT and config.max_length == max_positions(hf_config):
+    if config.max_length < DEFAULT_LENGTH and config.max_length == max_positions(hf_config):
         notice(f"max_length {config.max_length}: {name} has no more positions")
     tokenizer = read_tokenizer(config)
     if tokenizer is None:
@@ -322,8 +365,11 @@ def wrap(hf: Any, config: Config, description: Description) -> Learner:
     outputs = description.outputs(config)
     if config.gradient_checkpointing:
         checkpoint_layers(hf)
-    if config.packing:
-        check_position_ids(hf)
+    if config.packing and "position_ids" not in inspect.signature(hf.forward).parameters:
+        raise UsageError(
+            f"packing=True: {type(hf).__name__} takes no position_ids, which keep packed rows apart; leave"
+            " it out"
+        )
     if config.task_type == "causal_lm":
         learner: Learner = CausalLearner(hf)
     elif description.pooling == "model":

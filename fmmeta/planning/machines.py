@@ -37,10 +37,9 @@ from fmmeta.common.processes import end_with_parent
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.meta.costs import rows_of
-from fmmeta.models.layer_timing import layer_seconds
 from fmmeta.models.lazy_weights import initialize, wrap_lazily
 from fmmeta.models.load import describe, empty_hf
-from fmmeta.models.pipeline_split import FAMILIES
+from fmmeta.models.pipeline_split import FAMILIES, layer_seconds
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.planning.compute import Profile, count_matmuls

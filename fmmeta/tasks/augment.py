@@ -113,8 +113,9 @@ class Transforms:
         for part, rows in enumerate(sets):
             for index in range(len(rows)):
                 for name, transform in self.example:
-                    seed = (*draw.task.seed, STREAM, part, index)
-                    rows[index] = transformed(name, transform, rows[index], seed)
+                    rows[index] = transformed(
+                        name, transform, rows[index], (*draw.task.seed, STREAM, part, index)
+                    )
         episode = TextEpisode(draw.task, sets[0], sets[1], draw.classes)
         for name, transform in self.episode:
             episode = transformed(name, transform, episode, (*draw.task.seed, STREAM))

@@ -24,7 +24,7 @@ PADDING = {"input_ids": 0, "attention_mask": 0, "position_ids": 1}
 class Example:
     """One row: its tokens, and its class or (causal_lm) one label per token, IGNORE on the prompt.
 
-    position_ids: of several rows that share a sequence (packing.py), each from 0; empty for a single row.
+    position_ids: of several rows that share a sequence (`pack`), each from 0; empty for a single row.
     """
 
     input_ids: Sequence[int]
@@ -119,7 +119,9 @@ class Batcher:
             parts = cut_by_tokens(ordered, self.micro_batch_size, self.max_tokens, self.group_size)
         else:
             rounds = -(-len(ordered) // (self.group_size * self.micro_batch_size))
-            parts = even_parts(ordered, rounds * self.group_size)
+            size, longer = divmod(len(ordered), rounds * self.group_size)  # sizes differ by one at most
+            bounds = [i * size + min(i, longer) for i in range(rounds * self.group_size + 1)]
+            parts = [ordered[a:b] for a, b in pairwise(bounds)]
         return [
             collate(part or ordered[-1:], 1 / total if part else 0.0, self.pad_token_id, classes)
             for part in parts[self.group_rank :: self.group_size]
@@ -148,13 +150,6 @@ def cut_by_tokens(rows: Sequence[Example], most: int, tokens: int, multiple: int
         else:
             runs.append(rows[:0])
     return runs
-
-
-def even_parts(rows: Sequence[Example], count: int) -> list[Sequence[Example]]:
-    """Cut into `count` runs whose sizes differ by one at most."""
-    size, extra = divmod(len(rows), count)
-    bounds = [i * size + min(i, extra) for i in range(count + 1)]
-    return [rows[a:b] for a, b in pairwise(bounds)]
 
 
 def collate(rows: Sequence[Example], weight: float, pad_token_id: int, classes: int = 0) -> MicroBatch:
@@ -231,3 +226,33 @@ def widen(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
         labels=wider(batch.labels, IGNORE if batch.labels.ndim == 2 else None),
         weights=F.pad(batch.weights, (0, more)),
     )
+
+
+def pack(rows: Sequence[Example], least: int, length: int) -> list[Example]:
+    """Pack `rows` (longest first) into sequences of at most `length` tokens, at least `least` of them if
+    there are as many rows.
+
+    Each row joins the shortest sequence if it has room, so that sequences are about equally long (Graham
+    1969, longest processing time first). The same rows give the same sequences on every rank.
+    """
+    tokens = sum(len(row.input_ids) for row in rows)
+    bins: list[list[Example]] = [[] for _ in range(max(-(-tokens // length), min(least, len(rows))))]
+    filled = [0] * len(bins)
+    for row in rows:
+        shortest = min(range(len(bins)), key=filled.__getitem__)
+        if filled[shortest] and filled[shortest] + len(row.input_ids) > length:
+            shortest = len(bins)
+            bins.append([])
+            filled.append(0)
+        bins[shortest].append(row)
+        filled[shortest] += len(row.input_ids)
+    packed = [concat_rows(members) for members in bins if members]
+    return sorted(packed, key=lambda sequence: len(sequence.input_ids), reverse=True)
+
+
+def concat_rows(rows: Sequence[Example]) -> Example:
+    """One sequence; no loss is taken on the first token of a row."""
+    ids = [token for row in rows for token in row.input_ids]
+    position_ids = [position for row in rows for position in range(len(row.input_ids))]
+    labels = [label for row in rows for label in (IGNORE, *row.labels[1:])]  # type: ignore[index]
+    return Example(ids, labels, position_ids)

@@ -7,29 +7,140 @@ A task that fails to load becomes a `LoadResult` with an error and does not affe
 retried first. A loader process that dies is replaced; the task that it was preparing gets the error.
 Without shared memory the training process loads the episodes. No function here raises or communicates: all
 ranks decide together how to handle a bad task (training/episodes.py).
+
+Episodes pass from loader processes to their trainer as files of a folder in shared memory:
+
+    <pid>_<seed>    an episode that loader process <pid> is preparing or writing
+    <seed>          a complete episode
+
+If a loader process dies, <pid>_<seed> names the episode it was preparing. A trainer holds the lock of its
+folder until it ends, so that a folder with a free lock is left over, in every PID namespace.
 """
 
+import fcntl
+import itertools
 import math
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
+import tempfile
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch.utils.data
+from torch.utils.data import Sampler
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
 from fmmeta.tasks.batching import Batcher, Episode, Example
-from fmmeta.tasks.episode_folder import EpisodeFolder, Seed, put, remove_stale, root, take
-from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import Draw, EpisodeRows, TaskSource
+
+
+class TaskSampler(Sampler[Task]):
+    """The tasks of one group, outer step after outer step, endless.
+
+    first: the outer step to begin with.
+    """
+
+    def __init__(self, schedule: Schedule, num_groups: int = 1, group_index: int = 0, first: int = 0) -> None:
+        self.schedule, self.first = schedule, first
+        self.num_groups, self.group_index = num_groups, group_index
+
+    def __iter__(self) -> Iterator[Task]:
+        for outer_step in itertools.count(self.first):
+            yield from self.schedule.share(outer_step, self.num_groups, self.group_index)
+
+
+PREFIX, SHM = "fmmeta-loader-", "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+Seed = tuple[int, ...]  # of a task: no other task of the run has it
+
+
+def root() -> Path:
+    return Path(SHM or tempfile.gettempdir())
+
+
+class EpisodeFolder:
+    """A new folder for this user alone (0700), locked until `close` or the end of this process.
+
+    Raises `OSError`.
+    """
+
+    def __init__(self) -> None:
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root()))
+            with suppress(FileNotFoundError):  # another process found it before it was locked, and removed it
+                self.lock = os.open(self.path, os.O_RDONLY)
+                with suppress(OSError):  # a file system without locks: no process can take it for stale
+                    fcntl.flock(self.lock, fcntl.LOCK_EX)
+                if self.path.exists():
+                    return
+                os.close(self.lock)
+
+    def prepared_by(self, pids: Iterable[int]) -> list[Seed]:
+        """The tasks that dead loader processes were preparing, each at most one."""
+        names = (file.name.split("_") for file in self.path.glob("*_*"))
+        return [tuple(map(int, seed.split("."))) for pid, seed in names if int(pid) in set(pids)]
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+
+
+def stale() -> Iterator[Path]:
+    """Folders of this user whose trainers have ended; each is locked until the next one is requested."""
+    for path in root().glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another process has just removed it, or it is another user's
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its trainer lives
+                    yield path
+            finally:
+                os.close(lock)
+
+
+def remove_stale() -> None:
+    """Remove what trainers of this user that were killed have left in memory."""
+    for path in stale():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def put(path: Path, seed: Seed, make: Callable[[], Any]) -> tuple[str, int]:
+    """In a loader process: write what `make()` returns; its file, or "" and the number of the error that
+    writing met.
+    """
+    name = ".".join(map(str, seed))
+    part = path / f"{os.getpid()}_{name}"
+    try:
+        with part.open("wb") as file:
+            pickle.dump(make(), file)
+        return str(part.rename(path / name)), 0
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        return "", error.errno or 0
+
+
+def take(found: tuple[str, int]) -> Any:
+    """In the trainer: what `put` has written. Raises `OSError` where it is not there."""
+    name, errno = found
+    if not name:
+        raise OSError(errno, os.strerror(errno))
+    content = Path(name).read_bytes()
+    os.unlink(name)
+    return pickle.loads(content)
+
 
 BACK_OFF_S = (0.1, 0.5, 2.0)  # waits before I/O is tried again
 # a task that ends so many loader processes is given up; so are loader processes that fail so often without
@@ -172,13 +283,11 @@ class EpisodeLoader:
 
     def close(self) -> None:
         """End the loader processes."""
-        stream, self.stream = self.stream, None
-        shutdown = getattr(stream, "_shutdown_workers", None)
-        if shutdown:
-            shutdown()
-        if self.folder:
-            self.folder.close()
-            self.folder = None
+        stream, self.stream, folder, self.folder = self.stream, None, self.folder, None
+        if hasattr(stream, "_shutdown_workers"):
+            stream._shutdown_workers()  # type: ignore[union-attr]
+        if folder:
+            folder.close()
 
     def _fetch_one(self, task: Task) -> LoadResult:
         try:
@@ -206,8 +315,12 @@ class EpisodeLoader:
             return loaded
         if not self.deaths[task.seed]:
             return self.load(task)
-        died = f"loader processes died {self.deaths[task.seed]} times while they prepared it"
-        return LoadResult(task, None, f"task {task.name}: {died}, last: {self.cause}")
+        return LoadResult(
+            task,
+            None,
+            f"task {task.name}: loader processes died {self.deaths[task.seed]} times while they prepared it,"
+            f" last: {self.cause}",
+        )
 
     def _recover(self, error: Exception) -> None:
         """End the loader processes after a failure, to start others; after DEATHS failures in a row start no
@@ -219,14 +332,19 @@ class EpisodeLoader:
         blamed = self.folder.prepared_by(ended) if self.folder else []
         self.deaths.update(blamed)
         self.failures += not blamed
-        self.cause = ", ".join(map(how_ended, ended, ended.values())) or one_line(error)
+        ends = [
+            f"process {pid} exited with code {code}"
+            if code >= 0
+            else f"process {pid} was killed by {signal.Signals(-code).name}"
+            for pid, code in ended.items()
+        ]
+        self.cause = ", ".join(ends) or one_line(error)
         if isinstance(error, RuntimeError):
             self.warnings.append(f"a loader process died and was replaced: {self.cause}")
         if self.failures >= DEATHS:
-            wrong = f"loader processes failed {self.failures} times in a row, last: {self.cause}"
             self.warnings.append(
-                f"num_workers={self.num_workers}: {wrong}; the training process loads all episodes;"
-                f" {remedy()}"
+                f"num_workers={self.num_workers}: loader processes failed {self.failures} times in a row,"
+                f" last: {self.cause}; the training process loads all episodes; {remedy()}"
             )
             self.num_workers = 0
         self.close()
@@ -242,31 +360,31 @@ class EpisodeLoader:
             self.close()
         elif not self.full:
             self.full = True
-            wrong = f"loader processes cannot write to {root()} ({error.strerror})"
-            what = "the training process loads missing episodes"
-            self.warnings.append(f"num_workers={self.num_workers}: {wrong}; {what}; {remedy()}")
+            self.warnings.append(
+                f"num_workers={self.num_workers}: loader processes cannot write to {root()}"
+                f" ({error.strerror}); the training process loads missing episodes; {remedy()}"
+            )
 
     def _start(self, task: Task) -> Iterator[tuple[str, int]]:
         self.folder = EpisodeFolder()
         remove_stale()
-        context = multiprocessing.get_context(
-            "forkserver"
-        )  # a fork of this process would copy its threads' locks
+        # a fork of this process would copy its threads' locks
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["fmmeta.tasks.fork_server"])
         # where /dev/shm is full it raises `OSError`; DataLoader's own locks would leave a broken iterator too
         context.Lock()
-        sampler: Any = (one for one in self.task_stream(task) if self.deaths[one.seed] < DEATHS)
-        loader = torch.utils.data.DataLoader(
-            Tasks(self.load, self.folder),
-            batch_size=None,
-            sampler=sampler,
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=True,
-            multiprocessing_context=context,
-            worker_init_fn=serve,
+        return iter(
+            torch.utils.data.DataLoader(
+                Tasks(self.load, self.folder),
+                batch_size=None,
+                sampler=(one for one in self.task_stream(task) if self.deaths[one.seed] < DEATHS),  # type: ignore[arg-type]
+                num_workers=self.num_workers,
+                prefetch_factor=self.prefetch_factor,
+                persistent_workers=True,
+                multiprocessing_context=context,
+                worker_init_fn=serve,
+            )
         )
-        return iter(loader)
 
 
 def serve(worker: int) -> None:
@@ -297,16 +415,9 @@ def exit_codes(stream: Any) -> dict[int, int]:
         time.sleep(0.02)
 
 
-def how_ended(pid: int, code: int) -> str:
-    return f"process {pid} " + (
-        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    )
-
-
 def remedy() -> str:
     """What to do where loader processes cannot work."""
-    free, there = shutil.disk_usage(root()).free // 2**20, root()
     return (
-        f"{there} has {free} MiB free: free room there, start the container with --shm-size=8g, or use"
-        " --num_workers 0"
+        f"{root()} has {shutil.disk_usage(root()).free // 2**20} MiB free: free room there, start the"
+        " container with --shm-size=8g, or use --num_workers 0"
     )

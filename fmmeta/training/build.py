@@ -21,14 +21,12 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.in_context import prompted
 from fmmeta.meta.parameters import MetaParameters
+from fmmeta.models.files import trained_with
 from fmmeta.models.forward_options import check_attention
-from fmmeta.models.layer_timing import layer_seconds
 from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import Learner
-from fmmeta.models.lengths import max_positions
-from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer
-from fmmeta.models.pipeline_split import plan_stages
-from fmmeta.models.stored_settings import trained_with
+from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer, max_positions
+from fmmeta.models.pipeline_split import layer_seconds, plan_stages
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import GroupCoordinates, Layout
@@ -49,15 +47,13 @@ from fmmeta.planning.memory import (
 )
 from fmmeta.reliability.checks import check_replicas
 from fmmeta.tasks.augment import Transforms
-from fmmeta.tasks.batching import Batcher
-from fmmeta.tasks.data.prompts import make_prompt
-from fmmeta.tasks.data.used_splits import UsedSplits
+from fmmeta.tasks.batching import Batcher, pack
+from fmmeta.tasks.data.encode import make_prompt
+from fmmeta.tasks.data.splits import UsedSplits
 from fmmeta.tasks.loader import LoadEpisode, Prompted
-from fmmeta.tasks.packing import pack
 from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.base import TaskSource
+from fmmeta.tasks.sources.base import TaskSource, stratum_shares
 from fmmeta.tasks.sources.load import Sources, load_sources
-from fmmeta.tasks.sources.mixture import stratum_shares
 
 Notice = Callable[..., None]
 """Logs a line, or several as one."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fmmeta.tasks.episode_folder import PREFIX, SHM
+from fmmeta.tasks.loader import PREFIX, SHM
 from tests.distributed.short import steps_of, until
 from tests.nursery import ROOT, environment
 

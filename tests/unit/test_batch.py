@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmmeta.config.algorithms import find
-from fmmeta.models.losses import objective
+from fmmeta.models.learner import objective
 from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example, MicroBatch, collate
 from tests.unit.learners import (
     by_name,

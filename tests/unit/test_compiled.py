@@ -9,8 +9,8 @@ import torch
 
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.models import compile
-from fmmeta.models.compile import compile_model
+from fmmeta.models import forward_options
+from fmmeta.models.forward_options import compile_model
 from fmmeta.train import MetaTrainer
 from tests.unit.helpers import refusal
 from tests.unit.learners import batches_of, bert, config_of, episode_of, setup_of, task_gradient, worker_of
@@ -41,7 +41,7 @@ def test_meta_gradient_is_that_of_the_plain_model(algorithm, monkeypatch):
         calls.append(graph)
         return aot_module_simplified(graph, inputs, fw_compiler=nop)
 
-    monkeypatch.setattr(compile, "BACKEND", backend)
+    monkeypatch.setattr(forward_options, "BACKEND", backend)
     torch._dynamo.reset()
     found = gradient_of(bert(), algorithm, True)
     assert (
@@ -92,4 +92,4 @@ def test_without_a_compiler_a_run_says_so(tmp_path, monkeypatch):
     )
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "neither g++ nor clang++ is there" in refusal(compile.check_compiler, "cpu")
+    assert "neither g++ nor clang++ is there" in refusal(forward_options.check_compiler, "cpu")

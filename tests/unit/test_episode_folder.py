@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from fmmeta.tasks import episode_folder
-from fmmeta.tasks.episode_folder import PREFIX, EpisodeFolder, put, remove_stale, stale, take
+from fmmeta.tasks import loader
+from fmmeta.tasks.loader import PREFIX, EpisodeFolder, put, remove_stale, stale, take
 
 ROUNDS, RANKS = 30, 4
 
 
 @pytest.fixture
 def shm(tmp_path, monkeypatch):
-    monkeypatch.setattr(episode_folder, "SHM", str(tmp_path))
+    monkeypatch.setattr(loader, "SHM", str(tmp_path))
     return tmp_path
 
 
@@ -36,7 +36,7 @@ def start(root: str, barrier, crashes) -> None:
     """What a rank does at its start, again and again beside the others; the barrier's action leaves the stale
     folders.
     """
-    episode_folder.SHM = root
+    loader.SHM = root
     for _ in range(ROUNDS):
         barrier.wait(60)
         try:

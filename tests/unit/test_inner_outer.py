@@ -25,8 +25,7 @@ from fmmeta.meta.outer_step import OuterOptimizer
 from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.meta.rule import Rule
 from fmmeta.metrics.scores import mean_ci95
-from fmmeta.models.learner import NativeClassifier, PooledClassifier
-from fmmeta.models.losses import objective
+from fmmeta.models.learner import NativeClassifier, PooledClassifier, objective
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.base import PassStats

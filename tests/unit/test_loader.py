@@ -23,9 +23,8 @@ from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Batcher
-from fmmeta.tasks.loader import DEATHS, MEASURED, EpisodeLoader, LoadEpisode, LoadResult
+from fmmeta.tasks.loader import DEATHS, MEASURED, EpisodeLoader, LoadEpisode, LoadResult, TaskSampler
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
-from fmmeta.tasks.schedule.samplers import TaskSampler
 from fmmeta.tasks.sources.base import Draw, TaskSource
 from fmmeta.tasks.sources.load import load_sources
 from tests.models import write_classes

@@ -14,8 +14,7 @@ from fmmeta.meta.algorithms.setup import setup
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
-from fmmeta.tasks.suites.letters import hidden_kinds
-from fmmeta.tasks.suites.marks import MARKS, marks, part_of
+from fmmeta.tasks.suites import MARKS, hidden_kinds, marks, part_of
 from tests.unit.helpers import refusal
 from tests.unit.learners import batches_of, by_name, task_gradient, worker_of
 

@@ -13,9 +13,8 @@ import pytest
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.load import Sources, load_sources
-from fmmeta.tasks.sources.mixture import short_names, stratum_shares
-from fmmeta.tasks.sources.task_files import FolderSource, glance, task_files
+from fmmeta.tasks.sources.base import short_names, stratum_shares
+from fmmeta.tasks.sources.load import FolderSource, Sources, glance, load_sources, task_files
 from tests.models import WORDS, write_classes, write_pairs
 from tests.unit.helpers import DATA, refusal, write_rows
 

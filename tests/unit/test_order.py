@@ -14,10 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmmeta.config.settings import Config
-from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule, node_parts
-from fmmeta.tasks.schedule.order import VIRTUAL, StratifiedOrder, epoch_quotas, splitmix64
-from fmmeta.tasks.schedule.samplers import TaskSampler
-from fmmeta.tasks.sources.mixture import stratum_shares
+from fmmeta.tasks.loader import TaskSampler
+from fmmeta.tasks.schedule.meta_batches import (
+    VIRTUAL,
+    Item,
+    Items,
+    Schedule,
+    StratifiedOrder,
+    epoch_quotas,
+    node_parts,
+    splitmix64,
+)
+from fmmeta.tasks.sources.base import stratum_shares
 from tests.unit.helpers import refusal
 
 STRATA = st.lists(st.integers(1, 12), min_size=1, max_size=6)  # members per stratum

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from fmmeta.config.settings import Config
 from fmmeta.models.forward_options import check_packing
-from fmmeta.models.learner import CausalLearner
+from fmmeta.models.learner import CausalLearner, objective
 from fmmeta.models.load import describe, empty_learner, load_learner
-from fmmeta.models.losses import objective
-from fmmeta.tasks.batching import IGNORE, Batcher, Example, collate
-from fmmeta.tasks.packing import pack
+from fmmeta.tasks.batching import IGNORE, Batcher, Example, collate, pack
 from tests.models import save, save_llama
 from tests.unit.helpers import refusal
 

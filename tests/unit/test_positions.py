@@ -13,8 +13,7 @@ import fmmeta
 from fmmeta.adaptation import predict
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import PredictConfig
-from fmmeta.models.lengths import fitted, max_positions
-from fmmeta.models.load import describe
+from fmmeta.models.load import describe, fitted, max_positions
 from fmmeta.train import train
 from tests.models import WORDS, byte_tokenizer
 from tests.unit.helpers import refusal, write_rows

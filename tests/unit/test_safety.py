@@ -19,10 +19,9 @@ from fmmeta.common.progress import Progress
 from fmmeta.common.security import CONTROL, disk_trouble, redact
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks import episode_folder, loader
+from fmmeta.tasks import loader
 from fmmeta.tasks.data.rows import data_files, read_file
-from fmmeta.tasks.sources.load import load_sources
-from fmmeta.tasks.sources.task_files import task_files
+from fmmeta.tasks.sources.load import load_sources, task_files
 from fmmeta.training.run_folder import write_run
 from fmmeta.training.run_log import Metrics
 from tests import audit
@@ -171,7 +170,7 @@ def test_a_bomb_does_not_unpack(tmp_path):
 
 
 def test_episodes_on_their_way_are_ours_alone_and_do_not_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr(episode_folder, "SHM", str(tmp_path))
+    monkeypatch.setattr(loader, "SHM", str(tmp_path))
     left = tmp_path / "fmmeta-loader-1-x"
     left.mkdir()
     one = loader.EpisodeLoader(print, lambda task: [], "1")  # type: ignore[arg-type]

@@ -22,8 +22,7 @@ from fmmeta.tasks.data.rows import Row, read_file
 from fmmeta.tasks.data.token_store import TokenStore, cache_folder, files_digest, prepare, tokenizer_print
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import EpisodeShape
-from fmmeta.tasks.sources.load import load_sources
-from fmmeta.tasks.sources.task_files import FolderSource, task_files
+from fmmeta.tasks.sources.load import FolderSource, load_sources, task_files
 from tests.models import write_classes, write_pairs
 from tests.unit.helpers import refusal, write_rows
 

@@ -7,11 +7,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fmmeta.config.settings import Config
-from fmmeta.models import layer_timing
-from fmmeta.models.layer_timing import layer_seconds
+from fmmeta.models import pipeline_split
 from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.load import describe
-from fmmeta.models.pipeline_split import plan_stages
+from fmmeta.models.pipeline_split import layer_seconds, plan_stages
 from tests.models import DECODERS, ENCODERS, save, save_family
 from tests.unit.helpers import refusal
 
@@ -56,9 +55,9 @@ def test_the_cut_follows_the_costs(tmp_path):
 def test_every_family_is_tried_a_layer_at_a_time(tmp_path, monkeypatch, family):
     """Four stages: without layers, first, middle, last; Qwen2's middle layers differ in how far they look."""
     held = []
-    ordinary = layer_timing.with_random_weights
+    ordinary = pipeline_split.with_random_weights
     monkeypatch.setattr(
-        layer_timing,
+        pipeline_split,
         "with_random_weights",
         lambda stage, *rest: held.append(len(layers_of(stage))) or ordinary(stage, *rest),
     )
@@ -101,7 +100,7 @@ def layers_of(stage) -> list[str]:
 def test_layers_that_look_differently_far_are_two_kinds(tmp_path):
     learner = stream_of(save_family(tmp_path, "qwen2", layers=4), task_type="causal_lm")
     layers = learner.hf.model.layers
-    kinds = [layer_timing.kind_of(learner, layer, number) for number, layer in enumerate(layers)]
+    kinds = [pipeline_split.kind_of(learner, layer, number) for number, layer in enumerate(layers)]
     assert kinds[0] != kinds[1]
     assert kinds[1] == kinds[2] == kinds[3]
 

@@ -19,8 +19,8 @@ from fmmeta.evaluation.command import episodes_of
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig, TuneConfig
 from fmmeta.evaluation.tune import tune
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks.data import used_splits
-from fmmeta.tasks.data.used_splits import UsedSplits
+from fmmeta.tasks.data import splits
+from fmmeta.tasks.data.splits import UsedSplits
 from fmmeta.tasks.sources.load import load_sources
 from tests.models import write_classes, write_pairs
 from tests.unit.helpers import refusal
@@ -150,7 +150,7 @@ def test_both_models_of_a_comparison_meet_the_same_held_out_classes(model, bert,
 def notices(model: Path, data: Path, **settings) -> list[str]:
     found: list[str] = []
     config = Config(dataset=[str(data)], model_name_or_path=str(model), k_shot=1, num_query=1, **settings)
-    load_sources(config, byte_tokenizer(), found.append, used_splits.read(memory(model)))
+    load_sources(config, byte_tokenizer(), found.append, splits.read_used_splits(memory(model)))
     return found
 
 
@@ -283,7 +283,7 @@ def test_adapt_names_the_classes_that_were_trained_on(model, classes, tmp_path, 
 
 
 def test_of_very_many_names_a_digest_and_the_rule_are_stored(classes, tmp_path, monkeypatch):
-    monkeypatch.setattr(used_splits, "MOST_NAMES", 14)
+    monkeypatch.setattr(splits, "MOST_NAMES", 14)
     strata = {f"c{i}": "s" for i in range(15)}
     own = {"train": [f"c{i}" for i in range(9)], "valid": ["c9", "c10", "c11"], "test": ["c12", "c13", "c14"]}
     of_file = UsedSplits.of(str(classes), "digest", "class", own, None)
@@ -323,5 +323,5 @@ def test_named_tasks_are_remembered_too(llama, tmp_path):
     assert sorted(name for names in one["splits"].values() for name in names) == [f"s/t{i}" for i in range(6)]
     config = Config(dataset=[str(tasks)], task_type="causal_lm", k_shot=1, num_query=1)
     assert load_sources(
-        config, byte_tokenizer(), lambda text: None, used_splits.read(memory(model))
-    ).used == used_splits.read(memory(model))
+        config, byte_tokenizer(), lambda text: None, splits.read_used_splits(memory(model))
+    ).used == splits.read_used_splits(memory(model))

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from fmmeta.models.forward_options import checkpoint_layers
-from fmmeta.models.learner import NativeClassifier, PooledClassifier
-from fmmeta.models.unpadded import MODELS
+from fmmeta.models.learner import MODELS, NativeClassifier, PooledClassifier
 
 SMALL = {
     "hidden_size": 16,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.models.compile import compile_model
+from fmmeta.models.forward_options import compile_model
 from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, load_learner

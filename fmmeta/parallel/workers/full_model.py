@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmmeta.models.losses import objective
+from fmmeta.models.learner import objective
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Update, VjpInput, Worker
 from fmmeta.tasks.batching import MicroBatch
 

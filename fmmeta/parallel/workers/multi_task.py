@@ -4,7 +4,7 @@
     step   the m-th micro-batches of all tasks in one forward and backward pass,
            then one sum of N x P numbers over the group
 
-The worker holds theta throughout: its own adapters are bypassed (models/multi_task_layers.py), and no engine
+The worker holds theta throughout: its own adapters are bypassed (models/lora.py), and no engine
 runs its backward pass or optimizer. Under ZeRO 3 the base is gathered once per pass instead of once per pass
 and task; the gradients of all tasks are reduced as one tensor. Tasks are independent: a non-finite gradient
 of one task does not change the others.
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.models.losses import per_row
-from fmmeta.models.multi_task_layers import TaskAxis
+from fmmeta.models.learner import per_row
+from fmmeta.models.lora import TaskAxis
 from fmmeta.parallel.workers.base import PassStats, Update
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import MicroBatch, Sets, merge_task_batches

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fmmeta.models.lazy_weights import LazyModel
-from fmmeta.models.losses import objective
+from fmmeta.models.learner import objective
 from fmmeta.models.pipeline_split import Stage, StagePartition
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.layout import GroupCoordinates

@@ -1,13 +1,116 @@
-"""Text to tokens: classification texts, and causal_lm pairs whose labels cover the answer only."""
+"""Text to tokens: classification texts, and causal_lm pairs whose labels cover the answer only.
 
-from collections.abc import Sequence
+The prompt of a pair, `--prompt_template`:
+
+    plain     Input: {input}\\nOutput: {output}
+    chat      the tokenizer's chat template, {input} as the user's turn and {output} as the assistant's
+    other     a format string with {input}, and {output} unless it is at the end
+
+The prompt of an example is exactly the text that a model gets after training: for chat it ends with the
+template's generation prompt. The template's text after the answer (the end of the turn) is learned with it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
-from fmmeta.tasks.data.prompts import Prompt, make_prompt
+
+PLAIN = "Input: {input}\nOutput: {output}"
+MARK = "<<the answer>>"  # stands for an answer while a chat template is analysed
+# Some templates print the date. An example must not depend on the day of the run, so a macro of the same name
+# replaces the clock.
+TODAY = {
+    "%Y": "2024",
+    "%m": "07",
+    "%d": "26",
+    "%b": "Jul",
+    "%B": "July",
+    "%A": "Friday",
+    "%a": "Fri",
+    "%y": "24",
+}
+REPLACED = "".join(f"|replace({code!r},{text!r})" for code, text in TODAY.items())
+STOPPED_CLOCK = "{%- macro strftime_now(format) -%}{{ format" + REPLACED + " }}{%- endmacro -%}"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Texts around an input and its answer.
+
+    `specials`: whether the tokenizer adds its own tokens (BOS, EOS) around them.
+    """
+
+    before: Callable[[str], str]  # input -> the text up to the answer
+    # text between them, learned with the answer: usually a space, which is one token with the next word
+    lead: str
+    after: str
+    specials: bool
+
+    def answer(self, output: str) -> str:
+        return f"{self.lead}{output}{self.after}"
+
+
+def make_prompt(template: str, tokenizer: Any) -> Prompt:
+    """The prompt of `--prompt_template`. Raises `UsageError` if the tokenizer has no usable chat template.
+
+    A format string may have the escapes `\\n` and `\\t`. Braces in inputs are plain text.
+    """
+    if template == "chat":
+        return chat_prompt(tokenizer)
+    template = PLAIN if template == "plain" else template.replace("\\n", "\n").replace("\\t", "\t")
+    if "{output}" not in template:
+        template += "{output}" if template[-1:].isspace() else " {output}"
+    before, after = template.split("{output}", 1)
+    stem = before.rstrip(" ")
+    return Prompt(lambda text: stem.replace("{input}", text), before[len(stem) :], after, specials=True)
+
+
+def chat_prompt(tokenizer: Any) -> Prompt:
+    """The prompt of the tokenizer's chat template, with thinking turned off if the template supports it.
+
+    It ends with the generation prompt; for a template without one, with the text before the answer.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError(
+            "prompt_template=chat needs a chat template, and the tokenizer has none; use plain or a format"
+            " string such as 'Q: {input}\\nA:'"
+        )
+
+    def render(*turns: str, ask: bool = False) -> str:
+        messages = [
+            {"role": role, "content": text} for role, text in zip(("user", "assistant"), turns, strict=False)
+        ]
+        try:
+            return tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=ask,
+                enable_thinking=False,
+                chat_template=STOPPED_CLOCK + tokenizer.get_chat_template(),
+            )
+        except Exception as error:  # a template is a program
+            raise UsageError(
+                f"prompt_template=chat: the tokenizer's chat template fails ({' '.join(str(error).split())});"
+                " use plain or a format string"
+            ) from None
+
+    whole = render("", MARK)
+    if whole.count(MARK) != 1:
+        raise UsageError(
+            "prompt_template=chat: the tokenizer's chat template does not show an assistant's answer; use"
+            " plain or a format string"
+        )
+    has_generation_prompt = render("", ask=True) != render("")
+    before = (
+        partial(render, ask=True) if has_generation_prompt else lambda text: render(text, MARK).split(MARK)[0]
+    )
+    return Prompt(before, "", whole.split(MARK)[1].rstrip(), specials=False)
+
 
 LONGEST_TOKEN = 64  # characters: texts are cut to max_length of these before they are tokenised
 
@@ -28,7 +131,7 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[
 def encode_pairs(
     tokenizer: Any, inputs: Sequence[str], outputs: Sequence[str], max_length: int, template: str = "plain"
 ) -> list[Example]:
-    """One example per pair: prompt, answer, end of text. `template`: see prompts.py.
+    """One example per pair: prompt, answer, end of text. `template`: see the head of the module.
 
     Pairs that are too long lose the start of the prompt, or of the input for chats, whose template stays
     whole; if that is not enough, the answer loses its end. At least one token precedes the answer.
@@ -37,7 +140,12 @@ def encode_pairs(
     inputs, outputs = [text[-reach:] for text in inputs], [text[:reach] for text in outputs]
     prompt = make_prompt(template, tokenizer)
     if not prompt.specials:
-        refuse_long_frame(tokenizer, prompt, max_length)
+        frame = len(plain_tokens(tokenizer, prompt.before("")))
+        if frame >= max_length:
+            raise UsageError(
+                f"max_length={max_length} leaves no room: the chat template takes {frame} tokens by itself;"
+                " raise it"
+            )
         return [
             encode_chat(tokenizer, prompt, *pair, max_length) for pair in zip(inputs, outputs, strict=True)
         ]
@@ -70,16 +178,6 @@ def encode_chat(tokenizer: Any, prompt: Prompt, text: str, output: str, max_leng
         text = shorter if len(shorter) < len(text) else text[1:]
     common = takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False))
     return labelled(ids[:max_length], len(list(common)))
-
-
-def refuse_long_frame(tokenizer: Any, prompt: Prompt, max_length: int) -> None:
-    """Raise `UsageError` if the tokens of a chat template alone fill `max_length`."""
-    frame = len(plain_tokens(tokenizer, prompt.before("")))
-    if frame >= max_length:
-        raise UsageError(
-            f"max_length={max_length} leaves no room: the chat template takes {frame} tokens by itself;"
-            " raise it"
-        )
 
 
 def plain_tokens(tokenizer: Any, text: str) -> list[int]:

@@ -1,15 +1,17 @@
-"""Rows of a data set: local .jsonl, .csv and .parquet files (.gz too), folders of them, or a hub id.
+"""Rows of a data set, and their columns by role: text and class, or input and output, task and stratum.
 
-Local files are read line by line, so that an error names the file and the line. Errors are passed to `bad`,
-which raises or counts them; reading continues after a bad line if the start of the next one is known.
+Data sets are local .jsonl, .csv and .parquet files (.gz too), folders of them, or hub ids. Local files are
+read line by line, so that an error names the file and the line. Errors are passed to `bad`, which raises or
+counts them; reading continues after a bad line if the start of the next one is known.
 """
 
 import csv
 import gzip
 import io
 import json
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any, NoReturn, cast
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import GIB, Bounded, inside, one_line
+from fmmeta.config.settings import Config
 
 MOST_GIB = 16.0  # default bound on the unpacked size of a compressed file
 ENDINGS = (".jsonl", ".csv", ".parquet")
@@ -167,3 +170,106 @@ def hub_rows(dataset: str, splits: dict[str, Any]) -> list[Row]:
             named = {column: name_of(values[column]) for column, name_of in names.items()}
             rows.append(Row({**values, **named}, f"{dataset}[{split}]:{number}"))
     return rows
+
+
+TEXT, LABEL = ("text", "sentence", "utterance"), ("label", "intent", "class")
+USUAL = {  # names that are recognised
+    "text_column": TEXT,
+    "label_column": LABEL,
+    "stratum_column": ("stratum", "category", "domain"),
+    "task_column": ("task",),
+    "input_column": ("input", "prompt", "question", *TEXT),
+    "output_column": ("output", "answer", "target", *LABEL),
+}
+HALF_PAIR = re.compile(r"[\ud800-\udfff]")
+
+
+@dataclass
+class Table:
+    """Rows by role. `unit` is what splits assign: the named task, or the class if tasks have no names."""
+
+    unit: list[str]
+    stratum: list[str]
+    task: list[str]  # "" if tasks have no names
+    input: list[str]  # text or input
+    target: list[str]  # class or output
+
+
+def tabulate(
+    name: str,
+    rows: Sequence[Row],
+    config: Config,
+    notice: Callable[[str], None],
+    bad: Bad = refuse,
+    one_task: bool = False,
+    unique: bool = True,
+) -> Table:
+    """Choose the columns of data set `name`, check that every row fills them, and drop duplicate rows.
+
+    one_task: the rows are one task; columns of tasks and strata are ignored. unique: False keeps duplicates.
+    """
+    names = sorted({column for row in rows for column in row.values})
+    causal = config.task_type == "causal_lm"
+    columns = {
+        "input": pick(name, config, names, "input_column" if causal else "text_column"),
+        "target": pick(name, config, names, "output_column" if causal else "label_column"),
+    }
+    if not one_task:
+        columns["task"] = pick(name, config, names, "task_column", required=causal)
+        columns["stratum"] = pick(name, config, names, "stratum_column", required=False)
+    found: dict[Any, dict[str, str]] = {}
+    wrong = 0
+    for number, row in enumerate(rows):
+        try:
+            values = {role: cell(row, column) for role, column in columns.items() if column}
+        except UsageError as error:
+            bad(error)
+            wrong += 1
+        else:
+            key = (values.get("task"), values["input"], values["target"]) if unique else number
+            found.setdefault(key, values)
+    if duplicates := len(rows) - len(found) - wrong:
+        notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
+    return Table(
+        [values.get("task", values["target"]) for values in found.values()],
+        [values.get("stratum", "all") for values in found.values()],
+        [values.get("task", "") for values in found.values()],
+        [values["input"] for values in found.values()],
+        [values["target"] for values in found.values()],
+    )
+
+
+def pick(
+    name: str, config: Config, columns: Sequence[str], setting: str, required: bool = True
+) -> str | None:
+    """The column that a setting names, else the first usual one, else None unless it is required."""
+    asked = getattr(config, setting)
+    if asked is not None and asked not in columns:
+        raise UsageError(f"{setting}={asked} is no column of dataset={name}; it has {', '.join(columns)}")
+    found = asked or next((column for column in USUAL[setting] if column in columns), None)
+    if found is None and required:
+        raise UsageError(
+            f"dataset={name} has none of the columns {', '.join(USUAL[setting])}; it has "
+            f"{', '.join(columns)}: name one with --{setting}"
+        )
+    return found
+
+
+def cell(row: Row, column: str) -> str:
+    """The text of a row in a column. Raises `UsageError`."""
+    value = row.values.get(column)
+    empty = value is None or value == "" or (isinstance(value, float) and value != value)
+    if empty or isinstance(value, (dict, list)):
+        raise UsageError(f"{row.origin} has {column}={value!r}, which is no text; fix the row")
+    text = str(value)
+    if wrong := broken_text(text):
+        raise UsageError(f"{row.origin} has {wrong} in {column}; fix the row")
+    return text
+
+
+def broken_text(text: str) -> str | None:
+    """The characters of a text that no tokenizer accepts or no file can store."""
+    if "\0" in text:
+        return "NUL bytes"
+    half = HALF_PAIR.search(text)
+    return f"half of a surrogate pair (\\u{ord(half[0]):x})" if half else None

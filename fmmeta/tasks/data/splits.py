@@ -1,17 +1,23 @@
 """Classes or tasks of the train, validation and test splits, from a JSON file or by a hash of their names.
 
-A unit is what a split lists: a class, or a named task.
+A unit is what a split lists: a class, or a named task. A model stores the splits that it was trained with in
+its fmmeta.json as `datasets`. A later command on the same data keeps these splits, unless a setting names
+others; it then prints which trained classes it tests on. Data are the same if their contents are equal, or if
+a data set of the same name has the same classes.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import inside
+from fmmeta.common.security import inside, redact
 from fmmeta.config.settings import Config
+from fmmeta.tasks.data.token_store import digest
 
 SPLITS = ("train", "valid", "test")
 SPLIT_SETTINGS = ("class_splits", "task_splits", "class_split")
@@ -87,8 +93,11 @@ def own_splits(strata: Mapping[str, str], least: int, notice: Callable[[str], No
         f"no split file: {len(units) - 2 * held_out} train, {held_out} valid, {held_out} test, by a hash of"
         " their names"
     )
-    test, valid, train = units[:held_out], units[held_out : 2 * held_out], units[2 * held_out :]
-    return {"test": test, "valid": valid, "train": train}
+    return {
+        "test": units[:held_out],
+        "valid": units[held_out : 2 * held_out],
+        "train": units[2 * held_out :],
+    }
 
 
 def check_splits(splits: Splits, strata: Mapping[str, str], noun: str) -> None:
@@ -105,3 +114,100 @@ def check_splits(splits: Splits, strata: Mapping[str, str], noun: str) -> None:
                 raise UsageError(
                     f"the {noun} {unit!r} is in the {split_of[unit]} and the {split} split; keep it in one"
                 )
+
+
+MOST_NAMES = 10_000  # stored by name; of more names a digest is stored, and `held_out` of own_splits
+SHOWN = 5  # names in a message
+
+
+@dataclass(frozen=True)
+class UsedSplits:
+    """The splits of one data set."""
+
+    dataset: str  # its name without a path
+    content: str  # digest of the data
+    noun: str  # class or task
+    digest: str  # of the splits
+    trained: int  # number of names trained on
+    held_out: int | None = None  # `least` of `own_splits`, if the splits come from it
+    splits: Splits | None = None  # None for more than MOST_NAMES names
+
+    @staticmethod
+    def of(name: str, content: str, noun: str, splits: Splits, held_out: int | None) -> "UsedSplits":
+        trained, stored = len(splits.get("train", ())), sum(map(len, splits.values())) <= MOST_NAMES
+        return UsedSplits(
+            label(name), content, noun, digest(splits), trained, held_out, splits if stored else None
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def trained_names(self, noun: str) -> set[str]:
+        """The stored names of classes or tasks trained on."""
+        return set((self.splits or {}).get("train", ())) if noun == self.noun else set()
+
+    def restored(self, content: str, dataset: str, noun: str, strata: Mapping[str, str]) -> Splits | None:
+        """The splits, if the data are the same and have these classes or tasks (`strata`); else None."""
+        if noun != self.noun:
+            return None
+        if self.splits is None:
+            if content != self.content or self.held_out is None:
+                return None
+            made = own_splits(strata, self.held_out, lambda text: None)
+            return made if digest(made) == self.digest else None
+        names = {name for units in self.splits.values() for name in units}
+        if content == self.content:
+            return self.splits if names <= set(strata) else None
+        return self.splits if dataset == self.dataset and names == set(strata) else None
+
+
+def label(name: str) -> str:
+    """The name of a data set without the path to it."""
+    return redact(os.path.basename(os.path.abspath(name)) if Path(name).exists() else name)
+
+
+def few(names: Sequence[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def doubts(trained: Sequence[UsedSplits], config: Config, used: UsedSplits, splits: Splits) -> Iterator[str]:
+    """Warnings about held-out classes or tasks of `splits` (those of `used`) that a model was trained on."""
+    settings = [f"{name}={value}" for name in SPLIT_SETTINGS if (value := getattr(config, name))]
+    given = settings[0] if settings else f"dataset={used.dataset}"
+    setting, nouns = ("class_splits", "classes") if used.noun == "class" else ("task_splits", f"{used.noun}s")
+    for before in trained:
+        same = used.content == before.content or used.dataset == before.dataset
+        if used.noun != before.noun or not same:
+            continue
+        file = f"its fmmeta.json as --{setting}" if before.splits else "the file that it was trained with"
+        advice = f"use the model's splits: leave {setting} and class_split out, or give {file}"
+        if before.splits is None and used.digest != before.digest:
+            what = f"{before.trained} {nouns} of dataset={before.dataset}"
+            yield (
+                f"{given}: the model was trained on {what} by other splits, whose names are not stored;"
+                f" {advice}"
+            )
+        for split in ("valid", "test"):
+            if shared := sorted(before.trained_names(used.noun) & set(splits.get(split, ()))):
+                yield (
+                    f"{given}: {len(shared)} of {len(splits[split])} {split} {nouns} ({few(shared)}) were"
+                    f" trained on with dataset={before.dataset}; {advice}"
+                )
+
+
+def read_used_splits(memory: Mapping[str, Any]) -> list[UsedSplits]:
+    """`datasets` of an fmmeta.json; empty for those of 0.1.0. Raises `ValueError`."""
+    listed = memory.get("datasets", [])
+    kinds = {"dataset": str, "content": str, "noun": str, "digest": str, "trained": int}
+    if not isinstance(listed, list) or not all(
+        isinstance(one, dict)
+        and all(isinstance(one.get(name), kind) for name, kind in kinds.items())
+        and isinstance(one.get("held_out", 1), int)
+        and lists_by_name(one.get("splits", {}))
+        and all(isinstance(unit, str) for units in one.get("splits", {}).values() for unit in units)
+        for one in listed
+    ):
+        raise ValueError("datasets should list splits")
+    known = [item.name for item in fields(UsedSplits)]
+    return [UsedSplits(**{name: value for name, value in one.items() if name in known}) for one in listed]

@@ -21,9 +21,8 @@ import numpy as np
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import publish
 from fmmeta.config.settings import KEYED, Config
-from fmmeta.tasks.data.columns import Table, tabulate
 from fmmeta.tasks.data.encode import encode
-from fmmeta.tasks.data.rows import Bad, Row, ending
+from fmmeta.tasks.data.rows import Bad, Row, Table, ending, refuse, tabulate
 
 # part of every key: raise it when the columns, their meaning or the way texts become tokens change
 FORMAT = 3
@@ -97,34 +96,41 @@ def prepare(
     content: digest of the rows that `read` returns. Raises `UsageError` for unusable rows, as `--on_bad_task`
     says.
     """
+    import pyarrow as pa
+
     settings = {key: getattr(config, key) for key in KEYED}
     if config.prompt_template == "chat":
         settings["chat_template"] = tokenizer.get_chat_template()
     key = digest([FORMAT, content, tokenizer_print(tokenizer), settings, one_task])
     path = cache_folder() / f"{key}.arrow"
-    store = open_store(path)
+    store = None
+    with contextlib.suppress(
+        pa.ArrowException, OSError, ValueError, KeyError
+    ):  # no such file, or a broken one
+        store = TokenStore(path)
     if store is None:
-        bad, notes = BadRows(name, config), list[str]()
+        errors, notes = list[UsageError](), list[str]()
+        bad = refuse if config.on_bad_task == "raise" else errors.append
         rows = read(bad)
-        if not rows:
-            bad.check(0, notes.append)
-        table = tabulate(name, rows, config, notes.append, bad, one_task)
-        bad.check(len(table.input), notes.append)
+        table = (
+            tabulate(name, rows, config, notes.append, bad, one_task)
+            if rows or not errors
+            else Table([], [], [], [], [])
+        )
+        if errors:
+            good = len(table.input)
+            found = (
+                f"dataset={name}: {len(errors)} of {len(errors) + good} rows cannot be used; the first:"
+                f" {errors[0]}"
+            )
+            if not good or len(errors) > config.max_bad_fraction * (len(errors) + good):
+                raise UsageError(f"{found} (max_bad_fraction={config.max_bad_fraction})")
+            notes.append(f"{found}; left out")
         write(path, table, config, tokenizer, notes)
         store = TokenStore(path)
     for note in store.notes:
         notice(note)
     return store
-
-
-def open_store(path: Path) -> TokenStore | None:
-    """The store, or None if it does not exist or is broken."""
-    import pyarrow as pa
-
-    try:
-        return TokenStore(path)
-    except (pa.ArrowException, OSError, ValueError, KeyError):
-        return None
 
 
 def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[str]) -> None:
@@ -156,28 +162,6 @@ def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[
         raise UsageError(
             f"{path.parent} cannot be written to ({error}); set HF_DATASETS_CACHE to a folder with room"
         ) from None
-
-
-class BadRows:
-    """Handles the unusable rows of a data set: raises them (on_bad_task=raise), or counts them."""
-
-    def __init__(self, name: str, config: Config) -> None:
-        self.name, self.config, self.errors = name, config, list[str]()
-
-    def __call__(self, error: UsageError) -> None:
-        if self.config.on_bad_task == "raise":
-            raise error
-        self.errors.append(str(error))
-
-    def check(self, good: int, notice: Callable[[str], None]) -> None:
-        """Print the number of unusable rows. Raises `UsageError` if they are too many, or all."""
-        bad, total = len(self.errors), len(self.errors) + good
-        if not bad:
-            return
-        found = f"dataset={self.name}: {bad} of {total} rows cannot be used; the first: {self.errors[0]}"
-        if not good or bad > self.config.max_bad_fraction * total:
-            raise UsageError(f"{found} (max_bad_fraction={self.config.max_bad_fraction})")
-        notice(f"{found}; left out")
 
 
 def cache_folder() -> Path:

@@ -3,11 +3,17 @@
 TaskSource.items                 the items that tasks are drawn from, for the schedule
 TaskSource.draw(task) -> Draw    row numbers of support and query, a pure function of the task's seed
 Draw.episode() -> EpisodeRows    the tokens of these rows
+
+ClassSource                      N-way K-shot episodes
+PairSource                       episodes of input/output pairs
+GlobalLabelSource                the episodes of a source with one numbering of all classes
+Mixture                          several data sets as one source
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -15,7 +21,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.token_store import TokenStore
-from fmmeta.tasks.schedule.meta_batches import Items, Task
+from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 
 RowsByClass = Mapping[str, np.ndarray]
 """Row numbers of a token store by class. Rows without classes (causal_lm) have the single key ""."""
@@ -139,5 +145,186 @@ class TaskSource(ABC):
     def episode(self, task: Task) -> EpisodeRows:
         return self.draw(task).episode()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self.items)} items, {len(self.items.strata)} strata)"
+
+class ClassSource(TaskSource):
+    """N-way episodes over labelled rows, from named tasks or from one set of classes, which has the name "".
+
+    A named task is one item. A set of classes has an item per class: the anchor class, which is in each
+    episode of the item, beside random others. So every class, and every stratum, is drawn equally often.
+
+    parts [rows of the store]: pre-assigns rows, 0 to the query set, 1, 2, ... to the support set; each of
+    these contributes equally many support rows of a class, the first ones the remainder. None: all rows can
+    be in either set.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        tasks: Mapping[str, RowsByClass],
+        strata: Mapping[str, str],
+        shape: EpisodeShape,
+        parts: np.ndarray | None = None,
+    ) -> None:
+        self.store, self.tasks, self.shape, self.parts = store, tasks, shape, parts
+        self.draws: list[tuple[RowsByClass, str | None]] = []  # classes of each item, and its anchor class
+        self.row_tokens: list[float] = []  # mean of each item
+        items, lengths = list[Item](), store.lengths()
+        for task, classes in tasks.items():
+            mean = float(lengths[np.concatenate(list(classes.values()))].mean())
+            tokens = round(shape.mean_rows(len(classes)) * mean)
+            for anchor in [None] if task else classes:
+                items.append(Item(anchor or task, strata[anchor or task], tokens))
+                self.draws.append((classes, anchor))
+                self.row_tokens.append(mean)
+        self.items = Items.of(items)
+
+    def size(self, item: int, seed: tuple[int, ...]) -> int:
+        if self.shape.fixed:
+            return super().size(item, seed)
+        return round(self.row_tokens[item] * self.shape.rows(seed, len(self.draws[item][0])))
+
+    def class_keys(self) -> list[ClassKey]:
+        return [(task, name) if task else (name,) for task, classes in self.tasks.items() for name in classes]
+
+    def class_key(self, item: int, name: str) -> ClassKey:
+        return (name,) if self.draws[item][1] else (self.items.names[item], name)
+
+    def draw(self, task: Task) -> Draw:
+        rng = np.random.default_rng(task.seed)
+        rows, anchor = self.draws[task.item]
+        n_way = self.shape.draw_n_way(rng, len(rows))
+        shots = self.shape.draw_k_shot(rng, n_way)
+        others = [name for name in rows if name != anchor]
+        chosen = [others[i] for i in rng.choice(len(others), n_way - (anchor is not None), replace=False)]
+        if anchor is not None:
+            chosen.append(anchor)
+        classes = [chosen[i] for i in rng.permutation(n_way)]
+        support, query = list[tuple[int, int]](), list[tuple[int, int]]()
+        for label, name in enumerate(classes):
+            for pairs, picked in zip(
+                (support, query), self._pick(rng, rows[name], int(shots[label])), strict=True
+            ):
+                pairs += [(int(row), label) for row in picked]
+        return Draw(task, self.store, support, query, tuple(classes))
+
+    def _pick(self, rng: np.random.Generator, rows: np.ndarray, shots: int) -> tuple[np.ndarray, np.ndarray]:
+        """Support and query rows of a class."""
+        num_query = self.shape.num_query
+        if self.parts is None:
+            shots = min(shots, len(rows) - num_query)
+            drawn = rows[rng.choice(len(rows), shots + num_query, replace=False)]
+            return drawn[:shots], drawn[shots:]
+        own, kinds = self.parts[rows], int(self.parts.max())
+        counts = [num_query, *(shots // kinds + (number < shots % kinds) for number in range(kinds))]
+        query, *support = (
+            rng.choice(rows[own == part], count, replace=False) for part, count in enumerate(counts)
+        )
+        return np.concatenate(support), query
+
+
+class GlobalLabelSource(TaskSource):
+    """The episodes of another source with labels that number the classes of all tasks, for one classifier.
+
+    Classes of different data sets or named tasks are different, also if their names are equal.
+    """
+
+    def __init__(self, source: TaskSource) -> None:
+        self.source, self.items = source, source.items
+        self.numbers = {key: number for number, key in enumerate(source.class_keys())}
+        self.classes = tuple("/".join(key) for key in self.numbers)
+
+    def size(self, item: int, seed: tuple[int, ...]) -> int:
+        return self.source.size(item, seed)
+
+    def draw(self, task: Task) -> Draw:
+        draw = self.source.draw(task)
+        number = [self.numbers[self.source.class_key(task.item, name)] for name in draw.classes]
+        support, query = (
+            [(row, number[label]) for row, label in rows] for rows in (draw.support, draw.query)
+        )
+        return replace(draw, support=support, query=query, classes=self.classes)
+
+
+class PairSource(TaskSource):
+    """Episodes of `k_shot` support pairs and `num_query` query pairs of a named task."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        tasks: Mapping[str, RowsByClass],
+        strata: Mapping[str, str],
+        shape: EpisodeShape,
+    ) -> None:
+        self.store, self.shape, lengths = store, shape, store.lengths()
+        self.rows = [rows[""] for rows in tasks.values()]
+        self.items = Items.of(
+            Item(name, strata[name], round(shape.mean_rows(1) * lengths[rows].mean()))
+            for name, rows in zip(tasks, self.rows, strict=True)
+        )
+
+    def draw(self, task: Task) -> Draw:
+        rows, k_shot = self.rows[task.item], self.shape.k_shot
+        drawn = np.random.default_rng(task.seed).choice(
+            len(rows), k_shot + self.shape.num_query, replace=False
+        )
+        pairs = [(int(row), 0) for row in rows[drawn]]
+        return Draw(task, self.store, pairs[:k_shot], pairs[k_shot:])
+
+
+class Mixture(TaskSource):
+    """Several data sets as one source; each is a stratum."""
+
+    def __init__(self, sources: Mapping[str, TaskSource]) -> None:
+        self.names, self.sources = list(sources), list(sources.values())
+        self.items = Items.of(
+            Item(f"{name}/{item.name}", name, item.tokens)
+            for name, source in sources.items()
+            for item in source.items
+        )
+        self.starts = np.cumsum([0, *(len(source.items) for source in self.sources)])
+
+    def size(self, item: int, seed: tuple[int, ...]) -> int:
+        source, own = self._find(item)
+        return self.sources[source].size(own, seed)
+
+    def class_keys(self) -> list[ClassKey]:
+        return [
+            (name, *key)
+            for name, source in zip(self.names, self.sources, strict=True)
+            for key in source.class_keys()
+        ]
+
+    def class_key(self, item: int, name: str) -> ClassKey:
+        source, own = self._find(item)
+        return self.names[source], *self.sources[source].class_key(own, name)
+
+    def draw(self, task: Task) -> Draw:
+        source, own = self._find(task.item)
+        return replace(self.sources[source].draw(replace(task, item=own)), task=task)
+
+    def _find(self, item: int) -> tuple[int, int]:
+        """The number of an item's source, and the number of the item in it."""
+        source = int(np.searchsorted(self.starts, item, side="right")) - 1
+        return source, item - int(self.starts[source])
+
+
+def short_names(datasets: Sequence[str]) -> list[str]:
+    """File names of the data sets without endings, or the names as given if two of these are equal."""
+    short = [Path(name).name.split(".")[0] for name in datasets]
+    return short if len(set(short)) == len(short) else list(datasets)
+
+
+def stratum_shares(config: Config, items: Items) -> np.ndarray | None:
+    """Share of each stratum (codes of `items`) in the tasks; None: in proportion to its items.
+
+    `--mix_weights` names shares by data set; `--mix_temperature T` gives n items a share in proportion to
+    n ** (1 / T).
+    """
+    if config.mix_weights:
+        weights = dict(zip(short_names(config.dataset), config.mix_weights, strict=True))
+        wanted = np.array([weights[name] for name in items.strata])
+    elif config.mix_temperature != 1:
+        wanted = np.bincount(items.stratum, minlength=len(items.strata)) ** (1 / config.mix_temperature)
+    else:
+        return None
+    return wanted / wanted.sum()

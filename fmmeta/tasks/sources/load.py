@@ -2,31 +2,224 @@
 
     name -> rows -> columns -> tokens (token_store.py) -> classes or named tasks -> train | valid | test
          -> TaskSource
+    tasks/<stratum>/<task>.jsonl      (.csv, .parquet, .gz too) -> FolderSource
 
 On each node one rank runs this before the others (training/build.py), which then find the finished store.
+
+In a folder of folders each file is a task, its folder the stratum. A run over a million files starts soon:
+only the name, the size and the first line of each file are read before training. After that a node reads the
+files of its tasks only, when they are drawn, and a bad file is one bad task.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.security import inside
 from fmmeta.config.settings import Config
-from fmmeta.tasks.data.rows import data_files, hub_rows, open_hub, read_file
-from fmmeta.tasks.data.splits import SPLIT_SETTINGS, SPLITS, Splits, check_splits, own_splits, read_splits
+from fmmeta.tasks.data.rows import data_files, ending, hub_rows, open_hub, read_file
+from fmmeta.tasks.data.splits import (
+    SPLIT_SETTINGS,
+    SPLITS,
+    Splits,
+    UsedSplits,
+    check_splits,
+    doubts,
+    label,
+    own_splits,
+    read_splits,
+)
 from fmmeta.tasks.data.token_store import TokenStore, digest, files_digest, prepare
-from fmmeta.tasks.data.used_splits import UsedSplits, doubts, label
-from fmmeta.tasks.sources.base import EpisodeShape, TaskSource
-from fmmeta.tasks.sources.classification import GlobalLabelSource
-from fmmeta.tasks.sources.mixture import Mixture, short_names
-from fmmeta.tasks.sources.rows_by_class import make_source, strata_of
-from fmmeta.tasks.sources.task_files import FolderSource, task_files
-from fmmeta.tasks.suites.letters import letters
-from fmmeta.tasks.suites.marks import check_episodes, marks, part_of
+from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
+from fmmeta.tasks.sources.base import (
+    ClassSource,
+    Draw,
+    EpisodeShape,
+    GlobalLabelSource,
+    Mixture,
+    PairSource,
+    RowsByClass,
+    TaskSource,
+    short_names,
+)
+from fmmeta.tasks.suites import check_episodes, letters, marks, part_of
+
+
+def strata_of(store: TokenStore) -> dict[str, str]:
+    """The stratum of each unit of splits: that of its last row."""
+    found = store.table.group_by("unit", use_threads=False).aggregate([("stratum", "last")])
+    return dict(zip(found["unit"].to_pylist(), found["stratum_last"].to_pylist(), strict=True))
+
+
+def make_source(
+    config: Config,
+    store: TokenStore,
+    units: Sequence[str],
+    strata: Mapping[str, str],
+    split: str,
+    notice: Callable[[str], None],
+    parts: np.ndarray | None = None,
+) -> TaskSource:
+    """The source of one split with these units (classes or named tasks). `parts`: see ClassSource.
+
+    Classes and tasks with too few rows for an episode are dropped with a notice, or (on_bad_task=raise)
+    refused by a `UsageError`.
+    """
+    wanted, shape = set(units), EpisodeShape.of(config)
+    tasks = group_rows(store, classes=config.task_type == "classification")
+    if store.named_tasks:
+        tasks = {task: classes for task, classes in tasks.items() if task in wanted}
+    else:
+        tasks = {"": {name: rows for name, rows in tasks[""].items() if name in wanted}}
+    for task, classes in list(tasks.items()):
+        for name, problem in problems(task, classes, shape, split):
+            if config.on_bad_task == "raise":
+                raise UsageError(problem)
+            notice(f"left out: {problem}")
+            if name is None:
+                del tasks[task]
+            else:
+                del classes[name]
+    if not tasks:
+        raise UsageError(
+            f"k_shot={config.k_shot}: no {'task' if store.named_tasks else 'class'} of the {split} split has"
+            f" enough rows; lower k_shot, num_query={config.num_query} or n_way={config.n_way}"
+        )
+    if config.task_type == "causal_lm":
+        return PairSource(store, tasks, strata, shape)
+    return ClassSource(store, tasks, strata, shape, parts)
+
+
+def group_rows(store: TokenStore, classes: bool) -> dict[str, dict[str, np.ndarray]]:
+    """Row numbers by task and class (without `classes` one class, named ""), both in order of first
+    appearance.
+    """
+    keys = ["task", "target"] if classes else ["task"]
+    rows = store.table.select(keys).append_column("row", [np.arange(len(store))])
+    found = rows.group_by(keys, use_threads=False).aggregate([("row", "list")])
+    groups = zip(found.select(keys).to_pylist(), found["row_list"], strict=True)
+    grouped: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
+    for group, numbers in sorted(groups, key=lambda pair: pair[1][0].as_py()):
+        grouped[group["task"]][group.get("target", "")] = numbers.values.to_numpy()
+    return grouped
+
+
+def problems(
+    task: str, classes: RowsByClass, shape: EpisodeShape, split: str
+) -> Iterator[tuple[str | None, str]]:
+    """Classes with too few rows, as (class, error); then (None, error) if too few classes remain."""
+    needed, of_task = shape.k_shot + shape.num_query, f" of task {task!r}" if task else ""
+    small = {name: len(rows) for name, rows in classes.items() if len(rows) < needed}
+    remaining = len(classes) - len(small)
+    for name, count in small.items():
+        what = f"class {name!r}{of_task}" if name else f"task {task!r}"
+        need = f"k_shot={shape.k_shot} and num_query={shape.num_query} need {needed} rows"
+        yield name, f"{need}, but {what} has {count}; lower them or leave it out of the {split} split"
+    if remaining < shape.n_way:
+        where = f"task {task!r}" if task else f"the {split} split"
+        yield None, f"n_way={shape.n_way} is above the {remaining} classes of {where}; lower n_way"
+
+
+OPEN = 64  # files whose token stores stay open
+PEEK = 4096  # bytes read to estimate the length of a row
+BYTES_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    name: str
+    stratum: str
+    path: Path
+    size: int  # bytes
+    row_tokens: float  # estimated tokens of a row
+
+
+def task_files(dataset: str, max_length: int) -> list[TaskFile] | None:
+    """The task files of a folder of folders; None for any other data set.
+
+    Raises `UsageError` if two files have the same name.
+    """
+    root = Path(dataset)
+    if not root.is_dir() or any(ending(path) for path in root.iterdir() if path.is_file()):
+        return None
+    folders = [inside(root, folder) for folder in sorted(root.iterdir()) if folder.is_dir()]
+    files = [inside(folder, path) for folder in folders for path in sorted(folder.iterdir()) if ending(path)]
+    named: dict[str, TaskFile] = {}
+    for path in files:
+        stratum = path.parent.name
+        name = f"{stratum}/{path.name.split('.')[0]}"
+        if name in named:
+            raise UsageError(f"dataset={dataset} has two files for the task {name}; rename one")
+        named[name] = TaskFile(name, stratum, path, *glance(path, max_length))
+    return list(named.values()) or None
+
+
+class FolderSource(TaskSource):
+    """Tasks that are files."""
+
+    def __init__(
+        self, files: Sequence[TaskFile], shape: EpisodeShape, config: Config, tokenizer: Any
+    ) -> None:
+        self.files, self.shape, self.config, self.tokenizer = files, shape, config, tokenizer
+        rows = shape.mean_rows(shape.n_way_max)
+        self.items = Items.of(Item(file.name, file.stratum, round(rows * file.row_tokens)) for file in files)
+        self.opened: dict[int, TaskSource] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "opened": {}}
+
+    def only(self, names: Sequence[str]) -> "FolderSource":
+        """The source of some of the tasks."""
+        files = {file.name: file for file in self.files}
+        return FolderSource([files[name] for name in names], self.shape, self.config, self.tokenizer)
+
+    def draw(self, task: Task) -> Draw:
+        source = self.opened.get(task.item)
+        if source is None:
+            while len(self.opened) >= OPEN:
+                del self.opened[next(iter(self.opened))]
+            source = self.opened[task.item] = self._open(self.files[task.item])
+        return replace(source.draw(replace(task, item=0)), task=task)
+
+    def _open(self, file: TaskFile) -> TaskSource:
+        with file.path.open("rb"):
+            pass  # raises an I/O error as `OSError`, so that it is retried
+        store = prepare(
+            str(file.path),
+            files_digest([file.path]),
+            lambda bad: read_file(file.path, bad, self.config.max_file_gib),
+            self.config,
+            self.tokenizer,
+            lambda text: None,
+            one_task=True,
+        )
+        classes = self.config.task_type == "classification"
+        rows = group_rows(store, classes)[""]
+        for _, problem in problems(file.name, rows, self.shape, ""):
+            raise UsageError(f"{file.path}: {problem.split(';')[0]}; fix or remove the file")
+        make = ClassSource if classes else PairSource
+        return make(store, {file.name: rows}, {file.name: file.stratum}, self.shape)
+
+
+def glance(path: Path, max_length: int) -> tuple[int, float]:
+    """Size in bytes and tokens of a row (of its first line; `max_length` if it is compressed or binary)."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            line = file.read(PEEK).split(b"\n")[0]
+    except OSError:
+        return -1, max_length  # it is raised again, and handled, when the task is drawn
+    if path.suffix not in (".jsonl", ".csv"):
+        return size, max_length
+    return size, min(max_length, max(4, len(line) / BYTES_PER_TOKEN))
+
 
 Notice = Callable[[str], None]
 SUITES = {"letters": letters, "marks": marks}
@@ -80,9 +273,10 @@ def load_one(
     if task_per_file is not None:
         source = FolderSource(task_per_file, EpisodeShape.of(config), config, tokenizer)
         strata = {item.name: item.stratum for item in source.items}
-        splits, used = choose_splits(name, source.fingerprint, config, strata, True, notice, trained)
+        content = digest([(file.name, file.size) for file in task_per_file])  # the files are not read
+        splits, used = choose_splits(name, content, config, strata, True, notice, trained)
         by_split = {split: source.only(splits[split]) for split in SPLITS if splits.get(split)}
-        fingerprint, size = digest([source.fingerprint, splits]), f"{len(source.items)} task files"
+        fingerprint, size = digest([content, splits]), f"{len(source.items)} task files"
         return summarised(name, by_split, fingerprint, size, "tasks", splits, strata, [used])
     files = data_files(name)
     if files is None:
@@ -108,8 +302,8 @@ def load_suite(name: str, config: Config, tokenizer: Any, notice: Notice) -> Sou
     if name == "marks":
         check_episodes(config)
     rows, splits = SUITES[name]()
-    content = digest([row.values for row in rows])  # the generator may change
-    store = prepare(name, content, lambda bad: rows, config, tokenizer, notice)
+    # part of the key is a digest of the rows, since the generator may change
+    store = prepare(name, digest([row.values for row in rows]), lambda bad: rows, config, tokenizer, notice)
     if any(getattr(config, setting) for setting in SPLIT_SETTINGS):
         raise UsageError(
             f"dataset={name} has its own splits; leave --class_splits, --task_splits and --class_split out"
