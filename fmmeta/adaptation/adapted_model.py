@@ -15,11 +15,10 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.generation import generate
 from fmmeta.models.load import Description, describe, load_tokenizer
 from fmmeta.parallel import deepspeed_config
-from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.parallel_plan import ParallelPlan
+from fmmeta.parallel.layout import Launch, ParallelPlan
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.parallel.workers.create import create_worker
-from fmmeta.parallel.workers.plain import PlainWorker
+from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.data.columns import broken_text
 from fmmeta.tasks.data.encode import encode

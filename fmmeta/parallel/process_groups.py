@@ -27,9 +27,8 @@ import torch.distributed as dist
 from fmmeta.common.errors import UsageError
 from fmmeta.parallel import network
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.layout import Launch, Layout
-from fmmeta.parallel.nodes import Nodes
-from fmmeta.parallel.rendezvous import SharedStore, agree_on_generation
+from fmmeta.parallel.layout import Launch, Layout, Nodes
+from fmmeta.parallel.network import SharedStore, agree_on_generation
 
 TIMEOUT = timedelta(minutes=30)
 LOG_S = 10.0  # between two lines about a rank that waits for another one

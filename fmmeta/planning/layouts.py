@@ -11,8 +11,7 @@ from fmmeta.config.settings import Config
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel import deepspeed_config
-from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, tensor_parallel_block
 from fmmeta.planning.auto_group_size import at_size
 from fmmeta.planning.compute import MatmulCounts, Wire, count_matmuls, needed_flops, refresh, task_work
 from fmmeta.planning.machines import Profile

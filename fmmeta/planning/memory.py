@@ -173,7 +173,7 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
     away = settings.offload and not sizes.lazy  # shards and all work on them are in host memory
     outer = away or sizes.offload_outer
     gathers = weight_ranks > 1 or settings.offload_param
-    # ranks of a pipeline at ZeRO 1 in fp32 do not agree on what is finite (parallel/deepspeed_shards.py)
+    # ranks of a pipeline at ZeRO 1 in fp32 do not agree on what is finite (parallel/workers/zero.py)
     agreeing = not (sizes.in_flight > 1 and stage == 1 and not settings.bf16)
     kinds = {  # (bytes, whether in host memory)
         "weights": (held * width // weight_ranks, away and settings.offload_param),

@@ -8,7 +8,7 @@ from fmmeta.config.settings import Config
 from fmmeta.meta import costs
 from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import plan_stages
-from fmmeta.parallel.workers.tensor_parallel import cut_patterns
+from fmmeta.parallel.deepspeed_config import cut_patterns
 
 
 def largest_part(

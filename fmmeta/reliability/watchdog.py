@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fmmeta.common.errors import EXIT_FAULT
-from fmmeta.parallel.nodes import link_of
+from fmmeta.parallel.layout import link_of
 from fmmeta.parallel.process_groups import ProcessGroups, SharedStore
 from fmmeta.reliability.heartbeats import TICK_S, Heartbeats, stack_of
 from fmmeta.reliability.signals import Launcher, Signals, process_stat

@@ -25,7 +25,7 @@ from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.param_map import Fragment, ParamMap, param_groups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.create import frozen_tensors
-from fmmeta.parallel.workers.plain import PlainWorker
+from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.training.run_folder import find_start, lock_folder
 from fmmeta.training.run_record import Metrics, write_run
 from tests.models import WORDS, save_bert, save_llama

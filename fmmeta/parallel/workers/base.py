@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.offload import pieces
-from fmmeta.parallel.param_map import ParamMap, overlap
+from fmmeta.parallel.param_map import ParamMap, overlap, pieces
 from fmmeta.tasks.batching import MicroBatch
 
 Update = Callable[[Tensor, Tensor, slice], None]
