@@ -15,6 +15,7 @@ JSON, never pickles.
 """
 
 import json
+import socket
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from fmmeta.common.errors import PeerLost
 from fmmeta.elastic.lighthouse import LighthouseClient, coordination, first_line, reachable_as
 from fmmeta.parallel.collectives import Communicator, Reduction
 from fmmeta.parallel.network import is_proof, proof
-from fmmeta.parallel.process_groups import connect_gloo, is_reachable, listening_store
+from fmmeta.parallel.process_groups import connect_gloo, listening_store
 
 
 @dataclass(frozen=True)
@@ -164,10 +165,13 @@ class ElasticCommunicator(Communicator):
         if self.size == 1:
             return
         for member in members:
-            if member.name != self.name and not is_reachable(member.store_address, REACH_S):
-                raise RuntimeError(f"group {member.label} has ended")
-        timeout = timedelta(seconds=CONNECT_S)
-        address = members[0].store_address
+            host, _, port = member.store_address.rpartition(":")
+            try:
+                if member.name != self.name:
+                    socket.create_connection((host, int(port)), REACH_S).close()
+            except OSError:
+                raise RuntimeError(f"group {member.label} has ended") from None
+        address, timeout = members[0].store_address, timedelta(seconds=CONNECT_S)
         self.backend = connect_gloo(address, name, self.rank, self.size, timeout, self.host)
 
     def _disconnect(self) -> None:

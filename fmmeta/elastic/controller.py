@@ -61,7 +61,10 @@ def transfer_state(
     state = run.state.state_dict() if sends else StateDict()
     header = {"facts": state.facts, "line": run.logger.line}
     header |= {"vectors": kinds(state.vectors), "tables": kinds(state.tables)}
-    header = json.loads(broadcast_bytes(cross, json.dumps(header).encode() if sends else b"", donor))
+    payload = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+    length = int(cross.broadcast_(torch.tensor([len(payload)]), donor))
+    payload = payload if sends else torch.zeros(length, dtype=torch.uint8)
+    header = json.loads(cross.broadcast_(payload, donor).numpy().tobytes())
     with cross.own.raise_on_all("looking at the state to take over"):
         check_kinds(header["vectors"], meta_params.theta)
         check_kinds(header["tables"], meta_params.rates)
@@ -95,13 +98,6 @@ def check_kinds(sent: Mapping[str, Any], like: Tensor | None) -> None:
                 f"elastic=True: {name} of the other groups is {kind} and has to be {wanted} here; start this"
                 " group with the same versions of fmmeta and torch as the others"
             )
-
-
-def broadcast_bytes(comm: Communicator, payload: bytes, root: int) -> bytes:
-    """The bytes of rank `root`. Collective: comm."""
-    size = int(comm.broadcast_(torch.tensor([len(payload)]), root))
-    data = torch.frombuffer(bytearray(payload or bytes(size)), dtype=torch.uint8)
-    return comm.broadcast_(data, root).numpy().tobytes()
 
 
 SECRET = ".elastic-secret"

@@ -19,6 +19,7 @@ import queue
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -119,10 +120,8 @@ class LighthouseClient:
         try:
             self.client.heartbeat(self.name, STATUS_TIMEOUT)
         except Exception as error:
-            try:
+            with suppress(Exception):
                 self.client = self.ft.LighthouseClient(self.address, STATUS_TIMEOUT)
-            except Exception as second:
-                return second
             return error
         return None
 

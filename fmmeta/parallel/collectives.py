@@ -13,14 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import PeerError, UsageError
 from fmmeta.common.security import disk_trouble
 
 BUCKET = 2**23  # elements of one bucket: 32 MiB in fp32
-
-
-class PeerError(RuntimeError):
-    """Another rank failed with an error that is not a `UsageError`; its log holds the traceback."""
 
 
 @dataclass

@@ -156,9 +156,17 @@ def read(path: str | None, bf16: bool, notice: Callable[[str], None] = quiet) ->
     bf16: the precision if the file leaves it open. notice: gets a line per dropped block. Raises `UsageError`
     naming the key, its value and what to use.
     """
-    if path:
-        return check(load(path), Path(path).name, bf16, notice)
-    return check({}, "the default", bf16, notice)
+    if not path:
+        return check({}, "the default", bf16, notice)
+    if not Path(path).is_file():
+        raise UsageError(f"deepspeed={path} is not a file; see ds_configs/ for ready ones")
+    try:
+        file = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"deepspeed={path} is not JSON ({error}); fix the file") from None
+    if not isinstance(file, dict):
+        raise UsageError(f"deepspeed={path} holds no JSON object; see ds_configs/ for ready ones")
+    return check(file, Path(path).name, bf16, notice)
 
 
 def check(
@@ -217,18 +225,6 @@ def with_model_ranks(
     elif settings.zero_stage == 1 and not settings.bf16:
         zero = {**zero, "compute_grad_norm": False}
     return replace(settings, file={**settings.file, "zero_optimization": zero})
-
-
-def load(path: str) -> dict[str, Any]:
-    if not Path(path).is_file():
-        raise UsageError(f"deepspeed={path} is not a file; see ds_configs/ for ready ones")
-    try:
-        file = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"deepspeed={path} is not JSON ({error}); fix the file") from None
-    if not isinstance(file, dict):
-        raise UsageError(f"deepspeed={path} holds no JSON object; see ds_configs/ for ready ones")
-    return file
 
 
 def check_offload(zero: dict[str, Any], stage: int, name: str) -> bool:

@@ -118,7 +118,7 @@ def test_a_run_gives_the_same_model(tmp_path, capsys):
             )
             MetaTrainer(config).train()
             said = (
-                "fmmeta: offload_outer changes nothing on CPUs: the ranks' memory is the host's already"
+                "fmmeta: offload_outer changes nothing on CPUs: the ranks compute in host memory already"
                 in capsys.readouterr().out
             )
             assert said == offloaded

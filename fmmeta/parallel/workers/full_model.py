@@ -186,7 +186,11 @@ class PlainWorker(FullModelWorker):
             for param, theta, grad in zip(params, self.theta_views, self.grad_views, strict=True):
                 param.data, param.grad = theta, grad
         if device.type == "cpu" and not bf16:
-            _use_sparse_embedding_gradients(model)
+            # Backward passes add only the rows that occur to an embedding's gradient, not those of the whole
+            # vocabulary. The sums are the same. CPU only: on GPUs sparse sums have no fixed order.
+            for module in model.modules():
+                if isinstance(module, nn.Embedding):
+                    module.sparse = True
 
     def read(self) -> Tensor:
         return self.theta.clone()
@@ -220,17 +224,6 @@ class PlainWorker(FullModelWorker):
         self.grad.zero_()
         self.refresh()
         return bad
-
-
-def _use_sparse_embedding_gradients(model: nn.Module) -> None:
-    """Let backward passes add only the rows that occur to an embedding's gradient, not those of the whole
-    vocabulary.
-
-    The sums are the same. CPU only: on GPUs sparse sums have no fixed order.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.sparse = True
 
 
 class TaskBatch:

@@ -14,6 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -111,21 +112,19 @@ def _unfused(wrapper: Any, group_rank: int) -> Shards:
 
 def _linked(wrapper: Any, partitions: list[Tensor], groups: Any, consensus: Consensus) -> Shards:
     """DeepSpeed links each parameter to its slice of the flat partition of its group."""
-    pieces = []
-    for params in groups:
-        links = [(param, param._hp_mapping) for param in params]
-        pieces.append(
-            [
-                (
-                    param,
-                    link.hp_fragment_address.start,
-                    link.lp_fragment_address.start,
-                    link.hp_fragment_address.numel,
-                )
-                for param, link in links
-                if link is not None
-            ]
-        )
+    pieces = [
+        [
+            (
+                param,
+                param._hp_mapping.hp_fragment_address.start,
+                param._hp_mapping.lp_fragment_address.start,
+                param._hp_mapping.hp_fragment_address.numel,
+            )
+            for param in params
+            if param._hp_mapping is not None
+        ]
+        for params in groups
+    ]
     names = [group["name"] for group in wrapper.optimizer.param_groups]
     tensors = [partition.data for partition in partitions]
     return Shards(tensors, pieces, names, wrapper.update_lp_params, False, consensus)
@@ -249,10 +248,8 @@ class EngineWorker(Worker):
         self.storage_device = shards.tensors[0].device
         self.consensus_before_update = shards.nonfinite_consensus != "none" and self.coordinates.tensor == 1
         shards.zero_padding()
-        self.slices, begin = [], 0
-        for tensor in shards.tensors:
-            self.slices.append(slice(begin, begin + tensor.numel()))
-            begin += tensor.numel()
+        ends = [0, *accumulate(tensor.numel() for tensor in shards.tensors)]
+        self.slices = [slice(begin, end) for begin, end in pairwise(ends)]
         addresses = [tensor.data_ptr() for tensor in shards.tensors]
         self.shard_optimizer.slices = dict(zip(addresses, self.slices, strict=True))
 
