@@ -25,7 +25,7 @@ setup(
     packages=find_packages(include=["fmmeta", "fmmeta.*"]),
     install_requires=[
         "torch>=2.6,<2.14",
-        "deepspeed>=0.19.8,<0.20",  # fmmeta/parallel/deepspeed_shards.py reads its optimizer wrappers
+        "deepspeed>=0.19.8,<0.20",  # fmmeta/parallel/workers/zero.py reads its optimizer wrappers
         "transformers>=5.0,<6",
         "datasets>=4.0,<6",
         "accelerate>=1.10,<2",

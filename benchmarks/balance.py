@@ -31,7 +31,7 @@ from fmmeta.models.load import describe, load_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.process_groups import World, pick_device
-from fmmeta.parallel.workers.plain import PlainWorker
+from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.tasks.batching import Batcher, Episode, Example
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule, Task, assign_to_groups
 

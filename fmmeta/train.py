@@ -6,8 +6,7 @@ from contextlib import ExitStack, nullcontext
 
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
-from fmmeta.elastic.controller import ElasticController
-from fmmeta.elastic.join import join, with_other_groups
+from fmmeta.elastic.controller import ElasticController, join, with_other_groups
 from fmmeta.models.load import describe, fitted
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device

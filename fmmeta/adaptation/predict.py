@@ -31,11 +31,10 @@ from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
 from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file, remembered
 from fmmeta.models.load import Description, describe, fitted, load_tokenizer
 from fmmeta.parallel import deepspeed_config
-from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.parallel_plan import ParallelPlan
+from fmmeta.parallel.layout import Launch, ParallelPlan
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.parallel.workers.create import create_worker
-from fmmeta.parallel.workers.plain import PlainWorker
+from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.rows import MOST_GIB, broken_text, ending, read_file, unpacked

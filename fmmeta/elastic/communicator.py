@@ -1,6 +1,6 @@
 """Communicator across groups that join and leave: collectives among the groups of the next outer step.
 
-    form            request the live groups from the lighthouse (lighthouse_client.py) and connect to them
+    form            request the live groups from the lighthouse (lighthouse.py) and connect to them
     a collective    fails on all ranks of a group if it fails on one (`PeerLost`);
                     the group then abandons the step and forms again
     leave           tell the lighthouse that this group has finished
@@ -9,13 +9,16 @@ Tensors are reduced by gloo in host memory on every device type: a NCCL communic
 cannot be closed without ending the process. Each connection has its own gloo communicator, made through the
 store of its first member.
 
-This module does not handle theta: membership.py decides which groups need the state of another one, and
-state_transfer.py sends it. Messages are JSON, never pickles.
+Every group computes the same roles from the same answer of the lighthouse (`Membership`): which group sends
+its state, which groups need it (controller.py transfers it), and which one writes the files. Messages are
+JSON, never pickles.
 """
 
 import json
+import socket
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,11 +26,60 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.errors import PeerLost
-from fmmeta.elastic.lighthouse_client import LighthouseClient, coordination, first_line, reachable_as
-from fmmeta.elastic.membership import GroupInfo, Membership
+from fmmeta.elastic.lighthouse import LighthouseClient, coordination, first_line, reachable_as
 from fmmeta.parallel.collectives import Communicator, Reduction
-from fmmeta.parallel.process_groups import connect_gloo, is_reachable, listening_store
-from fmmeta.parallel.rendezvous import is_proof, proof
+from fmmeta.parallel.network import is_proof, proof
+from fmmeta.parallel.process_groups import connect_gloo, listening_store
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """A group as a member of an outer step."""
+
+    name: str
+    store_address: str
+    step: int
+    fresh: bool  # it has not taken part yet
+    writes: bool
+    connection: str  # the quorum that its communicator was connected for; empty: it has none
+    config_hash: str  # of settings and layout, which all must share
+
+    @property
+    def label(self) -> str:
+        """The name that the user gave."""
+        return self.name.rpartition(":")[0]
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The members of a step, the same on all groups, in the order of names. here: index of this group.
+
+    restarted: all members have connected for this step. Every member sees the same value, unlike a comparison
+    with the last membership that it took part in. unknown_groups: groups listed by the lighthouse and left
+    out, because they do not know the secret of the run.
+    """
+
+    members: tuple[GroupInfo, ...]
+    here: int
+    restarted: bool = False
+    unknown_groups: int = 0
+
+    @property
+    def donor(self) -> int:
+        """The group that sends its state: the first with the highest step; new groups come last."""
+        return min(range(len(self.members)), key=lambda n: (self.members[n].fresh, -self.members[n].step, n))
+
+    def needs_state(self, number: int) -> bool:
+        """Whether a member needs the state of the donor: it is new, or missed the end of a step."""
+        member, donor = self.members[number], self.members[self.donor]
+        return member is not donor and (member.fresh or member.step != donor.step)
+
+    @property
+    def writer(self) -> int:
+        """The group that writes checkpoints and metrics: the previous writer, else the first with state."""
+        members = self.members
+        return min(range(len(members)), key=lambda n: (not members[n].writes, self.needs_state(n), n))
+
 
 CONNECT_S = 10.0  # timeout of members that connect to each other; gloo tries up to four times for so long
 REACH_S = 5.0  # timeout of the test whether a member's process is alive
@@ -37,7 +89,7 @@ class ElasticCommunicator(Communicator):
     """The `cross` communicator of groups that join and leave. Raises `UsageError` without a lighthouse.
 
     own: gloo communicator of the ranks of this group. `config_hash` and `secret` are set once the settings
-    are known (join.py).
+    are known (controller.py).
     """
 
     def __init__(self, own: Communicator, lighthouse: str, name: str) -> None:
@@ -113,10 +165,13 @@ class ElasticCommunicator(Communicator):
         if self.size == 1:
             return
         for member in members:
-            if member.name != self.name and not is_reachable(member.store_address, REACH_S):
-                raise RuntimeError(f"group {member.label} has ended")
-        timeout = timedelta(seconds=CONNECT_S)
-        address = members[0].store_address
+            host, _, port = member.store_address.rpartition(":")
+            try:
+                if member.name != self.name:
+                    socket.create_connection((host, int(port)), REACH_S).close()
+            except OSError:
+                raise RuntimeError(f"group {member.label} has ended") from None
+        address, timeout = members[0].store_address, timedelta(seconds=CONNECT_S)
         self.backend = connect_gloo(address, name, self.rank, self.size, timeout, self.host)
 
     def _disconnect(self) -> None:

@@ -1,34 +1,175 @@
-"""Which groups take part in an outer step, and what a run does when groups come and go (--elastic).
+"""Joins a launch to an elastic run, and controls what happens when groups come and go (--elastic).
 
-    begin_step     quorum -> transfer state -> change of writer
-    form_again     a group was lost: the same outer step again, its tasks assigned to the remaining groups
-    finish         a last quorum, so that one of the remaining groups writes the model
-    leave          end the membership
+    join, with_other_groups   lighthouse client, communicators across groups, secret and hash of the settings
+    begin_step                quorum -> transfer state -> change of writer
+    form_again                a group was lost: the same outer step again, its tasks assigned to the remaining
+                              groups
+    finish                    a last quorum, so that one of the remaining groups writes the model
+    leave                     end the membership
 
-A group takes its state from the group with the highest step (state_transfer.py). An outer step changes
-nothing before all its sums have arrived, so an abandoned step needs no undoing. If a sum has arrived at some
-groups only, those are a step ahead, and the others receive their state.
+A group takes its state from the group with the highest step (`transfer_state`): everything that a checkpoint
+holds, rank by rank and bit for bit. It is used only when it is complete, so that a group lost meanwhile costs
+another quorum and no more. No pickles: JSON and plain tensors. An outer step changes nothing before all its
+sums have arrived, so an abandoned step needs no undoing. If a sum has arrived at some groups only, those are
+a step ahead, and the others receive their state.
 
 One group writes checkpoints, metrics and the model: the previous writer, else the first by name. It holds the
 folder's lock.
 """
 
+import json
+import os
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from fmmeta import checkpoint
 from fmmeta.common.errors import MachineFault, PeerLost, UsageError
-from fmmeta.config.settings import Config
-from fmmeta.elastic.communicator import ElasticCommunicator
-from fmmeta.elastic.join import SECRET
-from fmmeta.elastic.membership import Membership
-from fmmeta.elastic.state_transfer import transfer_state
+from fmmeta.config.settings import Config, changed_settings
+from fmmeta.elastic.communicator import AllGroups, ElasticCommunicator, Membership
+from fmmeta.meta.parameters import StateDict
+from fmmeta.parallel.collectives import Communicator
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.network import PROOF
 from fmmeta.parallel.process_groups import ProcessGroups
+from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.checks import check_replicas
 from fmmeta.report.data import read_run
 from fmmeta.training.loop import Run, StaticController
-from fmmeta.training.run_folder import lock_folder
+from fmmeta.training.run_folder import lock_folder, version
+
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}  # of vectors and tables
+
+
+def transfer_state(
+    run: Run, cross: ElasticCommunicator, membership: Membership, log: Callable[[str], None]
+) -> None:
+    """Send the donor's state to the groups that need it. Raises `PeerLost`. Collective: all groups."""
+    donor, meta_params = membership.donor, run.state.meta_params
+    sends = membership.here == donor
+    state = run.state.state_dict() if sends else StateDict()
+    header = {"facts": state.facts, "line": run.logger.line}
+    header |= {"vectors": kinds(state.vectors), "tables": kinds(state.tables)}
+    payload = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+    length = int(cross.broadcast_(torch.tensor([len(payload)]), donor))
+    payload = payload if sends else torch.zeros(length, dtype=torch.uint8)
+    header = json.loads(cross.broadcast_(payload, donor).numpy().tobytes())
+    with cross.own.raise_on_all("looking at the state to take over"):
+        check_kinds(header["vectors"], meta_params.theta)
+        check_kinds(header["tables"], meta_params.rates)
+    for tensors, listed in ((state.vectors, header["vectors"]), (state.tables, header["tables"])):
+        for name, (dtype, shape) in listed.items():
+            tensor = tensors[name] if sends else torch.empty(shape, dtype=DTYPES[dtype])
+            tensors[name] = cross.broadcast_(tensor, donor)
+    if membership.needs_state(membership.here):
+        before = run.state.outer_step
+        run.state.load_state_dict(StateDict(state.vectors, state.tables, header["facts"]))
+        run.worker.write(meta_params.theta)
+        run.logger.line = header["line"]
+        label = membership.members[donor].label
+        log(f"state received from group {label}: outer step {before} -> {run.state.outer_step}")
+
+
+def kinds(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Dtype and shape of each tensor by name, as JSON values."""
+    return {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+
+
+def check_kinds(sent: Mapping[str, Any], like: Tensor | None) -> None:
+    """Compare dtype and shape before receiving: gloo ends the process on a message of another size.
+
+    Raises `UsageError`.
+    """
+    wanted = None if like is None else kinds({"": like})[""]
+    for name, kind in sent.items():
+        if kind != wanted:
+            raise UsageError(
+                f"elastic=True: {name} of the other groups is {kind} and has to be {wanted} here; start this"
+                " group with the same versions of fmmeta and torch as the others"
+            )
+
+
+SECRET = ".elastic-secret"
+
+
+def join(config: Config, own: Communicator) -> ElasticCommunicator | None:
+    """A communicator across groups, not connected yet; None without --elastic.
+
+    Raises `UsageError`. Collective: world.
+    """
+    if not config.elastic:
+        return None
+    lighthouse = config.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
+    if not lighthouse:
+        raise UsageError(
+            "elastic=True needs a lighthouse; start `fmmeta lighthouse` and give --lighthouse with what it"
+            " prints, or use `fmmeta elastic`, which does both"
+        )
+    return ElasticCommunicator(own, lighthouse, config.group_name or f"{platform.node()}-{os.getpid()}")
+
+
+def with_other_groups(
+    ranks: ProcessGroups,
+    cross: ElasticCommunicator | None,
+    config: Config,
+    settings: Mapping[str, Any],
+    worker: Worker,
+    precision: DeepSpeedSettings,
+) -> ProcessGroups:
+    """Add the communicators across groups to those of this group; without --elastic return `ranks`.
+
+    settings: those of the run (run_folder.settings_of). Collective: world.
+    """
+    if cross is None:
+        return ranks
+    with ranks.world.raise_on_all("reading the secret of the run"):
+        if ranks.world.rank == 0:
+            cross.secret = run_secret(Path(str(config.output_dir)))
+    cross.config_hash = config_hash(settings, str(ranks.layout), worker.params.numel, precision)
+    return replace(ranks, cross=cross, all_groups=AllGroups(ranks.world, cross))
+
+
+def run_secret(folder: Path) -> bytes:
+    """The secret of the run: random hex digits in a file of its folder (mode 0600), created by the first
+    group. Raises `UsageError`.
+    """
+    file, deadline = folder / SECRET, time.monotonic() + 10
+    try:
+        with (
+            suppress(FileExistsError),
+            os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened,
+        ):
+            opened.write(token_hex(PROOF // 2).encode())
+        while len(found := file.read_bytes()) < PROOF and time.monotonic() < deadline:
+            time.sleep(0.05)  # another group is writing it
+    except OSError as error:
+        raise UsageError(
+            f"output_dir={folder}: {SECRET} cannot be read ({error.strerror}); start all groups of a run as"
+            " one user"
+        ) from None
+    if len(found) < PROOF:
+        raise UsageError(
+            f"output_dir={folder}: {SECRET} has {len(found)} bytes instead of {PROOF}; remove it, no group"
+            " running"
+        )
+    return found
+
+
+def config_hash(settings: Mapping[str, Any], layout: str, numel: int, precision: DeepSpeedSettings) -> str:
+    """Hash of what the groups of one run must share: settings that change theta, layout and versions."""
+    fixed = {name: settings[name] for name in changed_settings(dict.fromkeys(settings, ...), dict(settings))}
+    shared = [fixed, layout, numel, precision.zero_stage, precision.bf16, version("fmmeta"), version("torch")]
+    return sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
+
 
 LIGHTHOUSE_S = 120.0  # timeout of a lighthouse that does not answer
 MAX_ATTEMPTS = 100  # at one outer step

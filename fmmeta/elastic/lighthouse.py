@@ -1,17 +1,161 @@
-"""`fmmeta lighthouse`: runs torchft's lighthouse server, which lists the groups of an elastic run."""
+"""torchft's lighthouse, which lists the groups of an elastic run: the client of a group, `fmmeta lighthouse`.
 
+The client requests the quorum of the next outer step, and sends heartbeats:
+
+    request_quorum     one request until it is answered; a status request once a second tells a lighthouse
+                       that waits for other groups from one that has died
+    start_heartbeats   from the first request on, by the threads of torchft's ManagerServer, outside the GIL
+
+A pending quorum request is never cancelled while the lighthouse is alive: the server would still count this
+group, and its peers would block waiting for it (communicator.py).
+
+torchft's lighthouse has no authentication: any client that reaches it is listed and can delay the groups.
+Members that do not know the secret of the run are left out by the groups themselves (communicator.py).
+"""
+
+import importlib
 import os
+import queue
 import signal
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import MachineFault, UsageError
 from fmmeta.config.fields import check_values
 from fmmeta.config.settings import setting
-from fmmeta.elastic.lighthouse_client import coordination, first_line
-from fmmeta.parallel.network import listen
+from fmmeta.parallel.network import listen, source_address
+
+HEARTBEAT, CONNECT = timedelta(milliseconds=250), timedelta(seconds=10)
+STATUS_S = 1.0  # between two status requests while a quorum request is pending
+STATUS_TIMEOUT, QUORUM_TIMEOUT = timedelta(seconds=5), timedelta(days=1)
+
+
+class LighthouseClient:
+    """One per group. Raises `UsageError` if the lighthouse does not answer.
+
+    name: of this group, used once. ft: torchft's low-level interface (`coordination`).
+    """
+
+    def __init__(self, address: str, name: str, ft: Any) -> None:
+        self.address, self.name, self.ft = address, name, ft
+        self.host = reachable_as(address)
+        try:
+            self.client = ft.LighthouseClient(address, CONNECT)
+        except Exception as error:
+            raise UsageError(
+                f"lighthouse={address} does not answer ({first_line(error)}); start `fmmeta lighthouse` "
+                "there, or give the address that it prints"
+            ) from None
+        self.heartbeats: Any = None
+
+    def start_heartbeats(self, store_address: str, size: int) -> None:
+        """Send heartbeats in threads; from now on the other groups wait for this one."""
+        if self.heartbeats is None:
+            bind = f"[{self.host}]:0" if ":" in self.host else f"{self.host}:0"
+            self.heartbeats = self.ft.ManagerServer(
+                replica_id=self.name,
+                lighthouse_addr=self.address,
+                hostname=self.host,
+                bind=bind,
+                store_addr=store_address,
+                world_size=size,
+                heartbeat_interval=HEARTBEAT,
+                connect_timeout=CONNECT,
+                quorum_retries=0,
+            )
+
+    def stop_heartbeats(self) -> None:
+        if self.heartbeats is not None:
+            self.heartbeats.shutdown()
+        self.heartbeats = None
+
+    def request_quorum(self, timeout_s: float, **arguments: Any) -> Any:
+        """The quorum that this group is a member of. arguments: those of torchft's `quorum`.
+
+        Raises `MachineFault` if the lighthouse does not answer for `timeout_s`.
+        """
+        answered = time.monotonic()
+        while True:
+            answers = self._send_request(arguments)
+            found = None
+            while found is None:
+                try:
+                    found = answers.get(timeout=STATUS_S)
+                except queue.Empty:
+                    found = self._status_error()
+                    if found is None:  # the lighthouse waits for groups that are at work
+                        answered = time.monotonic()
+            if not isinstance(found, Exception):
+                return found
+            if time.monotonic() - answered > timeout_s:
+                raise MachineFault(
+                    f"lighthouse={self.address} has been silent for {timeout_s:.0f} s ({first_line(found)});"
+                    " look whether it runs; the last checkpoint is whole"
+                ) from None
+            time.sleep(0.1)
+
+    def _send_request(self, arguments: dict[str, Any]) -> queue.SimpleQueue[Any]:
+        """Send the request in a thread; the answer or exception is put into the returned queue."""
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def send() -> None:
+            try:
+                answers.put(self.client.quorum(self.name, QUORUM_TIMEOUT, **arguments))
+            except Exception as error:
+                answers.put(error)
+
+        threading.Thread(target=send, daemon=True).start()
+        return answers
+
+    def _status_error(self) -> Exception | None:
+        """The error of a status request; None if the lighthouse answers it.
+
+        After an error the next request uses a new connection.
+        """
+        try:
+            self.client.heartbeat(self.name, STATUS_TIMEOUT)
+        except Exception as error:
+            with suppress(Exception):
+                self.client = self.ft.LighthouseClient(self.address, STATUS_TIMEOUT)
+            return error
+        return None
+
+
+def coordination() -> Any:
+    """torchft's low-level interface. Raises `UsageError` if it is not installed."""
+    os.environ.setdefault("RUST_LOG", "warn")  # it logs every request otherwise
+    try:
+        return importlib.import_module("torchft.coordination")
+    except ImportError as error:
+        raise UsageError(
+            f"elastic groups need torchft ({first_line(error)}); pip install 'fmmeta[elastic]'"
+        ) from None
+
+
+def reachable_as(lighthouse: str) -> str:
+    """The address of this machine as the lighthouse's machine sees it. Raises `UsageError`."""
+    try:
+        there = urlsplit(lighthouse)
+        if there.scheme != "http" or not there.hostname or not there.port:
+            raise ValueError("no http://HOST:PORT")
+        found = source_address(there.hostname, there.port)
+        if found is None:
+            raise ValueError(f"no route to {there.hostname}")
+    except ValueError as error:
+        raise UsageError(
+            f"lighthouse={lighthouse} is no address ({error}); give http://HOST:PORT as `fmmeta lighthouse`"
+            " prints it"
+        ) from None
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:200]
 
 
 @dataclass

@@ -23,8 +23,7 @@ import torch
 
 from fmmeta.common.errors import EXIT_FAULT, EXIT_STOPPED, UsageError
 from fmmeta.config.settings import Config, setting
-from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
-from fmmeta.elastic.lighthouse_client import coordination
+from fmmeta.elastic.lighthouse import LighthouseConfig, coordination, open_lighthouse
 from fmmeta.parallel.network import listen
 from fmmeta.report.data import read_run
 from fmmeta.training.run_folder import lock_folder

@@ -1,4 +1,4 @@
-"""FOMAML and Reptile on several tasks at a time: first-order rules over workers/multi_task.py.
+"""FOMAML and Reptile on several tasks at a time: first-order rules over `TaskBatch`.
 
     phi_t <- phi_t - alpha u(grad L_t(phi_t)),  t = 1 .. N in one pass
     then grad L_query,t(phi_t), or theta - phi_t
@@ -18,8 +18,7 @@ from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult
 from fmmeta.models.learner import Learner
 from fmmeta.models.lora import TaskAxis
 from fmmeta.parallel.workers.base import PassStats, Worker
-from fmmeta.parallel.workers.full_model import FullModelWorker
-from fmmeta.parallel.workers.multi_task import TaskBatch
+from fmmeta.parallel.workers.full_model import FullModelWorker, TaskBatch
 from fmmeta.tasks.batching import Episode, Sets, merge_task_batches
 
 

@@ -6,7 +6,7 @@ Every vector is this rank's shard: theta, the sum, the optimizer's moments. Noth
 optimizer must act element by element (config/algorithms.py). Learned inner rates are meta-parameters
 too (not clipped, not decayed, with the rate `inner_lr_outer_lr`); kept inner moments are replaced by their
 mean over the tasks. With --offload_outer everything but the learned rates is in host memory
-(parallel/offload.py) and is copied to the device in pieces, once per outer step.
+(parallel/param_map.py) and is copied to the device in pieces, once per outer step.
 """
 
 import math
@@ -22,8 +22,7 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.meta_gradient import PendingMean
 from fmmeta.meta.parameters import KEPT_MOMENTS, MetaParameters, StateDict
 from fmmeta.parallel.collectives import Reduction
-from fmmeta.parallel.offload import OuterMemory
-from fmmeta.parallel.param_map import overlap
+from fmmeta.parallel.param_map import OuterMemory, overlap
 from fmmeta.parallel.workers.base import Worker, add_local_dot, over_group
 
 

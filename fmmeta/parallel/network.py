@@ -1,24 +1,30 @@
-"""Network settings of this host, checked before any collective: interfaces, timeouts, flight recorder.
+"""Network settings of this host, checked before any collective, and what processes agree on through a store.
 
     issues                        problems of the environment, for `fmmeta doctor` and for the start of a run
     check_and_choose_interface    at the start of a launch: choose gloo's interface if it is not set,
                                   and end all ranks if one cannot be reached
+    agree_on_generation           a fresh key prefix in torch's key-value store
+    SharedStore                   signed values in that store
 
 gloo takes the names of GLOO_SOCKET_IFNAME as they are; NCCL takes prefixes of names, `=` before a list asks
 for exact names and `^` excludes (NCCL's documentation of NCCL_SOCKET_IFNAME and NCCL_IB_HCA).
 """
 
+import hmac
+import json
 import os
 import platform
 import socket
+import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.rendezvous import StoreProtocol
 
 INFINIBAND = Path("/sys/class/infiniband")
 NUMBERS = (
@@ -38,6 +44,14 @@ SLOW = {
     "NCCL_SHM_DISABLE": "GPUs of a node talk through sockets",
     "NCCL_IB_DISABLE": "nodes talk through sockets instead of InfiniBand or RoCE",
 }
+
+
+class StoreProtocol(Protocol):
+    """The methods of torch's stores that are used here."""
+
+    def set(self, key: str, value: str, /) -> object: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
 
 @dataclass(frozen=True)
@@ -216,3 +230,94 @@ def check_and_choose_interface(store: StoreProtocol, launch: Launch, nccl: bool)
         if issue:
             raise UsageError(issue.decode())
     return warnings + [str(one) for one in found]
+
+
+PAUSE_S = 0.02
+PROOF = 64  # hex digits of an HMAC (`proof`)
+
+
+def agree_on_generation(
+    store: StoreProtocol, rank: int, size: int, timeout_s: float, number: str | None = None
+) -> str:
+    """Return a name that is new and the same on all ranks.
+
+    torchrun's agent keeps its store over `--max-restarts` when the rendezvous is static (torch's comment says
+    otherwise), and ranks that read each other's old addresses wait for ever. So every process writes a random
+    number:
+
+        all     join/<rank> = own number
+        first   roster = a new name and the numbers it has read; again, whenever one of them has changed
+        all     ack/<rank> = the roster's name, if the roster has the own number
+        first   final = that name, when all have acknowledged it
+
+    An old value is never mistaken for a new one, since no number comes twice.
+    Raises `TimeoutError`. Collective: world, through `store`.
+    """
+    number = number or uuid.uuid4().hex
+    deadline = time.monotonic() + timeout_s
+    store.set(f"join/{rank}", number)
+    known: list[str] = []
+    name = ""
+    while time.monotonic() < deadline:
+        if rank == 0:
+            numbers = read(store, [f"join/{one}" for one in range(size)])
+            if numbers and numbers != known:
+                known, name = numbers, uuid.uuid4().hex
+                store.set("roster", json.dumps([name, *known]))
+            if name and read(store, [f"ack/{one}" for one in range(1, size)]) == [name] * (size - 1):
+                store.set("final", name)
+                return name
+        else:
+            roster = read(store, ["roster"])
+            offered, *numbers = json.loads(roster[0]) if roster else [""]
+            if len(numbers) == size and numbers[rank] == number:
+                if offered != name:
+                    name = offered
+                    store.set(f"ack/{rank}", name)
+                if read(store, ["final"]) == [name]:
+                    return name
+        time.sleep(PAUSE_S)
+    raise TimeoutError(f"rank {rank} has not met the other {size - 1} ranks within {timeout_s:g} s")
+
+
+def read(store: StoreProtocol, keys: Sequence[str]) -> list[str]:
+    """The values of these keys; an empty list if one of them does not exist yet."""
+    if not store.check(list(keys)):
+        return []
+    return [value.decode() for value in store.multi_get(list(keys))]
+
+
+class SharedStore:
+    """Signed values by key, for the ranks of one launch. Rank 0 or torchrun's agent is the store host.
+
+    Each value carries an HMAC with the secret of the launch: another client of the store can remove values,
+    but a value that it writes is read as empty. Calls do not wait for the rank that writes, but while the
+    store host is stopped every call blocks: call from a thread that may wait, and use one object per thread.
+    """
+
+    def __init__(self, store: StoreProtocol, secret: bytes) -> None:
+        self.store, self.secret = store, secret
+
+    def set(self, key: str, text: str) -> None:
+        self.store.set(key, proof(self.secret, key, text) + text)
+
+    def get(self, key: str) -> str:
+        """A value; empty if the key does not exist."""
+        return self.get_existing([key])[0] if self.store.check([key]) else ""
+
+    def get_existing(self, keys: Sequence[str]) -> list[str]:
+        """Values of keys that exist, in one request; empty where the signature is not valid."""
+        found = [value.decode(errors="replace") for value in self.store.multi_get(list(keys))]
+        return [
+            value[PROOF:] if is_proof(value[:PROOF], self.secret, key, value[PROOF:]) else ""
+            for key, value in zip(keys, found, strict=True)
+        ]
+
+
+def proof(secret: bytes, *signed: Any) -> str:
+    """HMAC of JSON values, in PROOF hex digits: evidence that the writer knows the secret."""
+    return hmac.new(secret, json.dumps(signed, sort_keys=True).encode(), "sha256").hexdigest()
+
+
+def is_proof(found: Any, secret: bytes, *signed: Any) -> bool:
+    return isinstance(found, str) and hmac.compare_digest(found.encode(), proof(secret, *signed).encode())

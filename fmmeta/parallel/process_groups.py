@@ -13,10 +13,10 @@ leave (elastic/communicator.py). `all_groups` contains all processes of all grou
 
 import os
 import platform
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -27,9 +27,8 @@ import torch.distributed as dist
 from fmmeta.common.errors import UsageError
 from fmmeta.parallel import network
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.layout import Launch, Layout
-from fmmeta.parallel.nodes import Nodes
-from fmmeta.parallel.rendezvous import SharedStore, agree_on_generation
+from fmmeta.parallel.layout import Launch, Layout, Nodes
+from fmmeta.parallel.network import SharedStore, agree_on_generation
 
 TIMEOUT = timedelta(minutes=30)
 LOG_S = 10.0  # between two lines about a rank that waits for another one
@@ -51,11 +50,6 @@ class ProcessGroups:
     all_groups: Communicator
     device: torch.device
     background: Communicator | None = None
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether other groups join and leave."""
-        return self.all_groups is not self.world
 
     @property
     def first(self) -> bool:
@@ -210,8 +204,14 @@ def connect_store(launch: Launch) -> dist.Store:
         RANK=str(launch.global_rank),
         WORLD_SIZE=str(launch.world_size),
     )
+    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun is the store host
+    store: dist.Store | None = None
     try:
-        store = loopback_store(launch) or next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
+        if launch.global_rank == 0 and not has_agent_store and network.is_loopback(launch.master_addr):
+            # torch's own store listens on all interfaces; where the port is in use, torch raises below
+            with suppress(OSError):
+                store = listening_store(launch.master_addr, launch.master_port)
+        store = store or next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -219,29 +219,11 @@ def connect_store(launch: Launch) -> dist.Store:
             f"master_port={launch.master_port} is in use on {platform.node()}; give the launcher"
             f" another, such as --master_port {launch.master_port + 1}"
         ) from None
-    if not has_agent_store():
+    if not has_agent_store:
         return store
     timeout_s = TIMEOUT.total_seconds()
     generation = agree_on_generation(cast(Any, store), launch.global_rank, launch.world_size, timeout_s)
     return dist.PrefixStore(generation, store)
-
-
-def has_agent_store() -> bool:
-    """Whether torchrun's agent is the store host."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def loopback_store(launch: Launch) -> dist.Store | None:
-    """A store that rank 0 hosts on the loopback address of the launch: torch's own listens on all interfaces.
-
-    None on other ranks, on other addresses, with torchrun, and where the port is in use (torch then raises).
-    """
-    if launch.global_rank or has_agent_store() or not network.is_loopback(launch.master_addr):
-        return None
-    try:
-        return listening_store(launch.master_addr, launch.master_port)
-    except OSError:
-        return None
 
 
 def listening_store(host: str, port: int) -> dist.TCPStore:
@@ -256,16 +238,6 @@ def listening_store(host: str, port: int) -> dist.TCPStore:
         multi_tenant=port > 0,
         master_listen_fd=listener.detach(),
     )
-
-
-def is_reachable(address: str, timeout_s: float) -> bool:
-    """Whether the process that hosts a store (`listening_store`) is alive, by a connection to its port."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout_s).close()
-    except OSError:
-        return False
-    return True
 
 
 def connect_gloo(address: str, name: str, rank: int, size: int, timeout: timedelta, own_address: str) -> Any:

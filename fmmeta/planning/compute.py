@@ -33,11 +33,10 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.costs import passes, rows_of
 from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import plan_stages
-from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.workers.tensor_parallel import cut_patterns
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, cut_patterns
 from fmmeta.planning.memory import Sizes, micro_batch_rows, micro_batches
 
-# products split by columns in a layer (parallel/workers/tensor_parallel.py): queries, keys, values, gate, up
+# products split by columns in a layer (parallel/deepspeed_config.py): queries, keys, values, gate, up
 COLUMNS = 5
 
 

@@ -15,9 +15,8 @@ from fmmeta.config.settings import Config
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel import deepspeed_config
-from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, tensor_parallel_block
 from fmmeta.parallel.layout import divisors
-from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 from fmmeta.planning.compute import (
     MatmulCounts,
     Profile,

@@ -32,10 +32,9 @@ from fmmeta.config.settings import Config
 from fmmeta.meta import costs
 from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import plan_stages
-from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, cut_patterns
 from fmmeta.parallel.layout import divisors
 from fmmeta.parallel.process_groups import World
-from fmmeta.parallel.workers.tensor_parallel import cut_patterns
 
 GIB = 2**30
 HEADROOM = 0.9  # share of the free memory for a layout; allocators and the runtime need the rest
@@ -184,7 +183,7 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
     away = settings.offload and not sizes.lazy  # shards and all work on them are in host memory
     outer = away or sizes.offload_outer
     gathers = weight_ranks > 1 or settings.offload_param
-    # ranks of a pipeline at ZeRO 1 in fp32 do not agree on what is finite (parallel/deepspeed_shards.py)
+    # ranks of a pipeline at ZeRO 1 in fp32 do not agree on what is finite (parallel/workers/zero.py)
     agreeing = not (sizes.in_flight > 1 and stage == 1 and not settings.bf16)
     kinds = {  # (bytes, whether in host memory)
         "weights": (held * width // weight_ranks, away and settings.offload_param),

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from fmmeta.common.errors import EXIT_FAULT
-from fmmeta.parallel.nodes import link_of
+from fmmeta.parallel.layout import link_of
 from fmmeta.parallel.process_groups import Communicator, ProcessGroups, SharedStore
 from fmmeta.reliability.signals import Launcher, Signals, process_stat
 

@@ -28,14 +28,12 @@ from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer, max_positions
 from fmmeta.models.pipeline_split import layer_seconds, plan_stages
 from fmmeta.parallel import deepspeed_config
-from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.layout import GroupCoordinates, Layout
-from fmmeta.parallel.offload import OuterMemory
-from fmmeta.parallel.parallel_plan import ParallelPlan
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, tensor_parallel_block
+from fmmeta.parallel.layout import GroupCoordinates, Layout, ParallelPlan
+from fmmeta.parallel.param_map import OuterMemory
 from fmmeta.parallel.process_groups import ProcessGroups, World
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.create import create_worker
-from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
 from fmmeta.planning.memory import (
     SizesAt,
     check_group_size,

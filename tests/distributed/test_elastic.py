@@ -20,12 +20,12 @@ import torch
 
 from benchmarks.elastic import SLEEP, Born, Trial, alone, lines_of, parity, theta_of
 from fmmeta.common.errors import MachineFault, PeerLost
-from fmmeta.elastic import lighthouse_client
+from fmmeta.elastic import lighthouse
 from fmmeta.elastic.communicator import ElasticCommunicator
-from fmmeta.elastic.lighthouse_client import LighthouseClient, coordination
+from fmmeta.elastic.lighthouse import LighthouseClient, coordination
 from fmmeta.elastic.supervisor import Group
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.rendezvous import proof
+from fmmeta.parallel.network import proof
 from fmmeta.training.loop import Run
 from tests.launch import run_ranks
 from tests.nursery import ROOT, environment, free_port
@@ -297,7 +297,7 @@ def test_who_asks_waits_for_groups_at_work_and_not_for_a_lighthouse_that_is_gone
     one after the other, since an answer to an earlier one would come to nobody. Then the lighthouse goes out
     while somebody asks; lit again at its port, it answers; gone, it costs the patience.
     """
-    monkeypatch.setattr(lighthouse_client, "STATUS_S", 0.2)
+    monkeypatch.setattr(lighthouse, "STATUS_S", 0.2)
     lit = Lit(tmp_path, port := free_port())
     address = f"http://127.0.0.1:{port}"
     lines, asked, question = (

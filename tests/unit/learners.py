@@ -20,7 +20,7 @@ from fmmeta.meta.parameters import MetaParameters
 from fmmeta.meta.reference import direction
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
 from fmmeta.parallel.param_map import param_groups
-from fmmeta.parallel.workers.plain import PlainWorker
+from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import EpisodeRows

@@ -25,7 +25,7 @@ from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.param_map import Fragment, ParamMap, param_groups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.create import frozen_tensors
-from fmmeta.parallel.workers.plain import PlainWorker
+from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.training.run_folder import find_start, lock_folder, write_run
 from fmmeta.training.run_log import Metrics
 from tests.models import WORDS, save_bert, save_llama

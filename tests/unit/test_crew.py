@@ -12,11 +12,9 @@ import torch
 
 from fmmeta.common.errors import MachineFault, PeerLost
 from fmmeta.config.settings import Config
-from fmmeta.elastic.controller import MAX_ATTEMPTS, ElasticController
-from fmmeta.elastic.join import config_hash
-from fmmeta.elastic.lighthouse_client import reachable_as
-from fmmeta.elastic.membership import GroupInfo, Membership
-from fmmeta.elastic.state_transfer import check_kinds, kinds
+from fmmeta.elastic.communicator import GroupInfo, Membership
+from fmmeta.elastic.controller import MAX_ATTEMPTS, ElasticController, check_kinds, config_hash, kinds
+from fmmeta.elastic.lighthouse import reachable_as
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from tests.unit.helpers import refusal
 

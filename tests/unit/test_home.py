@@ -14,10 +14,10 @@ from fmmeta.meta.inner_optimizers import InnerState
 from fmmeta.meta.meta_gradient import MetaGradient, PendingMean
 from fmmeta.meta.outer_step import OuterOptimizer
 from fmmeta.meta.parameters import MetaParameters, StateDict
-from fmmeta.parallel import offload
+from fmmeta.parallel import param_map
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.offload import OuterMemory
-from fmmeta.parallel.workers.plain import PlainWorker
+from fmmeta.parallel.param_map import OuterMemory
+from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.planning import memory
 from tests.models import save_bert, write_classes
 from tests.unit.helpers import refusal
@@ -42,7 +42,7 @@ def state_of(outer: OuterOptimizer) -> StateDict:
 @pytest.mark.parametrize("chunk", [64, 1000, 2**24])
 def test_offloaded_steps_are_the_same_steps(monkeypatch, optimizer, chunk):
     """In pieces of any size, and through a resumption."""
-    monkeypatch.setattr(offload, "chunk", lambda device: chunk)
+    monkeypatch.setattr(param_map, "chunk", lambda device: chunk)
     worker = worker_of(encoder("mean"), "zero")
     here, away = (outer_of(worker, offload, outer_optimizer=optimizer) for offload in (False, True))
     pieces = list(away.memory.pieces(slice(7, 3007)))
@@ -70,7 +70,7 @@ def test_pieces_are_the_whole(monkeypatch, chunk):
     """torch's optimizer on the whole vector, and on pieces of it."""
     worker = worker_of(encoder("mean"))
     whole = outer_of(worker, False)
-    monkeypatch.setattr(offload, "chunk", lambda device: chunk)
+    monkeypatch.setattr(param_map, "chunk", lambda device: chunk)
     cut = outer_of(worker, False)
     assert len(cut.pieces) > len(whole.pieces) == 2
     for step in range(3):

@@ -29,8 +29,7 @@ from fmmeta.models.learner import NativeClassifier, PooledClassifier, objective
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.base import PassStats
-from fmmeta.parallel.workers.full_model import nan_gradient_if_nonfinite
-from fmmeta.parallel.workers.plain import PlainWorker
+from fmmeta.parallel.workers.full_model import PlainWorker, nan_gradient_if_nonfinite
 from fmmeta.parallel.workers.zero import ShardOptimizer
 from fmmeta.tasks.batching import Batcher, Episode, Example
 from fmmeta.tasks.loader import LoadResult

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from fmmeta.common import processes
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, first_host
-from fmmeta.parallel.nodes import Nodes
+from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, Nodes, first_host
 from fmmeta.parallel.process_groups import World
 from fmmeta.planning import memory
 from fmmeta.planning.memory import HEADROOM, Sizes, check_group_size, choose_group_size, estimate

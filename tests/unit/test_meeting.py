@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fmmeta.parallel.rendezvous import agree_on_generation
+from fmmeta.parallel.network import agree_on_generation
 
 
 class Dictionary:

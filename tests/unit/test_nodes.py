@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmmeta.common.errors import UsageError
-from fmmeta.parallel.layout import Launch, divisors
-from fmmeta.parallel.nodes import Nodes, identity, size_of
+from fmmeta.parallel.layout import Launch, Nodes, divisors, identity, size_of
 from tests.unit.helpers import refusal
 
 

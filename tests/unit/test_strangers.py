@@ -70,8 +70,7 @@ def test_a_lighthouse_and_the_stores_of_one_node_listen_on_loopback():
 def test_members_that_do_not_know_the_secret_are_no_members():
     pytest.importorskip("torchft", reason="elastic groups need torchft")
     from fmmeta.elastic.communicator import ElasticCommunicator
-    from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
-    from fmmeta.elastic.lighthouse_client import LighthouseClient, coordination
+    from fmmeta.elastic.lighthouse import LighthouseClient, LighthouseConfig, coordination, open_lighthouse
     from fmmeta.parallel.collectives import Communicator
 
     server, address = open_lighthouse(LighthouseConfig(host="127.0.0.1", port=0, min_groups=3))
@@ -105,7 +104,7 @@ def test_members_that_do_not_know_the_secret_are_no_members():
 
 
 def test_the_secret_of_a_run_is_one_and_its_owners(tmp_path):
-    from fmmeta.elastic.join import SECRET, run_secret
+    from fmmeta.elastic.controller import SECRET, run_secret
 
     with ThreadPoolExecutor(8) as pool:
         (found,) = set(pool.map(lambda _: run_secret(tmp_path), range(8)))

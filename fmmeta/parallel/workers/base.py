@@ -26,13 +26,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.offload import pieces
-from fmmeta.parallel.param_map import ParamMap, overlap
+from fmmeta.parallel.param_map import ParamMap, overlap, pieces
 from fmmeta.tasks.batching import MicroBatch
 
 Update = Callable[[Tensor, Tensor, slice], None]
@@ -196,11 +196,8 @@ class Worker(ABC):
         `into` is unchanged if the loss or the gradient is not finite on a rank of the group. The weights
         stay, or become `restore` [S] at no extra cost. Collective: group.
         """
-
-        def run(update: Update, everywhere: bool) -> PassStats:
-            return self.step(batches, update, everywhere)
-
-        return self.accumulate(run, into, weight, restore, buffered=not self.consensus_before_update)
+        buffered = not self.consensus_before_update
+        return self.accumulate(partial(self.step, batches), into, weight, restore, buffered)
 
     def accumulate(
         self,
@@ -276,10 +273,10 @@ def add_local_dot(worker: Worker, product: Tensor, a: Tensor, b: Tensor, where: 
             product += torch.dot(x.to(worker.device).double(), y.to(worker.device).double())
 
 
-def over_group(worker: Worker, partial: Tensor) -> Tensor:
+def over_group(worker: Worker, product: Tensor) -> Tensor:
     """The sum over the whole model of each rank's partial sum. Collective: group.
 
     Where every rank holds the whole model it is rank 0's value: rounding may differ between ranks, and the
     result may decide how many collectives follow.
     """
-    return worker.group.broadcast_(partial) if worker.params.replicated else worker.group.sum_(partial)
+    return worker.group.broadcast_(product) if worker.params.replicated else worker.group.sum_(product)

@@ -22,12 +22,12 @@ from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, load_learner
 from fmmeta.models.pipeline_split import plan_stages, take_stage
-from fmmeta.parallel.parallel_plan import ParallelPlan
+from fmmeta.parallel.deepspeed_config import tensor_parallel_block
+from fmmeta.parallel.layout import ParallelPlan
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.parallel.workers.plain import PlainWorker
-from fmmeta.parallel.workers.tensor_parallel import tensor_parallel_block
+from fmmeta.parallel.workers.full_model import PlainWorker
 
 
 @dataclass

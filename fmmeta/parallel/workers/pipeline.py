@@ -171,7 +171,10 @@ class PipelineWorker(EngineWorker):
         self.engine.eval_batch(inputs, reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
 
     def _begin(self, batches: Sequence[MicroBatch], want: str) -> Iterator[StageInputs]:
-        """Start a pass in which the last stage returns `want` (see Learner)."""
+        """Start a pass in which the last stage returns `want` (see Learner).
+
+        Returns the tensors of each micro-batch that the end stages load.
+        """
         count = len(batches) * self.coordinates.data
         self.engine.set_train_batch_size(count)
         self.scale, self.stage.want = float(count), want
@@ -179,16 +182,11 @@ class PipelineWorker(EngineWorker):
         self.stats = torch.zeros_like(self.stats)
         self.collected, self.num_seen = [], 0
         self.stage.input_names = tuple(batches[0].inputs)
-        return self._inputs(batches)
-
-    def _inputs(self, batches: Sequence[MicroBatch]) -> Iterator[StageInputs]:
-        """The tensors of each micro-batch that the end stages load.
-
-        The loss function is fixed, so everything that an objective needs is sent with the labels.
-        """
-        for b in batches:
-            inputs = tuple(b.inputs.values())
-            yield inputs, (b.labels, b.weights, torch.tensor(b.classes), *inputs)
+        # the loss function is fixed, so everything that an objective needs is sent with the labels
+        return (
+            (tuple(b.inputs.values()), (b.labels, b.weights, torch.tensor(b.classes), *b.inputs.values()))
+            for b in batches
+        )
 
     def _loss(self, outputs: Any, loaded: tuple[Tensor, ...]) -> Tensor:
         """The loss that DeepSpeed requests of the last stage, once per micro-batch in their order."""
