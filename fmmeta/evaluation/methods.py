@@ -21,7 +21,7 @@ from fmmeta.evaluation.generation import LanguageMetrics
 from fmmeta.evaluation.results import EvalCell, check_comparable
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.evaluation.stored_lrs import with_stored_rates
-from fmmeta.meta.algorithms.in_context import prompted
+from fmmeta.meta.algorithms.baselines import prompted
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.metrics.scores import STATS, EpisodeScore, episode_score, gather_scores, prediction_stats
 from fmmeta.parallel.process_groups import ProcessGroups, World

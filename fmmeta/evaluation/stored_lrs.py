@@ -9,7 +9,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import FewShotConfig
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.inner_lrs import HEAD, RATES_FILE, Rates
+from fmmeta.meta.inner_optimizers import HEAD, RATES_FILE, Rates
 from fmmeta.models.files import cached_file
 from fmmeta.models.stored_settings import remembered
 from fmmeta.parallel.workers.base import Worker

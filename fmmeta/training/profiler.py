@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fmmeta.meta.meta_gradient import MetaGradient
+from fmmeta.meta.parameters import MetaGradient
 from fmmeta.parallel.process_groups import pending_type
 from fmmeta.training.callbacks import Callback
 
