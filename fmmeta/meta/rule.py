@@ -56,8 +56,7 @@ class Rule(Protocol):
         meta: theta (which the worker holds) and learned rates. into: a rule passes `into.sum` [S] to
         `worker.gradient`, `displacement` or `vjp`, which leave it unchanged if a pass is not finite, and then
         calls `into.count`; or it passes a gradient that it computed as a vector to `into.add`.
-        between_passes: a hook that the loop may use; a rule calls it between any two passes. Collective:
-        group.
+        between_passes: a hook that the loop may use; call it between any two passes. Collective: group.
         """
         ...
 

@@ -96,8 +96,8 @@ def warning(config: Config, values: Mapping[str, float]) -> str | None:
     if share > 0:
         return (
             f"proximal_weight={config.proximal_weight:g} is too small: on {100 * share:.0f} % of this outer"
-            " step's tasks the support loss curves downwards more than that somewhere, and the implicit gradient"
-            " does not exist; raise --proximal_weight (and lower --inner_lr below its inverse)"
+            " step's tasks the support loss curves downwards more than that somewhere, and the implicit"
+            " gradient does not exist; raise --proximal_weight (and lower --inner_lr below its inverse)"
         )
     if residual > UNSOLVED:
         return (
