@@ -25,8 +25,7 @@ from benchmarks.common import table, write_json
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import setup
-from fmmeta.meta.meta_gradient import MetaGradient
-from fmmeta.meta.parameters import MetaParameters
+from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.models.load import describe, load_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.param_map import param_groups

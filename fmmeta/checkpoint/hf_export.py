@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fmmeta.common.text import to_json
 from fmmeta.config.settings import REMEMBERED, Config
-from fmmeta.meta.inner_lrs import RATES_FILE, Rates
+from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
 from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, base_model_name
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.models.load import Description, empty_learner, load_hf

@@ -64,14 +64,14 @@ BUILT_IN = {
     "maml": f"{RULES}.unrolled:MAML",
     "reptile": f"{RULES}.reptile:spec",
     "imaml": f"{RULES}.imaml:spec",
-    "anil": f"{RULES}.anil:spec",
+    "anil": f"{RULES}.anil:ANIL",
     "boil": f"{RULES}.unrolled:BOIL",
     "proto_maml": f"{RULES}.unrolled:PROTO_MAML",
     "meta_sgd": f"{RULES}.unrolled:META_SGD",
-    "joint": f"{RULES}.joint:spec",
-    "protonet": f"{RULES}.protonet:spec",
+    "joint": f"{RULES}.baselines:JOINT",
+    "protonet": f"{RULES}.anil:PROTONET",
     "none": "fmmeta.config.algorithms:NONE",
-    "in_context": f"{RULES}.in_context:spec",
+    "in_context": f"{RULES}.baselines:IN_CONTEXT",
 }
 """Name -> module:spec."""
 

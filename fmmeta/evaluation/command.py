@@ -35,7 +35,7 @@ from fmmeta.evaluation.results import (
     write_json,
 )
 from fmmeta.evaluation.settings import EvaluateConfig
-from fmmeta.meta.algorithms.in_context import prompted
+from fmmeta.meta.algorithms.baselines import prompted
 from fmmeta.metrics.scores import EpisodeScore, gather_scores
 from fmmeta.models.files import trained_with
 from fmmeta.models.load import describe, empty_learner

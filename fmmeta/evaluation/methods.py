@@ -32,7 +32,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import FewShotConfig
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.inner_lrs import HEAD, RATES_FILE, Rates
+from fmmeta.meta.inner_optimizers import HEAD, RATES_FILE, Rates
 from fmmeta.metrics.scores import STATS, EpisodeScore, episode_score, prediction_stats
 from fmmeta.models.files import cached_file, remembered
 from fmmeta.parallel.process_groups import ProcessGroups

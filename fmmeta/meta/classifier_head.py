@@ -1,4 +1,4 @@
-"""The classifier head at the start of a task, and the gradient through its initialisation.
+"""The classifier head: its initialisation by a task, the gradient through it, and training it alone.
 
     zero, learned   phi_0 = theta (a zeroed head stays zero in theta)
     reset_to_zero   zeros, since theta's head belongs to other classes (joint training)
@@ -11,12 +11,19 @@ gradients flow back through the means:
     dL/df_i = (2 dL/dw_c - 2 mu_c dL/db_c) / n_c    for a support row i of class c
 
 One more pass computes the gradient of theta from dL/df.
+
+With a frozen body, logits = W f + b: each row goes through the body once per task, and its features f are
+gathered over the group. The rest is so small that every rank of a group solves all of it, in fp64 and with
+autograd; only `all_gather_features`, `HeadInit.read` and `QueryLoss.reduce` communicate.
+
+Shapes: N rows of a set, D features, C classes of the head.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fmmeta.parallel.workers.base import PassStats, VjpInput, Worker
@@ -60,10 +67,9 @@ class HeadInit:
 
         `features`: of `support`, if they are known. Collective: group.
         """
-        means = None
         if not self.uses_support_features and not self.reset_to_zero:
             return theta, None
-        phi = theta.clone()
+        phi, means = theta.clone(), None
         if self.uses_support_features:
             features = worker.features(support) if features is None else features
             means = class_means(worker, support, features, self.classes)
@@ -100,6 +106,14 @@ class HeadInit:
         worker.write(theta)
         return [worker.vjp([VjpInput(support, lambda: lambda number, _: cotangents[number])], v)]
 
+    def read(self, worker: Worker, vector: Tensor, width: int) -> "Head":
+        """The head in the group's vectors, for `width` features. Collective: group."""
+        shapes = [(self.classes, width), (self.classes,)]
+        return [
+            worker.gather_param(vector, name, shape).double().to(worker.device)
+            for name, shape in zip(self.names, shapes, strict=False)
+        ]
+
 
 def nearest_mean_head(means: Tensor) -> tuple[Tensor, Tensor]:
     """Weight [C, D] and bias [C] of the linear classifier by the nearest of `means` [C, D]."""
@@ -125,3 +139,97 @@ def class_means(
     worker.group.sum_(sums if worker.counts_rows else sums.zero_())
     counts = sums[:, -1:].clamp(min=1)
     return ClassMeans(sums[:, :-1] / counts, counts)
+
+
+Head = list[Tensor]
+"""Weight [C, D] and, where there is one, bias [C], fp64."""
+
+
+@dataclass(frozen=True)
+class FeatureRows:
+    """Features [N, D] and labels [N] of a set's rows over the whole group, fp64.
+
+    local: per micro-batch of this rank, the number of each of its rows [B], -1 for rows that only fill it.
+    classes: of the episode, if the head has more; else 0.
+    """
+
+    features: Tensor
+    labels: Tensor
+    local: list[Tensor]
+    classes: int = 0
+
+    def loss(self, head: Head) -> tuple[Tensor, PassStats]:
+        """The mean loss, with its graph, and statistics without those of passes through the body."""
+        logits = F.linear(self.features, *head)[:, : self.classes or None]
+        loss = F.cross_entropy(logits, self.labels)
+        value, num_correct = loss.detach(), (logits.argmax(1) == self.labels).sum()
+        num_rows, nonfinite = loss.new_tensor(len(self.labels)), ~torch.isfinite(value)
+        return loss, PassStats(torch.stack([value, num_correct.double(), num_rows, nonfinite.double()]))
+
+    def means(self, classes: int) -> Tensor:
+        """Mean feature of each class [C, D]; zeros for one without rows."""
+        belongs = F.one_hot(self.labels, classes).to(self.features)
+        return belongs.T @ self.features / belongs.sum(0).clamp(min=1)[:, None]
+
+
+def all_gather_features(
+    worker: Worker, batches: Sequence[MicroBatch], features: Sequence[Tensor]
+) -> FeatureRows:
+    """The rows of all ranks on every rank: one reduction of N x D numbers.
+
+    `features`: of this rank's micro-batches, ignored where `counts_rows` is False. Collective: group.
+    """
+    group = worker.group
+    masks = [
+        (batch.weights > 0).to(found.device) & worker.counts_rows
+        for batch, found in zip(batches, features, strict=True)
+    ]
+    lengths = torch.zeros(group.size, dtype=torch.float64)
+    lengths[group.rank] = sum(int(mask.sum()) for mask in masks)
+    group.sum_(lengths)
+    at, width = int(lengths[: group.rank].sum()), features[0].shape[1] + 1
+    table = torch.zeros(int(lengths.sum()), width, dtype=torch.float64, device=worker.device)
+    local = []
+    for batch, found, mask in zip(batches, features, masks, strict=True):
+        numbers = torch.where(mask, at + torch.cumsum(mask, 0) - 1, -1)
+        rows = torch.cat([found, batch.labels.to(found.device)[:, None]], 1).double()
+        table[numbers[mask]] = rows[mask]
+        local.append(numbers)
+        at += int(mask.sum())
+    group.sum_(table)
+    return FeatureRows(table[:, :-1].contiguous(), table[:, -1].long(), local, batches[0].classes)
+
+
+class QueryLoss:
+    """The loss of a set at a head, computed micro-batch by micro-batch from features: a CotangentFn that also
+    accumulates the gradient of the head.
+
+    slope: 1, or NaN if an earlier pass was not finite. The cotangent of a loss that is not finite is NaN.
+    """
+
+    def __init__(self, worker: Worker, batches: Sequence[MicroBatch], head: Head, slope: Tensor) -> None:
+        self.worker, self.batches, self.slope = worker, batches, slope
+        self.head = [part.detach().requires_grad_() for part in head]
+        self.gradient = [torch.zeros_like(part) for part in head]
+        self.stats = torch.zeros(4, dtype=torch.float64, device=worker.device)
+
+    def __call__(self, number: int, features: Tensor) -> Tensor:
+        batch = self.batches[number].to(features.device)
+        leaf, mask = features.double().requires_grad_(), batch.weights > 0
+        with torch.enable_grad():
+            logits = F.linear(leaf, *self.head)[:, : batch.classes or None]
+            loss = (F.cross_entropy(logits, batch.labels, reduction="none") * batch.weights).sum()
+            cotangent, *of_head = torch.autograd.grad(loss, [leaf, *self.head])
+        num_correct = ((logits.argmax(1) == batch.labels) & mask).sum()
+        finite = torch.isfinite(loss.detach())
+        if self.worker.counts_rows:
+            stats = [loss.detach(), num_correct.double(), mask.sum().double(), (~finite).double()]
+            self.stats += torch.stack(stats)
+            self.gradient = [total + part for total, part in zip(self.gradient, of_head, strict=True)]
+        return cotangent * torch.where(finite, self.slope, torch.nan)
+
+    def reduce(self) -> tuple[Head, PassStats]:
+        """The gradient of the head and the statistics over the whole group. Collective: group."""
+        flat = torch.cat([self.stats, *(part.reshape(-1) for part in self.gradient)])
+        stats, *parts = self.worker.group.sum_(flat).split([4, *(part.numel() for part in self.gradient)])
+        return [part.view_as(like) for part, like in zip(parts, self.gradient, strict=True)], PassStats(stats)

@@ -31,13 +31,6 @@ def rows_of(config: Config) -> tuple[int, int]:
     return config.most_shots * classes, config.num_query * classes
 
 
-def keeps_means(config: Config, data: int) -> bool:
-    """Whether the first inner step reuses the features of the class means: the support set is one
-    micro-batch.
-    """
-    return config.inner_steps > 0 and -(-rows_of(config)[0] // data) <= config.micro_batch_size
-
-
 def keeps_support(config: Config, data: int) -> bool:
     """Whether one of `data` ranks that share a set's rows may keep the activations of the support set during
     the query set's pass: a micro-batch may have the rows of both.
@@ -51,12 +44,13 @@ def passes(config: Config, data: int = 1, keeps: bool = True) -> Passes:
     data: ranks that share the rows of a set. keeps: whether the worker can defer a backward pass.
     """
     spec = find(config.algorithm)
-    if spec.frozen_body:
-        forwards = not (keeps and keeps_support(config, data))
-    else:  # for the class means
-        forwards = config.head_init == "prototype" and not (keeps and keeps_means(config, data))
     if spec.trains_nothing:
         return Passes(0, 0)
+    if spec.frozen_body:
+        forwards = not (keeps and keeps_support(config, data))
+    else:  # class means, whose features the first inner step reuses if the support set is one micro-batch
+        one_batch = -(-rows_of(config)[0] // data) <= config.micro_batch_size
+        forwards = config.head_init == "prototype" and not (keeps and config.inner_steps > 0 and one_batch)
     if spec.passes is None:  # as FOMAML
         return Passes(config.inner_steps, 1, int(forwards))
     return spec.passes(config, int(forwards))
@@ -80,11 +74,9 @@ def task_vectors(config: Config) -> int:
 
 
 def shards(config: Config) -> ShardCounts:
-    k = config.inner_steps
-    work = {"momentum": 1, "adamw": 2}.get(config.inner_optimizer, 0)
+    spec, k, trajectory = find(config.algorithm), config.inner_steps, 0
+    work = spec.work_shards + {"momentum": 1, "adamw": 2}.get(config.inner_optimizer, 0)
     work += 4 if config.inner_optimizer_state == "kept" else 0
-    spec, trajectory = find(config.algorithm), 0
-    work += spec.work_shards
     if "trajectory_memory_gib" in spec.supports or config.multi_step_loss_steps:
         trajectory = k - (config.head_init != "prototype")  # else phi_0 is theta
     if config.inner_lr_learned != "no":

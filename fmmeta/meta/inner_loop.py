@@ -1,4 +1,7 @@
-"""The inner loop: from theta to a task's phi, by a few steps on its support set."""
+"""The inner loop: from theta to a task's phi, by a few steps on its support set.
+
+Vectors are a rank's shards, fp32 [S].
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,13 +10,56 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fmmeta.meta.classifier_head import ClassMeans, HeadInit
-from fmmeta.meta.inner_lrs import Rates
-from fmmeta.meta.inner_optimizers import InnerOptimizer, InnerState, proximal
-from fmmeta.meta.linear_probe import FeatureRows, Head, all_gather_features, head_of
-from fmmeta.meta.second_order.trajectory import Trajectory
+from fmmeta.meta.classifier_head import ClassMeans, FeatureRows, Head, HeadInit, all_gather_features
+from fmmeta.meta.inner_optimizers import InnerOptimizer, InnerState, Rates, proximal
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Worker
 from fmmeta.tasks.batching import Episode, MicroBatch
+
+
+class Trajectory:
+    """phi_0 to phi_{K-1}; phi_K is not needed, since nothing is differentiated there again."""
+
+    def __init__(self, budget_bytes: int, keeps_directions: bool) -> None:
+        self.keeps_directions, self.left = keeps_directions, budget_bytes
+        self.phis: list[Tensor | None] = []
+        self.directions: list[Tensor | None] = []
+        self.host_bytes = 0
+
+    def begin(self, phi0: Tensor) -> None:
+        """phi_0 is the caller's vector and costs nothing."""
+        self.device = phi0.device
+        self.phis.append(phi0)
+
+    def add(self, phi: Tensor | None, direction: Tensor | None) -> None:
+        """After inner step k: store phi_{k+1} (None for phi_K) and u_k without a copy."""
+        self.phis.append(self._store(phi))
+        self.directions.append(self._store(direction))
+
+    def phi(self, k: int) -> Tensor:
+        """phi_k on the device."""
+        return self._load(self.phis[k])
+
+    def take_direction(self, k: int) -> Tensor:
+        """u_k on the device; its storage here is released."""
+        vector, self.directions[k] = self.directions[k], None
+        return self._load(vector)
+
+    def drop(self, k: int) -> None:
+        """Release phi_k."""
+        self.phis[k] = None
+
+    def _store(self, vector: Tensor | None) -> Tensor | None:
+        size = 0 if vector is None else vector.nbytes
+        if vector is None or size <= self.left:
+            self.left -= size
+            return vector
+        self.host_bytes += size
+        host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=vector.is_cuda)
+        return host.copy_(vector)
+
+    def _load(self, vector: Tensor | None) -> Tensor:
+        assert vector is not None, "stored, and not yet dropped"
+        return vector.to(self.device)
 
 
 class EvaluationMethod(Protocol):
@@ -33,9 +79,8 @@ def no_poll() -> None:
 
 @dataclass(frozen=True)
 class InnerResult:
-    """A finished inner loop, with the worker at phi_K: its start, the optimizer's state, a pass per step."""
+    """A finished inner loop, the worker at phi_K: class means, the optimizer's state, a pass per step."""
 
-    phi0: Tensor
     means: ClassMeans | None
     state: InnerState
     passes: list[PassStats]
@@ -46,13 +91,13 @@ class InnerStart:
     """The state after the head is initialised: phi_0 (loaded in the worker), the class means that it is made
     of, and the forward pass over the support set, if there was one.
 
-    on_features: the body is frozen, so that the steps need its features only.
+    rows: features of the support set, if the body is frozen, so that the steps need nothing else.
     """
 
     phi0: Tensor
     means: ClassMeans | None
     saved: SavedForward | None
-    on_features: bool
+    rows: FeatureRows | None
 
 
 @dataclass(frozen=True)
@@ -111,14 +156,15 @@ class InnerLoop:
         self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], tracked: bool = False
     ) -> InnerStart:
         """Take the worker from theta to phi_0. tracked: every phi_k is needed. Collective: group."""
-        on_features = not tracked and self.changes_head_only
-        saved = None
-        if on_features:
-            saved = SavedForward(worker.features(support))
+        saved = rows = features = None
+        if not tracked and self.changes_head_only:
+            features = worker.features(support)
+            rows = all_gather_features(worker, support, features)
         elif self.head.uses_support_features and self.steps and len(support) == 1:
             saved = worker.forward_features(support)
-        phi0, means = self.head.start(worker, theta, support, None if saved is None else saved.features)
-        return InnerStart(phi0, means, saved, on_features)
+            features = saved.features
+        phi0, means = self.head.start(worker, theta, support, features)
+        return InnerStart(phi0, means, saved, rows)
 
     def run(
         self,
@@ -133,11 +179,9 @@ class InnerLoop:
         after_step: called after each step with the head where the steps need features only (the worker then
         gets phi_K after the last step), else with an empty list.
         """
-        phi0, saved = start.phi0, start.saved
-        if start.on_features and saved is not None:
-            return self._run_head(
-                worker, start, all_gather_features(worker, support, saved.features), after_step
-            )
+        if start.rows is not None:
+            return self._run_head(worker, start, start.rows, after_step)
+        phi0 = start.phi0
         support = [batch.to(worker.device) for batch in support]  # once, and not in every step
         state = self.optimizer.initial_state(phi0.numel(), phi0.device)
         change_gradient = proximal(phi0, self.proximal) if self.proximal else None
@@ -147,17 +191,17 @@ class InnerLoop:
         for k in range(self.steps):
             direction = torch.zeros_like(phi0) if path is not None and path.keeps_directions else None
             update = self.optimizer.update(k, state, self.rates, direction, change_gradient)
-            passes.append(worker.step(support, update, saved=saved if k == 0 else None))
+            passes.append(worker.step(support, update, saved=start.saved if k == 0 else None))
             if path is not None:
                 path.add(worker.read() if k + 1 < self.steps else None, direction)
             after_step([])
-        return InnerResult(phi0, start.means, state, passes)
+        return InnerResult(start.means, state, passes)
 
     def _run_head(
         self, worker: Worker, start: InnerStart, rows: FeatureRows, after_step: Callable[[Head], Any]
     ) -> InnerResult:
         """The same steps on the head alone; one write at the end. Collective: group."""
-        head = self._head(worker, start, rows)
+        head = self.head.read(worker, start.phi0, rows.features.shape[1])
         flat, sizes = torch.cat([part.reshape(-1) for part in head]), [part.numel() for part in head]
         parts = [part.view_as(like) for part, like in zip(flat.split(sizes), head, strict=True)]
         rates = self.rates.of_head(flat.numel())
@@ -173,7 +217,7 @@ class InnerLoop:
         for name, part in zip(self.head.names, parts, strict=True):
             worker.params.put(phi, name, part.float())
         worker.write(phi)
-        return InnerResult(start.phi0, start.means, InnerState({}), passes)
+        return InnerResult(start.means, InnerState({}), passes)
 
     def scores_after_each_step(
         self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], query: Sequence[MicroBatch]
@@ -183,17 +227,13 @@ class InnerLoop:
         The worker holds theta before and phi_K afterwards. Collective: group.
         """
         start = self.begin(worker, theta, support)
-        if not start.on_features:
+        if start.rows is None:
             passes = [worker.forward(query)]
             self.run(worker, start, support, after_step=lambda head: passes.append(worker.forward(query)))
             return passes
         rows = all_gather_features(worker, query, worker.features(query))
-        heads = [self._head(worker, start, rows)]
+        heads = [self.head.read(worker, start.phi0, rows.features.shape[1])]
         self.run(
             worker, start, support, after_step=lambda head: heads.append([part.clone() for part in head])
         )
         return [rows.loss(head)[1] for head in heads]
-
-    def _head(self, worker: Worker, start: InnerStart, rows: FeatureRows) -> Head:
-        """The head of phi_0. Collective: group."""
-        return head_of(worker, start.phi0, self.head.names, self.head.classes, rows.features.shape[1])

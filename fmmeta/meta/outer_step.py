@@ -1,17 +1,30 @@
 """The outer step: finishes the mean meta-gradient, clips it over the whole model, updates meta-parameters.
 
-    reduce across groups (meta_gradient.py) -> per bucket: wait, divide, norm -> optimizer on the shard
+    reduce across groups (parameters.py) -> per bucket: wait, divide, norm -> optimizer on the shard
 
 Every vector is this rank's shard: theta, the sum, the optimizer's moments. Nothing is gathered, so the
 optimizer must act element by element (config/algorithms.py). Learned inner rates are meta-parameters
 too (not clipped, not decayed, with the rate `inner_lr_outer_lr`); kept inner moments are replaced by their
 mean over the tasks. With --offload_outer everything but the learned rates is in host memory
 (parallel/param_map.py) and is copied to the device in pieces, once per outer step.
+
+A meta-gradient is applied at once, or (--outer_delay 1) after the inner loops of the next outer step:
+
+    at once    theta_{t+1} = U(theta_t, G_t(theta_t); lr_t)
+    delayed    theta_1 = theta_0;   theta_{t+1} = U(theta_t, G_{t-1}(theta_{t-1}); lr_{t-1})
+               after the last outer step, the last meta-gradient is applied as well
+
+G_t: the mean meta-gradient of meta-batch t; U: clipping, optimizer, weight decay. With a delay the reduction
+of G_t across the groups runs during the inner loops of step t + 1; the price is a gradient that is one update
+old, as in pipelined and asynchronous SGD (Langford, Smola, Zinkevich 2009, arXiv 0911.0491). One reduction is
+pending at any time, every rank starts it at the same place between two steps, and nothing else uses the cross
+communicator meanwhile. A pending meta-gradient is part of the state of a run: a checkpoint stores it, summed.
+A save never changes later steps.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +32,8 @@ from torch import Tensor
 
 from fmmeta.config.algorithms import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
-from fmmeta.meta.meta_gradient import PendingMean
-from fmmeta.meta.parameters import KEPT_MOMENTS, MetaParameters, StateDict
-from fmmeta.parallel.collectives import Reduction
+from fmmeta.meta.parameters import KEPT_MOMENTS, MetaGradient, MetaParameters, PendingMean, StateDict
+from fmmeta.parallel.collectives import Communicator, Reduction
 from fmmeta.parallel.param_map import OuterMemory, overlap
 from fmmeta.parallel.workers.base import Worker, add_local_dot, over_group
 
@@ -85,8 +97,9 @@ class OuterOptimizer:
             return OuterStep(math.nan, lr, applied=False)
         extra = {name: mean.finish(name) for name in meta.extra}
         norm, gradient = self._finish_theta(mean), mean.sums["theta"]
-        if meta.rates is not None and not self._finite(extra["rates"]):
-            norm = math.nan
+        if meta.rates is not None:
+            nonfinite = (~torch.isfinite(extra["rates"].sum())).double()
+            norm = math.nan if self.worker.group.sum_(nonfinite) else norm
         if not math.isfinite(norm):
             return OuterStep(norm, lr, applied=False)
         if 0 < self.config.max_grad_norm < norm:
@@ -124,11 +137,6 @@ class OuterOptimizer:
             add_local_dot(self.worker, square, gradient, gradient, bucket)
         return math.sqrt(float(over_group(self.worker, square)))
 
-    def _finite(self, gradient: Tensor) -> bool:
-        """Whether the gradient of the rates is finite on every rank of the group. Collective: group."""
-        bad = (~torch.isfinite(gradient.sum())).to(torch.float64)
-        return float(self.worker.group.sum_(bad)) == 0
-
     def _update(
         self,
         value: Tensor,
@@ -163,9 +171,90 @@ class OuterOptimizer:
 
     def load_state(self, state: StateDict) -> None:
         """Continue from what `add_state` gave, on this layout or another, on any device."""
-        known = {name: state.vectors[name] for name in self.spec.moments if name in state.vectors}
-        self.moments = {name: self.memory.store(vector.clone()) for name, vector in known.items()}
+        saved = [name for name in self.spec.moments if name in state.vectors]
+        self.moments = {name: self.memory.store(state.vectors[name].clone()) for name in saved}
         self.scalar_state = {name: x for name, x in state.numbers.items() if name != "kept.count"}
         if self.meta_params.rates is not None:
             device, saved = self.meta_params.rates.device, state.tensors("rates.")
             self.rate_moments = {name: value.to(device, copy=True) for name, value in saved.items()}
+
+
+PREFIX = "pending "  # of the names of vectors and tables in a checkpoint
+
+
+@dataclass
+class PendingUpdate:
+    """The meta-gradient of an outer step that has not been applied. buffer: its sums; mean: None if no task
+    was finite; no_data: all tasks of its step failed to load.
+    """
+
+    buffer: MetaGradient
+    mean: PendingMean | None
+    outer_step: int
+    no_data: bool
+
+
+class DelayedUpdate:
+    """Collects the meta-gradients of an outer step in `meta` and applies them, now or a step later."""
+
+    def __init__(self, outer: OuterOptimizer, cross: Communicator, config: Config) -> None:
+        self.outer, self.cross, self.delay = outer, cross, config.outer_delay
+        self.comm_dtype = torch.bfloat16 if config.reduce_dtype == "bf16" else torch.float32
+        self.meta = self._buffer()
+        self.spare_buffer = self._buffer() if self.delay else None
+        self.pending: PendingUpdate | None = None
+
+    def _buffer(self) -> MetaGradient:
+        return MetaGradient(self.outer.meta_params.theta, self.outer.meta_params.extra)
+
+    def step(self, weight: float, outer_step: int, no_data: bool, last: bool) -> OuterStep | None:
+        """Reduce what is in `meta`, which is empty afterwards, and apply it or the pending meta-gradient.
+
+        weight: of the finite tasks of all groups; no_data: all tasks failed to load; last: of the run, so
+        that nothing may stay pending. Returns the update, None if there was none, and the second if `last`
+        applies two. Collective: cross, group.
+        """
+        update = self.flush()
+        mean = self.meta.begin_reduce(self.cross, weight, self.comm_dtype)
+        pending = PendingUpdate(self.meta, mean, outer_step, no_data)
+        if self.spare_buffer is None or last:
+            return self._apply(pending)
+        self.pending, self.meta, self.spare_buffer = pending, self.spare_buffer, self.meta
+        return update
+
+    def flush(self) -> OuterStep | None:
+        """Apply the pending meta-gradient, if there is one. Collective: cross, group."""
+        pending, self.pending = self.pending, None
+        return pending and self._apply(pending)
+
+    def _apply(self, pending: PendingUpdate) -> OuterStep:
+        update = self.outer.step(pending.mean, pending.outer_step)
+        pending.buffer.clear()
+        return replace(update, no_data=pending.no_data)
+
+    def add_state(self, state: StateDict) -> None:
+        """Add the pending meta-gradient, reduced, to what a checkpoint holds. Collective: cross."""
+        state.facts["pending"] = None
+        if self.pending is not None:
+            mean, step, no_data = self.pending.mean, self.pending.outer_step, self.pending.no_data
+            if mean is not None:
+                self.pending.mean = PendingMean({name: mean.finish(name) for name in mean.sums})
+                state.add(PREFIX, mean.sums)
+            state.facts["pending"] = {"outer_step": step, "unread": no_data, "finite": mean is not None}
+
+    def vectors_to_save(self) -> dict[str, Tensor]:
+        """Vectors of the sizes that `add_state` may add, to allocate buffers."""
+        sums = self.meta.sums if self.delay else {}
+        return {PREFIX + name: vector for name, vector in sums.items() if vector.ndim == 1}
+
+    def load_state(self, state: StateDict) -> None:
+        """Restore the pending meta-gradient that `add_state` gave, if there is one."""
+        saved = state.facts.get("pending")
+        if saved is None:
+            return
+        buffer, mean = self.spare_buffer or self._buffer(), None
+        if saved["finite"]:
+            for name, value in state.tensors(PREFIX).items():
+                buffer.sums[name].copy_(value)
+            mean = PendingMean(buffer.sums)
+        self.pending = PendingUpdate(buffer, mean, saved["outer_step"], saved["unread"])

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from fmmeta.meta.inner_loop import InnerLoop, no_poll
-from fmmeta.meta.meta_gradient import MetaGradient
-from fmmeta.meta.parameters import MetaParameters
+from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.tasks.batching import Episode
 
@@ -57,7 +56,7 @@ class Rule(Protocol):
         meta: theta (which the worker holds) and learned rates. into: a rule passes `into.sum` [S] to
         `worker.gradient`, `displacement` or `vjp`, which leave it unchanged if a pass is not finite, and then
         calls `into.count`; or it passes a gradient that it computed as a vector to `into.add`.
-        between_passes: to be called between any two passes. Collective: group.
+        between_passes: a hook that the loop may use; call it between any two passes. Collective: group.
         """
         ...
 

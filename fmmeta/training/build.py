@@ -19,7 +19,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import setup as rules
-from fmmeta.meta.algorithms.in_context import prompted
+from fmmeta.meta.algorithms.baselines import prompted
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.models.files import trained_with
 from fmmeta.models.forward_options import check_attention

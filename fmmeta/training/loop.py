@@ -17,11 +17,11 @@ from fmmeta.common.errors import PeerLost, Stopped, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.meta_gradient import MetaGradient
+from fmmeta.meta.hessian import FiniteDifferenceRule, check
 from fmmeta.meta.multi_task import adapter_multi_task_rule, tasks_per_pass
 from fmmeta.meta.outer_step import OuterStep
+from fmmeta.meta.parameters import MetaGradient
 from fmmeta.meta.rule import MultiTaskRule
-from fmmeta.meta.second_order.gradient_check import FiniteDifferenceRule, check
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.checks import OutlierBounds, check_replicas
 from fmmeta.reliability.signals import Signals

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from fmmeta.meta.meta_gradient import MetaGradient
+from fmmeta.meta.parameters import MetaGradient
 from fmmeta.parallel.process_groups import pending_type
 from fmmeta.training.callbacks import Callback
 

@@ -21,8 +21,7 @@ from pathlib import Path
 from fmmeta import checkpoint
 from fmmeta.checkpoint.write import Saver
 from fmmeta.config.settings import Config
-from fmmeta.meta.delayed_update import DelayedUpdate
-from fmmeta.meta.outer_step import OuterOptimizer
+from fmmeta.meta.outer_step import DelayedUpdate, OuterOptimizer
 from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.checks import Spikes

@@ -17,8 +17,8 @@ from fmmeta.common.errors import MachineFault, PeerError, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import imaml
-from fmmeta.meta.meta_gradient import MetaGradient
-from fmmeta.meta.second_order.hessian import Hessian
+from fmmeta.meta.hessian import Hessian
+from fmmeta.meta.parameters import MetaGradient
 from fmmeta.models.load import load_learner
 from fmmeta.parallel import collectives, process_groups
 from fmmeta.parallel.layout import Launch
@@ -319,10 +319,10 @@ def cg_rounding(world: World) -> None:
     worker.gradient(episode.query, b)
     assert isinstance(rule, imaml.Imaml)
     hessian = Rounded(rule.hvp, worker, episode.support)
-    solved = rule._solve(worker, hessian, parts.meta_params.theta, b)
+    _, numbers = rule._solve(worker, hessian, parts.meta_params.theta, b)
     print(
         f"solved in {len(hessian.passes)} passes, |b|^2 {worker.dot(b, b * (1 + 1e-6 * ranks.group.rank))}, "
-        f"residual {solved.residual}",
+        f"residual {numbers['cg_residual']}",
         flush=True,
     )
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import Setup, setup
-from fmmeta.meta.meta_gradient import MetaGradient
-from fmmeta.meta.parameters import MetaParameters
-from fmmeta.meta.reference import direction
+from fmmeta.meta.parameters import MetaGradient, MetaParameters
+from fmmeta.meta.reference import reference_gradient
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.full_model import PlainWorker
@@ -157,7 +156,7 @@ def told_by_oracle(
         for name in model.head_names:
             model.get_parameter(name).data.zero_()
     theta = {name: model.get_parameter(name).detach().clone() for name in names}
-    wanted, of_rates, memory = direction(model, theta, episode, config, False, None, outer_step)
+    wanted, of_rates, memory = reference_gradient(model, theta, episode, config, False, None, outer_step)
     return wanted, (of_rates, memory)
 
 

@@ -15,12 +15,11 @@ import torch
 
 from fmmeta.config.algorithms import find
 from fmmeta.meta.algorithms.unrolled import step_loss_weights
+from fmmeta.meta.hessian import Check, Hessian, HvpOptions, check
+from fmmeta.meta.inner_loop import Trajectory
 from fmmeta.meta.parameters import MetaParameters
-from fmmeta.meta.reference import direction, set_gradient, set_loss
+from fmmeta.meta.reference import reference_gradient, set_gradient, set_loss
 from fmmeta.meta.rule import TaskResult
-from fmmeta.meta.second_order.gradient_check import Check, check
-from fmmeta.meta.second_order.hessian import Hessian, HvpOptions
-from fmmeta.meta.second_order.trajectory import Trajectory
 from fmmeta.models.learner import Learner
 from fmmeta.parallel.workers.base import PassStats
 from tests.unit import learners
@@ -113,7 +112,7 @@ def test_the_oracle_is_the_slope_of_the_adapted_loss(settings):
     along = {
         name: torch.randn(value.shape, generator=rng, dtype=value.dtype) for name, value in theta.items()
     }
-    wanted, *_ = direction(learner, theta, episode, config, False)
+    wanted, *_ = reference_gradient(learner, theta, episode, config, False)
     slope = sum(float((wanted[name] * along[name]).sum()) for name in names)
 
     def loss(step: float) -> float:
@@ -330,7 +329,7 @@ def test_self_check_trusts_fp32_and_warns_of_bf16():
 
 
 def test_self_check_sees_a_step_that_is_too_long(monkeypatch):
-    import fmmeta.meta.second_order.hessian as curvature
+    import fmmeta.meta.hessian as curvature
 
     learner = LEARNERS["llama"]
     config, episode = config_of(learner, algorithm="maml", inner_lr=0.3), batches_of(episode_of(learner))

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.meta.inner_optimizers import InnerState
-from fmmeta.meta.meta_gradient import MetaGradient, PendingMean
 from fmmeta.meta.outer_step import OuterOptimizer
-from fmmeta.meta.parameters import MetaParameters, StateDict
+from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean, StateDict
 from fmmeta.parallel import param_map
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.param_map import OuterMemory

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.inner_lrs import Layers, Rates, layer_of, natural
-from fmmeta.meta.inner_optimizers import inner_optimizer, proximal
+from fmmeta.meta.inner_optimizers import Layers, Rates, inner_optimizer, layer_of, natural, proximal
 from tests.unit import learners
 from tests.unit.helpers import refusal
 from tests.unit.learners import batches_of, config_of, episode_of, setup_of, worker_of

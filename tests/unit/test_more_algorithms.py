@@ -15,7 +15,7 @@ import torch
 from fmmeta.config.algorithms import find
 from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.algorithms import setup as rules
-from fmmeta.meta.meta_gradient import MetaGradient
+from fmmeta.meta.parameters import MetaGradient
 from fmmeta.meta.reference import set_gradient, set_loss
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.tasks.batching import collate
@@ -393,9 +393,9 @@ def test_imaml_is_the_slope_of_the_proximal_minimum():
     )
     episode = episode_of(learner)
     theta = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
-    from fmmeta.meta.reference import direction
+    from fmmeta.meta.reference import reference_gradient
 
-    wanted, *_ = direction(learner, theta, episode, config, False)
+    wanted, *_ = reference_gradient(learner, theta, episode, config, False)
     rng = torch.Generator().manual_seed(1)
     along = {name: torch.randn(v.shape, generator=rng, dtype=v.dtype) for name, v in theta.items()}
 
@@ -418,7 +418,7 @@ def test_imaml_meets_negative_curvature_and_the_run_says_so():
     found, _ = learners.found_by_rule(learner, config, episode)
     assert found.numbers["too_little_proximal_weight"] == 1
     assert found.finite
-    tally = StepMetrics(imaml.NUMBERS)
+    tally = StepMetrics(imaml.spec.numbers)
     tally.add(found, 1)
     tally.add(
         learners.found_by_rule(
@@ -475,7 +475,7 @@ def test_imaml_in_a_run_writes_its_numbers(tmp_path, capsys):
     )
     MetaTrainer(config).train()
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    assert set(imaml.NUMBERS) <= set(line)
+    assert set(imaml.spec.numbers) <= set(line)
     assert "proximal_weight=0.001 is too small" in capsys.readouterr().out
 
 
@@ -508,7 +508,7 @@ def test_none_trains_nothing_and_evaluates(tmp_path, capsys, monkeypatch):
 
 
 def test_prompts_hold_the_support_set():
-    from fmmeta.meta.algorithms.in_context import prompted
+    from fmmeta.meta.algorithms.baselines import prompted
     from fmmeta.tasks.batching import IGNORE, Example
 
     support = [Example([1, 10, 11], [IGNORE, IGNORE, 11]), Example([1, 20, 21, 22], [IGNORE, IGNORE, 21, 22])]
@@ -529,7 +529,7 @@ def test_in_context_scores_the_query_with_and_without_the_support_set():
     """By hand: the mean answer loss of prompts that are put together here."""
     import torch.nn.functional as F
 
-    from fmmeta.meta.algorithms.in_context import prompted
+    from fmmeta.meta.algorithms.baselines import prompted
     from fmmeta.tasks.batching import Batcher, Episode
 
     learner = LEARNERS["llama"]

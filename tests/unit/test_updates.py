@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.delayed_update import PREFIX, DelayedUpdate
-from fmmeta.meta.outer_step import OuterOptimizer
+from fmmeta.meta.outer_step import PREFIX, DelayedUpdate, OuterOptimizer
 from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.parallel.collectives import Communicator
 from tests.unit.test_inner_outer import encoder, worker_of

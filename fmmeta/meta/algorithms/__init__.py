@@ -1,4 +1,4 @@
-"""Meta-gradient rules and baselines: one file each, with its specs (fmmeta/config/algorithms.py has the
+"""Meta-gradient rules and baselines, each with its spec (fmmeta/config/algorithms.py has the
 registry).
 
 A rule adds the meta-gradient of one task to that of the outer step (fmmeta/meta/rule.py). A spec's

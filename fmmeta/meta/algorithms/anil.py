@@ -1,4 +1,4 @@
-"""ANIL: the inner loop changes the head and leaves the body alone.
+"""ANIL: the inner loop changes the head and leaves the body alone. Prototypical networks: ANIL without steps.
 
     W_{k+1} = W_k - alpha grad_W L(W_k f(support)),   g = d L_query(W_K) / dtheta
     f: features of the body at theta
@@ -11,10 +11,21 @@ whatever K is: a forward and backward pass of the query set; for the exact gradi
 pass of the support set too, and one forward more where the activations of both sets are more than a rank may
 keep (costs.keeps_support); of first order (`--first_order_steps`) a forward of the support set alone. No
 trajectory; the weights are never written. With `--tasks_per_pass` N tasks share these passes.
+
+Prototypical networks, a baseline: the query loss of a nearest-mean classifier over the support set, no inner
+steps.
+
+    g = d/dtheta L_query,  logits -|f(x) - mu_c|^2,  mu_c the mean feature of class c of the support set
+
+Snell, Swersky, Zemel, "Prototypical Networks for Few-shot Learning", 2017 (arXiv 1703.05175), equations 1 and
+2. It is Proto-MAML with K = 0 and the gradient through the means. Evaluation classifies by the means, after
+`--inner_steps` of fine-tuning if set. Cost per task: a forward and backward pass of either set, and a forward
+of the support set more where a rank may not keep the activations of both; no shards.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,10 +34,15 @@ from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
 from fmmeta.meta import reference
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.classifier_head import nearest_mean_head
+from fmmeta.meta.classifier_head import (
+    FeatureRows,
+    Head,
+    QueryLoss,
+    all_gather_features,
+    nearest_mean_head,
+)
 from fmmeta.meta.costs import Passes, keeps_support
-from fmmeta.meta.inner_lrs import HEAD
-from fmmeta.meta.linear_probe import FeatureRows, Head, QueryLoss, all_gather_features, head_of
+from fmmeta.meta.inner_optimizers import HEAD
 from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, Rule, TaskResult, no_poll
 from fmmeta.parallel.workers.base import CotangentFn, PassStats, SavedForward, VjpInput, Worker
 from fmmeta.tasks.batching import Episode, MicroBatch, Sets, merge_task_batches, pad_to_same_shape
@@ -77,14 +93,14 @@ class Anil:
     ) -> list[TaskResult]:
         support, supports = merge_tasks([episode.support for episode in episodes])
         query, queries = merge_tasks([episode.query for episode in episodes])
-        exact = self.order > 1 or self._differentiates_means
+        exact = self.order > 1 or self.inner.head.backprop_through_means
         keeps = exact and keeps_support(self.config, worker.data_ranks)
         saved = worker.forward_features(support) if keeps else SavedForward(worker.features(support))
         between_passes()
         features = zip(*(rows.chunk(len(episodes)) for rows in saved.features), strict=True)
         tasks = [
-            self._solve_head(worker, meta.theta, *each)
-            for each in zip(supports, queries, features, strict=True)
+            self._solve_head(worker, meta.theta, *task)
+            for task in zip(supports, queries, features, strict=True)
         ]
         parts = [VjpInput(query, lambda: split_by_task([task.query_loss for task in tasks]))]
         if exact:
@@ -112,19 +128,14 @@ class Anil:
         rows = all_gather_features(worker, support, features)
         rows.features.requires_grad_()
         head = self.inner.head
-        if head.kind == "prototype":
+        if head.uses_support_features:
             start = [*nearest_mean_head(rows.means(head.classes))][: len(head.names)]
         else:
-            start = head_of(worker, theta, head.names, head.classes, rows.features.shape[1])
-        leaves = [] if self._differentiates_means else [part.detach().requires_grad_() for part in start]
+            start = head.read(worker, theta, rows.features.shape[1])
+        leaves = [] if head.backprop_through_means else [part.detach().requires_grad_() for part in start]
         adapted, first = self._learn(leaves or start, rows)
         slope = torch.where(first.nonfinite_ranks > 0, torch.nan, 1.0)
         return HeadSolution(QueryLoss(worker, query, adapted, slope), adapted, rows, leaves, first)
-
-    @property
-    def _differentiates_means(self) -> bool:
-        """Whether the gradient flows through class means."""
-        return self.inner.head.kind == "prototype" and self.inner.head.backprop_through_means
 
     def _learn(self, head: Head, rows: FeatureRows) -> tuple[Head, PassStats]:
         """The inner loop on the head, and the statistics of the support set before it."""
@@ -182,27 +193,35 @@ def split_by_task(functions: Sequence[CotangentFn]) -> CotangentFn:
     )
 
 
-def rule(setup: Setup, outer_step: int) -> Rule:
+def anil(setup: Setup, outer_step: int) -> Rule:
     return Anil(setup.inner, 1 if outer_step < setup.config.first_order_steps else 2, setup.config)
 
 
-def passes(config: Config, forwards: int) -> Passes:
-    return Passes(1, 1, forwards)
+def protonet(setup: Setup, outer_step: int) -> Rule:
+    head = setup.inner.head
+    head = replace(head, backprop_through_means=head.uses_support_features)
+    return Anil(replace(setup.inner, steps=0, head=head), 1, setup.config)
 
 
-def adds_directly(config: Config) -> bool:
-    return config.pipeline_stages == 1 and config.tensor_parallel_size == 1
-
-
-spec = AlgorithmSpec(
+ANIL = AlgorithmSpec(
     "anil",
-    rule,
+    anil,
     reference.unrolled,
     order=2,
     adapts="head",
     frozen_body=True,
     task_type="classification",
     supports=frozenset({"first_order_steps", "prototype_gradient"}),
-    passes=passes,
-    adds_directly=adds_directly,
+    passes=lambda config, forwards: Passes(1, 1, forwards),
+    adds_directly=lambda config: config.pipeline_stages == 1 and config.tensor_parallel_size == 1,
+)
+PROTONET = replace(
+    ANIL,
+    name="protonet",
+    rule=protonet,
+    reference=partial(reference.unrolled, order=1, steps=0, through_means=True),
+    order=1,
+    adapts="all",
+    defaults={"head_init": "prototype", "inner_steps": 0},
+    supports=frozenset(),
 )

@@ -21,22 +21,12 @@ from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs, reference
 from fmmeta.meta.algorithms.setup import Setup
+from fmmeta.meta.hessian import Hessian, HvpOptions
 from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, Rule, TaskResult, no_poll
-from fmmeta.meta.second_order.hessian import Hessian, HvpOptions
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Episode
 
 UNSOLVED = 0.5  # a residual above this is no solution
-NUMBERS: tuple[str, ...] = ("cg_residual", "too_little_proximal_weight")
-
-
-@dataclass(frozen=True)
-class CgResult:
-    """residual: |b - A x| / |b|; convex: no direction of negative curvature was met."""
-
-    x: Tensor
-    residual: float
-    convex: bool
 
 
 @dataclass(frozen=True)
@@ -64,57 +54,62 @@ class Imaml:
         between_passes()
         query = worker.gradient(episode.query, b)
         hessian = Hessian(self.hvp, worker, episode.support, between_passes)
-        solution = self._solve(worker, hessian, phi, b)
+        solution, numbers = self._solve(worker, hessian, phi, b)
         passes = [*adapted.passes, query, *hessian.passes]
         between_passes()
-        passes += self.inner.head.backward(worker, solution.x, theta, episode.support, adapted.means)
+        passes += self.inner.head.backward(worker, solution, theta, episode.support, adapted.means)
         worker.write(theta)
         finite = all([step.finite for step in passes])
         if finite:
-            into.add(solution.x)
-        numbers = dict(zip(NUMBERS, (solution.residual, float(not solution.convex)), strict=True))
+            into.add(solution)
         return TaskResult(1.0, finite, adapted.passes[0], query, numbers)
 
-    def _solve(self, worker: Worker, hessian: Hessian, phi: Tensor, b: Tensor) -> CgResult:
-        """Conjugate gradients (Hestenes, Stiefel 1952) from zero. Collective: group."""
-        x, residual, search = torch.zeros_like(b), b.clone(), b.clone()
+    def _solve(
+        self, worker: Worker, hessian: Hessian, phi: Tensor, b: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Solve A x = b by conjugate gradients (Hestenes, Stiefel 1952) from zero; return x and its numbers.
+
+        They are |b - A x| / |b|, and whether a direction of negative curvature was met. Collective: group.
+        """
+        x, residual, search, convex = torch.zeros_like(b), b.clone(), b.clone(), True
         size = initial = worker.dot(residual, residual)
         for step in range(self.steps):
             if size <= 1e-12 * initial:
                 break
             image = hessian.times(phi, search).div_(self.inner.proximal).add_(search, alpha=1 + self.damping)
             curvature = worker.dot(search, image)
-            if not curvature > 0:
-                return CgResult(x if step else b, (size / initial) ** 0.5, False)
+            convex = curvature > 0
+            if not convex:
+                x = x if step else b
+                break
             x.add_(search, alpha=size / curvature)
             residual.sub_(image, alpha=size / curvature)
             before, size = size, worker.dot(residual, residual)
             search.mul_(size / before).add_(residual)
-        return CgResult(x, (size / initial) ** 0.5 if initial else 0.0, True)
+        share = (size / initial) ** 0.5 if initial else 0.0
+        return x, {"cg_residual": share, "too_little_proximal_weight": float(not convex)}
 
 
 def warning(config: Config, values: Mapping[str, float]) -> str | None:
     """A warning after an outer step, or None. values: means over its tasks."""
-    weight, residual = config.proximal_weight, values["cg_residual"]
-    share = values["too_little_proximal_weight"]
+    residual, share = values["cg_residual"], values["too_little_proximal_weight"]
     if share > 0:
         return (
-            f"proximal_weight={weight:g} is too small: on {100 * share:.0f} % of this outer step's tasks the"
-            " support loss curves downwards more than that somewhere, and the implicit gradient does not"
-            " exist; raise --proximal_weight (and lower --inner_lr below its inverse)"
+            f"proximal_weight={config.proximal_weight:g} is too small: on {100 * share:.0f} % of this outer"
+            " step's tasks the support loss curves downwards more than that somewhere, and the implicit"
+            " gradient does not exist; raise --proximal_weight (and lower --inner_lr below its inverse)"
         )
     if residual > UNSOLVED:
         return (
-            f"proximal_weight={weight:g} is too small for so few steps of conjugate gradients: on the"
-            f" mean over this outer step's tasks they leave {100 * residual:.0f} % of the right-hand"
-            " side; raise --proximal_weight or --cg_steps"
+            f"proximal_weight={config.proximal_weight:g} is too small for so few steps of conjugate"
+            f" gradients: on the mean over this outer step's tasks they leave {100 * residual:.0f} % of the"
+            " right-hand side; raise --proximal_weight or --cg_steps"
         )
     return None
 
 
 def rule(setup: Setup, outer_step: int) -> Rule:
-    config = setup.config
-    return Imaml(setup.inner, config.cg_steps, config.cg_damping, setup.hvp)
+    return Imaml(setup.inner, setup.config.cg_steps, setup.config.cg_damping, setup.hvp)
 
 
 def passes(config: Config, forwards: int) -> costs.Passes:
@@ -142,6 +137,6 @@ spec = AlgorithmSpec(
     conflicts=conflicts,
     passes=passes,
     work_shards=costs.WORK,
-    numbers=NUMBERS,
+    numbers=("cg_residual", "too_little_proximal_weight"),
     warning=warning,
 )

@@ -11,12 +11,11 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.algorithms.in_context import InContext
+from fmmeta.meta.algorithms.baselines import InContext
 from fmmeta.meta.classifier_head import HeadInit
+from fmmeta.meta.hessian import HvpOptions
 from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
-from fmmeta.meta.inner_lrs import HEAD, Layers, Rates
-from fmmeta.meta.inner_optimizers import inner_optimizer
-from fmmeta.meta.second_order.hessian import HvpOptions
+from fmmeta.meta.inner_optimizers import HEAD, Layers, Rates, inner_optimizer
 from fmmeta.parallel.workers.base import Worker
 
 
@@ -35,31 +34,19 @@ class Setup:
 
 def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: int, bf16: bool) -> Setup:
     """Build the inner loop that `config` describes for the worker's model. Collective: group."""
-    head = HeadInit(config.head_init, head_names, classes, config.prototype_gradient, config.joint_head)
-    weighs = "proximal_weight" in find(config.algorithm).supports
-    proximal = config.proximal_weight if weighs else 0.0
-    inner = InnerLoop(
-        config.inner_steps, rates_of(config, worker, head_names), inner_optimizer(config), head, proximal
-    )
-    return Setup(config, inner, HvpOptions("bf16" if bf16 else "fp32"))
-
-
-def rates_of(config: Config, worker: Worker, head_names: tuple[str, ...]) -> Rates:
-    """inner_lr by step and layer; learned rates begin there. Collective: group."""
-    layers = Layers.of(worker, head_names)
-    steps = max(1, config.inner_steps)
+    layers, steps = Layers.of(worker, head_names), max(1, config.inner_steps)
     over_steps = [config.inner_lr * SHAPES[config.inner_lr_schedule](k / steps) for k in range(steps)]
-    factors = [layer_factor(config, layers.names)(name) for name in layers.names]
-    table = torch.outer(
-        torch.tensor(over_steps, dtype=torch.float64), torch.tensor(factors, dtype=torch.float64)
-    )
-    rates = Rates(layers, table, learned=config.inner_lr_learned)
-    if config.inner_lr_learned != "element":
-        return rates
-    element = torch.zeros(worker.params.numel, device=worker.storage_device)
-    element.fill_(1)  # padding included: it has no gradient
-    rates.scale_(0, element, slice(0, element.numel()))
-    return Rates(layers, torch.ones_like(table), element, "element")
+    factors = layer_factors(config, layers.names)
+    table = [[alpha * factor for factor in factors] for alpha in over_steps]
+    rates = Rates(layers, torch.tensor(table, dtype=torch.float64), learned=config.inner_lr_learned)
+    if config.inner_lr_learned == "element":  # begins with those of the layers
+        element = torch.ones(worker.params.numel, device=worker.storage_device)
+        rates.scale_(0, element, slice(0, element.numel()))
+        rates = Rates(layers, torch.ones_like(rates.table), element, "element")
+    head = HeadInit(config.head_init, head_names, classes, config.prototype_gradient, config.joint_head)
+    proximal = config.proximal_weight if "proximal_weight" in find(config.algorithm).supports else 0.0
+    inner = InnerLoop(config.inner_steps, rates, inner_optimizer(config), head, proximal)
+    return Setup(config, inner, HvpOptions("bf16" if bf16 else "fp32"))
 
 
 SHAPES: dict[str, Callable[[float], float]] = {  # share of the inner steps done -> factor
@@ -69,18 +56,19 @@ SHAPES: dict[str, Callable[[float], float]] = {  # share of the inner steps done
 }
 
 
-def layer_factor(config: Config, names: tuple[str, ...]) -> Callable[[str], float]:
-    """Factor of inner_lr by layer. Raises `UsageError` for a pattern that fits none."""
+def layer_factors(config: Config, names: tuple[str, ...]) -> list[float]:
+    """Factors of inner_lr by layer; the first pattern that fits counts.
+
+    Raises `UsageError` for a pattern that fits no layer.
+    """
     adapts = find(config.algorithm).adapts
     if adapts != "all":
-        return lambda name: float((name == HEAD) == (adapts == "head"))
-    chosen = [
-        (pattern, float(factor))
-        for pattern, _, factor in (item.rpartition("=") for item in config.inner_lr_groups)
-    ]
-    for pattern, factor in chosen:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise UsageError(
-                f"inner_lr_groups={pattern}={factor:g} fits no layer; the layers are {', '.join(names)}"
-            )
-    return lambda name: next((factor for pattern, factor in chosen if fnmatchcase(name, pattern)), 1.0)
+        return [float((name == HEAD) == (adapts == "head")) for name in names]
+    factors = dict.fromkeys(names, 1.0)
+    for item in reversed(config.inner_lr_groups):
+        pattern, _, factor = item.rpartition("=")
+        fitting = [name for name in names if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise UsageError(f"inner_lr_groups={item} fits no layer; the layers are {', '.join(names)}")
+        factors |= dict.fromkeys(fitting, float(factor))
+    return list(factors.values())

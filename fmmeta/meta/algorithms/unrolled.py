@@ -3,13 +3,26 @@
     phi_{k+1} = phi_k - alpha g(phi_k)                                          k = 0 .. K-1
     g = (I - alpha H(phi_0)) ... (I - alpha H(phi_{K-1})) grad L_query(phi_K)   H: Hessian of the support loss
 
-The code is second_order/unroll.py: the backward recursion, with differences of gradients for H (Fallah et al.
-2020). Nothing but first-order passes is needed, so it works where autograd cannot differentiate twice: under
-ZeRO 3, in pipelines, with flash attention.
+The inner loop and the backward recursion, whose gradient at phi_0 continues through the initial head
+(classifier_head.py):
+
+    u_{k+1} = mu u_k + g(phi_k),   phi_{k+1} = phi_k - alpha_k u_{k+1}      for k = 0 .. K-1; then
+    v = dL_query/dphi_K, w = 0, and for k = K-1 .. 0:
+        dL/dalpha_k = -v u_{k+1}            where rates are learned
+        w <- w - alpha_k v                  gradient with respect to u_{k+1}
+        v <- v + H(phi_k) w                 order 2; at order 1 v is unchanged
+        w <- mu w
+        v <- v + c_k dL_query/dphi_k        multi-step loss: the query loss counts at phi_k too, k > 0
+
+Products alpha v are element by element, so every vector is a rank's shard. H v comes from differences of
+gradients (hessian.py): the Hessian-free form of Fallah, Mokhtari, Ozdaglar, "On the Convergence Theory of
+Gradient-Based Model-Agnostic Meta-Learning Algorithms", 2020 (arXiv 1908.10400), for K steps. Nothing but
+first-order passes is needed, so it works where autograd cannot differentiate twice: under ZeRO 3, in
+pipelines, with flash attention.
 
 FOMAML      g = grad L_query(phi_K): without second derivatives. Finn, Abbeel, Levine, "Model-Agnostic
             Meta-Learning", 2017 (arXiv 1703.03400), section 5.2. Cost per task: K + 1 forward and backward
-            passes, no memory beyond theta and the sum of directions.
+            passes, no memory beyond theta and the sum of meta-gradients.
 MAML        exact. The same paper, equation 1. Cost per task: 3 K + 3 passes (K inner steps, 1 query gradient,
             2 K differences, 2 for the probe), K - 1 shards of trajectory and 5 of working memory.
             `--first_order_steps` begins with FOMAML (derivative-order annealing, Antoniou et al. 2019,
@@ -29,16 +42,104 @@ Meta-SGD    alpha is a vector like theta and learned: dL/dalpha = - sum_k v_{k+1
             alpha, one for its sum, two for its moments. The rates are exported as model/inner_lr.safetensors.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
+
+import torch
+from torch import Tensor
 
 from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs, reference
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.costs import Passes
-from fmmeta.meta.second_order.unroll import FINAL_ONLY, Unrolled
+from fmmeta.meta.hessian import Hessian, HvpOptions
+from fmmeta.meta.inner_loop import Trajectory
+from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
+from fmmeta.parallel.workers.base import Worker
+from fmmeta.tasks.batching import Episode
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """A meta-gradient through the inner loop.
+
+    order: of the derivatives, 1 or 2. step_loss_weights: of the query loss at phi_1 .. phi_K, summing to 1;
+    none: all on phi_K. budget_bytes: of trajectory on the device.
+    """
+
+    inner: InnerLoop
+    order: int = 2
+    step_loss_weights: tuple[float, ...] = ()
+    hvp: HvpOptions = field(default_factory=HvpOptions)
+    budget_bytes: int = 2**62
+
+    def with_step_scale(self, scale: float) -> "Unrolled":
+        """The same rule with finite differences taken at another step."""
+        return replace(self, hvp=replace(self.hvp, scale=scale))
+
+    def task_gradient(
+        self,
+        worker: Worker,
+        meta: MetaParameters,
+        episode: Episode,
+        into: MetaGradient,
+        between_passes: Callable[[], None] = no_poll,
+    ) -> TaskResult:
+        """Add the meta-gradient of one task; see Rule. Collective: group.
+
+        Of order 1 and with nothing else to differentiate it is the query gradient at phi_K, accumulated
+        without a vector for it, and restoring theta costs no separate write.
+        """
+        theta, learned = meta.theta, self.inner.rates.learned != "no"
+        tracked = self.order > 1 or any(self.step_loss_weights[:-1]) or learned
+        path = Trajectory(self.budget_bytes, learned) if tracked else None
+        adapted = self.inner.adapt(worker, theta, episode.support, path, between_passes)
+        between_passes()
+        if path is None and not self.inner.head.backprop_through_means:
+            weight = 1.0 if all([step.finite for step in adapted.passes]) else 0.0
+            query = worker.gradient(episode.query, into.sum, weight, restore=theta)
+            finite = bool(weight) and query.finite
+            if finite:
+                into.count()
+            return TaskResult(1.0, finite, adapted.passes[0], query)
+        v = worker.zeros()
+        query = worker.gradient(
+            episode.query, v, self.step_loss_weights[-1] if self.step_loss_weights else 1.0
+        )
+        hessian = Hessian(self.hvp, worker, episode.support, between_passes)
+        extra = {} if path is None else self._backward(hessian, episode, path, v)
+        passes = [*adapted.passes, query, *hessian.passes]
+        between_passes()
+        passes += self.inner.head.backward(worker, v, theta, episode.support, adapted.means)
+        worker.write(theta)
+        finite = all([step.finite for step in passes])
+        if finite:
+            into.add(v, 1.0, extra)
+        return TaskResult(1.0, finite, adapted.passes[0], query)
+
+    def _backward(self, hessian: Hessian, episode: Episode, path: Trajectory, v: Tensor) -> dict[str, Tensor]:
+        """Turn v = dL/dphi_K [S] into dL/dphi_0 in place; return the gradient of learned rates.
+
+        All passes are added to those of `hessian`. Collective: group.
+        """
+        rates, momentum, worker = self.inner.rates, self.inner.optimizer.momentum, hessian.worker
+        learned = rates.meta_parameter
+        extra = {} if learned is None else {"rates": torch.zeros_like(learned)}
+        w = torch.zeros_like(v) if self.order > 1 else None
+        for k in reversed(range(self.inner.steps)):
+            if extra:
+                rates.add_gradient_(extra["rates"], worker, k, v, path.take_direction(k))
+            if w is not None:
+                w.mul_(momentum).sub_(rates.scale_(k, v.clone(), slice(0, v.numel())))
+                v += hessian.times(path.phi(k), w)
+            if k > 0 and self.step_loss_weights and self.step_loss_weights[k - 1]:
+                hessian.between_passes()
+                worker.write(path.phi(k))
+                hessian.passes.append(worker.gradient(episode.query, v, self.step_loss_weights[k - 1]))
+            path.drop(k)
+        return extra
 
 
 def rule(setup: Setup, outer_step: int, order: int = 2) -> Unrolled:
@@ -46,10 +147,9 @@ def rule(setup: Setup, outer_step: int, order: int = 2) -> Unrolled:
     config = setup.config
     if outer_step < config.first_order_steps:
         order = 1
-    gib = config.trajectory_memory_gib
-    budget = 2**62 if gib is None else int(gib * 2**30)
+    gib = 2**32 if config.trajectory_memory_gib is None else config.trajectory_memory_gib
     weights = step_loss_weights(config.inner_steps, outer_step, config.multi_step_loss_steps)
-    return Unrolled(setup.inner, order, weights, setup.hvp, budget)
+    return Unrolled(setup.inner, order, weights, setup.hvp, int(gib * 2**30))
 
 
 def step_loss_weights(inner_steps: int, outer_step: int, multi_step_loss_steps: int) -> tuple[float, ...]:
@@ -60,23 +160,17 @@ def step_loss_weights(inner_steps: int, outer_step: int, multi_step_loss_steps: 
     last step).
     """
     if outer_step >= multi_step_loss_steps:
-        return FINAL_ONLY
+        return ()
     early = (1 - outer_step / multi_step_loss_steps) / inner_steps
     return (*[early] * (inner_steps - 1), 1 - early * (inner_steps - 1))
 
 
-def query_passes(config: Config) -> int:
-    """One, or one after every inner step with a multi-step loss."""
-    return config.inner_steps if config.multi_step_loss_steps else 1
-
-
-def first_order_passes(config: Config, forwards: int) -> Passes:
-    return Passes(config.inner_steps + int(config.prototype_gradient), query_passes(config), forwards)
-
-
-def passes(config: Config, forwards: int) -> Passes:
-    k, every = config.inner_steps, query_passes(config)
-    return Passes(3 * k + 2 + int(config.prototype_gradient), every, forwards, 0, 2 * k + 2 + every)
+def passes(config: Config, forwards: int, order: int = 2) -> Passes:
+    k, through_means = config.inner_steps, int(config.prototype_gradient)
+    query = k if config.multi_step_loss_steps else 1  # one after every inner step with a multi-step loss
+    if order == 1:
+        return Passes(k + through_means, query, forwards)
+    return Passes(3 * k + 2 + through_means, query, forwards, 0, 2 * k + 2 + query)
 
 
 def adds_directly(config: Config) -> bool:
@@ -103,7 +197,7 @@ FOMAML = AlgorithmSpec(
     partial(reference.unrolled, order=1),
     multi_task="query",
     supports=frozenset({"multi_step_loss_steps", "prototype_gradient", "inner_lr_learned", "offload_outer"}),
-    passes=first_order_passes,
+    passes=partial(passes, order=1),
     adds_directly=adds_directly,
 )
 MAML = AlgorithmSpec(

@@ -1,4 +1,4 @@
-"""Hessian-vector products from differences of ordinary gradients, on every worker.
+"""Hessian-vector products from differences of ordinary gradients, on every worker, and a check of them.
 
     H(phi) d  ~  (g(phi + h d) - g(phi - h d)) / 2h        g: gradient of the mean loss over a set
 
@@ -9,18 +9,24 @@ tried, where a step of 3e-5 |phi| / |d| errs by up to 0.1.
 
 The share needs |H d|. The first product of a task measures it with a probe step; each later one takes it from
 its predecessor. So h is a function of the task alone: not of the layout or of earlier tasks.
+
+`check` compares the meta-gradient of a task with that at half the step: truncation falls to a quarter,
+rounding doubles, and if neither matters the two agree. It measures the error of the differences; the tests
+compare the formula with autograd.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fmmeta.meta.inner_loop import no_poll
+from fmmeta.meta.rule import MetaGradient, MetaParameters, Rule
 from fmmeta.parallel.workers.base import PassStats, Worker
-from fmmeta.tasks.batching import MicroBatch
+from fmmeta.tasks.batching import Episode, MicroBatch
 
 CHANGE = {"fp32": 0.004, "bf16": 0.2}  # cube root of a gradient's relative rounding error: 3e-7, 1e-2
 PROBE_STEP = {"fp32": 3e-5, "bf16": 3e-2}  # share of |phi|: step of the first product
@@ -78,3 +84,61 @@ class Hessian:
 
     def _norm(self, vector: Tensor) -> float:
         return math.sqrt(self.worker.dot(vector, vector))
+
+
+TRUSTED = 0.02  # relative difference above which a meta-gradient is called inexact
+
+
+class FiniteDifferenceRule(Rule, Protocol):
+    """A rule that takes differences, and can take them at another step."""
+
+    def with_step_scale(self, scale: float) -> "FiniteDifferenceRule": ...
+
+
+@dataclass(frozen=True)
+class Check:
+    """cosine and |g - g_half| / |g| over the meta-parameters; both NaN if a pass was not finite."""
+
+    cosine: float
+    relative: float
+    precision: str
+
+    @property
+    def text(self) -> str:
+        """The result in one line, with advice if the differences are inexact."""
+        line = (
+            "check_meta_gradient: at half the difference step the meta-gradient of the first task differs by"
+            f" {self.relative:.1e} of its length (cosine {self.cosine:.6f})"
+        )
+        if self.relative <= TRUSTED:
+            return f"{line}; the differences can be trusted"
+        if self.precision == "bf16":
+            return (
+                f"{line}; WARNING: gradients rounded to bf16 make these differences meaningless; set bf16 to"
+                " false (--bf16 false, and in the DeepSpeed file), or use --algorithm fomaml"
+            )
+        return (
+            f"{line}; WARNING: the loss bends too sharply or its gradient is too noisy for differences; lower"
+            " --inner_lr or --inner_steps, or use --algorithm fomaml"
+        )
+
+
+def check(
+    rule: FiniteDifferenceRule, worker: Worker, meta: MetaParameters, episode: Episode, precision: str
+) -> Check:
+    """Run `rule` on one task twice. Collective: group."""
+    sums = []
+    for scale in (1.0, 0.5):
+        into = MetaGradient(meta.theta)
+        if not rule.with_step_scale(scale).task_gradient(worker, meta, episode, into).finite:
+            return Check(math.nan, math.nan, precision)
+        if "head" in worker.params.groups:
+            into.sum[worker.params.groups["head"]] = 0
+        sums.append(into.sum)
+    a, b = sums
+    size = math.sqrt(worker.dot(a, a))
+    if not size:
+        return Check(math.nan, math.nan, precision)
+    cosine = worker.dot(a, b) / (size * math.sqrt(worker.dot(b, b)))
+    a.sub_(b)
+    return Check(cosine, math.sqrt(worker.dot(a, a)) / size, precision)

@@ -1,0 +1,124 @@
+"""Baselines: joint training and in-context learning.
+
+Joint training is multi-task fine-tuning on the same tasks, without an inner loop.
+
+    g = (grad L_support(theta) + grad L_query(theta)) / 2
+
+The baseline that meta-learning has to beat (for language models: instruction tuning). Caruana, "Multitask
+Learning", Machine Learning 28, 1997, section 2. In training a classifier has one head over the classes of all
+training tasks (GlobalLabelSource), zero at first and trained like the body. Evaluation drops it and adapts
+with the inner loop, from a head that the task initialises. Cost per task: 2 forward and backward passes, one
+shard of work.
+
+In-context learning has no gradients: the support set precedes every query in the prompt.
+
+    before: query alone;  after: support pairs, each as a training example ends, then the query
+
+Brown et al., "Language Models are Few-Shot Learners", 2020 (arXiv 2005.14165), section 2. For causal_lm.
+Nothing is trained. Where the model's positions do not suffice, the first pairs are left out. Cost per task:
+one forward of the query set with prompts K + 1 times as long.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fmmeta.config.algorithms import AlgorithmSpec
+from fmmeta.config.settings import Config
+from fmmeta.meta import reference
+from fmmeta.meta.costs import Passes
+from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
+from fmmeta.parallel.workers.base import PassStats, Worker
+from fmmeta.tasks.batching import IGNORE, Episode, Example
+
+
+@dataclass(frozen=True)
+class Joint:
+    inner: InnerLoop
+
+    def task_gradient(
+        self,
+        worker: Worker,
+        meta: MetaParameters,
+        episode: Episode,
+        into: MetaGradient,
+        between_passes: Callable[[], None] = no_poll,
+    ) -> TaskResult:
+        mean = worker.zeros()
+        support = worker.gradient(episode.support, mean, 0.5)
+        between_passes()
+        query = worker.gradient(episode.query, mean, 0.5)
+        finite = support.finite and query.finite
+        if finite:
+            into.add(mean)
+        return TaskResult(1.0, finite, support, query)
+
+
+def joint_conflicts(config: Config) -> Iterator[str]:
+    if config.head_init == "learned":
+        yield (
+            f"head_init=learned with algorithm={config.algorithm}: its head is that of the training classes"
+            " and no start for others; use zero or prototype"
+        )
+
+
+JOINT = AlgorithmSpec(
+    "joint",
+    lambda setup, outer_step: Joint(setup.inner),
+    reference.joint,
+    all_classes=True,
+    conflicts=joint_conflicts,
+    passes=lambda config, forwards: Passes(1, 1),
+    work_shards=1,
+)
+
+
+def prompted(
+    support: Sequence[Example], query: Sequence[Example], bos_token_id: int | None, positions: int | None
+) -> list[Example]:
+    """Every query with as many of the last support pairs before it as `positions` hold; one `bos` at the
+    start, if any.
+    """
+    pairs = [list(row.input_ids) for row in support]
+    bare = [ids[1:] if ids[:1] == [bos_token_id] else ids for ids in pairs]
+    examples = []
+    for row in query:
+        ids, labels, prefix = list(row.input_ids), list(row.labels), list[int]()  # type: ignore[arg-type]
+        for pair in reversed(bare):
+            if positions is not None and len(prefix) + len(pair) + len(ids) > positions:
+                break
+            prefix = pair + prefix
+        head = int(bos_token_id is not None and ids[:1] == [bos_token_id])
+        examples.append(
+            Example(ids[:head] + prefix + ids[head:], labels[:head] + [IGNORE] * len(prefix) + labels[head:])
+        )
+    return examples
+
+
+@dataclass(frozen=True)
+class InContext:
+    """Scores the query set without and with the support set in the prompt; see `EvaluationMethod`."""
+
+    def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
+        """Collective: group."""
+        return worker.forward(episode.query), worker.forward(episode.prompted)
+
+
+def in_context_conflicts(config: Config) -> Iterator[str]:
+    degrees = {"pipeline_stages": config.pipeline_stages, "tensor_parallel_size": config.tensor_parallel_size}
+    for name, value in degrees.items():
+        if value > 1:
+            yield (
+                f"{name}={value} with algorithm={config.algorithm} is not tested: whole support sets travel"
+                " as prompts; use ZeRO 3"
+            )
+
+
+IN_CONTEXT = AlgorithmSpec(
+    "in_context",
+    task_type="causal_lm",
+    in_prompt=True,
+    supports=frozenset({"offload_outer"}),
+    conflicts=in_context_conflicts,
+)
