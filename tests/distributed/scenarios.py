@@ -134,7 +134,7 @@ def born_sharded(world: World, model: str, data: str, setting: str, value: str) 
     if (
         setting == "deepspeed"
     ):  # the backward pass would hold every gathered weight through its transposed view
-        kinds = graph_of(module(ids, ids).sum().grad_fn)
+        kinds = graph_of(module(input_ids=ids, attention_mask=ids).sum().grad_fn)
         print(
             f"keeps gathered weights {'TBackward0' in kinds} {'LinearFunctionForZeroStage3Backward' in kinds}"
         )

@@ -465,4 +465,4 @@ def test_initial_weights_are_made_equal_and_checked():
     assert "moved True" in second
     for text in (first, second):
         assert "theta is not the same in all groups although it was broadcast (ranks 0, 1 differ)" in text
-        assert "the frozen weights are not the same on every rank" in text
+        assert "the frozen weights and buffers are not the same on every rank" in text
