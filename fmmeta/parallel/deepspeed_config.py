@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.parallel.param_map import TensorSlice
 
 # Block -> what to use instead. A block is dropped with a notice if every value in it is "auto".
 OURS = {
@@ -315,11 +314,3 @@ def cut_patterns(hf_config: Any) -> Callable[[str], bool]:
     """A function of a parameter's name: whether its weight is split."""
     plan = PLANS[hf_config.model_type]
     return lambda name: any(re.match(plan[kind], name) for kind in ("column", "row"))
-
-
-def slice_of(whole: tuple[int, ...], part: tuple[int, ...], rank: int) -> TensorSlice | None:
-    """The part of a parameter that a tensor-parallel rank holds, given both shapes; None if it holds all."""
-    if whole == part:
-        return None
-    (dim,) = [i for i, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
-    return TensorSlice(dim, rank * part[dim], part[dim])

@@ -54,7 +54,7 @@ def create_worker(
         learner = load_learner(config, description)
         groups = groups_of(config, learner)
         tensors = frozen_tensors(learner)
-    check_equal(ranks, fingerprint(sorted(tensors.items())), "frozen weights and buffers")
+    check_equal(ranks, fingerprint(sorted(tensors.items())))
     frozen = copies_to_export(config, tensors, ranks.first)
     del tensors  # an engine gives the frozen weights other storage
     if plan.engine == "plain":
@@ -94,7 +94,7 @@ def create_sharded(
             for name, value in sorted(tensors.items())
             if name in in_checkpoint or not value.is_meta
         )
-    check_equal(ranks, mark, "frozen weights and buffers")
+    check_equal(ranks, mark)
     frozen = copies_to_export(config, tensors, ranks.first)
     shard_while_loading(model, filled)
     exact = ((name, model.read(name)) for name in trained)
@@ -130,7 +130,7 @@ def create_stage(
         ]
         stage = take_stage(learner, cut, coordinates.stage)
         groups = groups_of(config, learner, stage.body) or [{"params": [stage.idle], "name": "no_decay"}]
-    check_equal(ranks, mark, "frozen weights and buffers", coordinates.stage)
+    check_equal(ranks, mark, coordinates.stage)
     worker = PipelineWorker(
         stage, names, groups, cut, filled, ranks.group, coordinates, description.hf_config.hidden_size
     )
@@ -183,7 +183,7 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def check_equal(ranks: ProcessGroups, mine: str, what: str, stage: int = 0) -> None:
+def check_equal(ranks: ProcessGroups, mine: str, stage: int = 0) -> None:
     """Refuse a start if ranks of the same stage hold different tensors. Collective: world."""
     gathered = set(ranks.world.gather_bytes(f"{stage} {mine}".encode()))
     if len(gathered) > len({text.split()[0] for text in gathered}):

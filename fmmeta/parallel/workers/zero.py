@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from fmmeta.models.lazy_weights import LazyModel
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.deepspeed_config import slice_of
 from fmmeta.parallel.layout import GroupCoordinates
 from fmmeta.parallel.param_map import (
     ParamNames,
@@ -346,6 +345,14 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
 
     def apply(self, update: Update, skip_nonfinite_everywhere: bool) -> Tensor:
         return self.engine_step(self.engine.step, update, skip_nonfinite_everywhere)
+
+
+def slice_of(whole: tuple[int, ...], part: tuple[int, ...], rank: int) -> TensorSlice | None:
+    """The part of a parameter that a tensor-parallel rank holds, given both shapes; None if it holds all."""
+    if whole == part:
+        return None
+    (dim,) = [i for i, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+    return TensorSlice(dim, rank * part[dim], part[dim])
 
 
 def shard_while_loading(stream: LazyModel, config: dict[str, Any]) -> None:
