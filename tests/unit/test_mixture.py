@@ -78,6 +78,13 @@ def test_weights_and_temperature_set_the_shares(tmp_path, settings, wanted):
     assert {name: pytest.approx(count, abs=4) for name, count in wanted.items()} == drawn
 
 
+def test_a_weight_for_the_only_data_set_changes_nothing(tmp_path):
+    """Its strata are not data sets."""
+    config = Config(dataset=[str(write_classes(tmp_path / "a.jsonl"))], mix_weights=[2.0], num_query=1)
+    source = load_sources(config, byte_tokenizer(config.max_length), lambda text: None).train
+    assert stratum_shares(config, source.items) is None
+
+
 def test_names_that_are_not_enough_are_whole():
     assert short_names(["x/clinc150", "y/banking77.jsonl.gz"]) == ["clinc150", "banking77"]
     assert short_names(["x/data.jsonl", "y/data.jsonl"]) == ["x/data.jsonl", "y/data.jsonl"]

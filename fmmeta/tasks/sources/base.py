@@ -320,7 +320,7 @@ def stratum_shares(config: Config, items: Items) -> np.ndarray | None:
     `--mix_weights` names shares by data set; `--mix_temperature T` gives n items a share in proportion to
     n ** (1 / T).
     """
-    if config.mix_weights:
+    if config.mix_weights and len(config.dataset) > 1:  # the strata of one data set are its own
         weights = dict(zip(short_names(config.dataset), config.mix_weights, strict=True))
         wanted = np.array([weights[name] for name in items.strata])
     elif config.mix_temperature != 1:
