@@ -17,7 +17,7 @@ from tests.unit.helpers import ROOT, refusal
 
 PACKAGE = ROOT / "fmmeta"
 REGISTRY = PACKAGE / "config/algorithms.py"
-OTHER_MEANINGS = {("evaluation/settings.py", "in_context"), ("evaluation/methods.py", "in_context")}
+OTHER_MEANINGS = {("evaluation/settings.py", "in_context"), ("evaluation/command.py", "in_context")}
 DEFAULT = ("config/settings.py", "fomaml")
 
 

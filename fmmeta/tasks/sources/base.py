@@ -123,6 +123,9 @@ class TaskSource(ABC):
     items: Items
     classes: tuple[str, ...] = ()  # names of the labels if all episodes share one numbering of classes
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.items)} items, {len(self.items.strata)} strata)"
+
     @abstractmethod
     def draw(self, task: Task) -> Draw:
         """The rows of a task's episode. Raises `OSError` or `UsageError` if they cannot be read."""
