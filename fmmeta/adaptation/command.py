@@ -67,7 +67,7 @@ def adapt(
     support_set: Examples | None = None,
     query_set: Examples | None = None,
 ) -> AdaptedModel:
-    """Adapt to the task of `support_set`, or of the file `settings.support`; so for the query set.
+    """Adapt to the task of `support_set`, or of the file `settings.support`; the query set likewise.
 
     A folder is written if `settings.output_dir` is set. Raises `UsageError`.
     """

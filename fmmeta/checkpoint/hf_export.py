@@ -158,7 +158,7 @@ def write_weights(
     config: Config,
     trained: dict[str, tuple[int, ...]],
 ) -> Exception | None:
-    """Write the safetensors files one after another, each on the rank that `worker.writer` names.
+    """Write the safetensors files one after another, each on the rank that `worker.writer_rank` names.
 
     A rank holds one file and one further parameter at a time. Returns the first error instead of raising it,
     since the other ranks of the group continue with the next parameter. Collective: group.

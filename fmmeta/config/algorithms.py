@@ -98,7 +98,9 @@ def supporting(setting: str) -> list[str]:
 
 @dataclass(frozen=True)
 class OuterOptimizerSpec:
-    """torch_class: name in `torch.optim`. moments: vectors that it stores per parameter, by torch's names.
+    """An optimizer of torch that acts element by element, so that it works on shards.
+
+    torch_class: name in `torch.optim`. moments: vectors that it stores per parameter, by torch's names.
     options: arguments of torch, and the settings that give them. fixed: other arguments.
     """
 

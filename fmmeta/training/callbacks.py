@@ -60,7 +60,7 @@ class Callback:
     """
 
     def on_train_begin(self, run: "Run") -> None:
-        """Before the first outer step of this process (with --elastic: before the first roll call)."""
+        """Before the first outer step of this process (with --elastic: before the first quorum)."""
 
     def on_step_begin(self, run: "Run") -> None:
         """Before the tasks of an outer step. With --elastic also before each retry."""

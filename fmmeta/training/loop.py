@@ -226,7 +226,7 @@ class Run:
         self.raise_if_stopped()
 
     def _run_steps(self) -> None:
-        """Collective: all groups."""
+        """Run outer steps until the last one or a stop. Collective: all groups."""
         state, began = self.state, time.monotonic()
         while state.outer_step < self.config.outer_steps and not self.stop.requested:
             try:

@@ -5,7 +5,7 @@
 
 Raghu, Raghu, Bengio, Vinyals, "Rapid Learning or Feature Reuse?", 2020 (arXiv 1909.09157), section 4. The
 body does not move, so its features are computed once per task and the whole inner loop is a small problem
-that every rank of the group solves for itself (meta/linear_probe.py), with autograd, which also
+that every rank of the group solves for itself (meta/classifier_head.py), with autograd, which also
 differentiates it exactly. The gradient of the features is propagated back through the body. Cost per task,
 whatever K is: a forward and backward pass of the query set; for the exact gradient a forward and backward
 pass of the support set too, and one forward more where the activations of both sets are more than a rank may

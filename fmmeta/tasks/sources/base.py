@@ -138,8 +138,8 @@ class TaskSource(ABC):
         )
 
     def class_key(self, item: int, name: str) -> ClassKey:
-        """The key of class `name` in the episodes of an item."""
-        raise NotImplementedError
+        """The key of class `name` in the episodes of an item, which is a named task."""
+        return self.items.names[item], name
 
     def size(self, item: int, seed: tuple[int, ...]) -> int:
         """Expected tokens of the episode of (item, seed)."""
@@ -190,7 +190,7 @@ class ClassSource(TaskSource):
         return [(task, name) if task else (name,) for task, classes in self.tasks.items() for name in classes]
 
     def class_key(self, item: int, name: str) -> ClassKey:
-        return (name,) if self.draws[item][1] else (self.items.names[item], name)
+        return (name,) if self.draws[item][1] else super().class_key(item, name)
 
     def draw(self, task: Task) -> Draw:
         rng = np.random.default_rng(task.seed)
