@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
@@ -43,12 +45,12 @@ class Entry(TypedDict):
 
 def list_complete(output_dir: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    folders = [folder for folder in output_dir.glob("checkpoint-*") if (folder / MANIFEST).is_file()]
-    numbered = [(folder.name.removeprefix("checkpoint-"), folder) for folder in folders]
-    return [
-        folder
-        for _, folder in sorted((int(number), folder) for number, folder in numbered if number.isdecimal())
-    ]
+    by_step = {
+        int(folder.name.removeprefix("checkpoint-")): folder
+        for folder in output_dir.glob("checkpoint-*")
+        if folder.name.removeprefix("checkpoint-").isdecimal() and (folder / MANIFEST).is_file()
+    }
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def find_corruption(folder: Path, comm: Communicator) -> str:
@@ -156,10 +158,8 @@ def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict
         for fragment in params.fragments:
             stored = where[f"{name}/{fragment.name}"]
             contiguous = fragment.cut is None and all(part.cut is None for part in stored)
-            missing = (read_range if contiguous else read_through_whole)(
-                fragment, stored, vector[fragment.here]
-            )
-            if missing:
+            read = read_range if contiguous else read_through_whole
+            if missing := read(fragment, stored, vector[fragment.here]):
                 raise UsageError(
                     f"{folder} lacks {missing} elements of {name}/{fragment.name}; give another checkpoint"
                 )
@@ -171,9 +171,6 @@ def load_tables(folder: Path) -> dict[str, Tensor]:
 
     Raises `UsageError`, also if the checkpoint is removed while it is read.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     if TABLES not in read_manifest(folder):
         return {}
     try:
@@ -194,8 +191,6 @@ class Stored(NamedTuple):
 
 def index(folder: Path) -> tuple[dict[str, list[Stored]], dict[str, list[int]]]:
     """The tensors of all shards by `vector/parameter`, and the shapes of parameters. Raises `UsageError`."""
-    from safetensors import SafetensorError, safe_open
-
     where: dict[str, list[Stored]] = defaultdict(list)
     shapes: dict[str, list[int]] = {}
     try:

@@ -123,15 +123,15 @@ class Transforms:
         return EpisodeRows(draw.task, support, query, draw.classes)
 
     def _encode(self, rows: Sequence[TextExample], classes: int) -> list[Example]:
-        texts, targets = [row.text for row in rows], [row.target for row in rows]
-        examples = encode(self.tokenizer, self.config, texts, targets)
+        examples = encode(
+            self.tokenizer, self.config, [row.text for row in rows], [row.target for row in rows]
+        )
         if not classes:
             return examples
         if any(not 0 <= row.label < classes for row in rows):
-            names = " ".join(name for name, _ in (*self.example, *self.episode))
             raise UsageError(
-                f"transforms {names} left a label that is none of the episode's {classes} classes; "
-                "leave labels alone"
+                f"transforms {' '.join(name for name, _ in (*self.example, *self.episode))} left a label that"
+                f" is none of the episode's {classes} classes; leave labels alone"
             )
         return [replace(example, labels=row.label) for example, row in zip(examples, rows, strict=True)]
 

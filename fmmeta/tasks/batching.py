@@ -64,8 +64,12 @@ class MicroBatch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
-        return replace(self, inputs=inputs, labels=change(self.labels), weights=change(self.weights))
+        return replace(
+            self,
+            inputs={name: change(tensor) for name, tensor in self.inputs.items()},
+            labels=change(self.labels),
+            weights=change(self.weights),
+        )
 
 
 @dataclass(frozen=True)
@@ -171,8 +175,9 @@ def collate(rows: Sequence[Example], weight: float, pad_token_id: int, classes: 
 
 def pad_right(rows: Sequence[Sequence[int]], value: int) -> Tensor:
     """Rows of different lengths as one tensor [B, T]."""
-    tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=value)
+    return pad_sequence(
+        [torch.as_tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=value
+    )
 
 
 Sets = Sequence[Sequence[MicroBatch]]
@@ -246,13 +251,17 @@ def pack(rows: Sequence[Example], least: int, length: int) -> list[Example]:
             filled.append(0)
         bins[shortest].append(row)
         filled[shortest] += len(row.input_ids)
-    packed = [concat_rows(members) for members in bins if members]
-    return sorted(packed, key=lambda sequence: len(sequence.input_ids), reverse=True)
+    return sorted(
+        (concat_rows(members) for members in bins if members),
+        key=lambda sequence: len(sequence.input_ids),
+        reverse=True,
+    )
 
 
 def concat_rows(rows: Sequence[Example]) -> Example:
     """One sequence; no loss is taken on the first token of a row."""
-    ids = [token for row in rows for token in row.input_ids]
-    position_ids = [position for row in rows for position in range(len(row.input_ids))]
-    labels = [label for row in rows for label in (IGNORE, *row.labels[1:])]  # type: ignore[index]
-    return Example(ids, labels, position_ids)
+    return Example(
+        input_ids=[token for row in rows for token in row.input_ids],
+        labels=[label for row in rows for label in (IGNORE, *row.labels[1:])],  # type: ignore[index]
+        position_ids=[position for row in rows for position in range(len(row.input_ids))],
+    )

@@ -183,17 +183,16 @@ class LoadEpisode:
     sleep: Callable[[float], None] = time.sleep
 
     def __call__(self, task: Task) -> LoadResult:
-        began = time.perf_counter()
+        began, batches, text, crash = time.perf_counter(), None, "", False
         try:
-            loaded = LoadResult(task, self.batches(task))
+            batches = self.batches(task)
         except UsageError as error:
-            loaded = LoadResult(task, None, str(error))
+            text = str(error)
         except Exception as error:  # it must reach the ranks that wait, not end this one
-            crash = not isinstance(error, OSError)
+            text, crash = f"{type(error).__name__}: {error}", not isinstance(error, OSError)
             if crash:
                 traceback.print_exc()  # the ranks end with one line
-            loaded = LoadResult(task, None, f"{type(error).__name__}: {error}", crash=crash)
-        return replace(loaded, seconds=time.perf_counter() - began)
+        return LoadResult(task, batches, text, crash, time.perf_counter() - began)
 
     def batches(self, task: Task) -> Episode:
         for wait_s in (*BACK_OFF_S, None):

@@ -130,8 +130,12 @@ def letters() -> tuple[list[Row], dict[str, list[str]]]:
                 for c in range(CLASSES):
                     for _ in range(ROWS):
                         text = "".join(make(rng, own, other, c, rng.randint(8, 12)))
-                        values = {"task": task, "stratum": family, "text": text, "label": f"{family} {c}"}
-                        rows.append(Row(values, f"letters/{task}"))
+                        rows.append(
+                            Row(
+                                {"task": task, "stratum": family, "text": text, "label": f"{family} {c}"},
+                                f"letters/{task}",
+                            )
+                        )
     return rows, splits
 
 
@@ -175,8 +179,12 @@ def marks() -> tuple[list[Row], dict[str, list[str]]]:
             for part, mark in enumerate(["", *MARKS]):
                 kind = kinds[own[(c + max(0, part - 1)) % len(MARKS)]]
                 for text in texts(rng, kind, mark, SUPPORT if mark else QUERY):
-                    values = {"task": task, "stratum": "marks", "text": text, "label": f"class {c}"}
-                    rows.append(Row(values, f"marks/{task}"))
+                    rows.append(
+                        Row(
+                            {"task": task, "stratum": "marks", "text": text, "label": f"class {c}"},
+                            f"marks/{task}",
+                        )
+                    )
     return rows, splits
 
 

@@ -111,8 +111,9 @@ def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
             if header is None:
                 header = cells
             elif cells and len(cells) != len(header):
-                problem = "has another number of fields than the header; fix the line"
-                yield UsageError(f"{path}:{reader.line_num} {problem}")
+                yield UsageError(
+                    f"{path}:{reader.line_num} has another number of fields than the header; fix the line"
+                )
             elif cells:
                 yield Row(dict(zip(header, cells, strict=True)), f"{path}:{reader.line_num}")
             done = reader.line_num
@@ -167,8 +168,8 @@ def hub_rows(dataset: str, splits: dict[str, Any]) -> list[Row]:
             if isinstance(feature, datasets.ClassLabel)
         }
         for number, values in enumerate(cast("Iterable[dict[str, Any]]", part), 1):
-            named = {column: name_of(values[column]) for column, name_of in names.items()}
-            rows.append(Row({**values, **named}, f"{dataset}[{split}]:{number}"))
+            values |= {column: name_of(values[column]) for column, name_of in names.items()}
+            rows.append(Row(values, f"{dataset}[{split}]:{number}"))
     return rows
 
 

@@ -32,9 +32,9 @@ def read_splits(name: str, config: Config, named_tasks: bool, notice: Callable[[
     alone = len(config.dataset) == 1
     setting, other = ("task_splits", "class_splits") if named_tasks else ("class_splits", "task_splits")
     if getattr(config, other) is not None:
-        kind = "names its tasks" if named_tasks else "has no task column"
         raise UsageError(
-            f"{other}={getattr(config, other)} does not fit: dataset={name} {kind}; use --{setting}"
+            f"{other}={getattr(config, other)} does not fit: dataset={name}"
+            f" {'names its tasks' if named_tasks else 'has no task column'}; use --{setting}"
         )
     path = getattr(config, setting)
     if path is None:
@@ -183,10 +183,9 @@ def doubts(trained: Sequence[UsedSplits], config: Config, used: UsedSplits, spli
         file = f"its fmmeta.json as --{setting}" if before.splits else "the file that it was trained with"
         advice = f"use the model's splits: leave {setting} and class_split out, or give {file}"
         if before.splits is None and used.digest != before.digest:
-            what = f"{before.trained} {nouns} of dataset={before.dataset}"
             yield (
-                f"{given}: the model was trained on {what} by other splits, whose names are not stored;"
-                f" {advice}"
+                f"{given}: the model was trained on {before.trained} {nouns} of dataset={before.dataset} by"
+                f" other splits, whose names are not stored; {advice}"
             )
         for split in ("valid", "test"):
             if shared := sorted(before.trained_names(used.noun) & set(splits.get(split, ()))):

@@ -44,8 +44,7 @@ class StratifiedOrder:
         shares: np.ndarray | None = None,
         shuffle: bool = True,
     ) -> None:
-        by_stratum = np.argsort(strata, kind="stable")
-        self.members = members[by_stratum].astype(np.int32)
+        self.members = members[np.argsort(strata, kind="stable")].astype(np.int32)
         self.codes, self.sizes = np.unique(strata, return_counts=True)
         self.starts = np.cumsum(self.sizes) - self.sizes
         self.quota = self.sizes if shares is None else epoch_quotas(shares[self.codes], self.sizes)

@@ -248,25 +248,11 @@ class GlobalLabelSource(TaskSource):
         return replace(draw, support=support, query=query, classes=self.classes)
 
 
-class PairSource(TaskSource):
-    """Episodes of `k_shot` support pairs and `num_query` query pairs of a named task."""
-
-    def __init__(
-        self,
-        store: TokenStore,
-        tasks: Mapping[str, RowsByClass],
-        strata: Mapping[str, str],
-        shape: EpisodeShape,
-    ) -> None:
-        self.store, self.shape, lengths = store, shape, store.lengths()
-        self.rows = [rows[""] for rows in tasks.values()]
-        self.items = Items.of(
-            Item(name, strata[name], round(shape.mean_rows(1) * lengths[rows].mean()))
-            for name, rows in zip(tasks, self.rows, strict=True)
-        )
+class PairSource(ClassSource):
+    """Episodes of `k_shot` support pairs and `num_query` query pairs of a named task; its only class is ""."""
 
     def draw(self, task: Task) -> Draw:
-        rows, k_shot = self.rows[task.item], self.shape.k_shot
+        rows, k_shot = self.draws[task.item][0][""], self.shape.k_shot
         drawn = np.random.default_rng(task.seed).choice(
             len(rows), k_shot + self.shape.num_query, replace=False
         )

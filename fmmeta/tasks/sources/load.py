@@ -120,8 +120,11 @@ def problems(
     remaining = len(classes) - len(small)
     for name, count in small.items():
         what = f"class {name!r}{of_task}" if name else f"task {task!r}"
-        need = f"k_shot={shape.k_shot} and num_query={shape.num_query} need {needed} rows"
-        yield name, f"{need}, but {what} has {count}; lower them or leave it out of the {split} split"
+        yield (
+            name,
+            f"k_shot={shape.k_shot} and num_query={shape.num_query} need {needed} rows, but {what} has {count}"
+            f"; lower them or leave it out of the {split} split",
+        )
     if remaining < shape.n_way:
         where = f"task {task!r}" if task else f"the {split} split"
         yield None, f"n_way={shape.n_way} is above the {remaining} classes of {where}; lower n_way"
@@ -174,11 +177,6 @@ class FolderSource(TaskSource):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "opened": {}}
-
-    def only(self, names: Sequence[str]) -> "FolderSource":
-        """The source of some of the tasks."""
-        files = {file.name: file for file in self.files}
-        return FolderSource([files[name] for name in names], self.shape, self.config, self.tokenizer)
 
     def draw(self, task: Task) -> Draw:
         source = self.opened.get(task.item)
@@ -236,6 +234,26 @@ class Sources:
     summary: str
     used: list[UsedSplits]  # of each data set that is not a suite
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        splits: Splits,
+        source_of: Callable[[str], TaskSource],
+        fingerprint: str,
+        what: str,
+        used: list[UsedSplits],
+    ) -> "Sources":
+        """The sources of data set `name`. what: its size, for the summary. Raises `UsageError`."""
+        if not splits.get("train"):
+            raise UsageError(
+                f"dataset={name} has nothing to train on: its train split is empty; fix the split file"
+            )
+        train = source_of("train")
+        valid, test = (source_of(split) if splits.get(split) else None for split in SPLITS[1:])
+        sizes = ", ".join(f"{len(splits.get(split, []))} {split}" for split in SPLITS)
+        return cls(train, valid, test, fingerprint, f"{name}: {what}: {sizes}", used)
+
 
 def load_sources(
     config: Config, tokenizer: Any, notice: Notice, trained: Sequence[UsedSplits] = ()
@@ -266,29 +284,36 @@ def load_sources(
 def load_one(
     name: str, config: Config, tokenizer: Any, notice: Notice, trained: Sequence[UsedSplits]
 ) -> Sources:
-    """The sources of one data set."""
+    """The sources of one data set. Raises `UsageError` if the train split is empty."""
     if name in SUITES:
         return load_suite(name, config, tokenizer, notice)
     task_per_file = task_files(name, config.max_length)
     if task_per_file is not None:
-        source = FolderSource(task_per_file, EpisodeShape.of(config), config, tokenizer)
-        strata = {item.name: item.stratum for item in source.items}
+        files = {file.name: file for file in task_per_file}
+        strata = {file.name: file.stratum for file in task_per_file}
         content = digest([(file.name, file.size) for file in task_per_file])  # the files are not read
         splits, used = choose_splits(name, content, config, strata, True, notice, trained)
-        by_split = {split: source.only(splits[split]) for split in SPLITS if splits.get(split)}
-        fingerprint, size = digest([content, splits]), f"{len(source.items)} task files"
-        return summarised(name, by_split, fingerprint, size, "tasks", splits, strata, [used])
-    files = data_files(name)
-    if files is None:
+        return Sources.of(
+            name,
+            splits,
+            lambda split: FolderSource(
+                [files[task] for task in splits[split]], EpisodeShape.of(config), config, tokenizer
+            ),
+            digest([content, splits]),
+            f"{len(files)} task files, {len(set(strata.values()))} strata; tasks",
+            [used],
+        )
+    data = data_files(name)
+    if data is None:
         parts = open_hub(name, config.dataset_config_name)
         content = digest([part._fingerprint for part in parts.values()])
         store = prepare(name, content, lambda bad: hub_rows(name, parts), config, tokenizer, notice)
     else:
-        content = files_digest(files)
+        content = files_digest(data)
         store = prepare(
             name,
             content,
-            lambda bad: [row for file in files for row in read_file(file, bad, config.max_file_gib)],
+            lambda bad: [row for file in data for row in read_file(file, bad, config.max_file_gib)],
             config,
             tokenizer,
             notice,
@@ -323,37 +348,15 @@ def from_store(
 ) -> Sources:
     """Sources over the rows of a store. `parts`: see ClassSource."""
     strata = strata_of(store)
-    by_split = {
-        split: make_source(config, store, splits[split], strata, split, notice, parts)
-        for split in SPLITS
-        if splits.get(split)
-    }
-    fingerprint = hashlib.sha256(
-        (store.fingerprint + json.dumps(splits, sort_keys=True)).encode()
-    ).hexdigest()
-    noun = "tasks" if store.named_tasks else "classes"
-    return summarised(name, by_split, fingerprint, f"{len(store)} rows", noun, splits, strata, used)
-
-
-def summarised(
-    name: str,
-    by_split: Mapping[str, TaskSource],
-    fingerprint: str,
-    size: str,
-    noun: str,
-    splits: Splits,
-    strata: Mapping[str, str],
-    used: list[UsedSplits],
-) -> Sources:
-    """The sources of a data set with a summary line. Raises `UsageError` if the train split is empty."""
-    if "train" not in by_split:
-        raise UsageError(
-            f"dataset={name} has nothing to train on: its train split is empty; fix the split file"
-        )
-    sizes = ", ".join(f"{len(splits.get(split, []))} {split}" for split in SPLITS)
-    summary = f"{name}: {size}, {len(set(strata.values()))} strata; {noun}: {sizes}"
-    valid, test = by_split.get("valid"), by_split.get("test")
-    return Sources(by_split["train"], valid, test, fingerprint, summary, used)
+    return Sources.of(
+        name,
+        splits,
+        lambda split: make_source(config, store, splits[split], strata, split, notice, parts),
+        hashlib.sha256((store.fingerprint + json.dumps(splits, sort_keys=True)).encode()).hexdigest(),
+        f"{len(store)} rows, {len(set(strata.values()))} strata;"
+        f" {'tasks' if store.named_tasks else 'classes'}",
+        used,
+    )
 
 
 def choose_splits(
