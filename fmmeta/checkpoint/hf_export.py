@@ -7,14 +7,15 @@ an ordinary model in another folder.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from fmmeta.common.text import to_json
 from fmmeta.config.settings import REMEMBERED, Config
@@ -36,6 +37,8 @@ WEIGHTS = (
     "adapter_model.safetensors",
     "adapter_config.json",
 )
+Files = dict[str, tuple[int, list[str]]]
+"""By file name, the rank of the group that writes it (`worker.writer_rank`), and the names of its tensors."""
 
 
 def export(
@@ -74,19 +77,19 @@ def export(
                 clear(folder)
                 save_model(folder, skeleton.hf, description, {})
                 write_metadata(folder, skeleton, config, description, tokenizer, rates, trained)
-        failure: Exception | None = None
+        files, failures = plan_files(skeleton.hf, worker), list[Exception]()
         if ranks.layout.group_index == 0:
-            failure = write_weights(folder, theta, worker, frozen | heads, skeleton, config, shapes)
+            failures = write_weights(folder, theta, worker, frozen | heads, skeleton, config, shapes, files)
         with ranks.world.raise_on_all("exporting the weights"):
-            if failure is not None:
+            for failure in failures:
                 raise failure
+            if ranks.first and len(files) > 1:
+                write_index(folder, skeleton.hf, files)
     if rates is not None and rates.element is not None:
         named = gather_parameters(rates.scale_layers(0, rates.element.clone()), worker, shapes, ranks)
         with ranks.world.raise_on_all("exporting the inner rates"):
             if ranks.first:
-                save_tensors(
-                    {name.removeprefix("hf."): value for name, value in named.items()}, folder / RATES_FILE
-                )
+                save_tensors(named, folder / RATES_FILE)
 
 
 def clear(folder: Path, base: str | None = None) -> None:
@@ -114,10 +117,13 @@ def gather_parameters(
     return parameters
 
 
-def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
-    from safetensors.torch import save_file
-
-    save_file({name: value.contiguous() for name, value in tensors.items()}, file, metadata)
+def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write tensors under the names that they have in the HF model."""
+    save_file(
+        {name.removeprefix("hf."): value.contiguous() for name, value in tensors.items()},
+        file,
+        {"format": "pt"},
+    )
 
 
 def write_adapters(
@@ -157,21 +163,16 @@ def write_weights(
     skeleton: Any,
     config: Config,
     trained: dict[str, tuple[int, ...]],
-) -> Exception | None:
-    """Write the safetensors files one after another, each on the rank that `worker.writer_rank` names.
+    files: Files,
+) -> list[Exception]:
+    """Write `files` one after another, and a learned head beside them.
 
-    A rank holds one file and one further parameter at a time. Returns the first error instead of raising it,
-    since the other ranks of the group continue with the next parameter. Collective: group.
+    A rank holds one file and one further parameter at a time. Returns this rank's errors instead of raising
+    one, since the other ranks of the group continue with the next parameter. Collective: group.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    files = plan_files(skeleton.hf, worker)
     failures: list[Exception] = []
     if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
-        head = {name: worker.gather_param(theta, name, trained[name]).cpu() for name in skeleton.head_names}
-        if worker.group.rank == 0:
-            with collect_errors(failures):
-                save_tensors(head, folder / HEAD_FILE)
+        files = {HEAD_FILE: (0, list(skeleton.head_names)), **files}
     for path, (writer, names) in files.items():
         tensors: dict[str, Tensor] = {}
         for name in names:
@@ -179,27 +180,16 @@ def write_weights(
             if worker.group.rank == writer and value is not None:
                 tensors[name.removeprefix("hf.")] = value.cpu().contiguous()
         if worker.group.rank == writer:
-            with collect_errors(failures):
-                save_tensors(revert_weight_conversion(skeleton.hf, tensors), folder / path, {"format": "pt"})
-    if worker.group.rank == 0 and len(files) > 1:
-        with collect_errors(failures):
-            write_index(folder, skeleton.hf, files)
-    return failures[0] if failures else None
+            try:
+                stored = tensors if path == HEAD_FILE else revert_weight_conversion(skeleton.hf, tensors)
+                save_tensors(stored, folder / path)
+            except Exception as error:
+                failures.append(error)
+    return failures
 
 
-@contextmanager
-def collect_errors(failures: list[Exception]) -> Iterator[None]:
-    """Append an exception of the block instead of raising it."""
-    try:
-        yield
-    except Exception as error:
-        failures.append(error)
-
-
-def write_index(folder: Path, hf: Any, files: dict[str, tuple[int, list[str]]]) -> None:
+def write_index(folder: Path, hf: Any, files: Files) -> None:
     """Write the file that maps each tensor to its file."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     state = hf.state_dict()
     meta = {
         path: {name.removeprefix("hf."): state[name.removeprefix("hf.")] for name in names}
@@ -207,12 +197,15 @@ def write_index(folder: Path, hf: Any, files: dict[str, tuple[int, list[str]]]) 
     }
     keys = {key: path for path, tensors in meta.items() for key in revert_weight_conversion(hf, tensors)}
     size = sum(value.numel() * 4 for tensors in meta.values() for value in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))}
-    write_json(folder / "model.safetensors.index.json", index, indent=2)
+    write_json(
+        folder / "model.safetensors.index.json",
+        {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))},
+        indent=2,
+    )
 
 
-def plan_files(hf: Any, worker: Worker) -> dict[str, tuple[int, list[str]]]:
-    """By file name, the rank of the group that writes it and the names of its tensors, tied ones once."""
+def plan_files(hf: Any, worker: Worker) -> Files:
+    """The files of a model; tied tensors are in one of them, once."""
     saved = {*dict(hf.named_parameters()), *dict(hf.named_buffers())} - {*(hf._keys_to_ignore_on_save or ())}
     tensors = {f"hf.{key}": value.numel() * 4 for key, value in hf.state_dict().items() if key in saved}
     limit = min(FILE_BYTES[1], max(FILE_BYTES[0], sum(tensors.values()) // worker.group.size))
@@ -261,9 +254,9 @@ def write_metadata(
         "n_way": config.n_way,
         "classes": config.most_classes,
         "k_shot": config.k_shot,
+        **{name: getattr(config, name) for name in REMEMBERED},
+        "inner_rates": None,
     }
-    stored |= {name: getattr(config, name) for name in REMEMBERED}
-    stored["inner_rates"] = None
     if rates is not None and rates.element is not None:
         stored["inner_rates"] = RATES_FILE
     elif rates is not None:  # by layer, the rate of each step

@@ -45,12 +45,12 @@ class Entry(TypedDict):
 
 def list_complete(output_dir: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    by_step = {
-        int(folder.name.removeprefix("checkpoint-")): folder
+    folders = [
+        folder
         for folder in output_dir.glob("checkpoint-*")
         if folder.name.removeprefix("checkpoint-").isdecimal() and (folder / MANIFEST).is_file()
-    }
-    return [by_step[step] for step in sorted(by_step)]
+    ]
+    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("checkpoint-")))
 
 
 def find_corruption(folder: Path, comm: Communicator) -> str:

@@ -236,8 +236,12 @@ class Saver:
     def warm(self, vectors: Mapping[str, Tensor]) -> None:
         """Allocate the copies before the first save, in a thread."""
         if self.config.save_async and self.warming is None:
-            pieces = rank_slices(vectors, self.params, self.ranks)
-            self.warming = threading.Thread(target=self.allocate, args=(pieces,), name="saver", daemon=True)
+            self.warming = threading.Thread(
+                target=self.allocate,
+                args=(rank_slices(vectors, self.params, self.ranks),),
+                name="saver",
+                daemon=True,
+            )
             self.warming.start()
 
     def allocate(self, pieces: Mapping[str, Tensor]) -> bool:

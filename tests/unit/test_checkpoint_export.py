@@ -434,14 +434,13 @@ def test_adapters_that_come_beside_their_base_leave_it(tmp_path, bert):
 @pytest.mark.parametrize("full", ["head.safetensors", "model.safetensors.index.json"])
 def test_a_full_disk_is_told_after_the_others_have_gone_on(tmp_path, bert, monkeypatch, full):
     """On one process it is one line; with several, no rank waits for one that has raised."""
-    import safetensors.torch
 
-    def full_disk(tensors, path, metadata=None, write=safetensors.torch.save_file):
+    def full_disk(tensors, path, metadata=None, write=export_module.save_file):
         if Path(path).name == full:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(tensors, path, metadata)
 
-    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
+    monkeypatch.setattr(export_module, "save_file", full_disk)
     monkeypatch.setattr(export_module, "FILE_BYTES", (2**12, 2**16))
     if full.endswith(".json"):
         (tmp_path / full).symlink_to("/dev/full")

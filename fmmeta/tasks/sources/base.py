@@ -249,7 +249,7 @@ class GlobalLabelSource(TaskSource):
 
 
 class PairSource(ClassSource):
-    """Episodes of `k_shot` support pairs and `num_query` query pairs of a named task; its only class is ""."""
+    """Episodes of `k_shot` support pairs and `num_query` query pairs of a named task, whose class is ""."""
 
     def draw(self, task: Task) -> Draw:
         rows, k_shot = self.draws[task.item][0][""], self.shape.k_shot

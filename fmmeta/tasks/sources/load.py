@@ -122,8 +122,8 @@ def problems(
         what = f"class {name!r}{of_task}" if name else f"task {task!r}"
         yield (
             name,
-            f"k_shot={shape.k_shot} and num_query={shape.num_query} need {needed} rows, but {what} has {count}"
-            f"; lower them or leave it out of the {split} split",
+            f"k_shot={shape.k_shot} and num_query={shape.num_query} need {needed} rows, but {what} has"
+            f" {count}; lower them or leave it out of the {split} split",
         )
     if remaining < shape.n_way:
         where = f"task {task!r}" if task else f"the {split} split"
