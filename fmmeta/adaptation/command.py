@@ -34,6 +34,7 @@ from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.meta.inner_optimizers import Rates
 from fmmeta.models.files import remembered, trained_with
 from fmmeta.tasks.batching import Episode, Example
 from fmmeta.tasks.data.encode import encode
@@ -64,18 +65,18 @@ def run(settings: AdaptConfig) -> None:
 def adapt(
     settings: AdaptConfig,
     progress: Progress,
-    support_set: Examples | None = None,
-    query_set: Examples | None = None,
+    support: Examples | None = None,
+    query: Examples | None = None,
 ) -> AdaptedModel:
-    """Adapt to the task of `support_set`, or of the file `settings.support`; the query set likewise.
+    """Adapt to the task of the examples `support`, or of the file `settings.support`; the query set likewise.
 
     A folder is written if `settings.output_dir` is set. Raises `UsageError`.
     """
     config = settings.run_config(n_way=2)
-    support = read_task("support", support_set or settings.support, config, progress.notice)
-    query = read_task("query", query_set or settings.query, config, progress.notice)
-    labels = tuple(sorted(set(support.target))) if config.task_type == "classification" else ()
-    unknown = sorted(set(query.target) - set(labels)) if labels else []
+    task = read_task("support", support or settings.support, config, progress.notice)
+    queries = read_task("query", query or settings.query, config, progress.notice)
+    labels = tuple(sorted(set(task.target))) if config.task_type == "classification" else ()
+    unknown = sorted(set(queries.target) - set(labels)) if labels else []
     if len(labels) == 1:
         raise UsageError(
             f"support={settings.support} has one class only, {labels[0]!r}; give examples of two or more"
@@ -93,17 +94,23 @@ def adapt(
                 " accuracy on them is not that on new classes"
             )
     with new_folder(settings.output_dir) as folder:
-        adapted = learn(settings, support, labels, progress)
-        answers = adapted.predict(query.input, settings.max_new_tokens)
-        pairs = zip(answers, query.target, strict=True)
-        adapted.predictions = [replace(answer, truth=truth) for answer, truth in pairs]
+        adapted, rates = learn(settings, task, labels, progress)
+        answers = adapted.predict(queries.input, settings.max_new_tokens)
+        adapted.predictions = [
+            replace(answer, truth=truth) for answer, truth in zip(answers, queries.target, strict=True)
+        ]
         if folder is not None:
-            write_folder(adapted, folder, settings, support, config.inner_steps)
+            write_folder(adapted, folder, settings, task, config.inner_steps, rates)
     return adapted
 
 
-def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progress: Progress) -> AdaptedModel:
-    """Choose the number of inner steps and take them. Raises `UsageError` for a loss that is not finite."""
+def learn(
+    settings: AdaptConfig, support: Table, labels: tuple[str, ...], progress: Progress
+) -> tuple[AdaptedModel, Rates]:
+    """Choose the number of inner steps and take them, with the model's learned rates.
+
+    Raises `UsageError` for a loss that is not finite.
+    """
     config = settings.run_config(n_way=len(labels) or 2)
     if message := settings.unusable_head(config):
         progress.notice(message)
@@ -111,7 +118,9 @@ def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progre
     folds = leave_out(support, labels) if chooses else []
     config = replace(config, inner_steps=config.inner_steps * (2 if folds else 1))
     model = load_single_process(config, progress, labels, settings.bf16)
-    examples, inner, left_out = encode_task(model, support, labels), inner_loop(settings, model), None
+    setup = rules.setup(config, model.worker, model.head_names, config.most_classes, settings.bf16)
+    inner = with_stored_rates(settings, config, setup.inner, model.worker)
+    examples, left_out = encode_task(model, support, labels), None
     if folds:
         steps, left_out = choose_steps(model, inner, examples, folds, progress)
         progress.notice(
@@ -132,15 +141,16 @@ def learn(settings: AdaptConfig, support: Table, labels: tuple[str, ...], progre
             f"inner_lr={config.inner_lr}: the loss on the support set rose from {passes[0].loss:.3g} to "
             f"{passes[-1].loss:.3g}; lower --inner_lr"
         )
-    return AdaptedModel(labels, inner.steps, left_out, model)
+    return AdaptedModel(labels, inner.steps, left_out, model), inner.rates
 
 
 def write_folder(
-    adapted: AdaptedModel, folder: Path, settings: AdaptConfig, support: Table, inner_steps: int
+    adapted: AdaptedModel, folder: Path, settings: AdaptConfig, support: Table, inner_steps: int, rates: Rates
 ) -> None:
     """Write the adapted model: weights, head, card, answers.
 
-    fmmeta.json stores `inner_steps`, not the number of steps that was chosen for this task.
+    fmmeta.json stores `inner_steps`, not the number of steps that was chosen for this task; and `rates` if
+    they are those of the model.
     """
     model = adapted.loaded
     has_rates = remembered(settings.model_name_or_path).get("inner_rates") is not None
@@ -153,7 +163,7 @@ def write_folder(
         model.description,
         model.tokenizer,
         model.ranks,
-        inner_loop(settings, model).rates if has_rates and not settings.sets_inner_lr else None,
+        rates if has_rates and not settings.sets_inner_lr else None,
         folder / "merged",
         trained_with([settings.model_name_or_path]),
     )
@@ -217,10 +227,9 @@ def rows_of(setting: str, examples: Examples, config: Config) -> list[Row]:
         if isinstance(one, (list, tuple)) and len(one) == 2:
             one = dict(zip(columns, one, strict=True))
         if not isinstance(one, Mapping):
-            left, right = columns
             raise UsageError(
-                f"{setting}[{index}]={shortened(one)} is no pair; give ({left}, {right}) or {{'{left}': ...,"
-                f" '{right}': ...}}"
+                f"{setting}[{index}]={shortened(one)} is no pair; give ({columns[0]}, {columns[1]}) or"
+                f" {{'{columns[0]}': ..., '{columns[1]}': ...}}"
             )
         rows.append(Row({str(name): value for name, value in one.items()}, f"{setting}[{index}]"))
     return rows
@@ -247,13 +256,6 @@ def leave_out(table: Table, labels: Sequence[str]) -> list[list[int]]:
     return [[rows[fold] for rows in by_class.values()] for fold in range(folds)]
 
 
-def inner_loop(settings: AdaptConfig, model: LoadedModel) -> InnerLoop:
-    """The inner loop of the model's settings, with its learned rates."""
-    config = model.config
-    setup = rules.setup(config, model.worker, model.head_names, config.most_classes, settings.bf16)
-    return with_stored_rates(settings, config, setup.inner, model.worker)
-
-
 def choose_steps(
     model: LoadedModel,
     inner: InnerLoop,
@@ -268,9 +270,9 @@ def choose_steps(
     theta, scores = model.worker.read(), []
     for done, fold in enumerate(folds):
         progress.line("examples left out", done, len(folds))
-        support = [example for index, example in enumerate(examples) if index not in fold]
         episode = Episode(
-            model.batcher.split(support), model.batcher.split([examples[index] for index in fold])
+            model.batcher.split([one for index, one in enumerate(examples) if index not in fold]),
+            model.batcher.split([examples[index] for index in fold]),
         )
         scores.append(scores_by_step(inner, model.worker, theta, episode))
     loss, accuracy = torch.stack(scores).mean(0).tolist()
@@ -294,14 +296,14 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, suppo
         "tags": ["fmmeta", "few-shot"],
     }
     source = code(Path(settings.support).name) if settings.support else "given in Python"
-    classes = f" of {len(labels)} classes" if labels else ""
-    adapters = f", LoRA of rank {config.lora_r}" if config.lora_r else ""
     facts = {
         "base model": code(base),
         "meta-training": meta_training(base),
-        "support": f"{source}: {len(support.input)} examples{classes}",
+        "support": f"{source}: {len(support.input)} examples"
+        + (f" of {len(labels)} classes" if labels else ""),
         "inner loop": (
-            f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}{adapters}"
+            f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"
+            + (f", LoRA of rank {config.lora_r}" if config.lora_r else "")
         ),
     }
     if adapted.left_out is not None:
@@ -349,8 +351,11 @@ def how_to_use(adapted: AdaptedModel) -> tuple[str, str | None, str]:
             "AutoModelForSequenceClassification.from_pretrained(\n"
             f"    folder, num_labels={len(names)}, id2label={names}, ignore_mismatched_sizes=True\n)\n```",
         )
-    library = "peft" if model.config.lora_r else "transformers"
-    return library, pipeline, f"transformers reads it as it is (`{pipeline}`)."
+    return (
+        "peft" if model.config.lora_r else "transformers",
+        pipeline,
+        f"transformers reads it as it is (`{pipeline}`).",
+    )
 
 
 def meta_training(base: str) -> str:

@@ -111,8 +111,9 @@ class LoadedModel:
 
     def class_logits(self, examples: Sequence[Example]) -> Tensor:
         """Logits [Q, C] of Q examples, in their order; the labels of the examples are not used."""
-        numbered = [Example(example.input_ids, index) for index, example in enumerate(examples)]
-        batches = self.batcher.split(numbered)
+        batches = self.batcher.split(
+            [Example(example.input_ids, index) for index, example in enumerate(examples)]
+        )
         logits = torch.cat([rows.cpu() for rows in self.worker.logits(batches)])
         return logits[torch.cat([batch.labels for batch in batches]).argsort()]
 
@@ -183,7 +184,6 @@ def load_single_process(
     description = describe(config)
     if labels:
         description = replace(description, labels=tuple(labels))
-        description.hf_config.num_labels = len(labels)
         description.hf_config.id2label = dict(enumerate(labels))
         description.hf_config.label2id = {label: number for number, label in enumerate(labels)}
     tokenizer = load_tokenizer(config, description, progress.notice)
@@ -223,8 +223,7 @@ def load(settings: PredictConfig) -> LoadedModel:
     values |= {
         name: stored.get(name) for name in SHARED_BY_PREDICT if values[name] is None and name in REMEMBERED
     }
-    given = {name: value for name, value in values.items() if value is not None}
-    config = Config(**given, algorithm="none")
+    config = Config(**{name: one for name, one in values.items() if one is not None}, algorithm="none")
     description = describe(config)
     labels: tuple[str, ...] = ()
     if config.task_type == "classification":

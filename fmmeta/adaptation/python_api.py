@@ -45,8 +45,12 @@ def evaluate(
     >>> [(cell["method"], cell["k_shot"], len(cell["scores"])) for cell in results["cells"]]
     [('finetune', 1, 3), ('prototype', 1, 3)]
     """
-    values = {"model_name_or_path": model_name_or_path, "dataset": dataset, **settings}
-    return evaluate_command.evaluate(settings_of(EvaluateConfig, values), Progress(enabled=not quiet))
+    return evaluate_command.evaluate(
+        settings_of(
+            EvaluateConfig, {"model_name_or_path": model_name_or_path, "dataset": dataset, **settings}
+        ),
+        Progress(enabled=not quiet),
+    )
 
 
 def adapt(
@@ -71,18 +75,13 @@ def adapt(
     >>> adapted.labels, len(adapted.predictions), 1 <= adapted.inner_steps <= 10
     (('colour', 'number'), 1, True)
     """
-    files, examples = dict[str, Any](), dict[str, Examples | None]()
-    for name, value in (("support", support), ("query", query)):
-        if value is None or isinstance(value, (str, os.PathLike)):
-            files[name], examples[name] = value, None
-        else:
-            examples[name] = listed(name, value)
-    if examples["support"] is None and not files["support"]:
+    sets: dict[str, Any] = {"support": support, "query": query}
+    files = {name: one for name, one in sets.items() if one is None or isinstance(one, (str, os.PathLike))}
+    examples = {name: listed(name, one) for name, one in sets.items() if name not in files}
+    if not files.get("support", "given as examples"):
         raise UsageError(f"support={shortened(support)} names no file; give one, or pairs of text and class")
     values = {"model_name_or_path": model_name_or_path, "output_dir": output_dir or "", **files, **settings}
-    return adapt_command.adapt(
-        settings_of(AdaptConfig, values), Progress(enabled=not quiet), examples["support"], examples["query"]
-    )
+    return adapt_command.adapt(settings_of(AdaptConfig, values), Progress(enabled=not quiet), **examples)
 
 
 def listed(name: str, examples: Any) -> Examples:

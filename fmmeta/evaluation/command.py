@@ -271,8 +271,7 @@ class EvaluatedModel:
         parts, classifiers, cells = self.parts, CLASSIFIERS.keys() & self.settings.method, []
         if classifiers:
             draws = [draw for episodes in self.episodes.values() for draw in episodes.draws()]
-            on_progress = partial(self.progress.line, "rows embedded")
-            features = embed(parts.worker, draws, parts.batcher, self.ranks, on_progress)
+            features = embed(parts.worker, draws, parts.batcher, self.ranks, self.progress)
         share = slice(self.ranks.layout.group_index, None, self.ranks.layout.num_groups)
         for k, episodes in self.episodes.items():
             for method in self.settings.method:
@@ -295,8 +294,11 @@ class EvaluatedModel:
         self.progress.start(what)
         load = self.parts.load(episodes.source)
         if method == "in_context":
-            positions = getattr(self.inputs.description.hf_config, "max_position_embeddings", None)
-            load.prompt = partial(prompted, bos_token_id=tokenizer.bos_token_id, positions=positions)
+            load.prompt = partial(
+                prompted,
+                bos_token_id=tokenizer.bos_token_id,
+                positions=getattr(self.inputs.description.hf_config, "max_position_embeddings", None),
+            )
         share = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice).read_share(
             episodes.tasks
         )

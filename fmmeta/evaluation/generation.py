@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.models.load import max_positions
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
-from fmmeta.tasks.data.encode import encode_pairs
+from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.sources.base import Draw
 
 
@@ -70,9 +71,12 @@ class LanguageMetrics:
 
     def _rouge_l(self, draw: Draw) -> float:
         store = draw.store
-        prompts = [store.input_ids(row)[: store.labels(row).count(IGNORE)] for row, _ in draw.query]
         answers = generate(
-            self.worker, self.tokenizer, prompts, self.max_new_tokens, self.batcher.micro_batch_size
+            self.worker,
+            self.tokenizer,
+            [store.input_ids(row)[: store.labels(row).count(IGNORE)] for row, _ in draw.query],
+            self.max_new_tokens,
+            self.batcher.micro_batch_size,
         )
         truth = [store.text("target", row) for row, _ in draw.query]
         return sum(map(rouge_l, answers, truth)) / len(truth)
@@ -82,13 +86,11 @@ class LanguageMetrics:
         options = list(
             dict.fromkeys(draw.store.text("target", row) for row, _ in (*draw.support, *draw.query))
         )
-        inputs = [draw.store.text("input", row) for row, _ in draw.query for _ in options]
-        examples = encode_pairs(
+        examples = encode(
             self.tokenizer,
-            inputs,
+            self.config,
+            [draw.store.text("input", row) for row, _ in draw.query for _ in options],
             options * len(draw.query),
-            self.config.max_length,
-            self.config.prompt_template,
         )
         scores = torch.tensor(self.log_likelihoods(examples)).view(len(draw.query), len(options))
         truth = [options.index(draw.store.text("target", row)) for row, _ in draw.query]
@@ -96,20 +98,17 @@ class LanguageMetrics:
 
     def log_likelihoods(self, examples: Sequence[Example]) -> list[float]:
         """Total log-likelihood of each example's answer, in nats."""
-        likelihoods: list[float] = []
-        for begin in range(0, len(examples), self.batcher.micro_batch_size):
-            rows = examples[begin : begin + self.batcher.micro_batch_size]
-            micro_batches, losses = self.batcher.split(rows), []
-            for batch, logits in zip(micro_batches, self.worker.logits(micro_batches), strict=True):
-                targets = batch.labels[:, 1:].to(logits.device)
-                per_token = F.cross_entropy(
-                    logits[:, :-1].transpose(1, 2), targets, ignore_index=IGNORE, reduction="none"
-                )
-                losses += per_token.sum(1).tolist()
-            # `Batcher.deal` puts the longest rows first
-            by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i].input_ids))
-            likelihoods += [-loss for _, loss in sorted(zip(by_length, losses, strict=True))]
-        return likelihoods
+        losses: list[float] = []
+        for batch in self.batcher.split(examples):  # one at a time: the logits of all would take much memory
+            (logits,) = self.worker.logits([batch])
+            targets = batch.labels[:, 1:].to(logits.device)
+            per_token = F.cross_entropy(
+                logits[:, :-1].transpose(1, 2), targets, ignore_index=IGNORE, reduction="none"
+            )
+            losses += per_token.sum(1).tolist()
+        # `Batcher.split` puts the longest rows first
+        by_length = sorted(range(len(examples)), key=lambda i: -len(examples[i].input_ids))
+        return [-loss for _, loss in sorted(zip(by_length, losses, strict=True))]
 
 
 @torch.no_grad()
@@ -134,20 +133,19 @@ def generate(
         )
     answers = [""] * len(prompts)
     for batch in batches_of_equal_room(room, batch_size):
-        longest = max(len(prompts[index]) for index in batch)
-        padding = [longest - len(prompts[index]) for index in batch]
-        ids = [[pad] * empty + list(prompts[index]) for index, empty in zip(batch, padding, strict=True)]
-        mask = [[0] * empty + [1] * (longest - empty) for empty in padding]
+        rows = [torch.tensor(prompts[index], device=worker.device) for index in batch]
+        ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         out = hf.generate(
-            input_ids=torch.tensor(ids, device=worker.device),
-            attention_mask=torch.tensor(mask, device=worker.device),
+            input_ids=ids,
+            attention_mask=mask,
             max_new_tokens=room[batch[0]],
             do_sample=False,
             num_beams=1,
             pad_token_id=pad,
             eos_token_id=tokenizer.eos_token_id,
         )
-        texts = tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
+        texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
         for index, text in zip(batch, texts, strict=True):
             answers[index] = text.strip()
     return answers

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import FewShotConfig
 from fmmeta.meta.inner_loop import InnerLoop
@@ -50,8 +51,13 @@ def query_score(
     """Loss and accuracy, and confidences where each rank has the logits of classes. Collective: group."""
     if not (has_classes and isinstance(worker, FullModelWorker)):
         result = worker.forward(query)
-        loss = math.inf if math.isnan(result.loss) else result.loss
-        return EpisodeScore(slot, task.name, task.stratum, loss, result.accuracy)
+        return EpisodeScore(
+            slot,
+            task.name,
+            task.stratum,
+            math.inf if math.isnan(result.loss) else result.loss,
+            result.accuracy,
+        )
     stats = torch.zeros(STATS, dtype=torch.float64)
     for batch, logits in zip(query, worker.logits(query), strict=True):
         real = batch.weights > 0
@@ -81,16 +87,12 @@ class Features:
 
     def of(self, store: TokenStore, rows: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """Features [N, D] and labels [N] of the N rows of a support or query set."""
-        indices = [self.index[store.path, row] for row, _ in rows]
-        return self.table[indices], torch.tensor([label for _, label in rows])
+        features = self.table[[self.index[store.path, row] for row, _ in rows]]
+        return features, torch.tensor([label for _, label in rows])
 
 
 def embed(
-    worker: Worker,
-    draws: Sequence[Draw],
-    batcher: Batcher,
-    ranks: ProcessGroups,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    worker: Worker, draws: Sequence[Draw], batcher: Batcher, ranks: ProcessGroups, progress: Progress
 ) -> Features:
     """Compute the features of every row of `draws` with the weights of the worker. Collective: world."""
     stores: dict[Path, TokenStore] = {draw.store.path: draw.store for draw in draws}
@@ -102,19 +104,17 @@ def embed(
     examples = [Example(stores[path].input_ids(row), index) for index, (path, row) in enumerate(keys)]
     examples.sort(key=lambda example: (len(example.input_ids), example.labels))
     size = batcher.micro_batch_size * batcher.group_size
-    batches = [examples[begin : begin + size] for begin in range(0, len(examples), size)]
-    share = batches[ranks.layout.group_index :: ranks.layout.num_groups]
+    begins = range(0, len(examples), size)[ranks.layout.group_index :: ranks.layout.num_groups]
     computed: list[tuple[Tensor, Tensor]] = []  # rows of the table, and their features
-    for done, batch in enumerate(share):
-        progress(done, len(share))
-        micro_batches = batcher.split(batch)
+    for done, begin in enumerate(begins):
+        progress.line("rows embedded", done, len(begins))
+        micro_batches = batcher.split(examples[begin : begin + size])
         for part, features in zip(micro_batches, worker.features(micro_batches), strict=True):
             real = part.weights > 0
             if worker.counts_rows:
                 computed.append((part.labels[real], features.cpu()[real]))
     width = computed[0][1].shape[1] if computed else 0  # 0: this rank computes none
-    width = max(map(int, ranks.world.gather_bytes(str(width).encode())))
-    table = torch.zeros(len(keys), width)
+    table = torch.zeros(len(keys), max(map(int, ranks.world.gather_bytes(str(width).encode()))))
     for rows, features in computed:
         table[rows] = features
     return Features(ranks.world.sum_(table), {key: row for row, key in enumerate(keys)})

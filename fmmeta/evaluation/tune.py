@@ -102,7 +102,7 @@ class TuneRun:
     def __init__(
         self, settings: TuneConfig, world: World, progress: Progress, signals: Signals | None = None
     ) -> None:
-        self.settings, self.progress, self.signals = settings, progress, signals
+        self.settings, self.progress, self.signals = settings, progress, signals or Signals()
         self.tried: list[Choice] = []
         config, inputs, chosen = plan_evaluation(
             settings, world, progress.notice, inner_steps=settings.max_steps
@@ -170,20 +170,25 @@ class TuneRun:
         """
         settings, best = self.settings, tried[0]
         stored, scale = remembered(settings.model_name_or_path), best.inner_lr / self.config.inner_lr
-        values = stored | {name: getattr(self.config, name) for name in REMEMBERED}
-        values |= {"head_init": best.head_init, "inner_lr": best.inner_lr, "inner_steps": best.inner_steps}
-        values["tuned"] = {
-            "dataset": settings.dataset,
-            "eval_split": settings.eval_split,
-            "n_way": settings.n_way,
-            "k_shot": settings.k_shot[0],
-            "num_query": settings.num_query,
-            "episodes": settings.episodes,
-            "seed": settings.seed,
-            "loss": best.loss,
-            "accuracy": best.accuracy,
-            "trials": len(tried),
-            "of": self.total,
+        values = {
+            **stored,
+            **{name: getattr(self.config, name) for name in REMEMBERED},
+            "head_init": best.head_init,
+            "inner_lr": best.inner_lr,
+            "inner_steps": best.inner_steps,
+            "tuned": {
+                "dataset": settings.dataset,
+                "eval_split": settings.eval_split,
+                "n_way": settings.n_way,
+                "k_shot": settings.k_shot[0],
+                "num_query": settings.num_query,
+                "episodes": settings.episodes,
+                "seed": settings.seed,
+                "loss": best.loss,
+                "accuracy": best.accuracy,
+                "trials": len(tried),
+                "of": self.total,
+            },
         }
         rates = stored.get("inner_rates")
         if isinstance(rates, dict):
@@ -196,8 +201,7 @@ class TuneRun:
 
     def choices(self) -> Iterator[Choice]:
         """The best number of steps for each head and rate of the grid, or of Optuna. Collective: world."""
-        if self.signals:
-            self.signals.run()  # from here on a signal takes effect between two episodes
+        self.signals.run()  # from here on a signal takes effect between two episodes
         if self.settings.tuner == "optuna":
             yield from self.choices_of_optuna()
             return
@@ -236,7 +240,7 @@ class TuneRun:
         sums = torch.zeros(4, self.settings.max_steps + 1, dtype=torch.float64)
         for done, episode in enumerate(self.episodes):
             self.progress.line("episodes", len(tried) * count + done, self.total * count, best)
-            if float(self.ranks.group.sum_(torch.tensor([float(bool(self.signal))]))):
+            if float(self.ranks.group.sum_(torch.tensor([float(bool(self.signals.asked))]))):
                 sums[3] = 1
                 break
             sums[:2] += scores_by_step(inner, self.parts.worker, self.parts.meta_params.theta, episode)
@@ -245,15 +249,12 @@ class TuneRun:
             sums.zero_()  # all ranks of a group have the same sums
         loss, accuracy, scored, stopped = self.ranks.world.sum_(sums)
         if stopped[0]:
-            raise Stopped(next(filter(None, self.ranks.world.gather_bytes(self.signal.encode()))).decode())
+            raise Stopped(
+                next(filter(None, self.ranks.world.gather_bytes(self.signals.asked.encode()))).decode()
+            )
         loss = torch.where(loss / scored <= DIVERGED, loss / scored, float("inf"))  # NaN too
         steps = 1 + int(loss[1:].round(decimals=DECIMALS).argmin())  # the fewest of those that tie
         return Choice(head, rate, steps, float(loss[steps]), float(accuracy[steps] / scored[steps]))
-
-    @property
-    def signal(self) -> str:
-        """Name of the signal that this rank received, if any."""
-        return self.signals.asked if self.signals else ""
 
     def inner_loop(self, head: str, rate: float) -> InnerLoop:
         """The model's inner loop with another head, its rates scaled so that `inner_lr` becomes `rate`."""
