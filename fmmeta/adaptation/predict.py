@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from fmmeta.common.security import printable
 from fmmeta.common.text import shortened, to_json
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import REMEMBERED, Config
-from fmmeta.evaluation.generation import generate
+from fmmeta.evaluation.methods import generate
 from fmmeta.evaluation.results import open_output
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
 from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file, remembered
@@ -289,17 +289,12 @@ def texts_of(settings: PredictConfig) -> Iterator[str]:
         for row in read_file(path):
             yield text_in(row.values, row.origin, settings)
     else:
-        with open_lines(path) as file:
+        try:
+            binary = unpacked(path, MOST_GIB) if path.suffix == ".gz" else path.open("rb")
+        except OSError as error:
+            raise UsageError(f"input={path} cannot be opened: {error.strerror}; give another file") from None
+        with io.TextIOWrapper(binary, encoding="utf-8") as file:
             yield from read_texts(file, settings)
-
-
-def open_lines(path: Path) -> TextIO:
-    """A text file for reading, unpacked if its name ends with .gz. Raises `UsageError`."""
-    try:
-        binary = unpacked(path, MOST_GIB) if path.suffix == ".gz" else path.open("rb")
-    except OSError as error:
-        raise UsageError(f"input={path} cannot be opened: {error.strerror}; give another file") from None
-    return io.TextIOWrapper(binary, encoding="utf-8")
 
 
 def read_texts(lines: Iterable[str], settings: PredictConfig) -> Iterator[str]:

@@ -78,7 +78,7 @@ def adapt(
     sets: dict[str, Any] = {"support": support, "query": query}
     files = {name: one for name, one in sets.items() if one is None or isinstance(one, (str, os.PathLike))}
     examples = {name: listed(name, one) for name, one in sets.items() if name not in files}
-    if not files.get("support", "given as examples"):
+    if "support" in files and not support:
         raise UsageError(f"support={shortened(support)} names no file; give one, or pairs of text and class")
     values = {"model_name_or_path": model_name_or_path, "output_dir": output_dir or "", **files, **settings}
     return adapt_command.adapt(settings_of(AdaptConfig, values), Progress(enabled=not quiet), **examples)

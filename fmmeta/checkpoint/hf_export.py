@@ -146,9 +146,8 @@ def write_adapters(
     folders = [folder]
     if config.lora_merge:
         folders.append(merge_into or folder.with_name("merged"))
-        model = merged(load_hf(config, description), folder, config)
         clear(folders[1])
-        save_model(folders[1], model, description)
+        save_model(folders[1], merged(load_hf(config, description), folder, config), description)
     for each in folders:
         write_metadata(each, skeleton, config, description, tokenizer, rates, trained)
         if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
@@ -279,12 +278,11 @@ def sentence_transformers(folder: Path, config: Config, description: Description
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
     if description.normalizes:
         kinds["2_Normalize"] = "Normalize"
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(kinds.items())
-    ]
     files = {
-        "modules.json": modules,
+        "modules.json": [
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for i, (path, kind) in enumerate(kinds.items())
+        ],
         "1_Pooling/config.json": {
             "word_embedding_dimension": description.hf_config.hidden_size,
             "pooling_mode_cls_token": description.pooling == "cls",

@@ -127,11 +127,11 @@ def undo_partial_save(output_dir: Path) -> None:
 
 def rename_aside(folder: Path) -> Path:
     """Rename a checkpoint that no run must resume from. It is no longer listed, and never removed."""
-    number = 0
-    while (aside := folder.with_name(f"aside-{folder.name}" + (f".{number}" if number else ""))).exists():
+    aside, number = folder.with_name(f"aside-{folder.name}"), 0
+    while aside.exists():
         number += 1
-    os.rename(folder, aside)
-    return aside
+        aside = folder.with_name(f"aside-{folder.name}.{number}")
+    return folder.rename(aside)
 
 
 def load(folder: Path, names: list[str], params: ParamMap, like: Tensor) -> dict[str, Tensor]:

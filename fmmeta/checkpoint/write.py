@@ -163,8 +163,10 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         }
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    flat = (tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors.values())
-    data = (memoryview(values.numpy()) for values in flat)  # type: ignore
+    data = (
+        memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore
+        for tensor in tensors.values()
+    )
     return write_file(file, chain([len(head).to_bytes(8, "little"), head], data))
 
 
@@ -254,9 +256,9 @@ class Saver:
                 self.ranks.layout.launch.local_world_size
             ):
                 return False
-            on_gpu = self.ranks.device.type == "cuda"
             self.copies = {
-                name: torch.empty(piece.numel(), pin_memory=on_gpu).zero_() for name, piece in pieces.items()
+                name: torch.empty(piece.numel(), pin_memory=self.ranks.device.type == "cuda").zero_()
+                for name, piece in pieces.items()
             }
         return True
 

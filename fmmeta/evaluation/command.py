@@ -21,8 +21,14 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import one_line
 from fmmeta.config.settings import Config
-from fmmeta.evaluation.generation import LanguageMetrics
-from fmmeta.evaluation.methods import CLASSIFIERS, classifier_score, embed, query_score, with_stored_rates
+from fmmeta.evaluation.methods import (
+    CLASSIFIERS,
+    LanguageMetrics,
+    classifier_score,
+    embed,
+    query_score,
+    with_stored_rates,
+)
 from fmmeta.evaluation.results import (
     EvalCell,
     EvaluationResults,

@@ -163,7 +163,6 @@ def verdict(gain: float, half: float) -> str | None:
 def show(results: dict[str, Any], progress: Progress) -> None:
     """Print the scores of all cells, then accuracy by stratum, then the comparison with another model."""
     extra = [name for name in ("rouge_l", "options") if name in results]
-    header = ["method", "shots", "accuracy %", "loss", "ECE", *extra]
     most = f" to {results['k_shot_max']}" if results["k_shot_max"] else ""  # only with one k_shot
     rows = [
         [
@@ -180,14 +179,15 @@ def show(results: dict[str, Any], progress: Progress) -> None:
     if results["n_way_max"]:
         what = f"episodes of {results['n_way']} to {results['n_way_max']} classes"
     progress.table(
-        f"{results['model']}: {results['episodes']} {what} of the {results['eval_split']} split", header, rows
+        f"{results['model']}: {results['episodes']} {what} of the {results['eval_split']} split",
+        ["method", "shots", "accuracy %", "loss", "ECE", *extra],
+        rows,
     )
-    strata = results["per_stratum"]
-    if len(strata) > 1:
+    if len(results["per_stratum"]) > 1:
         progress.table(
             f"accuracy % by stratum ({results['method']}, {results['k_shot']}{most} shots)",
             ["", "accuracy %"],
-            [[name, f"{100 * value:.1f}"] for name, value in strata.items()],
+            [[name, f"{100 * value:.1f}"] for name, value in results["per_stratum"].items()],
         )
     if "compare" in results:
         own = {(cell["method"], cell["k_shot"]): cell for cell in results["cells"]}
@@ -231,11 +231,10 @@ def check_output(path: Path) -> None:
     """Raise `UsageError` for a file that cannot be written, before its content is computed."""
     if path.is_dir():
         raise UsageError(f"output={path} is a folder; give a file in it, such as {path / 'results.json'}")
-    new = not path.exists()
-    if not new and not path.is_file():
+    if path.exists() and not path.is_file():
         return  # opening a pipe or a device would disturb its reader
     try:
-        made = make_folders(path.parent)
+        made, new = make_folders(path.parent), not path.exists()
         path.open("a").close()
         if new:
             path.resolve().unlink()

@@ -109,23 +109,23 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     def __post_init__(self) -> None:
         self.n_way = str(self.n_way)
         self.method, self.k_shot = list(dict.fromkeys(self.method)), list(dict.fromkeys(self.k_shot))
-        n_way, n_way_max, k_shot_max, shots = self.n_way, self.n_way_max, self.k_shot_max, len(self.k_shot)
         check_values(self)
         refuse_first(
             [
                 (not self.method, "method names nothing; give one or more"),
-                (not shots, "k_shot names nothing; give one or more"),
+                (not self.k_shot, "k_shot names nothing; give one or more"),
                 (
-                    n_way != "all" and not n_way.isdigit(),
-                    f"n_way={n_way} is neither a number nor all; use 5, say",
+                    self.n_way != "all" and not self.n_way.isdigit(),
+                    f"n_way={self.n_way} is neither a number nor all; use 5, say",
                 ),
                 (
-                    n_way == "all" and n_way_max is not None,
-                    f"n_way_max={n_way_max} means nothing for n_way=all; leave it out",
+                    self.n_way == "all" and self.n_way_max is not None,
+                    f"n_way_max={self.n_way_max} means nothing for n_way=all; leave it out",
                 ),
                 (
-                    k_shot_max is not None and shots > 1,
-                    f"k_shot_max={k_shot_max} goes with one k_shot, and here are {shots}; give one",
+                    self.k_shot_max is not None and len(self.k_shot) > 1,
+                    f"k_shot_max={self.k_shot_max} goes with one k_shot, and here are {len(self.k_shot)};"
+                    " give one",
                 ),
             ]
         )
@@ -213,7 +213,6 @@ class TuneConfig(EvaluateConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         unused = ("method", "compare", "metrics", "inner_lr", "inner_steps", "head_init", "inner_lr_groups")
-        shots = " ".join(map(str, self.k_shot))
         refuse_first(
             [
                 *(
@@ -223,7 +222,11 @@ class TuneConfig(EvaluateConfig):
                     )
                     for name in unused
                 ),
-                (len(self.k_shot) > 1, f"k_shot={shots}: tune chooses for one number of shots; give one"),
+                (
+                    len(self.k_shot) > 1,
+                    f"k_shot={' '.join(map(str, self.k_shot))}: tune chooses for one number of shots; give"
+                    " one",
+                ),
                 (not self.inner_lrs, "inner_lrs names nothing to try; give one or more"),
                 *(
                     (
@@ -305,7 +308,6 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
 
     def __post_init__(self) -> None:
         source, target = Path(self.input), Path(self.output)
-        from_file = self.input != "-"
         check_values(self)
         refuse_first(
             [
@@ -314,11 +316,11 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
                     "model_name_or_path is missing; give the folder that fmmeta adapt wrote",
                 ),
                 (
-                    from_file and not source.is_file(),
+                    self.input != "-" and not source.is_file(),
                     f"input={self.input} is not a file; give one, or - for standard input",
                 ),
                 (
-                    from_file and source.is_file() and target.is_file() and target.samefile(source),
+                    self.input != "-" and source.is_file() and target.is_file() and target.samefile(source),
                     f"output={self.output} is the input too; give another file",
                 ),
             ]

@@ -116,24 +116,8 @@ def remove_stale() -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def put(path: Path, seed: Seed, make: Callable[[], Any]) -> tuple[str, int]:
-    """In a loader process: write what `make()` returns; its file, or "" and the number of the error that
-    writing met.
-    """
-    name = ".".join(map(str, seed))
-    part = path / f"{os.getpid()}_{name}"
-    try:
-        with part.open("wb") as file:
-            pickle.dump(make(), file)
-        return str(part.rename(path / name)), 0
-    except OSError as error:
-        with suppress(OSError):
-            part.unlink()
-        return "", error.errno or 0
-
-
 def take(found: tuple[str, int]) -> Any:
-    """In the trainer: what `put` has written. Raises `OSError` where it is not there."""
+    """In the trainer: the episode that an item of `Tasks` names. Raises `OSError` where it is not there."""
     name, errno = found
     if not name:
         raise OSError(errno, os.strerror(errno))
@@ -214,19 +198,28 @@ class LoadEpisode:
 
 
 class Tasks(torch.utils.data.Dataset[tuple[str, int]]):
-    """What DataLoader asks for; an index is a task, and what comes back is a file in memory that holds the
-    episode.
+    """Prepares episodes in loader processes. An index is a task; an item is the file in memory that holds the
+    episode, or "" and the number of the error that writing met.
 
     Files, because a process may be killed at any moment: a tensor in transit would be lost with the process
     that sent it, and half a large message would let the reader wait for ever. A name is written to the pipe
     whole or not at all.
     """
 
-    def __init__(self, load: LoadEpisode, folder: EpisodeFolder) -> None:
+    def __init__(self, load: Callable[[Task], Any], folder: EpisodeFolder) -> None:
         self.load, self.path = load, folder.path
 
     def __getitem__(self, task: Task) -> tuple[str, int]:  # type: ignore[override]
-        return put(self.path, task.seed, lambda: self.load(task))
+        name = ".".join(map(str, task.seed))
+        part = self.path / f"{os.getpid()}_{name}"
+        try:
+            with part.open("wb") as file:
+                pickle.dump(self.load(task), file)
+            return str(part.rename(self.path / name)), 0
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink()
+            return "", error.errno or 0
 
 
 class EpisodeLoader:

@@ -33,7 +33,7 @@ import random
 import string
 from collections.abc import Callable
 
-from fmmeta.common.errors import UsageError
+from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data.rows import Row
 
@@ -48,6 +48,11 @@ MARKS_TASKS = {"train": 80, "valid": 12, "test": 24}
 Kind = list[str]
 Family = Callable[[random.Random, list[Kind], list[Kind], int, int], list[str]]
 """(rng, the task's kinds, other kinds, class, length) -> a string as a list of letters."""
+
+
+def shuffled(rng: random.Random, letters: list[str]) -> list[str]:
+    rng.shuffle(letters)
+    return letters
 
 
 def fill(rng: random.Random, kinds: list[Kind], length: int) -> list[str]:
@@ -87,15 +92,11 @@ def double(rng: random.Random, own: list[Kind], other: list[Kind], c: int, n: in
 
 
 def majority(rng: random.Random, own: list[Kind], other: list[Kind], c: int, n: int) -> list[str]:
-    text = fill(rng, own + other, n - n // 2) + [rng.choice(own[c]) for _ in range(n // 2)]
-    rng.shuffle(text)
-    return text
+    return shuffled(rng, fill(rng, own + other, n - n // 2) + [rng.choice(own[c]) for _ in range(n // 2)])
 
 
 def count(rng: random.Random, own: list[Kind], other: list[Kind], c: int, n: int) -> list[str]:
-    text = fill(rng, other, n - c) + [rng.choice(rng.choice(own)) for _ in range(c)]
-    rng.shuffle(text)
-    return text
+    return shuffled(rng, fill(rng, other, n - c) + [rng.choice(rng.choice(own)) for _ in range(c)])
 
 
 FAMILIES: dict[str, tuple[Family, int]] = {  # family -> its strings, number of kinds of a task
@@ -110,8 +111,7 @@ FAMILIES: dict[str, tuple[Family, int]] = {  # family -> its strings, number of 
 
 
 def hidden_kinds() -> list[Kind]:
-    letters = list(string.ascii_letters + string.digits)
-    random.Random("letters").shuffle(letters)
+    letters = shuffled(random.Random("letters"), list(string.ascii_letters + string.digits))
     return [letters[OF_A_KIND * i : OF_A_KIND * (i + 1)] for i in range(KINDS)]
 
 
@@ -155,18 +155,18 @@ def part_of(text: str) -> int:
 
 def check_episodes(config: Config) -> None:
     """Raise `UsageError` for episodes that the suite does not have."""
-    if config.task_type != "classification":
-        raise UsageError(
-            f"dataset=marks has classes and no answers, and task_type={config.task_type}; use classification"
-        )
-    for setting, value, most in (
-        ("k_shot", config.most_shots, len(MARKS) * SUPPORT),
-        ("num_query", config.num_query, QUERY),
-    ):
-        if value > most:
-            raise UsageError(
-                f"{setting}={value} is above the {most} texts of a class of dataset=marks; lower it"
-            )
+    most, above = len(MARKS) * SUPPORT, "texts of a class of dataset=marks; lower it"
+    refuse_first(
+        [
+            (
+                config.task_type != "classification",
+                f"dataset=marks has classes and no answers, and task_type={config.task_type}; use"
+                " classification",
+            ),
+            (config.most_shots > most, f"k_shot={config.most_shots} is above the {most} {above}"),
+            (config.num_query > QUERY, f"num_query={config.num_query} is above the {QUERY} {above}"),
+        ]
+    )
 
 
 def marks() -> tuple[list[Row], dict[str, list[str]]]:
@@ -193,6 +193,5 @@ def texts(rng: random.Random, kind: list[str], mark: str, count: int) -> list[st
     found: dict[str, None] = {}
     while len(found) < count:
         signs = [rng.choice(kind) for _ in range(LETTERS)] + [mark] * LETTERS
-        rng.shuffle(signs)
-        found["".join(signs)] = None
+        found["".join(shuffled(rng, signs))] = None
     return list(found)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from fmmeta.tasks import loader
-from fmmeta.tasks.loader import PREFIX, EpisodeFolder, put, remove_stale, stale, take
+from fmmeta.tasks.loader import PREFIX, EpisodeFolder, Tasks, remove_stale, stale, take
+from fmmeta.tasks.schedule.meta_batches import Task
 
 ROUNDS, RANKS = 30, 4
 
@@ -90,20 +91,21 @@ def test_a_name_that_leads_elsewhere_is_left_alone(shm, tmp_path_factory):
 
 
 def test_an_episode_is_passed_on_whole_or_its_error_is(shm):
-    folder = EpisodeFolder()
+    folder, task = EpisodeFolder(), Task(0, "name", "stratum", 1, (1, 0, 2, 3))
     prepared = []
 
-    def make():
+    def load(_):
         prepared.extend(folder.prepared_by([os.getpid()]))
         return "episode"
 
-    found = put(folder.path, (1, 0, 2, 3), make)
+    tasks = Tasks(load, folder)
+    found = tasks[task]
     assert take(found) == "episode"
     assert prepared == [(1, 0, 2, 3)]
     assert folder.prepared_by([os.getpid()]) == []
     folder.close()
     with pytest.raises(FileNotFoundError):
         take(found)
-    assert put(folder.path, (1, 0, 2, 3), make) == ("", errno.ENOENT)
+    assert tasks[task] == ("", errno.ENOENT)
     with pytest.raises(FileNotFoundError, match="No such file or directory"):
         take(("", errno.ENOENT))

@@ -18,8 +18,7 @@ from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.evaluation import command
 from fmmeta.evaluation.command import episodes_of
-from fmmeta.evaluation.generation import LanguageMetrics, longest_common, rouge_l
-from fmmeta.evaluation.methods import knn, linear
+from fmmeta.evaluation.methods import LanguageMetrics, knn, linear, longest_common, rouge_l
 from fmmeta.evaluation.results import EvalCell, differences, read_cells, results_of, show, write_json
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.metrics.scores import EpisodeScore, calibration_error, episode_score, paired, prediction_stats
@@ -376,7 +375,7 @@ def test_greedy_answers_are_those_of_transformers(llama):
     from transformers import AutoModelForCausalLM
 
     from fmmeta.adaptation.predict import load_single_process
-    from fmmeta.evaluation.generation import generate
+    from fmmeta.evaluation.methods import generate
 
     single = load_single_process(
         Config(model_name_or_path=str(llama), task_type="causal_lm", algorithm="none"), Progress(False)
@@ -398,7 +397,7 @@ def test_answers_end_where_the_positions_do(tmp_path):
     from transformers import AutoModelForCausalLM
 
     from fmmeta.adaptation.predict import load_single_process
-    from fmmeta.evaluation.generation import generate
+    from fmmeta.evaluation.methods import generate
 
     folder = save_family(tmp_path / "gpt2", "gpt2")  # 128 learned positions
     single = load_single_process(

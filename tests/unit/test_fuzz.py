@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from fmmeta import checkpoint
 from fmmeta.adaptation.command import leave_out, read_task
-from fmmeta.adaptation.predict import open_lines, read_texts
+from fmmeta.adaptation.predict import texts_of
 from fmmeta.cli import COMMANDS, parse
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
@@ -192,9 +192,9 @@ def test_support_files(rows, raw, name, task_type, apart):
 def test_lines_to_predict(content, column, apart):
     file = apart / "lines"
     file.write_bytes(content)
-    with one_line_at_most(), open_lines(file) as source:
-        settings = PredictConfig(model_name_or_path="x", text_column=column)
-        assert all(isinstance(text, str) for text in read_texts(source, settings))
+    with one_line_at_most():
+        settings = PredictConfig(model_name_or_path="x", input=str(file), text_column=column)
+        assert all(isinstance(text, str) for text in texts_of(settings))
     assert files_in(apart) == {file}
 
 

@@ -124,8 +124,12 @@ def encode(tokenizer: Any, config: Config, inputs: Sequence[str], targets: Seque
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[list[int]]:
     """Tokens of each text, with the tokenizer's special tokens, at most `max_length`."""
-    texts = [text[: LONGEST_TOKEN * max_length] for text in texts]
-    return tokenizer(texts, truncation=True, max_length=max_length, verbose=False)["input_ids"]
+    return tokenizer(
+        [text[: LONGEST_TOKEN * max_length] for text in texts],
+        truncation=True,
+        max_length=max_length,
+        verbose=False,
+    )["input_ids"]
 
 
 def encode_pairs(

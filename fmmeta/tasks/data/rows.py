@@ -123,13 +123,12 @@ def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
 
 
 def parquet(path: Path, file: io.BufferedReader, most_gib: float) -> Iterator[Row | UsageError]:
-    import pyarrow
     import pyarrow.parquet
 
     try:
         packed = pyarrow.parquet.ParquetFile(io.BytesIO(file.read()))
-        about = packed.metadata
-        size = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
+        groups = range(packed.num_row_groups)
+        size = sum(packed.metadata.row_group(number).total_byte_size for number in groups)
         if size > most_gib * GIB:
             raise UsageError(
                 f"{path} unpacks to {size} bytes, more than max_file_gib={most_gib:g}; raise it if you trust"
@@ -227,8 +226,9 @@ def tabulate(
             bad(error)
             wrong += 1
         else:
-            key = (values.get("task"), values["input"], values["target"]) if unique else number
-            found.setdefault(key, values)
+            found.setdefault(
+                (values.get("task"), values["input"], values["target"]) if unique else number, values
+            )
     if duplicates := len(rows) - len(found) - wrong:
         notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
     return Table(
@@ -259,8 +259,7 @@ def pick(
 def cell(row: Row, column: str) -> str:
     """The text of a row in a column. Raises `UsageError`."""
     value = row.values.get(column)
-    empty = value is None or value == "" or (isinstance(value, float) and value != value)
-    if empty or isinstance(value, (dict, list)):
+    if value in (None, "") or value != value or isinstance(value, (dict, list)):  # NaN differs from itself
         raise UsageError(f"{row.origin} has {column}={value!r}, which is no text; fix the row")
     text = str(value)
     if wrong := broken_text(text):

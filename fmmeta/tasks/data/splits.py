@@ -177,11 +177,11 @@ def doubts(trained: Sequence[UsedSplits], config: Config, used: UsedSplits, spli
     given = settings[0] if settings else f"dataset={used.dataset}"
     setting, nouns = ("class_splits", "classes") if used.noun == "class" else ("task_splits", f"{used.noun}s")
     for before in trained:
-        same = used.content == before.content or used.dataset == before.dataset
-        if used.noun != before.noun or not same:
+        if used.noun != before.noun or (used.content != before.content and used.dataset != before.dataset):
             continue
-        file = f"its fmmeta.json as --{setting}" if before.splits else "the file that it was trained with"
-        advice = f"use the model's splits: leave {setting} and class_split out, or give {file}"
+        advice = f"use the model's splits: leave {setting} and class_split out, or give " + (
+            f"its fmmeta.json as --{setting}" if before.splits else "the file that it was trained with"
+        )
         if before.splits is None and used.digest != before.digest:
             yield (
                 f"{given}: the model was trained on {before.trained} {nouns} of dataset={before.dataset} by"

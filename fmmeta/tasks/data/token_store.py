@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import publish
@@ -43,8 +44,6 @@ class TokenStore:
     """
 
     def __init__(self, path: Path) -> None:
-        import pyarrow as pa
-
         self.path, self.bytes = path, path.stat().st_size
         self.table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
         facts = json.loads((self.table.schema.metadata or {})[b"fmmeta"])
@@ -96,8 +95,6 @@ def prepare(
     content: digest of the rows that `read` returns. Raises `UsageError` for unusable rows, as `--on_bad_task`
     says.
     """
-    import pyarrow as pa
-
     settings = {key: getattr(config, key) for key in KEYED}
     if config.prompt_template == "chat":
         settings["chat_template"] = tokenizer.get_chat_template()
@@ -135,8 +132,6 @@ def prepare(
 
 def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[str]) -> None:
     """Tokenise and write a store under a temporary name, then rename it."""
-    import pyarrow as pa
-
     causal, tokens = config.task_type == "causal_lm", pa.list_(pa.int32())
     batches, seen = [], hashlib.sha256(json.dumps([table.unit, table.stratum]).encode())
     for begin in range(0, len(table.input), CHUNK):
