@@ -169,8 +169,9 @@ def write_folder(
     )
     write_card(adapted, folder, settings, support)
     if adapted.predictions:
-        lines = "".join(f"{one.line()}\n" for one in adapted.predictions)
-        (folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
+        (folder / "predictions.jsonl").write_text(
+            "".join(f"{one.line()}\n" for one in adapted.predictions), encoding="utf-8"
+        )
     adapted.output_dir = str(folder)
 
 

@@ -259,8 +259,10 @@ def write_metadata(
     if rates is not None and rates.element is not None:
         stored["inner_rates"] = RATES_FILE
     elif rates is not None:  # by layer, the rate of each step
-        names = [name.removeprefix("hf.") for name in rates.layers.names]
-        stored["inner_rates"] = dict(zip(names, rates.table.T.tolist(), strict=True))
+        stored["inner_rates"] = {
+            name.removeprefix("hf."): column
+            for name, column in zip(rates.layers.names, rates.table.T.tolist(), strict=True)
+        }
     if description.labels:
         stored["labels"] = list(description.labels)
     if trained:

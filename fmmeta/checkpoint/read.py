@@ -194,9 +194,7 @@ def index(folder: Path) -> tuple[dict[str, list[Stored]], dict[str, list[int]]]:
     where: dict[str, list[Stored]] = defaultdict(list)
     shapes: dict[str, list[int]] = {}
     try:
-        for name in sorted(read_manifest(folder)):
-            if not name.startswith("shard-"):
-                continue
+        for name in sorted(name for name in read_manifest(folder) if name.startswith("shard-")):
             file = safe_open(folder / name, "pt")
             shapes |= json.loads((file.metadata() or {}).get("shapes", "{}"))
             for key in file.keys():  # noqa: SIM118  (a safetensors handle is no dict)

@@ -305,8 +305,15 @@ class Saver:
     ) -> None:
         """Write in the thread; an error is stored for the ranks that train."""
         try:
-            keep = self.config.save_total_limit
-            write(folder, pieces, param_shapes(self.params), state, tables, keep, comm)
+            write(
+                folder,
+                pieces,
+                param_shapes(self.params),
+                state,
+                tables,
+                self.config.save_total_limit,
+                comm,
+            )
         except UsageError as error:
             self.failure = str(error)
         except Exception as error:

@@ -276,8 +276,13 @@ class EvaluatedModel:
         """The scores of every method and k_shot. Collective: world."""
         parts, classifiers, cells = self.parts, CLASSIFIERS.keys() & self.settings.method, []
         if classifiers:
-            draws = [draw for episodes in self.episodes.values() for draw in episodes.draws()]
-            features = embed(parts.worker, draws, parts.batcher, self.ranks, self.progress)
+            features = embed(
+                parts.worker,
+                [draw for episodes in self.episodes.values() for draw in episodes.draws()],
+                parts.batcher,
+                self.ranks,
+                self.progress,
+            )
         share = slice(self.ranks.layout.group_index, None, self.ranks.layout.num_groups)
         for k, episodes in self.episodes.items():
             for method in self.settings.method:

@@ -84,8 +84,10 @@ def scores_by_step(inner: InnerLoop, worker: Worker, theta: Tensor, episode: Epi
     """
     passes = inner.scores_after_each_step(worker, theta, episode.support, episode.query)
     worker.write(theta)
-    losses = [one.loss if one.finite else math.inf for one in passes]
-    return torch.tensor([losses, [one.accuracy for one in passes]], dtype=torch.float64)
+    return torch.tensor(
+        [[one.loss if one.finite else math.inf for one in passes], [one.accuracy for one in passes]],
+        dtype=torch.float64,
+    )
 
 
 Features = dict[tuple[Path, int], Tensor]
@@ -256,13 +258,9 @@ def rouge_l(answer: str, truth: str) -> float:
     >>> rouge_l("police killed the gunman", "police kill the gunman")  # Lin 2004, section 3
     0.75
     """
-    given, reference = words(answer), words(truth)
+    given, reference = (re.findall(r"[^\W_]+", text.lower()) for text in (answer, truth))
     common = longest_common(given, reference)
     return 2 * common / (len(given) + len(reference)) if common else float(given == reference)
-
-
-def words(text: str) -> list[str]:
-    return re.findall(r"[^\W_]+", text.lower())
 
 
 def longest_common(a: Sequence[str], b: Sequence[str]) -> int:
@@ -357,29 +355,24 @@ def generate(
             f" model's {most} positions for an answer; lower --max_length"
         )
     answers = [""] * len(prompts)
-    for batch in batches_of_equal_room(room, batch_size):
-        rows = [torch.tensor(prompts[index], device=worker.device) for index in batch]
-        ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
-        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-        out = hf.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=room[batch[0]],
-            do_sample=False,
-            num_beams=1,
-            pad_token_id=pad,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-        texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
-        for index, text in zip(batch, texts, strict=True):
-            answers[index] = text.strip()
-    return answers
-
-
-def batches_of_equal_room(room: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Indices in batches of equal room, so that no answer is shortened by another one of its batch."""
-    batches = []
-    for tokens in dict.fromkeys(room):
+    for tokens in dict.fromkeys(room):  # in batches of equal room: no answer is shortened by another one
         indices = [index for index, one in enumerate(room) if one == tokens]
-        batches += [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
-    return batches
+        for begin in range(0, len(indices), batch_size):
+            batch = indices[begin : begin + batch_size]
+            rows = [torch.tensor(prompts[index], device=worker.device) for index in batch]
+            ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+            out = hf.generate(
+                input_ids=ids,
+                attention_mask=pad_sequence(
+                    [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
+                ),
+                max_new_tokens=tokens,
+                do_sample=False,
+                num_beams=1,
+                pad_token_id=pad,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+            texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+            for index, text in zip(batch, texts, strict=True):
+                answers[index] = text.strip()
+    return answers

@@ -27,9 +27,16 @@ from fmmeta.tasks.data.rows import ENDINGS, ending
 METHODS = ("finetune", "prototype", "linear", "knn", "in_context")
 METRICS = ("rouge_l", "options")
 EVAL_SPLITS = ("train", "valid", "test")
-# stored settings that are not used with another inner optimizer, or with other adapters
-OF_OPTIMIZER = {"inner_momentum", "inner_beta1", "inner_beta2", "inner_epsilon", "inner_weight_decay"}
-OF_ADAPTERS = {"lora_alpha", "lora_target_modules"}
+BELONG_TO = {  # stored settings that are not used with another inner optimizer, or with other adapters
+    "inner_optimizer": {
+        "inner_momentum",
+        "inner_beta1",
+        "inner_beta2",
+        "inner_epsilon",
+        "inner_weight_decay",
+    },
+    "lora_r": {"lora_alpha", "lora_target_modules"},
+}
 
 
 def settings_of_training(*names: str) -> Any:
@@ -58,11 +65,7 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
         """The `Config` of a run without training: `values`, then set flags, then what the model stores."""
         shared = vars(self).keys() & Config.__dataclass_fields__.keys()
         given = {name: getattr(self, name) for name in shared if getattr(self, name) not in (None, [])}
-        replaced = set(given)
-        if "inner_optimizer" in given:
-            replaced |= OF_OPTIMIZER
-        if "lora_r" in given:
-            replaced |= OF_ADAPTERS
+        replaced = set(given).union(*(names for owner, names in BELONG_TO.items() if owner in given))
         memory = remembered(self.model_name_or_path)
         stored = {name: memory[name] for name in REMEMBERED if name in memory and name not in replaced}
         config = Config(**{**stored, **given, "algorithm": "none", **values})

@@ -129,10 +129,14 @@ def letters() -> tuple[list[Row], dict[str, list[str]]]:
                 splits[split].append(task)
                 for c in range(CLASSES):
                     for _ in range(ROWS):
-                        text = "".join(make(rng, own, other, c, rng.randint(8, 12)))
                         rows.append(
                             Row(
-                                {"task": task, "stratum": family, "text": text, "label": f"{family} {c}"},
+                                {
+                                    "task": task,
+                                    "stratum": family,
+                                    "text": "".join(make(rng, own, other, c, rng.randint(8, 12))),
+                                    "label": f"{family} {c}",
+                                },
                                 f"letters/{task}",
                             )
                         )

@@ -556,7 +556,8 @@ class Bench:
         learner = load_learner(config, replace(description, classes=len(source.classes)))
         schedule = Schedule(source.items, config.meta_batch_size, config.seed, 0)
         steps = [
-            [source.episode(task) for task in schedule.meta_batch(step)] for step in range(config.outer_steps)
+            [source.draw(task).episode() for task in schedule.meta_batch(step)]
+            for step in range(config.outer_steps)
         ]
         began = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
         if not config.bf16:

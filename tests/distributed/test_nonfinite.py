@@ -183,7 +183,9 @@ def oracle(config, poison):
     steps = []
     for step in range(config.outer_steps):
         tasks = schedule.meta_batch(step)
-        steps.append([source.episode(task) for slot, task in enumerate(tasks) if (step, slot) not in dropped])
+        steps.append(
+            [source.draw(task).episode() for slot, task in enumerate(tasks) if (step, slot) not in dropped]
+        )
     began = {name: p.detach().clone() for name, p in learner.named_parameters()}
     return reference_run(learner, steps, config).thetas[-1], began
 

@@ -102,7 +102,7 @@ def test_the_first_order_gradient_does_not_know_the_marks():
             load_learner(config, describe(config)),
         )
         source = load_sources(config, tokenizer, print).train
-        episode = source.episode(Schedule(source.items, 1, 0).meta_batch(0)[0])
+        episode = source.draw(Schedule(source.items, 1, 0).meta_batch(0)[0]).episode()
         worker = worker_of(learner, config)
         rule = find(algorithm).rule(setup(config, worker, learner.head_names, 3, False), 0)
         told = by_name(worker, task_gradient(rule, worker, batches_of(episode, 32)).gradient)

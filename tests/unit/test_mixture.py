@@ -52,11 +52,11 @@ def test_data_sets_of_a_mixture_are_strata_and_keep_to_themselves(tmp_path):
     assert len(sources.train.items) == sum(len(part.train.items) for part in parts.values())
     for task in tasks_of(config, sources, 30):
         own, name = task.name.split("/")
-        episode = sources.train.episode(task)
+        episode = sources.train.draw(task).episode()
         alone = parts[own].train
         (number,) = [i for i, item in enumerate(alone.items) if item.name == name]
         assert episode.task == task
-        assert episode.support == alone.episode(type(task)(number, name, "", 0, task.seed)).support
+        assert episode.support == alone.draw(type(task)(number, name, "", 0, task.seed)).episode().support
     assert sources.fingerprint not in {part.fingerprint for part in parts.values()}
 
 
@@ -117,7 +117,7 @@ def test_files_of_a_folder_of_folders_are_tasks(tmp_path):
     assert isinstance(sources.train, FolderSource)
     assert sources.summary == f"{root}: 12 task files, 2 strata; tasks: 8 train, 2 valid, 2 test"
     for task in tasks_of(config, sources, 16):
-        episode = sources.train.episode(task)
+        episode = sources.train.draw(task).episode()
         stratum, file = task.name.split("/")
         assert task.stratum == stratum
         assert sorted(episode.classes) == ["a", "b"]
@@ -137,7 +137,7 @@ def test_pairs_in_files_need_no_task_column(tmp_path):
         )
     config, sources = load(tmp_path / "tasks", task_type="causal_lm")
     for task in tasks_of(config, sources, 3):
-        row = sources.train.episode(task).query[0]
+        row = sources.train.draw(task).episode().query[0]
         assert TOKENIZER.decode(row.input_ids, skip_special_tokens=True).endswith(f"Output: {task.name[-1]}")
 
 

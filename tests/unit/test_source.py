@@ -31,7 +31,7 @@ def load(path: Path | str, notices: list[str] | None = None, **settings) -> Sour
 
 def episodes(sources: Sources, steps: int = 5, seed: int = 3) -> list[EpisodeRows]:
     schedule = Schedule(sources.train.items, 4, seed)
-    return [sources.train.episode(task) for step in range(steps) for task in schedule.meta_batch(step)]
+    return [sources.train.draw(task).episode() for step in range(steps) for task in schedule.meta_batch(step)]
 
 
 def text_of(row) -> str:

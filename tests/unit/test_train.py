@@ -64,7 +64,7 @@ def test_episodes_of_changing_size_follow_the_oracle(tmp_path):
     description = describe(config)
     source = load_sources(config, load_tokenizer(config, description, print), print).train
     schedule = Schedule(source.items, 3, config.seed, sizes=source.size)
-    steps = [[source.episode(task) for task in schedule.meta_batch(step)] for step in range(2)]
+    steps = [[source.draw(task).episode() for task in schedule.meta_batch(step)] for step in range(2)]
     assert {2, 3} <= {len(episode.classes) for episodes in steps for episode in episodes}
     learner = load_learner(config, description).double()
     began = {name: param.detach().clone() for name, param in learner.named_parameters()}

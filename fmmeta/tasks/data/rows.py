@@ -95,11 +95,11 @@ def jsonl(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
             values = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8
             yield UsageError(f"{path}:{number} is not a line of JSON ({error}); fix the line")
-            continue
-        if isinstance(values, dict):
-            yield Row(values, f"{path}:{number}")
         else:
-            yield UsageError(f'{path}:{number} is no JSON object; write {{"text": ..., "label": ...}}')
+            if isinstance(values, dict):
+                yield Row(values, f"{path}:{number}")
+            else:
+                yield UsageError(f'{path}:{number} is no JSON object; write {{"text": ..., "label": ...}}')
 
 
 def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:

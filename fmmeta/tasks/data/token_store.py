@@ -100,12 +100,9 @@ def prepare(
         settings["chat_template"] = tokenizer.get_chat_template()
     key = digest([FORMAT, content, tokenizer_print(tokenizer), settings, one_task])
     path = cache_folder() / f"{key}.arrow"
-    store = None
-    with contextlib.suppress(
-        pa.ArrowException, OSError, ValueError, KeyError
-    ):  # no such file, or a broken one
+    try:
         store = TokenStore(path)
-    if store is None:
+    except (pa.ArrowException, OSError, ValueError, KeyError):  # no such file, or a broken one
         errors, notes = list[UsageError](), list[str]()
         bad = refuse if config.on_bad_task == "raise" else errors.append
         rows = read(bad)
@@ -121,7 +118,7 @@ def prepare(
                 f" {errors[0]}"
             )
             if not good or len(errors) > config.max_bad_fraction * (len(errors) + good):
-                raise UsageError(f"{found} (max_bad_fraction={config.max_bad_fraction})")
+                raise UsageError(f"{found} (max_bad_fraction={config.max_bad_fraction})") from None
             notes.append(f"{found}; left out")
         write(path, table, config, tokenizer, notes)
         store = TokenStore(path)

@@ -140,9 +140,6 @@ class TaskSource(ABC):
         """Expected tokens of the episode of (item, seed)."""
         return int(self.items.tokens[item])
 
-    def episode(self, task: Task) -> EpisodeRows:
-        return self.draw(task).episode()
-
 
 class ClassSource(TaskSource):
     """N-way episodes over labelled rows, from named tasks or from one set of classes, which has the name "".

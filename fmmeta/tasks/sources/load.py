@@ -156,11 +156,10 @@ def task_files(dataset: str, max_length: int) -> list[TaskFile] | None:
     files = [inside(folder, path) for folder in folders for path in sorted(folder.iterdir()) if ending(path)]
     named: dict[str, TaskFile] = {}
     for path in files:
-        stratum = path.parent.name
-        name = f"{stratum}/{path.name.split('.')[0]}"
+        name = f"{path.parent.name}/{path.name.split('.')[0]}"
         if name in named:
             raise UsageError(f"dataset={dataset} has two files for the task {name}; rename one")
-        named[name] = TaskFile(name, stratum, path, *glance(path, max_length))
+        named[name] = TaskFile(name, path.parent.name, path, *glance(path, max_length))
     return list(named.values()) or None
 
 
