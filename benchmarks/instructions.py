@@ -97,7 +97,7 @@ def cell(row: str, rate: float, asked: argparse.Namespace) -> dict[str, Any]:
             **INNER,
             **shared,
         ),
-        Progress(enabled=False),
+        progress=Progress(enabled=False),
     )[0]
     found = evaluate(
         model,

@@ -41,12 +41,12 @@ COMMANDS = {
     "evaluate": Command(
         "few-shot scores of a model on held-out tasks, with intervals and paired comparison",
         "fmmeta.evaluation.settings:EvaluateConfig",
-        "fmmeta.evaluation.command:run",
+        "fmmeta.evaluation.command:evaluate",
     ),
     "tune": Command(
         "choose a model's inner loop on validation tasks and store it with the model",
         "fmmeta.evaluation.settings:TuneConfig",
-        "fmmeta.evaluation.tune:run",
+        "fmmeta.evaluation.tune:tune",
     ),
     "adapt": Command(
         "adapt a model to a file of a few examples and write an HF folder",

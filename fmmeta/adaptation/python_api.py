@@ -49,7 +49,7 @@ def evaluate(
         settings_of(
             EvaluateConfig, {"model_name_or_path": model_name_or_path, "dataset": dataset, **settings}
         ),
-        Progress(enabled=not quiet),
+        progress=Progress(enabled=not quiet),
     )
 
 

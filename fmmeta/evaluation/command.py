@@ -56,20 +56,17 @@ from fmmeta.training import build
 from fmmeta.training.episodes import LEAST_SEEN, EpisodeReader
 
 
-def run(settings: EvaluateConfig, signals: Signals | None = None) -> None:
-    """`fmmeta evaluate`. Collective: world."""
-    evaluate(settings, Progress(enabled=Launch.from_env(os.environ).global_rank == 0), signals)
-
-
 def evaluate(
-    settings: EvaluateConfig, progress: Progress, signals: Signals | None = None
+    settings: EvaluateConfig, signals: Signals | None = None, progress: Progress | None = None
 ) -> EvaluationResults:
-    """Evaluate, show the results, and write them to `settings.output`. Raises `UsageError`.
+    """`fmmeta evaluate`: show the results, and write them to `settings.output`. Raises `UsageError`.
 
-    signals: from the moment at which the results are complete, a signal no longer ends the process.
+    signals: from the moment at which the results are complete, a signal no longer ends the process. progress:
+    default prints on rank 0.
     Collective: world.
     """
     launch = Launch.from_env(os.environ)
+    progress = progress or Progress(enabled=launch.global_rank == 0)
     with closing(World(launch, pick_device(launch))) as world:
         others = None
         with world.comm.raise_on_all("reading settings"):

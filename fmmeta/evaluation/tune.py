@@ -25,7 +25,6 @@ from fmmeta.evaluation.command import plan_evaluation
 from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
 from fmmeta.evaluation.results import check_output, write_json
 from fmmeta.evaluation.settings import TuneConfig
-from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.models.files import remembered
 from fmmeta.models.load import Description, empty_learner
 from fmmeta.parallel.layout import Launch
@@ -52,19 +51,18 @@ class Choice:
     accuracy: float
 
 
-def run(settings: TuneConfig, signals: Signals | None = None) -> None:
-    """`fmmeta tune`. Raises `Stopped` after a signal. Collective: world."""
-    tune(settings, Progress(enabled=Launch.from_env(os.environ).global_rank == 0), signals)
+def tune(
+    settings: TuneConfig, signals: Signals | None = None, progress: Progress | None = None
+) -> list[Choice]:
+    """`fmmeta tune`: score all choices, store the best in the model's fmmeta.json or in `output`.
 
-
-def tune(settings: TuneConfig, progress: Progress, signals: Signals | None = None) -> list[Choice]:
-    """Score all choices, store the best in the model's fmmeta.json or in `output`; return all, best first.
-
-    After a signal or a failure, the best choice so far is shown and stored. Raises `UsageError`, and
-    `Stopped` on all ranks after a signal. Collective: world.
+    Returns all choices, best first. progress: default prints on rank 0. After a signal or a failure, the best
+    choice so far is shown and stored. Raises `UsageError`, and `Stopped` on all ranks after a signal.
+    Collective: world.
     """
     target = output_file(settings)
     launch = Launch.from_env(os.environ)
+    progress = progress or Progress(enabled=launch.global_rank == 0)
     with closing(World(launch, pick_device(launch))) as world:
         with world.comm.raise_on_all("reading settings"):
             if launch.global_rank == 0 and settings.output:
@@ -230,11 +228,17 @@ class TuneRun:
             yield choice
 
     def score(self, head: str, rate: float) -> Choice:
-        """Mean loss over the episodes after each number of steps, and the best number.
+        """Mean loss over the episodes after each number of steps with this head, and the best number.
 
+        The model's rates are scaled so that `inner_lr` becomes `rate`.
         Raises `Stopped` on all ranks if one received a signal. Collective: world.
         """
-        inner, count, tried = self.inner_loop(head, rate), len(self.episodes), self.tried
+        rates, count, tried = self.inner.rates, len(self.episodes), self.tried
+        inner = replace(
+            self.inner,
+            rates=replace(rates, table=rates.table * (rate / self.config.inner_lr)),
+            head=replace(self.inner.head, kind=head, reset_to_zero=head == "zero"),
+        )
         best = f"lowest loss so far {min(one.loss for one in tried):.{DECIMALS}f}" if tried else ""
         # by number of steps: loss, accuracy, episodes, groups that stopped
         sums = torch.zeros(4, self.settings.max_steps + 1, dtype=torch.float64)
@@ -255,15 +259,6 @@ class TuneRun:
         loss = torch.where(loss / scored <= DIVERGED, loss / scored, float("inf"))  # NaN too
         steps = 1 + int(loss[1:].round(decimals=DECIMALS).argmin())  # the fewest of those that tie
         return Choice(head, rate, steps, float(loss[steps]), float(accuracy[steps] / scored[steps]))
-
-    def inner_loop(self, head: str, rate: float) -> InnerLoop:
-        """The model's inner loop with another head, its rates scaled so that `inner_lr` becomes `rate`."""
-        rates = self.inner.rates
-        return replace(
-            self.inner,
-            rates=replace(rates, table=rates.table * (rate / self.config.inner_lr)),
-            head=replace(self.inner.head, kind=head, reset_to_zero=head == "zero"),
-        )
 
 
 def heads_of(settings: TuneConfig, config: Config, description: Description) -> list[str]:

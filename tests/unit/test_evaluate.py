@@ -580,7 +580,7 @@ def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even
 
     with monkeypatch.context() as full:
         full.setattr(command, "write_json", break_disk)
-        assert refusal(command.run, settings).startswith("output=there.json cannot be written")
+        assert refusal(command.evaluate, settings).startswith("output=there.json cannot be written")
     assert "prototype" in capsys.readouterr().out.split("accuracy %")[1]
     monkeypatch.setattr(command, "EvaluatedModel", lambda *_: pytest.fail("computed before the check"))
     for output, told in (
@@ -647,7 +647,7 @@ def test_one_episode_has_no_interval_and_results_are_json(bert, classes, tmp_pat
     assert told["ci95"] is None
     assert told["accuracy"] == results["accuracy"]
     flags |= {"k_shot": [1], "method": ["knn"]}
-    command.run(
+    command.evaluate(
         EvaluateConfig(
             model_name_or_path=str(bert), dataset=[str(classes)], **flags, compare=str(tmp_path / "one.json")
         )
@@ -704,7 +704,7 @@ def test_shots_and_ways_that_vary_are_shown_so(bert, classes, capsys):
         "num_query": 2,
         "episodes": 4,
     }
-    command.run(
+    command.evaluate(
         EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, method=["prototype"])
     )
     out = capsys.readouterr().out
@@ -720,7 +720,7 @@ def test_a_remembered_language_model_has_no_ways(llama, pairs, tmp_path, capsys)
     settings = EvaluateConfig(
         model_name_or_path=str(folder), dataset=[str(pairs)], **flags, output=str(tmp_path / "told.json")
     )
-    command.run(settings)
+    command.evaluate(settings)
     assert json.loads((tmp_path / "told.json").read_text())["n_way"] is None
     assert "2 episodes of the test split" in capsys.readouterr().out
 

@@ -167,7 +167,7 @@ def test_a_model_of_0_1_0_is_evaluated_tuned_and_adapted(folder):
     tuning = TuneConfig(
         model_name_or_path=str(model), dataset=["rows.jsonl"], k_shot=[1], inner_lrs=[0.05, 0.1], **shots
     )
-    best = tune(tuning, Progress(False))[0]
+    best = tune(tuning, progress=Progress(False))[0]
     stored = json.loads((model / "fmmeta.json").read_text())
     assert (stored["inner_lr"], stored["inner_steps"]) == (best.inner_lr, best.inner_steps)
     assert (stored["tuned"]["eval_split"], stored["classes"]) == ("valid", memory["classes"])

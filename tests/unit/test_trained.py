@@ -115,7 +115,7 @@ def test_more_classes_than_were_held_out_are_refused_and_not_taken_from_the_trai
         max_steps=1,
         **ASKED,
     )
-    assert "above the 3 classes of the valid split" in refusal(tune, settings, Progress(False))
+    assert "above the 3 classes of the valid split" in refusal(tune, settings, progress=Progress(False))
 
 
 def test_tune_chooses_on_the_models_own_validation_classes(model, classes, tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_tune_chooses_on_the_models_own_validation_classes(model, classes, tmp_p
         max_steps=1,
         **ASKED,
     )
-    tune(settings, Progress(False))
+    tune(settings, progress=Progress(False))
     used = {name for draw in seen[0].draws() for name in draw.classes}
     assert used == set(splits_at(classes, 3)["valid"])
     assert memory(folder)["datasets"] == memory(model)["datasets"]

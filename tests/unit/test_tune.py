@@ -30,7 +30,7 @@ def test_the_choice_is_the_best_of_all_evaluations(bert, classes, tmp_path):
     settings = TuneConfig(
         model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=[0.05, 0.5], pooling="mean", **FLAGS
     )
-    tried = tune(settings, Progress(False))
+    tried = tune(settings, progress=Progress(False))
     same: dict[str, Any] = {
         "eval_split": "valid",
         "pooling": "mean",
@@ -81,7 +81,7 @@ def test_rates_of_a_model_keep_their_proportions(bert, classes, tmp_path):
         head_inits=["zero"],
         **FLAGS,
     )
-    tried = tune(settings, Progress(False))
+    tried = tune(settings, progress=Progress(False))
     memory = json.loads((model / "fmmeta.json").read_text())
     assert memory["inner_rates"] == {
         "head": [pytest.approx(tried[0].inner_lr)],
@@ -122,7 +122,7 @@ def test_a_learned_head_is_tried_beside_zeros(tmp_path):
         output=str(tmp_path / "tuned"),
         **FLAGS,
     )
-    tried = {one.head_init: one for one in tune(settings, Progress(False))}
+    tried = {one.head_init: one for one in tune(settings, progress=Progress(False))}
     assert sorted(tried) == ["learned", "prototype", "zero"]
     for head, one in tried.items():
         found = fmmeta.evaluate(
@@ -146,7 +146,7 @@ def test_what_was_scored_is_what_the_model_then_does(run, flags, tmp_path):
         settings = TuneConfig(
             model_name_or_path=model, dataset=["letters"], head_inits=["zero"], **flags, **FLAGS
         )
-        best = tune(settings, Progress(False))[0]
+        best = tune(settings, progress=Progress(False))[0]
         found = fmmeta.evaluate(model, "letters", **SAME)
         assert found["loss"] == pytest.approx(best.loss, rel=1e-5)
     memory = json.loads((Path(model) / "fmmeta.json").read_text())
@@ -220,7 +220,7 @@ def test_language_models_have_rates_and_steps_only(tmp_path):
         inner_lrs=[0.1],
         output=str(tmp_path / "deep" / "choice.json"),
     )
-    tried = tune(settings, Progress(False))
+    tried = tune(settings, progress=Progress(False))
     assert [(one.head_init, one.inner_lr) for one in tried] == [("zero", 0.1)]
     assert json.loads((tmp_path / "deep" / "choice.json").read_text())["inner_steps"] == tried[0].inner_steps
 
@@ -236,13 +236,15 @@ def test_optuna_finds_a_rate(bert, classes, tmp_path):
         output=str(tmp_path / "choice.json"),
         **FLAGS,
     )
-    tried = tune(settings, Progress(False))
+    tried = tune(settings, progress=Progress(False))
     assert len(tried) == 5
     assert all(0.01 <= one.inner_lr <= 1.0 for one in tried)
     losses = [round(one.loss, 4) for one in tried]
     assert losses == sorted(losses)
     assert len({one.inner_lr for one in tried}) == 5
-    assert tune(settings, Progress(False)) == tried  # the same trials every time, as every rank needs them
+    assert (
+        tune(settings, progress=Progress(False)) == tried
+    )  # the same trials every time, as every rank needs them
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,7 @@ def test_optuna_finds_a_rate(bert, classes, tmp_path):
     ],
 )
 def test_what_cannot_be_tuned_is_said(flags, text):
-    assert refusal(lambda: tune(TuneConfig(**flags), Progress(False))) == text
+    assert refusal(lambda: tune(TuneConfig(**flags), progress=Progress(False))) == text
 
 
 def test_a_missing_optuna_is_said(tmp_path, monkeypatch):
@@ -271,7 +273,7 @@ def test_a_missing_optuna_is_said(tmp_path, monkeypatch):
     message = refusal(
         lambda: tune(
             TuneConfig(tuner="optuna", output=str(tmp_path / "x.json"), episodes=1, max_steps=1),
-            Progress(False),
+            progress=Progress(False),
         )
     )
     assert message.startswith("tuner=optuna needs optuna (")
@@ -288,17 +290,17 @@ def test_heads_that_the_model_cannot_use_are_left_out_or_refused(llama, classes,
         "max_steps": 1,
         "output": str(tmp_path / "choice.json"),
     }
-    assert [one.head_init for one in tune(TuneConfig(**flags), Progress(False))] == ["zero"]
+    assert [one.head_init for one in tune(TuneConfig(**flags), progress=Progress(False))] == ["zero"]
     told = (
         "head_init=prototype needs a head with a bias, and that of LlamaForSequenceClassification has none;"
         " use --pooling "
     )
     for call in (
-        lambda: tune(TuneConfig(**flags, head_inits=["zero", "prototype"]), Progress(False)),
+        lambda: tune(TuneConfig(**flags, head_inits=["zero", "prototype"]), progress=Progress(False)),
         lambda: fmmeta.evaluate(str(llama), str(classes), n_way="3", k_shot=2, head_init="prototype"),
     ):
         assert refusal(call) == f"{told}mean or another --head_init"
-    assert refusal(lambda: tune(TuneConfig(**flags, feature_norm=2.0), Progress(False))).startswith(
+    assert refusal(lambda: tune(TuneConfig(**flags, feature_norm=2.0), progress=Progress(False))).startswith(
         "feature_norm=2 scales "
     )
 
@@ -312,14 +314,16 @@ def test_rates_that_diverge_are_never_the_best(bert, classes, tmp_path, capsys):
         "output": str(choice),
         "head_inits": ["zero"],
     }
-    message = refusal(lambda: tune(TuneConfig(**flags, inner_lrs=[1e30, 1e35]), Progress(True)))
+    message = refusal(lambda: tune(TuneConfig(**flags, inner_lrs=[1e30, 1e35]), progress=Progress(True)))
     assert (
         message
         == "inner_lrs=1e+30 1e+35: the loss diverges with every one of them, and nothing is stored; try lower"
         " ones"
     )
     assert not choice.exists()
-    assert [one.inner_lr for one in tune(TuneConfig(**flags, inner_lrs=[1e30, 0.1]), Progress(True))] == [
+    assert [
+        one.inner_lr for one in tune(TuneConfig(**flags, inner_lrs=[1e30, 0.1]), progress=Progress(True))
+    ] == [
         0.1,
         1e30,
     ]
@@ -331,7 +335,7 @@ def test_rates_that_diverge_are_never_the_best(bert, classes, tmp_path, capsys):
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_tried(tmp_path, monkeypatch):
     monkeypatch.setattr("fmmeta.evaluation.tune.TuneRun", lambda *_: pytest.fail("computed before the check"))
     assert (
-        refusal(lambda: tune(TuneConfig(output=str(tmp_path)), Progress(False)))
+        refusal(lambda: tune(TuneConfig(output=str(tmp_path)), progress=Progress(False)))
         == f"output={tmp_path} is a folder; give a file in it, such as {tmp_path / 'results.json'}"
     )
 
@@ -348,7 +352,7 @@ def test_of_rates_that_tie_the_models_own_or_the_smallest_is_stored(
     settings = TuneConfig(
         model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=rates, head_inits=["zero"], **FLAGS
     )
-    tried = tune(settings, Progress(False))
+    tried = tune(settings, progress=Progress(False))
     assert len({f"{one.loss:.4f}" for one in tried}) == 1
     memory = json.loads((model / "fmmeta.json").read_text())
     assert (memory["inner_lr"], memory["inner_steps"]) == (chosen, 1)
@@ -373,7 +377,7 @@ def test_a_failure_leaves_the_best_so_far(error, bert, classes, tmp_path, monkey
         **FLAGS,
     )
     with pytest.raises(type(error)):
-        tune(settings, Progress(True))
+        tune(settings, progress=Progress(True))
     best = min(scored, key=lambda one: one.loss)
     memory = json.loads((model / "fmmeta.json").read_text())
     assert (memory["inner_lr"], memory["inner_steps"]) == (best.inner_lr, best.inner_steps)
@@ -401,5 +405,5 @@ def test_a_failure_at_once_stores_nothing(bert, classes, tmp_path, monkeypatch):
     choice = tmp_path / "choice.json"
     settings = TuneConfig(model_name_or_path=str(bert), dataset=[str(classes)], output=str(choice), **FLAGS)
     with pytest.raises(RuntimeError, match="at once"):
-        tune(settings, Progress(False))
+        tune(settings, progress=Progress(False))
     assert not choice.exists()
