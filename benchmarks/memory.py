@@ -237,8 +237,7 @@ def staged(folder: str) -> None:
     ranks = world.split(plan.group_size, plan.engine == "deepspeed")
     import_deepspeed()
     before = resident("VmRSS")
-    started = create_worker(config, inputs.description, plan, ranks)
-    worker: Any = started.worker
+    worker: Any = create_worker(config, inputs.description, plan, ranks)[0]
     Path("/proc/self/clear_refs").write_text("5")
     task = build.training_schedule(config, inputs, ranks.layout).meta_batch(0)[0]
     coordinates = plan.coordinates(ranks.layout.group_rank)

@@ -157,7 +157,7 @@ def build_param_map(
     names: ParamNames,
     replicated: bool,
     not_owned: Collection[str] = (),
-    cuts: Mapping[str, TensorSlice] | None = None,
+    cuts: Mapping[str, TensorSlice | None] | None = None,
 ) -> ParamMap:
     """The map of a vector made of `tensors` (shards), each with its pieces and its parameter group.
 

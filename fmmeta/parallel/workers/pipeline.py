@@ -64,20 +64,16 @@ class PipelineWorker(EngineWorker):
         ends = [rank for rank in range(coordinates.group_size) if rank // data in (0, last)]
         self.ends = subgroup(group, ends) if tied else None
         self.shard_optimizer = ShardOptimizer(groups)
-        tied_param = next((p for p in stage.body.parameters() if tied and names[id(p)][0] == tied), None)
-        self.tied_shape = () if tied_param is None else tuple(tied_param.shape)
-        module = self._module(deepspeed, tied_param)
+        self.tied = next((p for p in stage.body.parameters() if tied and names[id(p)][0] == tied), None)
         engine, *_ = deepspeed.initialize(
-            model=module, optimizer=self.shard_optimizer, config=config, dist_init_required=False
+            model=self._module(deepspeed, self.tied),
+            optimizer=self.shard_optimizer,
+            config=config,
+            dist_init_required=False,
         )
         if data == 1 and engine.optimizer is self.shard_optimizer:
             engine.pipeline_enable_backward_allreduce = False  # over one rank it would copy all gradients
-        held = {name for name, _ in names.values()}
-        replicated = config["zero_optimization"]["stage"] == 0 and not config["bf16"]["enabled"]
-        not_owned = {tied} & held if coordinates.stage > 0 else set()
-        if replicated and coordinates.data_rank > 0:
-            not_owned = held
-        self.attach(engine, coordinates.data_rank, names, [n for n in not_owned if n], replicated=False)
+        self.attach(engine, names, [tied] if tied and coordinates.stage > 0 else [])
 
     def _module(self, deepspeed: Any, tied: nn.Parameter | None) -> Any:
         """A PipelineModule whose layers are complete stages.
@@ -116,8 +112,8 @@ class PipelineWorker(EngineWorker):
         round the two differently.
         """
         tied = self.partition.tied
-        if self.ends is not None and tied is not None:
-            value = self.params.assemble(vector, tied, self.tied_shape, self.ends.sum_)
+        if self.ends is not None and self.tied is not None and tied is not None:
+            value = self.params.assemble(vector, tied, self.tied.shape, self.ends.sum_)
             self.params.put(vector, tied, value)
         super().write(vector)
 
