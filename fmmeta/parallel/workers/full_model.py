@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fmmeta.models.learner import objective, per_row
 from fmmeta.models.lora import TaskAxis
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.param_map import build_param_map, whole_parameters
+from fmmeta.parallel.param_map import build_param_map
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Update, VjpInput, Worker
 from fmmeta.tasks.batching import MicroBatch, Sets, merge_task_batches
 
@@ -167,7 +167,9 @@ class PlainWorker(FullModelWorker):
         self.local_shards = [(self.theta, slice(0, self.theta.numel()))]
         names = {id(param): (name, tuple(param.shape)) for name, param in model.named_parameters()}
         group_names = [group["name"] for group in groups for _ in group["params"]]
-        self.params = build_param_map(params, whole_parameters(params), group_names, names, replicated=True)
+        self.params = build_param_map(
+            params, [[(p, 0, 0, p.numel())] for p in params], group_names, names, replicated=True
+        )
         if bf16:  # before the move to the device: frozen weights need no fp32 copy there
             for param in model.parameters():  # but not buffers: rotary tables would lose too much precision
                 param.data = param.data.to(torch.bfloat16)

@@ -55,11 +55,9 @@ class PipelineWorker(EngineWorker):
         self.group, self.device, self.coordinates = group, group.device, coordinates
         self.partition, self.stage, self.width = partition, stage, width
         self.counts_rows = stage.last
-        self.scale = 1.0  # undoes DeepSpeed's means over micro-batches and data ranks: we sum
         self.stats = torch.zeros(4, dtype=torch.float64, device=self.device)
-        self.collected: list[Tensor] = []  # features of the micro-batches of a pass
+        self.collected: list[Tensor] = []  # features of the micro-batches of a pass so far
         self.cotangent: CotangentFn = lambda number, features: features  # of the current vjp
-        self.num_seen = 0  # micro-batches of it so far
         data, last, tied = coordinates.data, coordinates.stages - 1, partition.tied
         ends = [rank for rank in range(coordinates.group_size) if rank // data in (0, last)]
         self.ends = subgroup(group, ends) if tied else None
@@ -163,8 +161,12 @@ class PipelineWorker(EngineWorker):
         return PassStats(self.group.sum_(self.stats))
 
     def _evaluate(self, batches: Sequence[MicroBatch], want: str = "logits") -> None:
-        inputs = self._begin(batches, want)
-        self.engine.eval_batch(inputs, reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
+        self.engine.eval_batch(
+            self._begin(batches, want),
+            reduce_output=None,
+            bcast_loss=False,
+            num_micro_batches=len(batches),
+        )
 
     def _begin(self, batches: Sequence[MicroBatch], want: str) -> Iterator[StageInputs]:
         """Start a pass in which the last stage returns `want` (see Learner).
@@ -173,10 +175,11 @@ class PipelineWorker(EngineWorker):
         """
         count = len(batches) * self.coordinates.data
         self.engine.set_train_batch_size(count)
-        self.scale, self.stage.want = float(count), want
+        self.scale = float(count)  # undoes DeepSpeed's means over micro-batches and data ranks: we sum
+        self.stage.want = want
         self.engine.total_loss = None  # eval_batch adds to that of the last train_batch
         self.stats = torch.zeros_like(self.stats)
-        self.collected, self.num_seen = [], 0
+        self.collected = []
         self.stage.input_names = tuple(batches[0].inputs)
         # the loss function is fixed, so everything that an objective needs is sent with the labels
         return (
@@ -191,8 +194,9 @@ class PipelineWorker(EngineWorker):
             return outputs.new_zeros(())
         if self.stage.want == "both":
             features, logits = outputs
-            loss = vjp_loss(features, logits, self.cotangent(self.num_seen, features.detach().float()))
-            self.num_seen += 1
+            seen = features.detach().float()
+            loss = vjp_loss(features, logits, self.cotangent(len(self.collected), seen))
+            self.collected.append(seen)
             self.stats[0] += loss.detach()
             return nan_gradient_if_nonfinite(loss) * self.scale
         labels, weights, classes, *tensors = loaded

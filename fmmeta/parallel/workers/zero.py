@@ -30,7 +30,6 @@ from fmmeta.parallel.param_map import (
     TensorSlice,
     build_param_map,
     complement,
-    whole_parameters,
 )
 from fmmeta.parallel.workers.base import Update, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
@@ -87,7 +86,8 @@ def _zero_0(wrapper: Any, rank: int) -> Shards:
             torch._foreach_copy_([param.data for param in bf16], [shard.data for shard in shards])
 
     tensors = [shard.data.view(-1) for shard in shards]
-    return Shards(tensors, whole_parameters(bf16 or shards), names, refresh, True, "optimizer")
+    pieces = [[(param, 0, 0, param.numel())] for param in bf16 or shards]
+    return Shards(tensors, pieces, names, refresh, True, "optimizer")
 
 
 def _zero_1_2(partitions: str, groups: str, wrapper: Any, rank: int) -> Shards:
