@@ -212,7 +212,7 @@ def staged(folder: str) -> None:
             super().__init__(groups, lr=1e-4, fused=True)
 
     class Trainer(pipeline.PipelineWorker):
-        def attach(self, engine: Any, *of: Any, **more: Any) -> None:
+        def start_engine(self, engine: Any, *of: Any, **more: Any) -> None:
             self.engine = engine
 
     pipeline.ShardTap, pipeline.PipelineWorker = Fused, Trainer  # type: ignore[assignment,misc]

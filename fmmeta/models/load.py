@@ -278,9 +278,8 @@ def initialize_head(learner: Learner, config: Config) -> None:
             param = learner.get_parameter(name)  # without storage in a LazyModel
             swap_tensors(param, nn.Parameter(torch.zeros(param.shape), param.requires_grad))
         return
-    stored = None
-    if isinstance(learner, PooledClassifier):
-        stored = read_stored(config.model_name_or_path, HEAD_FILE, load_file)
+    pooled = isinstance(learner, PooledClassifier)
+    stored = read_stored(config.model_name_or_path, HEAD_FILE, load_file) if pooled else None
     if stored is None:
         return
     for name in learner.head_names:

@@ -237,9 +237,7 @@ PAUSE_S = 0.02
 PROOF = 64  # hex digits of an HMAC (`proof`)
 
 
-def agree_on_generation(
-    store: StoreProtocol, rank: int, size: int, timeout_s: float, number: str | None = None
-) -> str:
+def agree_on_generation(store: StoreProtocol, rank: int, size: int, timeout_s: float) -> str:
     """Return a name that is new and the same on all ranks.
 
     torchrun's agent keeps its store over `--max-restarts` when the rendezvous is static (torch's comment says
@@ -254,7 +252,7 @@ def agree_on_generation(
     An old value is never mistaken for a new one, since no number comes twice.
     Raises `TimeoutError`. Collective: world, through `store`.
     """
-    number = number or uuid.uuid4().hex
+    number = uuid.uuid4().hex
     deadline = time.monotonic() + timeout_s
     store.set(f"join/{rank}", number)
     known: list[str] = []

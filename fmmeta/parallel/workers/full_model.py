@@ -229,7 +229,15 @@ class TaskBatch:
         numel = tasks * sum(shape.numel() for shape in self.shapes.values())
         self.phi, self.grad = (torch.zeros(numel, device=worker.device) for _ in range(2))
         self.blocks = self._blocks(self.phi)
-        self._fill(theta)
+        parts = [
+            worker.params.assemble(theta, name, shape, lambda part: part).reshape(-1).to(worker.device)
+            for name, shape in self.shapes.items()
+        ]
+        flat = torch.cat(parts)
+        if not worker.params.replicated:
+            worker.group.sum_(flat)  # one reduction of the size of a task
+        for block, part in zip(self.blocks.values(), flat.split(list(map(len, parts))), strict=True):
+            block.copy_(part.view(block.shape[1:]))
         self.dtype = next(iter(params.values())).dtype
         for name, grad in self._blocks(self.grad).items():
             self.blocks[name].requires_grad_().grad = grad
@@ -298,16 +306,3 @@ class TaskBatch:
             name: part.view(self.tasks, *shape)
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
-
-    def _fill(self, theta: Tensor) -> None:
-        """Set every task's phi from the group's shards of theta, by one reduction of the size of a task."""
-        params = self.worker.params
-        parts = [
-            params.assemble(theta, name, shape, lambda part: part).reshape(-1).to(self.phi.device)
-            for name, shape in self.shapes.items()
-        ]
-        flat = torch.cat(parts)
-        if not params.replicated:
-            self.worker.group.sum_(flat)
-        for block, part in zip(self.blocks.values(), flat.split(list(map(len, parts))), strict=True):
-            block.copy_(part.view(block.shape[1:]))

@@ -11,7 +11,6 @@ micro-batches and their lengths change from call to call.
 
 import contextlib
 import io
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from fmmeta.parallel.param_map import ParamNames
 from fmmeta.parallel.process_groups import subgroup
 from fmmeta.parallel.workers.base import CotangentFn, PassStats, SavedForward, Update, VjpInput
 from fmmeta.parallel.workers.full_model import nan_gradient_if_nonfinite, vjp_loss
-from fmmeta.parallel.workers.zero import EngineWorker, ShardOptimizer, import_deepspeed
+from fmmeta.parallel.workers.zero import EngineWorker, import_deepspeed
 from fmmeta.tasks.batching import MicroBatch
 
 StageInputs = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -51,7 +50,6 @@ class PipelineWorker(EngineWorker):
         width: int,
     ) -> None:
         """`names`, `groups`: of the stage's parameters; `width`: of the hidden states."""
-        deepspeed = import_deepspeed()
         self.group, self.device, self.coordinates = group, group.device, coordinates
         self.partition, self.stage, self.width = partition, stage, width
         self.counts_rows = stage.last
@@ -61,19 +59,15 @@ class PipelineWorker(EngineWorker):
         data, last, tied = coordinates.data, coordinates.stages - 1, partition.tied
         ends = [rank for rank in range(coordinates.group_size) if rank // data in (0, last)]
         self.ends = subgroup(group, ends) if tied else None
-        self.shard_optimizer = ShardOptimizer(groups)
         self.tied = next((p for p in stage.body.parameters() if tied and names[id(p)][0] == tied), None)
-        engine, *_ = deepspeed.initialize(
-            model=self._module(deepspeed, self.tied),
-            optimizer=self.shard_optimizer,
-            config=config,
-            dist_init_required=False,
-        )
-        if data == 1 and engine.optimizer is self.shard_optimizer:
-            engine.pipeline_enable_backward_allreduce = False  # over one rank it would copy all gradients
-        self.attach(engine, names, [tied] if tied and coordinates.stage > 0 else [])
+        not_owned = [tied] if tied and coordinates.stage > 0 else []
+        self.start_engine(self._module(self.tied), groups, config, names, not_owned)
+        if data == 1 and self.engine.optimizer is self.shard_optimizer:
+            self.engine.pipeline_enable_backward_allreduce = (
+                False  # over one rank it would copy all gradients
+            )
 
-    def _module(self, deepspeed: Any, tied: nn.Parameter | None) -> Any:
+    def _module(self, tied: nn.Parameter | None) -> Any:
         """A PipelineModule whose layers are complete stages.
 
         It gets the tied weight and its process groups from here and does not look for them.
@@ -83,7 +77,7 @@ class PipelineWorker(EngineWorker):
         subsets = [subgroup(self.group, pair) for pair in pairs]
         reduced = [(tied, own.backend) for own in subsets if own is not None and tied is not None]
 
-        class Stages(deepspeed.pipe.PipelineModule):
+        class Stages(import_deepspeed().pipe.PipelineModule):
             def _index_tied_modules(self) -> dict[str, Any]:
                 return {}
 
@@ -92,7 +86,6 @@ class PipelineWorker(EngineWorker):
 
         layers: list[Any] = [nn.Identity] * (last + 1)  # the stages of other ranks are never built
         layers[self.coordinates.stage] = self.stage
-        os.environ.setdefault("LOCAL_RANK", "0")
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its plan
             module = Stages(
                 layers,

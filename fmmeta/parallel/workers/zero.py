@@ -12,7 +12,7 @@ this module only.
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -196,20 +196,30 @@ class EngineWorker(Worker):
     shard_optimizer: ShardOptimizer
     coordinates: GroupCoordinates
 
-    def attach(
+    def start_engine(
         self,
-        engine: Any,
+        model: nn.Module,
+        groups: list[dict[str, Any]],
+        config: dict[str, Any],
         names: ParamNames,
         not_owned: Collection[str] = (),
-        cuts: Mapping[str, TensorSlice | None] | None = None,
     ) -> None:
-        """Find the shards of `engine`, whose client optimizer is `shard_optimizer`.
+        """Start DeepSpeed with `shard_optimizer` and find its shards. Collective: group.
 
-        The rest: see build_param_map.
+        not_owned: names of parameters that another rank owns.
         """
         data, data_rank = self.coordinates.data, self.coordinates.data_rank
-        self.engine, self.data_ranks = engine, data
-        self.shards = shards = of_engine(engine, data_rank)
+        self.shard_optimizer, self.data_ranks = ShardOptimizer(groups), data
+        self.engine, *_ = import_deepspeed().initialize(
+            model=model, optimizer=self.shard_optimizer, config=config, dist_init_required=False
+        )
+        rank, cuts = self.coordinates.tensor_rank, dict[str, TensorSlice | None]()
+        for param in model.parameters() if self.coordinates.tensor > 1 else ():
+            name, shape = names[id(param)]
+            cuts[name] = slice_of(shape, tuple(param.shape), rank)
+        if rank:  # tensor rank 0 owns the parameters that are not split
+            not_owned = [name for name, cut in cuts.items() if cut is None]
+        self.shards = shards = of_engine(self.engine, data_rank)
         replicated = shards.replicated and data == self.coordinates.group_size
         if shards.replicated and not replicated and data_rank:  # stages or tensor ranks: data rank 0 owns all
             not_owned = {name for name, _ in names.values()}
@@ -273,7 +283,6 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
         read: Callable[[str], Tensor] | None = None,
     ) -> None:
         """read: returns a complete fp32 parameter by name, if `model` was sharded while loading (ZeRO 3)."""
-        deepspeed = import_deepspeed()
         self.group, self.device, self.coordinates = group, group.device, coordinates
         self.counts_rows = coordinates.tensor_rank == 0
         named = [(name, param) for name, param in model.named_parameters()]
@@ -284,15 +293,8 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
         self.can_defer_backward = coordinates.tensor == 1 and stage < 3
         if bf16 and read is None:
             read = {name: param.detach().clone() for name, param in named if param.requires_grad}.__getitem__
-        self.shard_optimizer = ShardOptimizer(groups)
-        self.model, *_ = deepspeed.initialize(
-            model=model, optimizer=self.shard_optimizer, config=config, dist_init_required=False
-        )
-        rank, cuts = coordinates.tensor_rank, dict[str, TensorSlice | None]()
-        for param in model.parameters() if coordinates.tensor > 1 else ():
-            name, shape = names[id(param)]
-            cuts[name] = slice_of(shape, tuple(param.shape), rank)
-        self.attach(self.model, names, [name for name, cut in cuts.items() if rank and cut is None], cuts)
+        self.start_engine(model, groups, config, names)
+        self.model = self.engine
         if bf16 and read is not None:
             self.set_exactly(read)
 
@@ -316,11 +318,10 @@ def shard_while_loading(stream: LazyModel, config: dict[str, Any]) -> None:
 
     Collective: group.
     """
-    deepspeed = import_deepspeed()
-    # Its context is for constructors, and here the module exists already. With a module it also gives torch a
-    # linear layer that does not keep the gathered weight for the backward pass: without that every layer
-    # would be complete on every rank by then.
-    context = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
+    # DeepSpeed's context is for constructors, and here the module exists already. With a module it also gives
+    # torch a linear layer that does not keep the gathered weight for the backward pass: without that every
+    # layer would be complete on every rank by then.
+    context = import_deepspeed().zero.Init(module=nn.Module(), config_dict_or_path=config)
 
     def shard(param: nn.Parameter) -> None:
         if config["bf16"]["enabled"]:
@@ -341,7 +342,6 @@ def import_deepspeed() -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # deprecated names that DeepSpeed still calls
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    if deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm"):
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)
     return deepspeed
