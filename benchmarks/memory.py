@@ -212,7 +212,7 @@ def staged(folder: str) -> None:
             super().__init__(groups, lr=1e-4, fused=True)
 
     class Trainer(pipeline.PipelineWorker):
-        def attach(self, engine: Any, *of: Any, **more: Any) -> None:
+        def start_engine(self, engine: Any, *of: Any, **more: Any) -> None:
             self.engine = engine
 
     pipeline.ShardTap, pipeline.PipelineWorker = Fused, Trainer  # type: ignore[assignment,misc]
@@ -237,8 +237,7 @@ def staged(folder: str) -> None:
     ranks = world.split(plan.group_size, plan.engine == "deepspeed")
     import_deepspeed()
     before = resident("VmRSS")
-    started = create_worker(config, inputs.description, plan, ranks)
-    worker: Any = started.worker
+    worker: Any = create_worker(config, inputs.description, plan, ranks)[0]
     Path("/proc/self/clear_refs").write_text("5")
     task = build.training_schedule(config, inputs, ranks.layout).meta_batch(0)[0]
     coordinates = plan.coordinates(ranks.layout.group_rank)

@@ -189,16 +189,16 @@ def load_single_process(
     tokenizer = load_tokenizer(config, description, progress.notice)
     ranks = World(Launch(), pick_device(Launch())).split(1, default_group=False)
     plan = ParallelPlan(1, "plain", deepspeed_config.read(None, bf16, progress.notice))
-    created = create_worker(config, description, plan, ranks)
-    assert isinstance(created.worker, PlainWorker)
+    worker, head_names, frozen = create_worker(config, description, plan, ranks)
+    assert isinstance(worker, PlainWorker)
     return LoadedModel(
         config,
         description,
         tokenizer,
         ranks,
-        created.worker,
-        created.head_names,
-        created.frozen,
+        worker,
+        head_names,
+        frozen,
         Batcher(description.hf_config.pad_token_id, config.micro_batch_size),
     )
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
@@ -88,14 +86,6 @@ def read_json(model_name_or_path: str, name: str, parse: Callable[[Any], T]) -> 
     return read_stored(
         model_name_or_path, name, lambda path: parse(json.loads(Path(path).read_text(encoding="utf-8")))
     )
-
-
-def read_tensors(model_name_or_path: str, name: str) -> dict[str, Tensor] | None:
-    """The tensors of a safetensors file of a folder or hub id; None if there is no such file.
-
-    Raises `UsageError` for a broken file.
-    """
-    return read_stored(model_name_or_path, name, load_file)
 
 
 def reachable(model_name_or_path: str) -> bool:

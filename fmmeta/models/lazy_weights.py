@@ -50,8 +50,8 @@ class LazyModel:
         """One complete parameter in fp32, in separate memory."""
         if name in self.new:
             return self.new[name].clone()
-        original = name.replace(".base_layer.", ".")  # peft's name for the adapted layer
-        return self.stored[original].read().to(torch.float32, copy=True)
+        # peft calls an adapted layer base_layer
+        return self.stored[name.replace(".base_layer.", ".")].read().to(torch.float32, copy=True)
 
     def materialize(
         self, names: Sequence[str], then: Callable[[nn.Parameter], None] = lambda param: None
@@ -152,15 +152,13 @@ def find_tensors(hf: Any, config: Config) -> dict[str, StoredTensor]:
                 if renamed in wanted:
                     found[renamed] = StoredTensor(path, key)
                     shapes[renamed] = list(file.get_slice(key).get_shape())
-    for key in sorted(found):
-        if shapes[key] != list(wanted[key].shape):
-            if config.task_type != "classification":
-                raise UsageError(
-                    f"model_name_or_path={name} holds {key} of shape {shapes[key]}, and its configuration"
-                    f" says {list(wanted[key].shape)}; fix the checkpoint"
-                )
-            del found[key]
-    return found
+    others = sorted(key for key, shape in shapes.items() if shape != list(wanted[key].shape))
+    if others and config.task_type != "classification":
+        raise UsageError(
+            f"model_name_or_path={name} holds {others[0]} of shape {shapes[others[0]]}, and its configuration"
+            f" says {list(wanted[others[0]].shape)}; fix the checkpoint"
+        )
+    return {key: tensor for key, tensor in found.items() if key not in others}
 
 
 def checkpoint_files(name: str) -> list[str]:
@@ -178,10 +176,7 @@ def checkpoint_files(name: str) -> list[str]:
         raise UsageError(
             f"model_name_or_path={name} has no model.safetensors; convert its weights to safetensors"
         )
-    paths: list[str] = []
-    for file in files:
-        path = cached_file(name, file)
-        if path is None:
-            raise UsageError(f"model_name_or_path={name} lacks {file}, which its index names; fetch it again")
-        paths.append(path)
-    return paths
+    paths = {file: cached_file(name, file) for file in files}
+    for missing in [file for file, path in paths.items() if path is None]:
+        raise UsageError(f"model_name_or_path={name} lacks {missing}, which its index names; fetch it again")
+    return list(map(str, paths.values()))

@@ -139,10 +139,11 @@ def attention(
 class Learner(nn.Module):
     """Common part of the three kinds.
 
-    head_names: of the head's weight, then its bias, if any. top: prefix of the names of all parameters above
-    the base, which LoRA trains in full.
+    head_path: of the head's module; a language model has none. head_names: of the head's weight, then its
+    bias, if any. top: prefix of the names of all parameters above the base, which LoRA trains in full.
     """
 
+    head_path: str
     head_names: tuple[str, ...] = ()
     top: tuple[str, ...] = ()
 
@@ -152,7 +153,7 @@ class Learner(nn.Module):
 
     def classify(self, features: Tensor) -> Tensor:
         """Logits [B, C] of features [B, D]: the last operation of forward."""
-        raise NotImplementedError(f"{type(self).__name__} has no class features")
+        return self.get_submodule(self.head_path)(features)
 
 
 class CausalLearner(Learner):
@@ -175,7 +176,7 @@ class PooledClassifier(Learner):
     temperature 1 / (2 norm^2).
     """
 
-    head_names, top = ("head.weight", "head.bias"), ("head.",)
+    head_path, head_names, top = "head", ("head.weight", "head.bias"), ("head.",)
 
     def __init__(self, hf: Any, classes: int, pooling: str, norm: float = 0.0) -> None:
         super().__init__(hf)
@@ -198,9 +199,6 @@ class PooledClassifier(Learner):
         if want == "features":
             return features
         return (features, self.head(features)) if want == "both" else self.head(features)
-
-    def classify(self, features: Tensor) -> Tensor:
-        return self.head(features)
 
 
 class NativeClassifier(Learner):
@@ -226,8 +224,9 @@ class NativeClassifier(Learner):
 
     def forward(self, *, want: str = "logits", **inputs: Tensor) -> Any:
         seen: list[Tensor] = []
-        head = self.get_submodule(self.head_path)
-        hook = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        hook = self.get_submodule(self.head_path).register_forward_pre_hook(
+            lambda _, args: seen.append(args[0])
+        )
         try:
             logits = self.hf(**inputs, **self.unpadded.of(inputs["attention_mask"])).logits
         finally:
@@ -239,9 +238,6 @@ class NativeClassifier(Learner):
             last = inputs["attention_mask"].sum(1) - 1
             features = features[torch.arange(len(features), device=features.device), last]
         return (features, logits) if want == "both" else features
-
-    def classify(self, features: Tensor) -> Tensor:
-        return self.get_submodule(self.head_path)(features)
 
 
 def objective(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:

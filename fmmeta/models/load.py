@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils import swap_tensors
 
@@ -27,7 +28,7 @@ from fmmeta.models.files import (
     is_path,
     reachable,
     read_json,
-    read_tensors,
+    read_stored,
 )
 from fmmeta.models.forward_options import check_packing, checkpoint_layers
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
@@ -155,8 +156,7 @@ def describe(config: Config) -> Description:
         for key, value in vars(hf_config).items()
         if isinstance(value, float) and any(part in key for part in DROPOUTS)
     }
-    for key in dropouts:
-        setattr(hf_config, key, 0.0)
+    hf_config.update(dict.fromkeys(dropouts, 0.0))
     if getattr(hf_config, "pad_token_id", None) is None:
         eos = getattr(hf_config, "eos_token_id", None)
         hf_config.pad_token_id = (eos[0] if isinstance(eos, (list, tuple)) else eos) or 0
@@ -279,7 +279,7 @@ def initialize_head(learner: Learner, config: Config) -> None:
             swap_tensors(param, nn.Parameter(torch.zeros(param.shape), param.requires_grad))
         return
     pooled = isinstance(learner, PooledClassifier)
-    stored = read_tensors(config.model_name_or_path, HEAD_FILE) if pooled else None
+    stored = read_stored(config.model_name_or_path, HEAD_FILE, load_file) if pooled else None
     if stored is None:
         return
     for name in learner.head_names:

@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
 from fmmeta.config.settings import Config
-from fmmeta.models.files import ADAPTER_FILE, BASE_FOLDER, adapter_folder, read_json, read_tensors
+from fmmeta.models.files import ADAPTER_FILE, BASE_FOLDER, adapter_folder, read_json, read_stored
 from fmmeta.models.learner import Learner, NativeClassifier, PooledClassifier
 
 ADAPTER = "default"  # peft's name of a single adapter; names in its files lack it
@@ -79,7 +79,6 @@ def inject(learner: Learner, config: Config) -> None:
 
 def lora_config(learner: Learner, config: Config) -> Any:
     """peft's configuration of the adapters; fully trained and unused layers get none."""
-    kinds = {NativeClassifier: "SEQ_CLS", PooledClassifier: "FEATURE_EXTRACTION"}
     targets: Any = config.lora_target_modules or None
     adaptable = layers_below_top(learner)
     without = [
@@ -94,7 +93,9 @@ def lora_config(learner: Learner, config: Config) -> Any:
         lora_dropout=0.0,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         exclude_modules=without or None,
-        task_type=kinds.get(type(learner), "CAUSAL_LM"),
+        task_type={NativeClassifier: "SEQ_CLS", PooledClassifier: "FEATURE_EXTRACTION"}.get(
+            type(learner), "CAUSAL_LM"
+        ),
         base_model_name_or_path=os.path.abspath(base) if Path(base).exists() else base,
     )
 
@@ -149,8 +150,8 @@ def save_adapter(folder: Path, learner: Learner, weights: dict[str, Tensor], con
     """
     settings = learner.hf.peft_config[ADAPTER]
     settings.inference_mode = True
-    tops = [prefix.split(".")[1] for prefix in learner.top if prefix.startswith("hf.")]
-    settings.modules_to_save = tops or None  # peft would wrap them if they were set before the injection
+    # peft would wrap them if they were set before the injection
+    settings.modules_to_save = [top.split(".")[1] for top in learner.top if top.startswith("hf.")] or None
     for name in ("target_modules", "exclude_modules"):
         if isinstance(getattr(settings, name), set):
             setattr(settings, name, sorted(getattr(settings, name)))
@@ -176,7 +177,7 @@ def restore_adapters(learner: Learner, config: Config) -> None:
     if settings is None:
         return
     adapter_folder(name)
-    stored = read_tensors(name, ADAPTER_FILE) or {}
+    stored = read_stored(name, ADAPTER_FILE, load_file) or {}
     params = {file_name(name): param for name, param in learner.named_parameters() if param.requires_grad}
     found = {name: value.shape for name, value in stored.items() if ".lora_" in name}
     wanted = {name: param.shape for name, param in params.items() if ".lora_" in name}
@@ -205,10 +206,9 @@ def merged(hf: Any, folder: Path, config: Config) -> Any:
     peft = import_peft(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        adapted = peft.PeftModel.from_pretrained(
+        return peft.PeftModel.from_pretrained(
             hf, str(folder), ignore_mismatched_sizes=config.task_type == "classification"
-        )
-        return adapted.merge_and_unload()
+        ).merge_and_unload()
 
 
 Values = Mapping[str, Tensor]

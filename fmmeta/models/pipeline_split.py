@@ -272,8 +272,10 @@ def kind_of(learner: Learner, layer: nn.Module, number: int) -> str:
 def with_random_weights(stage: Stage, device: torch.device, bf16: bool) -> Stage:
     """Materialize the parameters of a stage with random values."""
     for param in stage.parameters():
-        value = torch.empty(param.shape, device=device).normal_(std=0.02)
-        swap_tensors(param, nn.Parameter(value, param.requires_grad))
+        swap_tensors(
+            param,
+            nn.Parameter(torch.empty(param.shape, device=device).normal_(std=0.02), param.requires_grad),
+        )
     stage = stage.to(device).train()
     return stage.bfloat16() if bf16 else stage
 

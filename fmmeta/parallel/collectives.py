@@ -126,17 +126,16 @@ class Communicator:
         exception is raised on its own rank and becomes a `PeerError` on the others. Collective: this
         communicator.
         """
-        failure: Exception | None = None
+        failure, kind = None, ""
         try:
             yield
         except Exception as error:
             failure, trouble = error, disk_trouble(error)
             if trouble is not None:
                 failure = UsageError(f"{trouble} (while {doing}); fix that, and run the same command again")
-        crashed = failure is not None and not isinstance(failure, UsageError)
-        kind = "" if failure is None else "crash:" if crashed else "usage:"
+            kind = "usage:" if isinstance(failure, UsageError) else "crash:"
         answers = [text.decode() for text in self.gather_bytes(f"{kind}{failure or ''}".encode())]
-        if failure is not None and crashed:
+        if failure is not None and kind == "crash:":
             raise failure
         for rank, text in enumerate(answers):
             if text.startswith("crash:"):

@@ -130,7 +130,7 @@ class DeepSpeedSettings:
         zero = zero | {key: max(1, size) for key, size in sizes.items() if zero.get(key) == "auto"}
         zero["stage3_gather_16bit_weights_on_model_save"] = False
         kept = {key: value for key, value in self.file.items() if key not in REPLACED}
-        filled = without_auto({**kept, "zero_optimization": zero})
+        filled = without_auto(kept | {"zero_optimization": zero})
         if self.zero_stage > 0:  # ZeRO 0 accumulates in the model's type only
             filled["data_types"] = {"grad_accum_dtype": "fp32"}
         return filled | {
@@ -258,8 +258,7 @@ def refusal(name: str, key: str, value: Any, why: str) -> UsageError:
 def all_auto(value: Any) -> bool:
     """Whether a value is "auto", or a block with at least one "auto" and nothing else but its type."""
     if isinstance(value, dict):
-        inner = [item for key, item in value.items() if key != "type"]
-        return all(map(all_auto, inner)) and "auto" in json.dumps(value)
+        return "auto" in json.dumps(value) and all(all_auto(value[key]) for key in value if key != "type")
     return value == "auto"
 
 
@@ -303,10 +302,11 @@ def tensor_parallel_block(hf_config: Any, size: int) -> dict[str, Any]:
                 " use a divisor of it"
             )
     plan = PLANS[hf_config.model_type]
-    specs: list[dict[str, Any]] = [
-        {"patterns": [plan[kind]], "partition_type": kind} for kind in ("column", "row")
+    specs = [
+        {"patterns": [plan["column"]], "partition_type": "column"},
+        {"patterns": [plan["row"]], "partition_type": "row"},
+        {"patterns": [plan["partial"]], "partition_type": "skip", "grad_allreduce": True},
     ]
-    specs.append({"patterns": [plan["partial"]], "partition_type": "skip", "grad_allreduce": True})
     return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 

@@ -73,8 +73,9 @@ class Launch:
     def from_slurm(cls, env: Mapping[str, str]) -> "Launch":
         """One process per task of `srun`. Without MASTER_ADDR the first node of the step hosts the store."""
         world_size = number(env, *SLURM_TASKS)
-        per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world_size)
-        tasks = re.match(r"\d+", per_node)
+        tasks = re.match(
+            r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
+        )
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
         return cls(
             global_rank=number(env, "SLURM_PROCID"),
@@ -120,9 +121,9 @@ class Layout:
     def __post_init__(self) -> None:
         world_size = self.launch.world_size
         if self.group_size < 1 or world_size % self.group_size:
-            sizes = [str(d) for d in divisors(world_size)]
             raise UsageError(
-                f"group_size={self.group_size} does not divide world_size={world_size}; use {any_of(sizes)}"
+                f"group_size={self.group_size} does not divide world_size={world_size}; use"
+                f" {any_of(map(str, divisors(world_size)))}"
             )
 
     @property
@@ -138,9 +139,10 @@ class Layout:
         return self.launch.global_rank % self.group_size
 
     def __str__(self) -> str:
-        ranks = "rank" if self.group_size == 1 else "ranks"
         groups = "group" if self.num_groups == 1 else "groups"
-        return f"{self.num_groups} {groups} of {self.group_size} {ranks}"
+        return (
+            f"{self.num_groups} {groups} of {self.group_size} {'rank' if self.group_size == 1 else 'ranks'}"
+        )
 
 
 @dataclass(frozen=True)
@@ -218,8 +220,8 @@ class ParallelPlan:
                 f"engine=plain holds a whole model on one rank, but group_size={group_size}; use engine=auto"
             )
         if engine == "auto":
-            offloads = deepspeed.offload and device_type != "cpu"
-            engine = "deepspeed" if group_size > 1 or offloads else "plain"
+            shards = group_size > 1 or (deepspeed.offload and device_type != "cpu")
+            engine = "deepspeed" if shards else "plain"
         if config.compile and engine != "plain":
             raise UsageError(
                 "compile=True compiles a model that one rank holds in plain PyTorch, and DeepSpeed runs this"

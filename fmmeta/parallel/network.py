@@ -98,19 +98,25 @@ def issues(env: Mapping[str, str], known: Sequence[Interface], nccl: bool) -> It
         if found is None:
             yield NetworkIssue(f"GLOO_SOCKET_IFNAME={name} is no interface of {host}", use)
         elif name not in usable:
-            defect = "has no address" if found.up else "is down"
-            yield NetworkIssue(f"GLOO_SOCKET_IFNAME={name} {defect} on {host}", use)
+            yield NetworkIssue(
+                f"GLOO_SOCKET_IFNAME={name} {'has no address' if found.up else 'is down'} on {host}", use
+            )
     for name in NUMBERS:
         if name in env and not env[name].strip().isdigit():
             yield NetworkIssue(f"{name}={env[name]} is not a number", "use one, or leave it out")
     for size, file in RECORDERS:
         entries, folder = env.get(size, "").strip(), Path(env.get(file, "/tmp/nccl_trace_rank_")).parent
         if file in env and entries in ("", "0"):
-            text = f"{file}={env[file]} names a file, and nothing is recorded for it"
-            yield NetworkIssue(text, f"set {size}=2000", fatal=False)
+            yield NetworkIssue(
+                f"{file}={env[file]} names a file, and nothing is recorded for it",
+                f"set {size}=2000",
+                fatal=False,
+            )
         elif entries.isdigit() and int(entries) and not os.access(folder, os.W_OK):
-            text = f"{file}={env.get(file, '')} is in {folder}, which cannot be written to"
-            yield NetworkIssue(text, "choose another folder")
+            yield NetworkIssue(
+                f"{file}={env.get(file, '')} is in {folder}, which cannot be written to",
+                "choose another folder",
+            )
     if env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
         yield NetworkIssue(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 leaves ranks waiting in NCCL when another one fails",
@@ -124,8 +130,10 @@ def issues(env: Mapping[str, str], known: Sequence[Interface], nccl: bool) -> It
 def _nccl_issues(env: Mapping[str, str], usable: Sequence[str], use: str) -> Iterator[NetworkIssue]:
     host, wanted = platform.node(), env.get("NCCL_SOCKET_IFNAME", "")
     if not chosen(wanted, usable):
-        text = f"NCCL_SOCKET_IFNAME={wanted} leaves no interface of {host} that is up"
-        yield NetworkIssue(text, f"{use}, or a beginning of it")
+        yield NetworkIssue(
+            f"NCCL_SOCKET_IFNAME={wanted} leaves no interface of {host} that is up",
+            f"{use}, or a beginning of it",
+        )
     adapters = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
     wanted = env.get("NCCL_IB_HCA", "")
     if wanted and not chosen(",".join(part.split(":")[0] for part in wanted.split(",")), adapters):
@@ -133,8 +141,9 @@ def _nccl_issues(env: Mapping[str, str], usable: Sequence[str], use: str) -> Ite
         yield NetworkIssue(f"NCCL_IB_HCA={wanted} leaves no adapter of {host}", fix)
     for name, cost in SLOW.items():
         if env.get(name, "0") not in ("", "0"):
-            fix = "leave it out where the hardware works"
-            yield NetworkIssue(f"{name}={env[name]}: {cost}", fix, fatal=False)
+            yield NetworkIssue(
+                f"{name}={env[name]}: {cost}", "leave it out where the hardware works", fatal=False
+            )
 
 
 def chosen(wanted: str, names: Sequence[str]) -> list[str]:
@@ -181,16 +190,8 @@ def loopback_interface() -> str | None:
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on one address; port 0: any. Raises `OSError`."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family, backlog=2048)
 
 
 def source_address(host: str, port: int = 1) -> str | None:
@@ -236,9 +237,7 @@ PAUSE_S = 0.02
 PROOF = 64  # hex digits of an HMAC (`proof`)
 
 
-def agree_on_generation(
-    store: StoreProtocol, rank: int, size: int, timeout_s: float, number: str | None = None
-) -> str:
+def agree_on_generation(store: StoreProtocol, rank: int, size: int, timeout_s: float) -> str:
     """Return a name that is new and the same on all ranks.
 
     torchrun's agent keeps its store over `--max-restarts` when the rendezvous is static (torch's comment says
@@ -253,7 +252,7 @@ def agree_on_generation(
     An old value is never mistaken for a new one, since no number comes twice.
     Raises `TimeoutError`. Collective: world, through `store`.
     """
-    number = number or uuid.uuid4().hex
+    number = uuid.uuid4().hex
     deadline = time.monotonic() + timeout_s
     store.set(f"join/{rank}", number)
     known: list[str] = []

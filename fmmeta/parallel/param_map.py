@@ -145,11 +145,6 @@ ParamNames = Mapping[int, tuple[str, tuple[int, ...]]]
 """Id of a parameter -> its name and complete shape."""
 
 
-def whole_parameters(params: Iterable[nn.Parameter]) -> list[list[Piece]]:
-    """The pieces of shards that hold one complete parameter each."""
-    return [[(param, 0, 0, param.numel())] for param in params]
-
-
 def build_param_map(
     tensors: Iterable[Tensor],
     pieces: Iterable[Iterable[Piece]],
@@ -157,7 +152,7 @@ def build_param_map(
     names: ParamNames,
     replicated: bool,
     not_owned: Collection[str] = (),
-    cuts: Mapping[str, TensorSlice] | None = None,
+    cuts: Mapping[str, TensorSlice | None] | None = None,
 ) -> ParamMap:
     """The map of a vector made of `tensors` (shards), each with its pieces and its parameter group.
 

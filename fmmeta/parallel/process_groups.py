@@ -33,6 +33,8 @@ from fmmeta.parallel.network import SharedStore, agree_on_generation
 TIMEOUT = timedelta(minutes=30)
 LOG_S = 10.0  # between two lines about a rank that waits for another one
 T = TypeVar("T")
+PendingWork = dist.Work
+"""A pending communication; a caller that needs its result calls `wait` on it, DeepSpeed too."""
 
 
 @dataclass
@@ -65,19 +67,24 @@ class World:
         os.environ["FMMETA_GLOBAL_RANK"] = str(launch.global_rank)  # RANK will be the group's
         os.environ.setdefault("DS_ACCELERATOR", device.type)
         self.warnings: list[str] = []  # of the network, logged by rank 0
-        self.store: dist.Store | None = dist.HashStore()
-        backend = None
+        self.store: Any = dist.HashStore()
+        self.communicators: list[Communicator] = []
         if launch.world_size > 1:
             self.store = connect_store(launch)
-            self.warnings = network.check_and_choose_interface(
-                cast(Any, self.store), launch, device.type == "cuda"
-            )
-            store = dist.PrefixStore("world", self.store)
-            backend = dist.ProcessGroupGloo(store, launch.global_rank, launch.world_size, TIMEOUT)
-        self.comm = Communicator(backend, launch.global_rank, launch.world_size, torch.device("cpu"))
-        self.communicators, self.prepared = [self.comm], 0
+            self.warnings = network.check_and_choose_interface(self.store, launch, device.type == "cuda")
+        self.comm = self._connect("world", launch.global_rank, launch.world_size, torch.device("cpu"))
+        self.prepared = 0  # number of calls of run_on_first_rank_of_node
         self.secret = self.comm.gather_bytes(os.urandom(32))[0]  # by gloo, so that it is never in the store
         self.nodes = Nodes.of(self.comm, launch)
+
+    def _connect(self, name: str, rank: int, size: int, device: torch.device) -> Communicator:
+        """A communicator of `size` ranks: NCCL on GPUs, gloo on CPUs. Collective: these ranks."""
+        backend = None
+        if size > 1:
+            make: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+            backend = make(dist.PrefixStore(name, self.store), rank, size, TIMEOUT)
+        self.communicators.append(Communicator(backend, rank, size, device))
+        return self.communicators[-1]
 
     def run_on_first_rank_of_node(self, doing: str, work: Callable[[], T], timeout_s: float) -> T:
         """Run `work` on the first rank of every node and, when it has ended there, on the other ranks, which
@@ -86,15 +93,13 @@ class World:
         An error of one rank is raised on all ranks. A rank that has waited for the first rank of its node for
         `timeout_s` raises `UsageError` at once. The second rank of a node logs that it waits.
         """
-        assert self.store is not None, "before close"
         rank = self.launch.global_rank
         first = self.nodes.first(rank)
         self.prepared += 1
         shared, key = SharedStore(self.store, self.secret), f"first_on_node/{self.prepared}/{first}"
         outcome, result = "failed", None
         if rank != first:
-            peer = f"rank {first} on {platform.node()} ({doing})"
-            outcome = self._wait_for(shared, key, peer, timeout_s)
+            outcome = self._wait_for(shared, key, f"rank {first} on {platform.node()} ({doing})", timeout_s)
         with self.comm.raise_on_all(doing):
             try:
                 if rank == first or outcome == "done":  # if it failed there, every rank raises that error
@@ -119,8 +124,9 @@ class World:
                 raise UsageError(text)
             if waited - logged >= LOG_S:
                 logged = waited
-                so_far = f"{waited:.0f} s so far, {timeout_s:g} s at most"
-                self._log_on_second_rank(f"rank {rank} waits for {peer}: {so_far}")
+                self._log_on_second_rank(
+                    f"rank {rank} waits for {peer}: {waited:.0f} s so far, {timeout_s:g} s at most"
+                )
             time.sleep(0.05)
         return outcome
 
@@ -136,41 +142,32 @@ class World:
         world.
         """
         layout = Layout(self.launch, group_size)
-        assert self.store is not None, "split before close"
         os.environ.update(
             RANK=str(layout.group_rank), WORLD_SIZE=str(group_size), LOCAL_RANK=str(self.launch.local_rank)
         )
-        on_gpu = self.device.type == "cuda"
-        group_backend = cross_backend = background_backend = background = None
+        backend = background = None
         if default_group or group_size > 1:
             dist.init_process_group(
-                "nccl" if on_gpu else "gloo",
+                "nccl" if self.device.type == "cuda" else "gloo",
                 store=dist.PrefixStore(f"group{layout.group_index}", self.store),
                 rank=layout.group_rank,
                 world_size=group_size,
                 timeout=TIMEOUT,
             )
-            group_backend = dist.group.WORLD
-        if layout.num_groups > 1:
-            store = dist.PrefixStore(f"cross{layout.group_rank}", self.store)
-            make: Any = dist.ProcessGroupNCCL if on_gpu else dist.ProcessGroupGloo
-            cross_backend = make(store, layout.group_index, layout.num_groups, TIMEOUT)
-        group = Communicator(group_backend, layout.group_rank, group_size, self.device)
-        cross = Communicator(cross_backend, layout.group_index, layout.num_groups, self.device)
-        self.communicators += [group, cross]
+            backend = dist.group.WORLD
+        group = Communicator(backend, layout.group_rank, group_size, self.device)
+        self.communicators.append(group)
+        name = f"cross{layout.group_rank}"
+        cross = self._connect(name, layout.group_index, layout.num_groups, self.device)
         if layout.group_index == 0:
-            if group_size > 1:
-                store = dist.PrefixStore("background", self.store)
-                background_backend = dist.ProcessGroupGloo(store, layout.group_rank, group_size, TIMEOUT)
-            background = Communicator(background_backend, layout.group_rank, group_size, torch.device("cpu"))
-            self.communicators.append(background)
+            background = self._connect("background", layout.group_rank, group_size, torch.device("cpu"))
         return ProcessGroups(layout, self.comm, group, cross, self.comm, self.device, background)
 
     def shared_store(self) -> SharedStore | None:
         """A store that all processes share, for one thread; None for a process that is alone."""
         if self.launch.world_size == 1 or self.store is None:
             return None
-        return SharedStore(dist.PrefixStore("board", cast(Any, self.store).clone()), self.secret)
+        return SharedStore(dist.PrefixStore("board", self.store.clone()), self.secret)
 
     def close(self) -> None:
         """Close the process groups of this process. Local, so that it also serves after a failure.
@@ -221,8 +218,9 @@ def connect_store(launch: Launch) -> dist.Store:
         ) from None
     if not has_agent_store:
         return store
-    timeout_s = TIMEOUT.total_seconds()
-    generation = agree_on_generation(cast(Any, store), launch.global_rank, launch.world_size, timeout_s)
+    generation = agree_on_generation(
+        cast(Any, store), launch.global_rank, launch.world_size, TIMEOUT.total_seconds()
+    )
     return dist.PrefixStore(generation, store)
 
 
@@ -261,11 +259,6 @@ def connect_gloo(address: str, name: str, rank: int, size: int, timeout: timedel
 def backends() -> tuple[bool, bool]:
     """Whether this torch has gloo, and NCCL."""
     return dist.is_gloo_available(), dist.is_nccl_available()
-
-
-def pending_type() -> Any:
-    """A pending communication; a caller that needs its result calls `wait` on it, DeepSpeed too."""
-    return dist.Work
 
 
 def pick_device(launch: Launch) -> torch.device:

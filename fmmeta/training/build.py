@@ -269,15 +269,12 @@ def training_schedule(config: Config, inputs: RunInputs, layout: Layout) -> Sche
 
 def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessGroups) -> Runtime:
     """Read the weights, start the worker and make the replicas equal. Collective: world."""
-    created = create_worker(config, inputs.description, plan, ranks)
-    worker = created.worker
+    worker, head_names, frozen = create_worker(config, inputs.description, plan, ranks)
     theta = ranks.cross.broadcast_(worker.read())
     worker.write(theta)
     check_replicas(ranks, theta, "although it was broadcast")
     theta = OuterMemory(ranks.device, config.offload_outer).store(theta)
-    setup = rules.setup(
-        config, worker, created.head_names, inputs.description.outputs(config), inputs.deepspeed.bf16
-    )
+    setup = rules.setup(config, worker, head_names, inputs.description.outputs(config), inputs.deepspeed.bf16)
     prompt = None
     if find(config.algorithm).in_prompt:
         prompt = partial(
@@ -288,7 +285,7 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
     return Runtime(
         worker,
         MetaParameters.of(theta, setup.inner),
-        created.frozen,
+        frozen,
         setup,
         batcher(config, inputs, plan.coordinates(ranks.layout.group_rank)),
         prompt,

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from fmmeta.meta.parameters import MetaGradient
-from fmmeta.parallel.process_groups import pending_type
+from fmmeta.parallel.process_groups import PendingWork
 from fmmeta.training.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def regions(run: "Run") -> list[tuple[str, Any, list[str]]]:
     if worker.group.size > 1:  # methods of a communicator of one rank return at once
         found += [
             ("group communication", worker.group, ["sum_"]),
-            ("group communication", pending_type(), ["wait"]),
+            ("group communication", PendingWork, ["wait"]),
         ]
     if run.ranks.world.size > 1:
         found += [

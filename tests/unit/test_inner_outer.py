@@ -317,7 +317,7 @@ def test_the_shard_optimizer_passes_zeros_where_the_ranks_refuse():
             param.grad = torch.full((2,), value)
         heard = []
         optimizer.bad, optimizer.reject_nonfinite = (
-            None,
+            torch.tensor(False),
             lambda bad, say=said, heard=heard: heard.append(bool(bad)) or torch.tensor(say),
         )
         optimizer.step()

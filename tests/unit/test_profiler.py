@@ -11,7 +11,7 @@ import torch
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.meta.parameters import MetaGradient
-from fmmeta.parallel.process_groups import pending_type
+from fmmeta.parallel.process_groups import PendingWork
 from fmmeta.training.profiler import KINDS, Clock, wrapped
 from tests.launch import run_ranks
 
@@ -73,15 +73,15 @@ def test_waiting_inside_the_cross_group_reduction_is_part_of_it_and_an_error_unw
 
 def test_a_compiled_verb_works_when_it_is_unwrapped():
     """torch's Work is compiled: put back carelessly, its `wait` would no longer know whose it is."""
-    before = vars(pending_type())["wait"]
-    with wrapped(pending_type(), "wait", Clock(Hands()), "group communication"):
-        assert vars(pending_type())["wait"] is not before
-    assert vars(pending_type())["wait"] is before
+    before = vars(PendingWork)["wait"]
+    with wrapped(PendingWork, "wait", Clock(Hands()), "group communication"):
+        assert vars(PendingWork)["wait"] is not before
+    assert vars(PendingWork)["wait"] is before
 
 
 def test_one_step_is_profiled_and_everything_is_as_before(tmp_path, capsys):
     def stored():
-        places = [(torch.autograd, "backward"), (MetaGradient, "add"), (pending_type(), "wait")]
+        places = [(torch.autograd, "backward"), (MetaGradient, "add"), (PendingWork, "wait")]
         return [vars(owner)[name] for owner, name in places]
 
     before = stored()

@@ -113,9 +113,12 @@ class VjpInput:
 class Worker(ABC):
     """One model, held by the ranks of a group; the operations of the table above.
 
-    consensus_before_update: whether all ranks know that a gradient is not finite before one of them updates
-    its shards; where they do not, an accumulated gradient needs a temporary vector.
+    local_shards: this rank's fp32 shards, and their slices of a vector. consensus_before_update: whether all
+    ranks know that a gradient is not finite before one of them updates its shards; where they do not, an
+    accumulated gradient needs a temporary vector.
     """
+
+    local_shards: list[tuple[Tensor, slice]]
 
     params: ParamMap
     group: Communicator
@@ -128,16 +131,18 @@ class Worker(ABC):
     consensus_before_update = True
 
     @abstractmethod
+    def refresh(self) -> None:
+        """Copy the shards to the working weights. Collective: group."""
+
     def read(self) -> Tensor:
         """Return a copy of this rank's shards, fp32 [S]."""
+        return torch.cat([shard for shard, _ in self.local_shards])
 
-    @abstractmethod
     def write(self, vector: Tensor) -> None:
         """Replace the shards by `vector` [S] and refresh the working weights. Collective: group."""
-
-    @abstractmethod
-    def local_shards(self) -> list[tuple[Tensor, slice]]:
-        """This rank's shards themselves, and their slices of a vector."""
+        slices = [where for _, where in self.local_shards]
+        torch._foreach_copy_([shard for shard, _ in self.local_shards], [vector[where] for where in slices])
+        self.refresh()
 
     @abstractmethod
     def step(
@@ -196,8 +201,7 @@ class Worker(ABC):
         `into` is unchanged if the loss or the gradient is not finite on a rank of the group. The weights
         stay, or become `restore` [S] at no extra cost. Collective: group.
         """
-        buffered = not self.consensus_before_update
-        return self.accumulate(partial(self.step, batches), into, weight, restore, buffered)
+        return self.accumulate(partial(self.step, batches), into, weight, restore)
 
     def accumulate(
         self,
@@ -210,8 +214,9 @@ class Worker(ABC):
         """Add `weight` times the gradients that `run` passes to an update to `into` [S]; see `gradient`.
 
         run: (update, skip_nonfinite_everywhere) -> PassStats. buffered: collect them in a temporary vector,
-        and add it once all ranks know that it is finite.
+        and add it once all ranks know that it is finite, as without `consensus_before_update`.
         """
+        buffered = buffered or not self.consensus_before_update
         total, scale = (self.zeros(), 1.0) if buffered else (into, weight)
 
         def add(shard: Tensor, grad: Tensor, where: slice) -> None:
@@ -229,7 +234,7 @@ class Worker(ABC):
 
     def displacement(self, theta: Tensor, into: Tensor, weight: float = 1.0) -> None:
         """Add `weight` times (theta minus the shards) to `into`, fp32 [S] on any device, piece by piece."""
-        for tensor, where in self.local_shards():
+        for tensor, where in self.local_shards:
             for part, there, here in pieces(self.device, into[where], theta[where], tensor):
                 part.add_(there.to(here.device).sub(here).to(part.device), alpha=weight)
 

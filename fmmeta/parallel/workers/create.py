@@ -8,8 +8,7 @@ pipeline     some layers per rank                                only the tensor
 """
 
 import hashlib
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -23,20 +22,19 @@ from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, load_learner
 from fmmeta.models.pipeline_split import plan_stages, take_stage
 from fmmeta.parallel.deepspeed_config import tensor_parallel_block
-from fmmeta.parallel.layout import ParallelPlan
+from fmmeta.parallel.layout import GroupCoordinates, ParallelPlan
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import PlainWorker
+from fmmeta.parallel.workers.pipeline import PipelineWorker, hold_stage
+from fmmeta.parallel.workers.zero import DeepSpeedWorker, shard_while_loading
 
+CreatedWorker = tuple[Worker, tuple[str, ...], dict[str, Tensor]]
+"""A worker with the checkpoint's weights, the names of its head, and untrained tensors by name.
 
-@dataclass
-class CreatedWorker:
-    """A worker with the checkpoint's weights."""
-
-    worker: Worker
-    head_names: tuple[str, ...]
-    frozen: dict[str, Tensor]  # untrained tensors by name, on the rank that exports them; empty with LoRA
+The tensors are on the rank that exports them; none with LoRA.
+"""
 
 
 def create_worker(
@@ -46,45 +44,36 @@ def create_worker(
     filled = plan.deepspeed.complete(getattr(description.hf_config, "hidden_size", 768))
     if plan.tensor > 1:
         filled["tensor_parallel"] = tensor_parallel_block(description.hf_config, plan.tensor)
+    coordinates = plan.coordinates(ranks.layout.group_rank)
     if plan.stages > 1:
-        return create_stage(config, description, plan, filled, ranks)
+        return create_stage(config, description, plan, filled, ranks, coordinates)
+    read = None
     if plan.deepspeed.zero_stage == 3 and plan.group_size > 1 and not config.packing:
-        return create_sharded(config, description, plan, filled, ranks)  # packing is tried on a loaded model
-    with ranks.world.raise_on_all("loading the model"):
-        learner = load_learner(config, description)
-        groups = groups_of(config, learner)
-        tensors = frozen_tensors(learner)
-    check_equal(ranks, fingerprint(sorted(tensors.items())))
-    frozen = copies_to_export(config, tensors, ranks.first)
-    del tensors  # an engine gives the frozen weights other storage
+        learner, frozen, read = load_sharded(config, description, filled, ranks)
+    else:  # packing is tried on a loaded model
+        with ranks.world.raise_on_all("loading the model"):
+            learner = load_learner(config, description)
+        frozen = copies_to_export(config, ranks, frozen_tensors(learner), ranks.first)
+    groups = groups_of(config, learner)
     if plan.engine == "plain":
         worker: Worker = PlainWorker(learner, groups, ranks.device, plan.deepspeed.bf16)
         with ranks.world.raise_on_all("compiling the model"):
             if config.compile:
                 compile_model(learner, ranks.device)
     else:
-        from fmmeta.parallel.workers.zero import DeepSpeedWorker
-
-        worker = DeepSpeedWorker(
-            learner, groups, filled, ranks.group, plan.coordinates(ranks.layout.group_rank)
-        )
-    return CreatedWorker(worker, learner.head_names, frozen)
+        worker = DeepSpeedWorker(learner, groups, filled, ranks.group, coordinates, read)
+    return worker, learner.head_names, frozen
 
 
-def create_sharded(
-    config: Config,
-    description: Description,
-    plan: ParallelPlan,
-    filled: dict[str, Any],
-    ranks: ProcessGroups,
-) -> CreatedWorker:
-    """A worker whose parameters ZeRO 3 shards while they are loaded. Collective: world."""
-    from fmmeta.parallel.workers.zero import DeepSpeedWorker, shard_while_loading
-
+def load_sharded(
+    config: Config, description: Description, filled: dict[str, Any], ranks: ProcessGroups
+) -> tuple[Learner, dict[str, Tensor], Callable[[str], Tensor]]:
+    """A learner whose parameters ZeRO 3 shards while they are loaded, copies of its untrained tensors, and a
+    function that reads a complete parameter. Collective: world.
+    """
     with ranks.world.raise_on_all("opening the checkpoint"):
         model = open_lazy_model(config, description)
         learner = model.learner
-        trained = [name for name, param in learner.named_parameters() if param.requires_grad]
         if not config.lora_r:
             model.materialize([name for name, param in learner.named_parameters() if not param.requires_grad])
         tensors = frozen_tensors(learner)  # a LoRA base is read a second time for its fingerprint, not kept
@@ -94,13 +83,10 @@ def create_sharded(
             for name, value in sorted(tensors.items())
             if name in in_checkpoint or not value.is_meta
         )
-    check_equal(ranks, mark)
-    frozen = copies_to_export(config, tensors, ranks.first)
+    frozen = copies_to_export(config, ranks, tensors, ranks.first, mark)
+    del tensors  # an engine gives the frozen weights other storage
     shard_while_loading(model, filled)
-    exact = ((name, model.read(name)) for name in trained)
-    coordinates = plan.coordinates(ranks.layout.group_rank)
-    worker = DeepSpeedWorker(learner, groups_of(config, learner), filled, ranks.group, coordinates, exact)
-    return CreatedWorker(worker, learner.head_names, frozen)
+    return learner, frozen, model.read
 
 
 def create_stage(
@@ -109,34 +95,26 @@ def create_stage(
     plan: ParallelPlan,
     filled: dict[str, Any],
     ranks: ProcessGroups,
+    coordinates: GroupCoordinates,
 ) -> CreatedWorker:
     """A worker that runs one pipeline stage per rank. Collective: world."""
-    from fmmeta.parallel.workers.pipeline import PipelineWorker, hold_stage
-
-    coordinates = plan.coordinates(ranks.layout.group_rank)
     with ranks.world.raise_on_all("reading the stages"):
         model = open_lazy_model(config, description)
         learner = model.learner
         cut = plan_stages(learner, plan.stages, plan.layer_costs)
         names = hold_stage(model, cut, coordinates)
-        mine = [name for name, stage in cut.owner.items() if stage == coordinates.stage]
-        tensors = frozen_tensors(learner, mine)
-        mark = fingerprint(sorted(tensors.items()))
-        writes = ranks.layout.group_index == 0 and coordinates.data_rank == 0
-        frozen = copies_to_export(config, tensors, writes)
-        del tensors
-        trained = [
-            name for name, param in learner.named_parameters() if id(param) in names and param.requires_grad
-        ]
+        tensors = frozen_tensors(learner, [n for n, stage in cut.owner.items() if stage == coordinates.stage])
         stage = take_stage(learner, cut, coordinates.stage)
         groups = groups_of(config, learner, stage.body) or [{"params": [stage.idle], "name": "no_decay"}]
-    check_equal(ranks, mark, coordinates.stage)
+    writes = ranks.layout.group_index == 0 and coordinates.data_rank == 0
+    frozen = copies_to_export(config, ranks, tensors, writes, stage=coordinates.stage)
+    del tensors
     worker = PipelineWorker(
         stage, names, groups, cut, filled, ranks.group, coordinates, description.hf_config.hidden_size
     )
     if plan.deepspeed.bf16:
-        worker.set_exactly((name, model.read(name)) for name in trained)
-    return CreatedWorker(worker, learner.head_names, frozen)
+        worker.set_exactly(model.read)
+    return worker, learner.head_names, frozen
 
 
 def groups_of(config: Config, learner: Learner, body: nn.Module | None = None) -> list[dict[str, Any]]:
@@ -144,8 +122,7 @@ def groups_of(config: Config, learner: Learner, body: nn.Module | None = None) -
 
     A head that every task initialises is adapted, but it is not a meta-parameter. That of `joint` is one.
     """
-    per_task = config.head_init != "learned" and not config.joint_head
-    head = learner.head_names if per_task else ()
+    head = () if config.head_init == "learned" or config.joint_head else learner.head_names
     return param_groups(learner if body is None else body, head, config.weight_decay > 0)
 
 
@@ -160,15 +137,22 @@ def frozen_tensors(learner: Learner, names: Collection[str] | None = None) -> di
         for name, value in learner.state_dict().items()
         if name not in trained and (names is None or name in names)
     }
-    return {
-        name: value.detach()
-        for name, value in learner.state_dict().items()
-        if name not in trained and (names is None or name in names)
-    }
 
 
-def copies_to_export(config: Config, tensors: dict[str, Tensor], writes: bool) -> dict[str, Tensor]:
-    """Copies in host memory on the rank that writes them; none with LoRA, whose base is not exported."""
+def copies_to_export(
+    config: Config,
+    ranks: ProcessGroups,
+    tensors: dict[str, Tensor],
+    writes: bool,
+    mark: str | None = None,
+    stage: int = 0,
+) -> dict[str, Tensor]:
+    """Copies in host memory on the rank that writes them; none with LoRA, whose base is not exported.
+
+    Refuses tensors that are not the same on all ranks. mark: their fingerprint, if some are not loaded.
+    Collective: world.
+    """
+    check_equal(ranks, mark or fingerprint(sorted(tensors.items())), stage)
     if config.lora_r or not writes:
         return {}
     return {name: value.cpu().clone() for name, value in tensors.items()}

@@ -13,7 +13,6 @@ gathered once per pass instead of once per pass and task; the gradients of all t
 tensor. Tasks are independent: a non-finite gradient of one task does not change the others.
 """
 
-import json
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from fmmeta.models.learner import objective, per_row
 from fmmeta.models.lora import TaskAxis
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.param_map import build_param_map, whole_parameters
+from fmmeta.parallel.param_map import build_param_map
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Update, VjpInput, Worker
 from fmmeta.tasks.batching import MicroBatch, Sets, merge_task_batches
 
@@ -82,7 +81,7 @@ class FullModelWorker(Worker):
 
     @torch.no_grad()
     def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        return [self._call(batch.to(self.device), want="features").float() for batch in batches]
+        return [self._call(batch, want="features").float() for batch in batches]
 
     @torch.no_grad()
     def logits(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -90,11 +89,11 @@ class FullModelWorker(Worker):
 
         Collective: group.
         """
-        return [self._call(batch.to(self.device)).float() for batch in batches]
+        return [self._call(batch).float() for batch in batches]
 
     def forward_features(self, batches: Sequence[MicroBatch]) -> SavedForward:
         with torch.set_grad_enabled(self.can_defer_backward):
-            outputs = [self._call(batch.to(self.device), want="both") for batch in batches]
+            outputs = [self._call(batch, want="both") for batch in batches]
         features = [each.detach().float() for each, _ in outputs]
         return SavedForward(features, outputs if self.can_defer_backward else None)
 
@@ -104,14 +103,14 @@ class FullModelWorker(Worker):
             for part in parts:
                 cotangent, saved = part.begin(), self._take_outputs(part.saved, part.batches)
                 for index, (batch, given) in enumerate(zip(part.batches, saved, strict=True)):
-                    outputs = given or self._call(batch.to(self.device), want="both")
+                    outputs: Outputs = given or self._call(batch, want="both")
                     product = vjp_loss(*outputs, cotangent(index, outputs[0].detach().float()))
                     stats[0] += product.detach()
                     left -= 1
                     self.backward(nan_gradient_if_nonfinite(product), last=left == 0)
             return self._finish(stats, update, everywhere)
 
-        return self.accumulate(run, into, buffered=not self.consensus_before_update)
+        return self.accumulate(run, into)
 
     def _finish(self, stats: Tensor, update: Update, skip_nonfinite_everywhere: bool) -> PassStats:
         stats[3] = self.apply(update, skip_nonfinite_everywhere)
@@ -129,7 +128,7 @@ class FullModelWorker(Worker):
         return outputs
 
     def _call(self, batch: MicroBatch, want: str = "logits") -> Any:
-        return self.model(**batch.inputs, want=want)
+        return self.model(**batch.to(self.device).inputs, want=want)
 
     def _loss(self, batch: MicroBatch, stats: Tensor, features: Tensor | None = None) -> Tensor:
         """This rank's share of the mean loss; adds to `stats`. features: of the rows, if already computed."""
@@ -162,20 +161,19 @@ class PlainWorker(FullModelWorker):
         self, model: nn.Module, groups: list[dict[str, Any]], device: torch.device, bf16: bool = False
     ) -> None:
         self.device, self.storage_device, self.group = device, device, Communicator(None, 0, 1, device)
-        if bf16:  # before the move to the device: frozen weights need no fp32 copy there
-            for param in model.parameters():
-                if not param.requires_grad:
-                    param.data = param.data.to(torch.bfloat16)
-        self.model = model.to(device)
         params = [param for group in groups for param in group["params"]]
-        self.theta = torch.cat([param.detach().float().reshape(-1) for param in params])
+        self.theta = torch.cat([param.detach().float().reshape(-1).to(device) for param in params])
         self.grad = torch.zeros_like(self.theta)
+        self.local_shards = [(self.theta, slice(0, self.theta.numel()))]
         names = {id(param): (name, tuple(param.shape)) for name, param in model.named_parameters()}
         group_names = [group["name"] for group in groups for _ in group["params"]]
-        self.params = build_param_map(params, whole_parameters(params), group_names, names, replicated=True)
-        if bf16:  # parameters only: buffers such as rotary tables would lose too much precision
-            for param in self.model.parameters():
+        self.params = build_param_map(
+            params, [[(p, 0, 0, p.numel())] for p in params], group_names, names, replicated=True
+        )
+        if bf16:  # before the move to the device: frozen weights need no fp32 copy there
+            for param in model.parameters():  # but not buffers: rotary tables would lose too much precision
                 param.data = param.data.to(torch.bfloat16)
+        self.model = model.to(device)
         self.working = params if bf16 else []  # bf16 parameters; fp32 parameters are the buffer itself
         sizes = [param.numel() for param in params]
         self.theta_views, self.grad_views = (
@@ -192,13 +190,6 @@ class PlainWorker(FullModelWorker):
                 if isinstance(module, nn.Embedding):
                     module.sparse = True
 
-    def read(self) -> Tensor:
-        return self.theta.clone()
-
-    def write(self, vector: Tensor) -> None:
-        self.theta.copy_(vector)
-        self.refresh()
-
     def refresh(self) -> None:
         if self.working:
             torch._foreach_copy_([param.data for param in self.working], self.theta_views)
@@ -211,9 +202,6 @@ class PlainWorker(FullModelWorker):
             torch._foreach_add_([view for view, _ in used], [grad for _, grad in used])
             for param in self.working:
                 param.grad = None
-
-    def local_shards(self) -> list[tuple[Tensor, slice]]:
-        return [(self.theta, slice(0, self.theta.numel()))]
 
     def apply(self, update: Update, skip_nonfinite_everywhere: bool) -> Tensor:
         bad = ~torch.isfinite(self.grad.sum())
@@ -235,19 +223,22 @@ class TaskBatch:
 
     def __init__(self, worker: FullModelWorker, axis: TaskAxis, theta: Tensor, tasks: int) -> None:
         self.worker, self.axis, self.tasks = worker, axis, tasks
-        own = {fragment.name: fragment.shape for fragment in worker.params.fragments}
-        shapes: dict[str, Any] = {}
-        for text in worker.group.gather_bytes(
-            json.dumps(own).encode()
-        ):  # a rank may hold no part of a small one
-            shapes |= json.loads(text)
-        self.shapes = {name: torch.Size(shapes[name]) for name in axis.names}
+        params = {name: worker.learner.get_parameter(name) for name in axis.names}
+        # ZeRO 3 empties the shapes
+        self.shapes = {name: getattr(param, "ds_shape", param.shape) for name, param in params.items()}
         numel = tasks * sum(shape.numel() for shape in self.shapes.values())
         self.phi, self.grad = (torch.zeros(numel, device=worker.device) for _ in range(2))
         self.blocks = self._blocks(self.phi)
-        self._fill(theta)
-        bf16 = next(p.dtype for p in worker.model.parameters() if p.is_floating_point()) == torch.bfloat16
-        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        parts = [
+            worker.params.assemble(theta, name, shape, lambda part: part).reshape(-1).to(worker.device)
+            for name, shape in self.shapes.items()
+        ]
+        flat = torch.cat(parts)
+        if not worker.params.replicated:
+            worker.group.sum_(flat)  # one reduction of the size of a task
+        for block, part in zip(self.blocks.values(), flat.split(list(map(len, parts))), strict=True):
+            block.copy_(part.view(block.shape[1:]))
+        self.dtype = next(iter(params.values())).dtype
         for name, grad in self._blocks(self.grad).items():
             self.blocks[name].requires_grad_().grad = grad
 
@@ -315,17 +306,3 @@ class TaskBatch:
             name: part.view(self.tasks, *shape)
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
-
-    def _fill(self, theta: Tensor) -> None:
-        """Set every task's phi from the group's shards of theta, by one reduction of the size of a task."""
-        params = self.worker.params
-        parts = [
-            params.assemble(theta, name, shape, lambda part: part).reshape(-1).to(self.phi.device)
-            for name, shape in self.shapes.items()
-        ]
-        flat = torch.cat(parts)
-        if not params.replicated:
-            self.worker.group.sum_(flat)
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        for block, part in zip(self.blocks.values(), flat.split(sizes), strict=True):
-            block.copy_(part.view(1, *block.shape[1:]).expand_as(block))

@@ -11,7 +11,6 @@ micro-batches and their lengths change from call to call.
 
 import contextlib
 import io
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from fmmeta.parallel.param_map import ParamNames
 from fmmeta.parallel.process_groups import subgroup
 from fmmeta.parallel.workers.base import CotangentFn, PassStats, SavedForward, Update, VjpInput
 from fmmeta.parallel.workers.full_model import nan_gradient_if_nonfinite, vjp_loss
-from fmmeta.parallel.workers.zero import EngineWorker, ShardOptimizer, import_deepspeed
+from fmmeta.parallel.workers.zero import EngineWorker, import_deepspeed
 from fmmeta.tasks.batching import MicroBatch
 
 StageInputs = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -51,35 +50,24 @@ class PipelineWorker(EngineWorker):
         width: int,
     ) -> None:
         """`names`, `groups`: of the stage's parameters; `width`: of the hidden states."""
-        deepspeed = import_deepspeed()
         self.group, self.device, self.coordinates = group, group.device, coordinates
         self.partition, self.stage, self.width = partition, stage, width
         self.counts_rows = stage.last
-        self.scale = 1.0  # undoes DeepSpeed's means over micro-batches and data ranks: we sum
         self.stats = torch.zeros(4, dtype=torch.float64, device=self.device)
-        self.collected: list[Tensor] = []  # features of the micro-batches of a pass
+        self.collected: list[Tensor] = []  # features of the micro-batches of a pass so far
         self.cotangent: CotangentFn = lambda number, features: features  # of the current vjp
-        self.num_seen = 0  # micro-batches of it so far
         data, last, tied = coordinates.data, coordinates.stages - 1, partition.tied
         ends = [rank for rank in range(coordinates.group_size) if rank // data in (0, last)]
         self.ends = subgroup(group, ends) if tied else None
-        self.shard_optimizer = ShardOptimizer(groups)
-        tied_param = next((p for p in stage.body.parameters() if tied and names[id(p)][0] == tied), None)
-        self.tied_shape = () if tied_param is None else tuple(tied_param.shape)
-        module = self._module(deepspeed, tied_param)
-        engine, *_ = deepspeed.initialize(
-            model=module, optimizer=self.shard_optimizer, config=config, dist_init_required=False
-        )
-        if data == 1 and engine.optimizer is self.shard_optimizer:
-            engine.pipeline_enable_backward_allreduce = False  # over one rank it would copy all gradients
-        held = {name for name, _ in names.values()}
-        replicated = config["zero_optimization"]["stage"] == 0 and not config["bf16"]["enabled"]
-        not_owned = {tied} & held if coordinates.stage > 0 else set()
-        if replicated and coordinates.data_rank > 0:
-            not_owned = held
-        self.attach(engine, coordinates.data_rank, names, [n for n in not_owned if n], replicated=False)
+        self.tied = next((p for p in stage.body.parameters() if tied and names[id(p)][0] == tied), None)
+        not_owned = [tied] if tied and coordinates.stage > 0 else []
+        self.start_engine(self._module(self.tied), groups, config, names, not_owned)
+        if data == 1 and self.engine.optimizer is self.shard_optimizer:
+            self.engine.pipeline_enable_backward_allreduce = (
+                False  # over one rank it would copy all gradients
+            )
 
-    def _module(self, deepspeed: Any, tied: nn.Parameter | None) -> Any:
+    def _module(self, tied: nn.Parameter | None) -> Any:
         """A PipelineModule whose layers are complete stages.
 
         It gets the tied weight and its process groups from here and does not look for them.
@@ -89,7 +77,7 @@ class PipelineWorker(EngineWorker):
         subsets = [subgroup(self.group, pair) for pair in pairs]
         reduced = [(tied, own.backend) for own in subsets if own is not None and tied is not None]
 
-        class Stages(deepspeed.pipe.PipelineModule):
+        class Stages(import_deepspeed().pipe.PipelineModule):
             def _index_tied_modules(self) -> dict[str, Any]:
                 return {}
 
@@ -98,7 +86,6 @@ class PipelineWorker(EngineWorker):
 
         layers: list[Any] = [nn.Identity] * (last + 1)  # the stages of other ranks are never built
         layers[self.coordinates.stage] = self.stage
-        os.environ.setdefault("LOCAL_RANK", "0")
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its plan
             module = Stages(
                 layers,
@@ -116,8 +103,8 @@ class PipelineWorker(EngineWorker):
         round the two differently.
         """
         tied = self.partition.tied
-        if self.ends is not None and tied is not None:
-            value = self.params.assemble(vector, tied, self.tied_shape, self.ends.sum_)
+        if self.ends is not None and self.tied is not None and tied is not None:
+            value = self.params.assemble(vector, tied, self.tied.shape, self.ends.sum_)
             self.params.put(vector, tied, value)
         super().write(vector)
 
@@ -167,8 +154,12 @@ class PipelineWorker(EngineWorker):
         return PassStats(self.group.sum_(self.stats))
 
     def _evaluate(self, batches: Sequence[MicroBatch], want: str = "logits") -> None:
-        inputs = self._begin(batches, want)
-        self.engine.eval_batch(inputs, reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
+        self.engine.eval_batch(
+            self._begin(batches, want),
+            reduce_output=None,
+            bcast_loss=False,
+            num_micro_batches=len(batches),
+        )
 
     def _begin(self, batches: Sequence[MicroBatch], want: str) -> Iterator[StageInputs]:
         """Start a pass in which the last stage returns `want` (see Learner).
@@ -177,10 +168,11 @@ class PipelineWorker(EngineWorker):
         """
         count = len(batches) * self.coordinates.data
         self.engine.set_train_batch_size(count)
-        self.scale, self.stage.want = float(count), want
+        self.scale = float(count)  # undoes DeepSpeed's means over micro-batches and data ranks: we sum
+        self.stage.want = want
         self.engine.total_loss = None  # eval_batch adds to that of the last train_batch
         self.stats = torch.zeros_like(self.stats)
-        self.collected, self.num_seen = [], 0
+        self.collected = []
         self.stage.input_names = tuple(batches[0].inputs)
         # the loss function is fixed, so everything that an objective needs is sent with the labels
         return (
@@ -195,8 +187,9 @@ class PipelineWorker(EngineWorker):
             return outputs.new_zeros(())
         if self.stage.want == "both":
             features, logits = outputs
-            loss = vjp_loss(features, logits, self.cotangent(self.num_seen, features.detach().float()))
-            self.num_seen += 1
+            seen = features.detach().float()
+            loss = vjp_loss(features, logits, self.cotangent(len(self.collected), seen))
+            self.collected.append(seen)
             self.stats[0] += loss.detach()
             return nan_gradient_if_nonfinite(loss) * self.scale
         labels, weights, classes, *tensors = loaded

@@ -12,8 +12,9 @@ this module only.
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -29,7 +30,6 @@ from fmmeta.parallel.param_map import (
     TensorSlice,
     build_param_map,
     complement,
-    whole_parameters,
 )
 from fmmeta.parallel.workers.base import Update, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
@@ -57,15 +57,9 @@ class Shards:
     replicated: bool
     nonfinite_consensus: Consensus = "engine"
 
-    def zero_padding(self) -> None:
-        """Set the elements that belong to no parameter to zero."""
-        for tensor, pieces in zip(self.tensors, self.pieces, strict=True):
-            for gap in complement([slice(at, at + length) for _, at, _, length in pieces], tensor.numel()):
-                tensor[gap] = 0
 
-
-def of_engine(engine: Any, group_rank: int) -> Shards:
-    """Find the shards of a `deepspeed.initialize`d engine on its rank `group_rank`.
+def of_engine(engine: Any, rank: int) -> Shards:
+    """Find the shards of a `deepspeed.initialize`d engine. rank: among the ranks that DeepSpeed shards over.
 
     Raises `TypeError` for an optimizer wrapper that is not known here.
     """
@@ -75,42 +69,32 @@ def of_engine(engine: Any, group_rank: int) -> Shards:
             f"DeepSpeed optimizer wrapper {wrapper} is not one of {', '.join(ADAPTERS)}; "
             "use a tested DeepSpeed version (setup.py)"
         )
-    return ADAPTERS[wrapper](engine.optimizer, group_rank)
+    return ADAPTERS[wrapper](engine.optimizer, rank)
 
 
-def _whole(
-    masters: Iterable[Tensor],
-    params: list[nn.Parameter],
-    groups: Iterable[dict[str, Any]],
-    refresh: Callable[[], None],
-) -> Shards:
-    """ZeRO 0: every rank holds every parameter, in one shard each."""
-    names = [group["name"] for group in groups for _ in group["params"]]
-    tensors = [master.data.view(-1) for master in masters]
-    return Shards(
-        tensors, whole_parameters(params), names, refresh, replicated=True, nonfinite_consensus="optimizer"
-    )
+def _zero_0(wrapper: Any, rank: int) -> Shards:
+    """ZeRO 0: every rank holds every parameter, in one shard each.
 
-
-def _unsharded(optimizer: Any, group_rank: int) -> Shards:
-    """ZeRO 0, fp32: the parameters are the shards."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return _whole(params, params, optimizer.param_groups, lambda: None)
-
-
-def _unfused(wrapper: Any, group_rank: int) -> Shards:
-    """ZeRO 0, bf16: FP16_UnfusedOptimizer keeps one fp32 copy per parameter."""
-    masters = [master for group in wrapper.fp32_groups for master in group]
-    params = [param for group in wrapper.fp16_groups for param in group]
+    In fp32 the parameters are the shards. In bf16 FP16_UnfusedOptimizer keeps one fp32 copy per parameter.
+    """
+    shards = [param for group in wrapper.param_groups for param in group["params"]]
+    names = [group["name"] for group in wrapper.param_groups for _ in group["params"]]
+    bf16 = [param for group in getattr(wrapper, "fp16_groups", ()) for param in group]
 
     def refresh() -> None:
-        torch._foreach_copy_([param.data for param in params], [master.data for master in masters])
+        if bf16:
+            torch._foreach_copy_([param.data for param in bf16], [shard.data for shard in shards])
 
-    return _whole(masters, params, wrapper.param_groups, refresh)
+    tensors = [shard.data.view(-1) for shard in shards]
+    pieces = [[(param, 0, 0, param.numel())] for param in bf16 or shards]
+    return Shards(tensors, pieces, names, refresh, True, "optimizer")
 
 
-def _linked(wrapper: Any, partitions: list[Tensor], groups: Any, consensus: Consensus) -> Shards:
-    """DeepSpeed links each parameter to its slice of the flat partition of its group."""
+def _zero_1_2(partitions: str, groups: str, wrapper: Any, rank: int) -> Shards:
+    """ZeRO 1 and 2: DeepSpeed links each parameter to its slice of the flat partition of its group.
+
+    partitions, groups: attributes of the wrapper with the fp32 partitions and the parameters of each group.
+    """
     pieces = [
         [
             (
@@ -122,23 +106,15 @@ def _linked(wrapper: Any, partitions: list[Tensor], groups: Any, consensus: Cons
             for param in params
             if param._hp_mapping is not None
         ]
-        for params in groups
+        for params in getattr(wrapper, groups)
     ]
+    tensors = [partition.data for partition in getattr(wrapper, partitions)]
     names = [group["name"] for group in wrapper.optimizer.param_groups]
-    tensors = [partition.data for partition in partitions]
+    consensus = "engine" if getattr(wrapper, "compute_grad_norm", True) else "none"
     return Shards(tensors, pieces, names, wrapper.update_lp_params, False, consensus)
 
 
-def _zero_1_2(wrapper: Any, group_rank: int) -> Shards:
-    consensus: Consensus = "engine" if wrapper.compute_grad_norm else "none"
-    return _linked(wrapper, wrapper.single_partition_of_fp32_groups, wrapper.bit16_groups, consensus)
-
-
-def _zero_1_bf16(wrapper: Any, group_rank: int) -> Shards:
-    return _linked(wrapper, wrapper.fp32_groups_flat_partition, wrapper.bf16_groups, "engine")
-
-
-def _zero_3(wrapper: Any, group_rank: int) -> Shards:
+def _zero_3(wrapper: Any, rank: int) -> Shards:
     """ZeRO 3: every parameter is cut into equal parts over the ranks, and the parts of a sub-group are
     consecutive.
     """
@@ -147,15 +123,12 @@ def _zero_3(wrapper: Any, group_rank: int) -> Shards:
         at, found = 0, []
         for param in sub_group:
             part = param.partition_numel()
-            offset = group_rank * part
+            offset = rank * part
             length = max(0, min(part, param.ds_numel - offset))
             if length:
                 found.append((param, at, offset, length))
             at += part
         pieces.append(found)
-    names = [
-        wrapper.optimizer.param_groups[wrapper.sub_group_to_group_id[i]]["name"] for i in range(len(pieces))
-    ]
 
     def refresh() -> None:
         wrapper._partition_all_parameters()
@@ -164,15 +137,16 @@ def _zero_3(wrapper: Any, group_rank: int) -> Shards:
         if wrapper.persistent_parameters:
             wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
 
-    tensors = [t.data for t in wrapper.fp32_partitioned_groups_flat]
-    return Shards(tensors, pieces, names, refresh, replicated=False)
+    tensors = [partition.data for partition in wrapper.fp32_partitioned_groups_flat]
+    groups = [wrapper.optimizer.param_groups[wrapper.sub_group_to_group_id[i]] for i in range(len(pieces))]
+    return Shards(tensors, pieces, [group["name"] for group in groups], refresh, replicated=False)
 
 
 ADAPTERS: dict[str, Callable[[Any, int], Shards]] = {
-    "ShardOptimizer": _unsharded,
-    "FP16_UnfusedOptimizer": _unfused,
-    "DeepSpeedZeroOptimizer": _zero_1_2,
-    "BF16_Optimizer": _zero_1_bf16,
+    "ShardOptimizer": _zero_0,
+    "FP16_UnfusedOptimizer": _zero_0,
+    "DeepSpeedZeroOptimizer": partial(_zero_1_2, "single_partition_of_fp32_groups", "bit16_groups"),
+    "BF16_Optimizer": partial(_zero_1_2, "fp32_groups_flat_partition", "bf16_groups"),
     "DeepSpeedZeroOptimizer_Stage3": _zero_3,
 }
 
@@ -189,7 +163,7 @@ class ShardOptimizer(torch.optim.Optimizer):
         self.update: Update | None = None
         self.reject_nonfinite: Callable[[Tensor], Tensor] | None = None
         self.slices: dict[int, slice] = {}  # address of a shard -> its slice of the vector
-        self.bad: Tensor | None = None  # whether this rank found a gradient that is not finite
+        self.bad = torch.tensor(False)  # whether this rank found a gradient that is not finite
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -206,14 +180,12 @@ class ShardOptimizer(torch.optim.Optimizer):
             if param.grad is not None
         ]
         for _, grad in pairs:
-            bad = ~torch.isfinite(grad.sum())
-            self.bad = bad if self.bad is None else self.bad | bad
-        rejected = None
+            self.bad = self.bad | ~torch.isfinite(grad.sum())
         if self.reject_nonfinite is not None:
-            rejected = self.reject_nonfinite(torch.tensor(False) if self.bad is None else self.bad)
-        for param, grad in pairs:
-            if rejected is not None:
+            rejected = self.reject_nonfinite(self.bad)
+            for _, grad in pairs:
                 grad.masked_fill_(rejected.to(grad.device), 0.0)
+        for param, grad in pairs:
             self.update(param.data.view(-1), grad, self.slices[param.data_ptr()])
 
 
@@ -224,52 +196,58 @@ class EngineWorker(Worker):
     shard_optimizer: ShardOptimizer
     coordinates: GroupCoordinates
 
-    def attach(
+    def start_engine(
         self,
-        engine: Any,
-        shard_rank: int,
+        model: nn.Module,
+        groups: list[dict[str, Any]],
+        config: dict[str, Any],
         names: ParamNames,
         not_owned: Collection[str] = (),
-        replicated: bool | None = None,
-        cuts: Mapping[str, TensorSlice] | None = None,
     ) -> None:
-        """Find the shards of `engine`, whose client optimizer is `shard_optimizer`.
+        """Start DeepSpeed with `shard_optimizer` and find its shards. Collective: group.
 
-        shard_rank: among the ranks that DeepSpeed shards over. replicated: None where the optimizer wrapper
-        decides. The rest: see build_param_map.
+        not_owned: names of parameters that another rank owns.
         """
-        self.engine, self.data_ranks = engine, self.coordinates.data
-        self.shards = shards = of_engine(engine, shard_rank)
-        replicated = shards.replicated if replicated is None else replicated
+        data, data_rank = self.coordinates.data, self.coordinates.data_rank
+        self.shard_optimizer, self.data_ranks = ShardOptimizer(groups), data
+        self.engine, *_ = import_deepspeed().initialize(
+            model=model, optimizer=self.shard_optimizer, config=config, dist_init_required=False
+        )
+        rank, cuts = self.coordinates.tensor_rank, dict[str, TensorSlice | None]()
+        for param in model.parameters() if self.coordinates.tensor > 1 else ():
+            name, shape = names[id(param)]
+            cuts[name] = slice_of(shape, tuple(param.shape), rank)
+        if rank:  # tensor rank 0 owns the parameters that are not split
+            not_owned = [name for name, cut in cuts.items() if cut is None]
+        self.shards = shards = of_engine(self.engine, data_rank)
+        replicated = shards.replicated and data == self.coordinates.group_size
+        if shards.replicated and not replicated and data_rank:  # stages or tensor ranks: data rank 0 owns all
+            not_owned = {name for name, _ in names.values()}
         self.params = build_param_map(
             shards.tensors, shards.pieces, shards.group_names, names, replicated, not_owned, cuts
         )
         self.storage_device = shards.tensors[0].device
         self.consensus_before_update = shards.nonfinite_consensus != "none" and self.coordinates.tensor == 1
-        shards.zero_padding()
+        for tensor, pieces in zip(shards.tensors, shards.pieces, strict=True):
+            for gap in complement([slice(at, at + length) for _, at, _, length in pieces], tensor.numel()):
+                tensor[gap] = 0  # padding
         ends = [0, *accumulate(tensor.numel() for tensor in shards.tensors)]
-        self.slices = [slice(begin, end) for begin, end in pairwise(ends)]
-        addresses = [tensor.data_ptr() for tensor in shards.tensors]
-        self.shard_optimizer.slices = dict(zip(addresses, self.slices, strict=True))
+        slices = [slice(begin, end) for begin, end in pairwise(ends)]
+        self.local_shards = list(zip(shards.tensors, slices, strict=True))
+        self.shard_optimizer.slices = {shard.data_ptr(): where for shard, where in self.local_shards}
 
-    def set_exactly(self, exact: Iterable[tuple[str, Tensor]]) -> None:
-        """Write complete fp32 parameters to the shards: DeepSpeed copies its own from weights rounded to
-        bf16.
+    def set_exactly(self, read: Callable[[str], Tensor]) -> None:
+        """Write fp32 parameters to the shards: DeepSpeed copies its own from weights rounded to bf16.
+
+        read: returns a complete parameter by its name. Collective: group.
         """
         theta = self.read()
-        for name, value in exact:
-            self.params.put(theta, name, value)
+        for name in {fragment.name for fragment in self.params.fragments}:
+            self.params.put(theta, name, read(name))
         self.write(theta)
 
-    def read(self) -> Tensor:
-        return torch.cat(self.shards.tensors)
-
-    def write(self, vector: Tensor) -> None:
-        torch._foreach_copy_(self.shards.tensors, [vector[where] for where in self.slices])
+    def refresh(self) -> None:
         self.shards.refresh()
-
-    def local_shards(self) -> list[tuple[Tensor, slice]]:
-        return list(zip(self.shards.tensors, self.slices, strict=True))
 
     def engine_step(
         self, run: Callable[[], Any], update: Update, skip_nonfinite_everywhere: bool = False
@@ -279,15 +257,12 @@ class EngineWorker(Worker):
         Returns whether the step was skipped or this rank found a non-finite gradient, as a 0-d tensor.
         """
         optimizer = self.shard_optimizer
-        optimizer.update, optimizer.bad, optimizer.reject_nonfinite = update, None, None
+        optimizer.update, optimizer.bad, optimizer.reject_nonfinite = update, torch.tensor(False), None
         if skip_nonfinite_everywhere and self.shards.nonfinite_consensus == "optimizer":
             optimizer.reject_nonfinite = lambda bad: self.group.sum_(bad.to(self.device, torch.float32)) > 0
         run()
         optimizer.update = None
-        skipped = not self.engine.was_step_applied()
-        if skipped or optimizer.bad is None:
-            return torch.tensor(skipped, device=self.device)
-        return optimizer.bad.to(self.device)
+        return optimizer.bad.to(self.device) | (not self.engine.was_step_applied())
 
 
 class DeepSpeedWorker(EngineWorker, FullModelWorker):
@@ -305,10 +280,9 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
         config: dict[str, Any],
         group: Communicator,
         coordinates: GroupCoordinates,
-        exact: Iterable[tuple[str, Tensor]] | None = None,
+        read: Callable[[str], Tensor] | None = None,
     ) -> None:
-        """exact: complete fp32 parameters by name, if `model` was sharded while loading (ZeRO 3)."""
-        deepspeed = import_deepspeed()
+        """read: returns a complete fp32 parameter by name, if `model` was sharded while loading (ZeRO 3)."""
         self.group, self.device, self.coordinates = group, group.device, coordinates
         self.counts_rows = coordinates.tensor_rank == 0
         named = [(name, param) for name, param in model.named_parameters()]
@@ -317,26 +291,12 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
         stage, bf16 = config["zero_optimization"]["stage"], config["bf16"]["enabled"]
         # ZeRO 3 follows the order of modules, forward and back; not tested with tensor parallelism
         self.can_defer_backward = coordinates.tensor == 1 and stage < 3
-        if bf16 and exact is None:
-            exact = [(name, param.detach().clone()) for name, param in named if param.requires_grad]
-        self.shard_optimizer = ShardOptimizer(groups)
-        self.model, *_ = deepspeed.initialize(
-            model=model, optimizer=self.shard_optimizer, config=config, dist_init_required=False
-        )
-        if coordinates.tensor == 1:
-            self.attach(self.model, group.rank, names)
-        else:
-            rank, cuts = coordinates.tensor_rank, {}
-            for param in model.parameters():
-                name, shape = names[id(param)]
-                if cut := slice_of(shape, tuple(param.shape), rank):
-                    cuts[name] = cut
-            not_owned = {name for name, _ in names.values() if rank and name not in cuts}
-            if coordinates.data_rank and stage == 0:  # data ranks hold the same shards
-                not_owned = {name for name, _ in names.values()}
-            self.attach(self.model, coordinates.data_rank, names, not_owned, False, cuts)
-        if bf16 and exact is not None:
-            self.set_exactly(exact)
+        if bf16 and read is None:
+            read = {name: param.detach().clone() for name, param in named if param.requires_grad}.__getitem__
+        self.start_engine(model, groups, config, names)
+        self.model = self.engine
+        if bf16 and read is not None:
+            self.set_exactly(read)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
@@ -349,10 +309,8 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
 
 def slice_of(whole: tuple[int, ...], part: tuple[int, ...], rank: int) -> TensorSlice | None:
     """The part of a parameter that a tensor-parallel rank holds, given both shapes; None if it holds all."""
-    if whole == part:
-        return None
-    (dim,) = [i for i, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
-    return TensorSlice(dim, rank * part[dim], part[dim])
+    sizes = enumerate(zip(whole, part, strict=True))
+    return next((TensorSlice(dim, rank * own, own) for dim, (size, own) in sizes if own != size), None)
 
 
 def shard_while_loading(stream: LazyModel, config: dict[str, Any]) -> None:
@@ -360,11 +318,10 @@ def shard_while_loading(stream: LazyModel, config: dict[str, Any]) -> None:
 
     Collective: group.
     """
-    deepspeed = import_deepspeed()
-    # Its context is for constructors, and here the module exists already. With a module it also gives torch a
-    # linear layer that does not keep the gathered weight for the backward pass: without that every layer
-    # would be complete on every rank by then.
-    context = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
+    # DeepSpeed's context is for constructors, and here the module exists already. With a module it also gives
+    # torch a linear layer that does not keep the gathered weight for the backward pass: without that every
+    # layer would be complete on every rank by then.
+    context = import_deepspeed().zero.Init(module=nn.Module(), config_dict_or_path=config)
 
     def shard(param: nn.Parameter) -> None:
         if config["bf16"]["enabled"]:
@@ -385,7 +342,6 @@ def import_deepspeed() -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # deprecated names that DeepSpeed still calls
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    if deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm"):
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)
     return deepspeed
