@@ -66,7 +66,7 @@ def scores_by_step(inner: InnerLoop, worker: Worker, theta: Tensor, episode: Epi
 
     The worker holds theta before and after. Collective: group.
     """
-    passes = inner.scores_after_each_step(worker, theta, episode.support, episode.query)
+    passes = inner.scores_after_each_step(worker, theta, episode)
     worker.write(theta)
     losses = [one.loss if one.finite else math.inf for one in passes]
     return torch.tensor([losses, [one.accuracy for one in passes]], dtype=torch.float64)

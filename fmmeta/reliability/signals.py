@@ -24,8 +24,21 @@ from fmmeta.common.errors import EXIT_STOPPED
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_S = 5.0  # a repeat within this time counts as the same signal
-SHELLS = {"ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh"}
-SHELLS |= {"init", "screen", "systemd", "tmux: server"}
+SHELLS = (
+    "ash",
+    "bash",
+    "csh",
+    "dash",
+    "fish",
+    "ksh",
+    "sh",
+    "tcsh",
+    "zsh",
+    "init",
+    "screen",
+    "systemd",
+    "tmux: server",
+)
 
 
 class Signals:

@@ -176,8 +176,8 @@ def test_the_choice_is_the_highest_accuracy_then_the_lowest_loss():
                 10.0: [(0.2, 1.6), (1.0, float("nan")), (1.0, float("inf"))],
             }
             return [
-                validation.StepScores(
-                    0, [loss for _, loss in table[inner]], [accuracy for accuracy, _ in table[inner]]
+                validation.HeldOutScore(
+                    0, "", [loss for _, loss in table[inner]], [accuracy for accuracy, _ in table[inner]]
                 )
             ]
 
