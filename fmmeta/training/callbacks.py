@@ -160,10 +160,10 @@ class NonfiniteLimit(Callback):
     def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
         """Raises `UsageError`, on all ranks alike."""
         if run.state.bad_steps >= run.config.max_bad_steps:
-            steps = f"{run.state.bad_steps} outer steps in a row (the last is {run.state.outer_step})"
             raise UsageError(
-                f"inner_lr={run.config.inner_lr}: no task was finite in {steps}; lower --inner_lr or"
-                " --outer_lr, and continue from the last checkpoint"
+                f"inner_lr={run.config.inner_lr}: no task was finite in {run.state.bad_steps} outer steps in a"
+                f" row (the last is {run.state.outer_step}); lower --inner_lr or --outer_lr, and continue from"
+                " the last checkpoint"
             )
 
 

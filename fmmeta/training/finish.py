@@ -23,7 +23,7 @@ from fmmeta.report.data import AFTER, BEFORE, FROM_START
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.tasks.sources.load import Sources
 from fmmeta.training.loop import Run
-from fmmeta.training.validation import TEST, HeldOut, HeldOutScore, per_stratum
+from fmmeta.training.validation import TEST, VALID, HeldOut, HeldOutScore, per_stratum
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Compared:
     gain: tuple[Interval, Interval]
     strata: dict[str, tuple[float, float]]  # accuracy after adaptation: from the start, meta-trained
     episodes: int
-    loop: BaselineLoop | None = None  # of the baseline
+    loop: BaselineLoop  # of the baseline
 
     @property
     def accuracies(self) -> dict[str, float]:
@@ -135,14 +135,13 @@ class Compared:
     def facts(self) -> dict[str, Any]:
         """The entries of run.json."""
         pairs = {**self.rows, "gain": self.gain}
-        loop = {} if self.loop is None else {"baseline_inner_loop": asdict(self.loop)}
         return strict(
             {
                 **{name: {"accuracy": accuracy, "loss": loss} for name, (accuracy, loss) in pairs.items()},
                 "per_stratum": {name: trained for name, (_, trained) in self.strata.items()},
                 "per_stratum_at_start": {name: started for name, (started, _) in self.strata.items()},
                 "episodes": self.episodes,
-                **loop,
+                "baseline_inner_loop": asdict(self.loop),
             }
         )
 
@@ -194,12 +193,14 @@ def choose_loop(
     count = min(CHOICE_EPISODES, config.test_episodes)
     found: list[tuple[float, float, float, int]] = []
     for number, scale in enumerate(SCALES, 1):
-        scores = held_out.step_scores(
+        scores = held_out.scores(
             source,
-            count,
+            VALID,
             f"inner loop of the baseline, rate {number} of {len(SCALES)}, validation tasks",
             initial.theta,
             setup.inner.variant(initial.rates, scale, most),
+            each_step=True,
+            count=count,
         )
         between()
         for step in range(1, most + 1):
@@ -214,9 +215,7 @@ def choose_loop(
     return BaselineLoop(scale, step, len(scores))
 
 
-def compare(
-    trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore], loop: BaselineLoop | None = None
-) -> Compared:
+def compare(trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore], loop: BaselineLoop) -> Compared:
     """Summarise scores from theta (`trained`) and from the initial weights (`started`).
 
     Episodes that have failed to load in one of the passes do not count.
@@ -250,7 +249,7 @@ def show(compared: Compared, config: Config, table: Table) -> None:
     """Show the table, and one by stratum where there are several."""
     rows = [[name, percent(accuracy), f"{loss[0]:.4f}"] for name, (accuracy, loss) in compared.rows.items()]
     loop = compared.loop
-    if loop is not None and loop.steps:
+    if loop.steps:
         rows[1][0] += f" (inner_lr {config.inner_lr * loop.scale:.3g}, {loop.steps} steps)"
     gain, fall = compared.gain
     rows.append(["gain of meta-training (paired)", percent(gain), format_interval(fall)])

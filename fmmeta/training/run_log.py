@@ -150,8 +150,7 @@ class RunLogger(Callback):
 
     def write_pending_line(self, run: "Run") -> None:
         """Append the last line if the previous writer group died before writing it. Collective: world."""
-        last = torch.tensor(self.metrics.last if self.metrics else 0)
-        last = int(run.ranks.world.broadcast_(last, 0))
+        last = int(run.ranks.world.broadcast_(torch.tensor(self.metrics.last if self.metrics else 0), 0))
         if self.line is not None and last < self.line["step"] <= run.state.outer_step:
             self._log(run, self.line)
 

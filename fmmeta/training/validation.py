@@ -66,24 +66,23 @@ class HeldOut:
         self.file, self.should_stop = folder / FINISHED, should_stop
 
     def scores(
-        self, source: TaskSource, stream: int, what: str, theta: Tensor, learning: EvaluationMethod
+        self,
+        source: TaskSource,
+        stream: int,
+        what: str,
+        theta: Tensor,
+        learning: EvaluationMethod,
+        each_step: bool = False,
+        count: int | None = None,
     ) -> list[HeldOutScore]:
-        """Scores of the episodes of a stream: the same ones every time. Collective: world."""
-        tasks, reader = self.tasks(source, stream), self.reader(source)
-        return self.score_tasks(tasks, reader, what, theta, learning, keep=stream == TEST)
-
-    def step_scores(
-        self, source: TaskSource, count: int, what: str, theta: Tensor, inner: InnerLoop
-    ) -> list[HeldOutScore]:
-        """Scores after each inner step, of the first `count` validation episodes. Collective: world."""
-        tasks, reader = self.tasks(source, VALID, count), self.reader(source)
-        return self.score_tasks(tasks, reader, what, theta, inner, each_step=True, keep=True)
+        """Scores of the first `count` episodes of a stream: the same ones every time. Collective: world."""
+        tasks, keep = self.tasks(source, stream, count), each_step or stream == TEST
+        return self.score_tasks(tasks, self.reader(source), what, theta, learning, each_step, keep)
 
     def tasks(self, source: TaskSource, stream: int, count: int | None = None) -> list[Task]:
         """The first `count` tasks of a stream (default: test_episodes or eval_episodes)."""
         config = self.config
-        if count is None:
-            count = config.test_episodes if stream == TEST else config.eval_episodes
+        count = count or (config.test_episodes if stream == TEST else config.eval_episodes)
         return Schedule(
             source.items, count, config.seed, stream, shuffle=False, sizes=source.size
         ).meta_batch(0)

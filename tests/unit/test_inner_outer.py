@@ -33,7 +33,7 @@ from fmmeta.tasks.batching import Batcher, Episode, Example
 from fmmeta.tasks.loader import LoadResult
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.training.episodes import EpisodeReader
-from fmmeta.training.finish import compare, show
+from fmmeta.training.finish import BaselineLoop, compare, show
 from fmmeta.training.validation import HeldOut, HeldOutScore, per_stratum
 from tests.unit.helpers import one_rank
 from tests.unit.learners import batches_of, bert, config_of, episode_of, gradient_of, llama, task_gradient
@@ -660,7 +660,7 @@ def test_gains_are_paired_over_the_episodes_that_both_passes_have():
     started = [
         HeldOutScore(slot, "s", [0, 1.5], [0, accuracy]) for slot, accuracy in [(1, 0.5), (2, 0.0), (3, 0.6)]
     ]
-    compared = compare(trained, started)
+    compared = compare(trained, started, BaselineLoop(1.0, 0))
     assert compared.episodes == 2
     assert compared.gain[0][0] == pytest.approx((0.3 + 0.4) / 2)
     assert compared.accuracies == pytest.approx({"before": 0, "after": 0.9, "after_from_start": 0.55})
@@ -690,7 +690,9 @@ def test_summaries_of_scores():
 def test_one_held_out_episode_has_no_interval():
     shown: list[Sequence[str]] = []
     compared = compare(
-        [HeldOutScore(0, "a", [1.0, 0.5], [0.2, 0.6])], [HeldOutScore(0, "a", [1.5, 0.75], [0.1, 0.4])]
+        [HeldOutScore(0, "a", [1.0, 0.5], [0.2, 0.6])],
+        [HeldOutScore(0, "a", [1.5, 0.75], [0.1, 0.4])],
+        BaselineLoop(1.0, 0),
     )
     show(compared, Config(), lambda title, header, rows: shown.extend(rows))
     assert [row[1:] for row in shown] == [
