@@ -161,9 +161,9 @@ class NonfiniteLimit(Callback):
         """Raises `UsageError`, on all ranks alike."""
         if run.state.bad_steps >= run.config.max_bad_steps:
             raise UsageError(
-                f"inner_lr={run.config.inner_lr}: no task was finite in {run.state.bad_steps} outer steps in a"
-                f" row (the last is {run.state.outer_step}); lower --inner_lr or --outer_lr, and continue from"
-                " the last checkpoint"
+                f"inner_lr={run.config.inner_lr}: no task was finite in {run.state.bad_steps} outer steps in"
+                f" a row (the last is {run.state.outer_step}); lower --inner_lr or --outer_lr, and continue"
+                " from the last checkpoint"
             )
 
 
