@@ -284,8 +284,11 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
     )
     prompt = None
     if find(config.algorithm).in_prompt:
-        positions = max_positions(inputs.description.hf_config)
-        prompt = partial(prompted, bos_token_id=inputs.tokenizer.bos_token_id, positions=positions)
+        prompt = partial(
+            prompted,
+            bos_token_id=inputs.tokenizer.bos_token_id,
+            positions=max_positions(inputs.description.hf_config),
+        )
     return Runtime(
         worker,
         MetaParameters.of(theta, setup.inner),

@@ -49,7 +49,7 @@ class TrainingState:
         self.outer = OuterOptimizer(self.meta_params, parts.worker, config)
         self.updates = DelayedUpdate(self.outer, ranks.cross, config)
         self.best = Best() if config.load_best_model_at_end else None
-        self.parts = [self.meta_params, self.outer, self.updates, *([self.best] if self.best else [])]
+        self.stateful = [self.meta_params, self.outer, self.updates, *([self.best] if self.best else [])]
         self.spikes = Spikes()
         self.outer_step, self.bad_steps, self.tasks = 0, 0, {"seen": 0, "bad": 0}
         self.validated = 0  # the last outer step whose validation is complete
@@ -72,7 +72,7 @@ class TrainingState:
         """All of it, uncopied. Collective: cross."""
         counts = {"outer_step": self.outer_step, "validated": self.validated, "bad_steps": self.bad_steps}
         state = StateDict(facts={**counts, "tasks": self.tasks, "losses": self.spikes.state, "best": {}})
-        for part in self.parts:
+        for part in self.stateful:
             part.add_state(state)
         state.facts["vectors"] = list(state.vectors)
         return state
@@ -80,7 +80,7 @@ class TrainingState:
     def load_state_dict(self, state: StateDict) -> None:
         """Restore what `state_dict` returned; the worker is not written. Local."""
         facts = state.facts
-        for part in self.parts:
+        for part in self.stateful:
             part.load_state(state)
         self.outer_step, self.bad_steps, self.tasks = facts["outer_step"], facts["bad_steps"], facts["tasks"]
         self.validated = facts.get("validated", self.outer_step)  # absent in checkpoints of 0.1.0
