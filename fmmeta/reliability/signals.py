@@ -90,8 +90,11 @@ class Signals:
         elif self.state == "running" and not self.asked:
             self.at, self.asked = now, name  # in this order: another thread reads `at` if `asked` is set
         elif self.state == "running" and now - self.at > SAME_S:
-            text = f"{name} again: the process ends at once, the last checkpoint is complete"
-            print(f"fmmeta: {text}", file=sys.stderr, flush=True)
+            print(
+                f"fmmeta: {name} again: the process ends at once, the last checkpoint is complete",
+                file=sys.stderr,
+                flush=True,
+            )
             self.leave(code)
 
     def _listen(self) -> None:

@@ -192,6 +192,10 @@ class Metrics:
             self.failed = False
         except OSError as error:
             if not self.failed:
-                text = f"{self.file} cannot be written ({error.strerror}); its lines are lost until it can"
-                print(f"fmmeta: {text}", file=sys.stderr, flush=True)
+                print(
+                    f"fmmeta: {self.file} cannot be written ({error.strerror}); its lines are lost until it"
+                    " can",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self.failed = True

@@ -497,8 +497,9 @@ def test_folders_that_cannot_be_used(tmp_path):
     )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{")
+    broken = Config(output_dir=str(tmp_path / "run"))
     assert (
-        refusal(find_start, resumed := Config(output_dir=str(tmp_path / "run")), settings_of(resumed, "f"))
+        refusal(find_start, broken, settings_of(broken, "f"))
         == f"{tmp_path / 'run' / 'run.json'} cannot be read; correct or remove it, or choose another"
         " output_dir"
     )

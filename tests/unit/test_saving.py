@@ -366,13 +366,8 @@ def test_changes_are_named_and_dangerous_ones_need_a_word():
         "accepted from here on: outer_lr: 0.1 -> 0.2",
         "settings that differ, and do not change theta: save_steps: 5 -> 6",
     ]
-    message = refusal(
-        accept_changes,
-        before,
-        now := Config(outer_lr=0.2, seed=1, accept_changed_settings=["outer_lr"]),
-        settings_of(now, "f"),
-        "here",
-    )
+    now = Config(outer_lr=0.2, seed=1, accept_changed_settings=["outer_lr"])
+    message = refusal(accept_changes, before, now, settings_of(now, "f"), "here")
     assert (
         message == "here holds a run with other settings (seed: 42 -> 1); use these, another output_dir, or "
         "--accept_changed_settings with their names"
